@@ -1,0 +1,68 @@
+"""Everything about an executor that most users never set: one frozen, keyword-only value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+StartMethod = Literal["zygote", "spawn", "fork"]
+LossPolicy = Literal["raise", "restart"]
+ActionCheck = Literal["strict", "finite", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorOptions:
+    """How workers are started, watched and stopped, and how data is handed out.
+
+    Attributes:
+        start_method: "zygote" forks workers from a private helper that has imported `preload`
+            (fast, memory shared); "spawn" executes a fresh interpreter for each worker; "fork"
+            forks the helper without preloading anything.
+        preload: modules that the helper imports before it forks. None: those that the factories
+            refer to and what the env family needs.
+        worker_threads: threads for OMP, MKL, OpenBLAS and torch in a worker; None leaves them alone.
+        worker_output: "capture" keeps what workers print (the last lines are part of errors, and
+            `worker_output(worker_id)` returns it); "inherit" lets it through to the console.
+        build_timeout_s: seconds for a worker to start and build all its envs; None waits forever.
+        reset_timeout_s: seconds for a reset; None waits forever (a stall is logged after `stall_log_s`).
+        step_timeout_s: seconds for a step; None waits forever (a stall is logged after `stall_log_s`).
+        stall_log_s: after so many seconds without a deadline, log the stack of the worker waited for.
+        close_timeout_s: seconds for `close()` in all, however many workers there are.
+        on_worker_loss: "raise" a WorkerLost, or "restart" the worker and mark its rows `interrupted`.
+        max_restarts: restarts of one worker within `restart_window_s` before a loss raises after all.
+        restart_window_s: seconds.
+        check_actions: "strict" refuses values outside the spec, NaN and infinities; "finite" refuses
+            only NaN, infinities and illegal indices; "off" checks shape and dtype alone.
+        check_finite: also refuse NaN and infinities in observations and rewards (costs a pass over
+            every float observation).
+        isolate_rng: keep one state of python's and numpy's global generators per env.
+        ring_frames: steps for which a `copy=False` batch stays valid.
+        reset_ahead: keep a spare env per slot, already reset (not built yet: refused when True).
+        affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
+        nice: added to the workers' niceness.
+        env_vars: further environment variables for the workers.
+        pickle_replies: let `call` and `get` bring back arbitrary objects by pickle; off by default,
+            plain data and arrays always work.
+    """
+
+    start_method: StartMethod = "zygote"
+    preload: tuple[str, ...] | None = None
+    worker_threads: int | None = 1
+    worker_output: Literal["capture", "inherit"] = "capture"
+    build_timeout_s: float | None = 300.0
+    reset_timeout_s: float | None = None
+    step_timeout_s: float | None = None
+    stall_log_s: float = 30.0
+    close_timeout_s: float = 5.0
+    on_worker_loss: LossPolicy = "raise"
+    max_restarts: int = 3
+    restart_window_s: float = 60.0
+    check_actions: ActionCheck = "strict"
+    check_finite: bool = False
+    isolate_rng: bool = False
+    ring_frames: int = 4
+    reset_ahead: bool = False
+    affinity: tuple[int, ...] | None = None
+    nice: int = 0
+    env_vars: tuple[tuple[str, str], ...] = ()
+    pickle_replies: bool = False

@@ -1,0 +1,93 @@
+"""What an env family must offer so that its envs can be run: the adapter.
+
+An adapter wraps ONE native env, already built by the user's factory, inside the worker. It never
+resets by itself, never swallows an exception, and holds no shared memory: it is given plain python
+and numpy values and gives such values back; the worker's `Block` writes them to the slab, checks
+them against the spec, and copies them before the env is called again (an env may reuse buffers).
+
+Values are lists aligned with the spec's leaves:
+    observation  `list` aligned with `spec.observation`
+    reward       `list` aligned with `spec.reward`
+    action       `list` aligned with `spec.action`, then `spec.state`; an int for a Discrete scalar
+                 leaf (already with `start` added back by the adapter itself, NOT by the caller: the
+                 adapter is given the index), else a numpy array that the env may keep
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from envherd.shm.specs import EnvSpec
+
+#: (observation values, reward values, terminated, truncated)
+StepValues = tuple[list[Any], list[Any], Any, Any]
+
+
+class Adapter(ABC):
+    """One env of one family, behind the partial-reset protocol.
+
+    Subclasses set `spec` in `__init__` without stepping the env (a family that can only learn its
+    spec from a reset may reset once, and says so in its docstring).
+
+    Attributes:
+        env: the native env, as the factory returned it; `call`, `get` and `set` reach it.
+        spec: what it gives and takes.
+    """
+
+    #: Name of the family, e.g. "gymnasium"; used in messages and on the command line.
+    family: ClassVar[str] = ""
+
+    env: Any
+    spec: EnvSpec
+
+    @abstractmethod
+    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None) -> list[Any]:
+        """Start a new episode and return its first observation.
+
+        Args:
+            seed: in `[0, 2**32)`, for this episode; None leaves the env's own generator as it is.
+            options: the caller's keyword arguments of `reset`, or None; never mutated.
+            mask: bool `[*batch_shape, 1]`, the inner rows to reset, for envs that are themselves a
+                batch; None means all of them. Always None when `spec.batch_shape` is empty.
+
+        Returns:
+            Values aligned with `spec.observation`.
+        """
+
+    @abstractmethod
+    def step(self, action: list[Any]) -> StepValues:
+        """Make exactly one transition; never reset.
+
+        Args:
+            action: values aligned with `spec.action` and then `spec.state`.
+
+        Returns:
+            `(observation, reward, terminated, truncated)`: lists aligned with the spec, then two
+            bools (bool arrays `[*batch_shape, 1]` for envs that are themselves a batch).
+        """
+
+    def done_values(self) -> list[Any]:
+        """Return the values of the nested done leaves (`spec.done[3:]`) after the last reset or step."""
+        return []
+
+    def render(self) -> Any:
+        """Return a picture of the env now, uint8 `[H, W, 3]`, or None where the env cannot draw itself."""
+        return None
+
+    def state_dict(self) -> Any:
+        """Return the env's state as plain data; envs that cannot raise `NotImplementedError`."""
+        raise NotImplementedError(f"{type(self.env).__name__} has no state_dict")
+
+    def load_state_dict(self, state: Any) -> None:
+        """Put back what `state_dict` returned; envs that cannot raise `NotImplementedError`."""
+        raise NotImplementedError(f"{type(self.env).__name__} has no load_state_dict")
+
+    def close(self) -> None:
+        """Close the native env if it can be closed."""
+        close = getattr(self.env, "close", None)
+        if callable(close):
+            close()
