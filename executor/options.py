@@ -37,7 +37,6 @@ class ExecutorOptions:
             every float observation).
         isolate_rng: keep one state of python's and numpy's global generators per env.
         ring_frames: steps for which a `copy=False` batch stays valid.
-        reset_ahead: keep a spare env per slot, already reset (not built yet: refused when True).
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
         nice: added to the workers' niceness.
         env_vars: further environment variables for the workers.
@@ -61,7 +60,6 @@ class ExecutorOptions:
     check_finite: bool = False
     isolate_rng: bool = False
     ring_frames: int = 4
-    reset_ahead: bool = False
     affinity: tuple[int, ...] | None = None
     nice: int = 0
     env_vars: tuple[tuple[str, str], ...] = ()
