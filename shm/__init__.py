@@ -1,1 +1,1 @@
-""""""
+"""Shared-memory mechanism: arithmetic (`layout`), bytes (`segment`), meaning (`slab`), wake-ups (`sync`)."""

@@ -1,0 +1,156 @@
+"""One piece of memory that several processes map: the OS object, and nothing of what is in it.
+
+Guarantees: on Linux a segment is an anonymous memfd. It has no name, so nothing can be left behind
+in /dev/shm whatever dies, and docker's 64 MB there is no limit. It is sealed against resizing (a
+worker that truncated it would kill every reader with SIGBUS), admitted against the memory that this
+process may really take, and its pages are touched at creation, so running out of memory happens
+here and not in the middle of a run.
+Assumes: `memfd_create` (Linux >= 3.17). Platforms: elsewhere `multiprocessing.shared_memory`, whose
+name is unlinked by the owner in `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import sys
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Share of the available memory that one segment may take; the rest is for envs and learner.
+ADMISSION_MARGIN = 0.9
+
+_MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; kernels before 6.3 answer EINVAL
+_PAGE = mmap.PAGESIZE
+
+HAS_MEMFD = sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+class Segment:
+    """A mapped piece of shared memory; make it with `create` or `attach`.
+
+    Attributes:
+        nbytes: size in bytes, a multiple of the page size.
+        fd: file descriptor (memfd), or -1 for a named segment.
+        name: name of a named segment, or None.
+    """
+
+    def __init__(self, nbytes: int, mapping: Any, *, fd: int = -1, name: str | None = None, is_owner: bool) -> None:
+        self.nbytes = nbytes
+        self.fd = fd
+        self.name = name
+        self._is_owner = is_owner
+        self._mapping = mapping
+        self._is_closed = False
+
+    @classmethod
+    def create(cls, nbytes: int, label: str = "envherd", *, is_prefaulted: bool = True) -> Segment:
+        """Make a new segment of zeros.
+
+        Args:
+            nbytes: wanted size; rounded up to whole pages.
+            label: shown in /proc/<pid>/maps, for people.
+            is_prefaulted: touch every page now.
+
+        Raises:
+            MemoryError: larger than `ADMISSION_MARGIN` of the memory that is available.
+        """
+        size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        admit(size)
+        if not HAS_MEMFD:
+            named = shared_memory.SharedMemory(create=True, size=size)
+            return cls(size, named, name=named.name, is_owner=True)
+        fd = _create_memfd(label)
+        try:
+            os.ftruncate(fd, size)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            mapping = mmap.mmap(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        segment = cls(size, mapping, fd=fd, is_owner=True)
+        if is_prefaulted:
+            segment.array()[::_PAGE] = 0
+        return segment
+
+    @classmethod
+    def attach(cls, nbytes: int, *, fd: int = -1, name: str | None = None) -> Segment:
+        """Map an existing segment by descriptor (which becomes the segment's own) or by name."""
+        if name is not None:
+            return cls(nbytes, shared_memory.SharedMemory(name=name), name=name, is_owner=False)
+        return cls(nbytes, mmap.mmap(fd, nbytes), fd=fd, is_owner=False)
+
+    def array(self) -> np.ndarray:
+        """Return the bytes as uint8 `[nbytes]`: a VIEW that keeps the mapping alive."""
+        buffer = self._mapping.buf if isinstance(self._mapping, shared_memory.SharedMemory) else self._mapping
+        return np.frombuffer(buffer, np.uint8, self.nbytes)
+
+    def close(self) -> None:
+        """Give up this process's handle; views that are still held keep their memory alive. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if isinstance(self._mapping, shared_memory.SharedMemory):
+            with contextlib.suppress(BufferError):
+                self._mapping.close()
+            if self._is_owner:
+                with contextlib.suppress(FileNotFoundError):
+                    self._mapping.unlink()
+        self._mapping = None
+
+
+def admit(nbytes: int) -> None:
+    """Raise MemoryError, with the numbers, if so many bytes would not fit the memory now available."""
+    available = available_bytes()
+    if available is not None and nbytes > available * ADMISSION_MARGIN:
+        raise MemoryError(
+            f"shared memory failed: expected at most {ADMISSION_MARGIN:.0%} of the {available / 2**20:.0f} MiB "
+            f"available, got {nbytes / 2**20:.0f} MiB. Use fewer envs, shorter rollouts, or drop observation keys."
+        )
+
+
+def available_bytes() -> int | None:
+    """Return the bytes this process may still take: MemAvailable or the cgroup's room, whichever is less."""
+    rooms = [room for room in (_meminfo_available(), _cgroup_room()) if room is not None]
+    return min(rooms) if rooms else None
+
+
+def _create_memfd(label: str) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(label, flags | _MFD_NOEXEC_SEAL)
+    except OSError:
+        return os.memfd_create(label, flags)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_room() -> int | None:
+    for limit, usage in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        root = Path("/sys/fs/cgroup")
+        try:
+            text = (root / limit).read_text().strip()
+            if text == "max" or int(text) >= 2**60:
+                continue
+            return max(0, int(text) - int((root / usage).read_text()))
+        except (OSError, ValueError):
+            continue
+    return None

@@ -1,0 +1,215 @@
+"""What the shared bytes mean: control words, doorbells, and per group of equal envs a ring of frames.
+
+    words      per env and per worker, int64 each, one writer per word (see `WORDS`)
+    bells      one `go` doorbell per worker, one `done` doorbell for the parent
+    group      envs of equal spec share arrays `[num_rows, ...]`:
+               inputs    what a step reads: action, state, reset mask         (parent writes)
+               frames    a ring of K: `next/*` of a step, `root/*` of a reset  (workers write)
+
+A *column* is a place in time: frame `c` of the ring, or step `t` of a rollout storage. Every array a
+worker writes can be seen as `[column, ...]` for one env, so ring and rollout are written alike.
+
+Guarantees: pure arithmetic up to `Slab`; a plan is picklable and means the same in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from envherd.shm.layout import Layout, Name, align, lay_out, strided_view, view
+from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.shm.sync import DOORBELL_BYTES
+
+#: word -> (length: "env" or "worker", who writes it, what it says)
+WORDS: dict[str, tuple[str, str, str]] = {
+    "command_seq": ("env", "parent", "number of the latest command for the env; written last"),
+    "command": ("env", "parent", "what to do: see workers.protocol.pack"),
+    "reply_seq": ("env", "worker", "number of the latest command that is finished; written last"),
+    "status": ("env", "worker", "how it ended: see workers.protocol.Status"),
+    "episode": ("env", "worker", "resets since the root seed was set; the next reset begins this episode"),
+    "env_steps": ("env", "worker", "calls of env.step that returned, ever"),
+    "resets": ("env", "worker", "resets that returned, ever"),
+    "mail_seq": ("worker", "parent", "messages put on the worker's socket so far"),
+    "busy_ns": ("worker", "worker", "nanoseconds spent on commands, ever"),
+    "phase": ("worker", "worker", "the command and env being worked on, 0 when idle: see workers.protocol"),
+}
+
+
+def next_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
+    """Return the leaves of a transition's `next` that live in shared memory."""
+    return tuple(leaf for leaf in (*spec.observation, *spec.reward, *spec.done) if not leaf.is_side)
+
+
+def root_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
+    """Return the leaves of a root (what a reset gives) that live in shared memory."""
+    return tuple(leaf for leaf in (*spec.observation, *spec.done) if not leaf.is_side)
+
+
+def input_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
+    """Return the leaves that a step reads from shared memory."""
+    return tuple(leaf for leaf in (*spec.action, *spec.state) if not leaf.is_side)
+
+
+def section_requests(spec: EnvSpec, lead: tuple[int, ...]) -> list[tuple[Name, tuple[int, ...], str]]:
+    """List the arrays of one frame (lead `[n]`) or one storage (lead `[n, T]`): all `next`, then all `root`."""
+    requests = [(("next", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in next_leaves(spec)]
+    requests += [(("root", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in root_leaves(spec)]
+    return requests
+
+
+def input_requests(spec: EnvSpec, lead: tuple[int, ...]) -> list[tuple[Name, tuple[int, ...], str]]:
+    """List the input arrays; envs that are themselves a batch also have a reset mask."""
+    requests = [(("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in input_leaves(spec)]
+    if spec.batch_shape:
+        requests.append((("reset_mask",), (*lead, *spec.batch_shape, 1), "bool"))
+    return requests
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Where a group of equal envs lives.
+
+    Attributes:
+        env_ids: ascending; row r of every array is env `env_ids[r]`.
+        spec: of each of them.
+        frame: layout of one frame, offsets from its start.
+        next_nbytes: bytes from a frame's start to the end of its `next` part.
+        base: offset of frame 0 in the segment; frame k is `k * frame.nbytes` further.
+        inputs: layout of the inputs, offsets from the segment's start.
+    """
+
+    env_ids: tuple[int, ...]
+    spec: EnvSpec
+    frame: Layout
+    next_nbytes: int
+    base: int
+    inputs: Layout
+
+
+@dataclass(frozen=True)
+class SlabPlan:
+    """Where everything lives in one segment of `nbytes` bytes."""
+
+    num_envs: int
+    num_workers: int
+    num_frames: int
+    words: Layout
+    bells_offset: int
+    groups: tuple[GroupPlan, ...]
+    nbytes: int
+
+    def go_offset(self, worker_id: int) -> int:
+        """Return the offset of a worker's `go` doorbell."""
+        return self.bells_offset + (1 + worker_id) * DOORBELL_BYTES
+
+    def place(self, env_id: int) -> tuple[int, int]:
+        """Return `(group index, row)` of an env."""
+        for index, group in enumerate(self.groups):
+            if env_id in group.env_ids:
+                return index, group.env_ids.index(env_id)
+        raise KeyError(env_id)
+
+
+def plan_slab(specs: Sequence[EnvSpec], num_workers: int, num_frames: int) -> SlabPlan:
+    """Lay out a slab for envs with the given specs (one per env); equal specs share arrays."""
+    num_envs = len(specs)
+    counts = {"env": num_envs, "worker": num_workers}
+    words = lay_out(((name,), (counts[length],), "int64") for name, (length, _, _) in WORDS.items())
+    offset = words.nbytes + (1 + num_workers) * DOORBELL_BYTES
+    groups: list[GroupPlan] = []
+    for spec, env_ids in _group_equal(specs):
+        lead = (len(env_ids),)
+        inputs = lay_out(input_requests(spec, lead), start=offset)
+        frame = lay_out(section_requests(spec, lead))
+        first_root = next((f.offset for f in frame if f.name[0] == "root"), frame.nbytes)
+        base = align(inputs.nbytes)
+        groups.append(GroupPlan(env_ids, spec, frame, first_root, base, inputs))
+        offset = base + num_frames * frame.nbytes
+    return SlabPlan(num_envs, num_workers, num_frames, words, words.nbytes, tuple(groups), offset)
+
+
+def _group_equal(specs: Sequence[EnvSpec]) -> list[tuple[EnvSpec, tuple[int, ...]]]:
+    groups: list[tuple[EnvSpec, list[int]]] = []
+    for env_id, spec in enumerate(specs):
+        for known, env_ids in groups:
+            if known == spec:
+                env_ids.append(env_id)
+                break
+        else:
+            groups.append((spec, [env_id]))
+    return [(spec, tuple(env_ids)) for spec, env_ids in groups]
+
+
+class GroupSlab:
+    """The arrays of one group: VIEWS of the segment.
+
+    Attributes:
+        plan: where they live.
+        columns: `("next" | "root", *key)` -> `[num_frames, num_rows, ...]`.
+        inputs: `("input", *key)` and `("reset_mask",)` -> `[num_rows, ...]`.
+    """
+
+    def __init__(self, plan: GroupPlan, num_frames: int, buffer: np.ndarray) -> None:
+        self.plan = plan
+        self.spec = plan.spec
+        self.columns = {
+            field.name: strided_view(buffer, field, plan.base, num_frames, plan.frame.nbytes) for field in plan.frame
+        }
+        self.inputs = {field.name: view(buffer, field) for field in plan.inputs}
+        self._buffer = buffer
+
+    def next_bytes(self, column: int) -> np.ndarray:
+        """Return the bytes of a frame's `next` part: uint8 `[next_nbytes]`, a VIEW."""
+        start = self.plan.base + column * self.plan.frame.nbytes
+        return self._buffer[start : start + self.plan.next_nbytes]
+
+    def of_row(self, row: int) -> dict[Name, np.ndarray]:
+        """Return one env's arrays as `[column, ...]` VIEWS."""
+        return {name: array[:, row] for name, array in self.columns.items()}
+
+
+class Slab:
+    """A plan over real bytes (shared or not): named arrays, all VIEWS of `buffer`."""
+
+    def __init__(self, plan: SlabPlan, buffer: np.ndarray) -> None:
+        self.plan = plan
+        self.buffer = buffer
+        self.words: dict[str, np.ndarray] = {field.name[0]: view(buffer, field) for field in plan.words}
+        self.groups = tuple(GroupSlab(group, plan.num_frames, buffer) for group in plan.groups)
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """Where a rollout of `num_columns` steps lives: per group one layout with lead `[num_rows, num_columns]`."""
+
+    num_columns: int
+    groups: tuple[Layout, ...]
+    nbytes: int
+
+
+def plan_storage(slab: SlabPlan, num_columns: int) -> StoragePlan:
+    """Lay out a rollout storage for the envs of a slab."""
+    layouts: list[Layout] = []
+    offset = 0
+    for group in slab.groups:
+        lead = (len(group.env_ids), num_columns)
+        inputs = [request for request in input_requests(group.spec, lead) if request[0][0] == "input"]
+        layout = lay_out(section_requests(group.spec, lead) + inputs, start=offset)
+        layouts.append(layout)
+        offset = layout.nbytes
+    return StoragePlan(num_columns, tuple(layouts), offset)
+
+
+class Storage:
+    """A rollout storage over real bytes; `columns[g]` maps a name to `[num_rows, num_columns, ...]` (VIEW)."""
+
+    def __init__(self, plan: StoragePlan, buffer: np.ndarray) -> None:
+        self.plan = plan
+        self.columns = tuple({field.name: view(buffer, field) for field in layout} for layout in plan.groups)
+
+    def of_row(self, group: int, row: int) -> dict[Name, np.ndarray]:
+        """Return one env's arrays as `[column, ...]` VIEWS."""
+        return {name: array[row] for name, array in self.columns[group].items()}

@@ -1,0 +1,63 @@
+"""Answers to what is not a step: attribute access, method calls, pictures, state."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+from envherd.workers import plain
+from envherd.workers.adapters import Adapter
+from envherd.workers.messages import Ask
+from envherd.workers.reply import Fault
+
+
+def answer(message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bool) -> dict[str, Any]:
+    """Return the plain answer: one value per env, in the order asked, or the first env's fault."""
+    values = []
+    for position, env_id in enumerate(message.env_ids):
+        try:
+            value = _answer_one(message, adapters[env_id], position)
+            values.append(_cross(value, message, pickle_replies=pickle_replies))
+        except BaseException as error:  # an env's method may raise anything
+            return Fault.from_exception(env_id, f"{message.what} {message.name}".strip(), error).to_plain()
+    return {"kind": "values", "values": values}
+
+
+def _answer_one(message: Ask, adapter: Adapter, position: int) -> Any:
+    if message.what == "call":
+        return _find(adapter.env, message.name)(*message.args, **message.kwargs)
+    if message.what == "get":
+        return _find(adapter.env, message.name)
+    if message.what == "set":
+        setattr(adapter.env, message.name, message.args[position])
+        return None
+    if message.what == "render":
+        return adapter.render()
+    if message.what == "state_dict":
+        return adapter.state_dict()
+    if message.what == "load_state_dict":
+        return adapter.load_state_dict(message.args[position])
+    raise ValueError(f"unknown question {message.what!r}")
+
+
+def _find(env: Any, name: str) -> Any:
+    """Return an attribute by dotted name; gymnasium wrappers are looked through as gymnasium does it."""
+    for part in name.split("."):
+        look_through = getattr(env, "get_wrapper_attr", None)
+        env = look_through(part) if look_through is not None and not hasattr(env, part) else getattr(env, part)
+    return env
+
+
+def _cross(value: Any, message: Ask, *, pickle_replies: bool) -> Any:
+    """Return a value in the form in which it crosses: as it is if plain, else pickled if that is allowed."""
+    try:
+        plain.encode(value)
+    except plain.NotPlain as error:
+        if pickle_replies:
+            return {"pickled": pickle.dumps(value)}
+        raise TypeError(
+            f"{message.what} {message.name!r} failed: {error}. Return numbers, text, arrays or lists and dicts of "
+            f"them, or allow pickles with ExecutorOptions(pickle_replies=True)."
+        ) from None
+    return {"plain": value}

@@ -1,0 +1,128 @@
+"""Writers: one closure per leaf that checks a value against its spec and stores it at a column.
+
+Guarantees: a value is stored only if it has the leaf's shape, and the leaf's dtype or one that casts
+to it within its kind (float64 to float32, int64 to int32: envs do this all the time). A scalar is
+never broadcast over an array, a float never becomes an integer, None never becomes NaN. The common
+case, an array of the right dtype and shape, costs one comparison more than the copy itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.specs import LeafSpec
+from envherd.workers.errors import SpecError
+
+Writer = Callable[[int, Any], None]
+
+
+def coerce(leaf: LeafSpec, value: Any) -> Any:
+    """Return a value as what the leaf's array takes.
+
+    Raises:
+        SpecError: wrong shape, or a dtype that does not cast within its kind.
+    """
+    dtype = np.dtype(leaf.dtype)
+    if value is None:
+        raise _mismatch(leaf, "None")
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise _mismatch(leaf, f"something ragged ({error})") from None
+    if array.dtype.kind not in "biufc":
+        raise _mismatch(leaf, f"{type(value).__name__} of dtype {array.dtype}")
+    if array.shape != leaf.shape:
+        raise _mismatch(leaf, f"{array.dtype} {array.shape}")
+    if not np.can_cast(array.dtype, dtype, "same_kind") and not _is_exact_integer(array, dtype):
+        raise _mismatch(leaf, f"{array.dtype} {array.shape}")
+    return array.astype(dtype)
+
+
+def _is_exact_integer(array: np.ndarray, dtype: np.dtype) -> bool:
+    """Return whether integers fit another integer dtype by value (a python int for a uint8 leaf)."""
+    if array.dtype.kind not in "iu" or dtype.kind not in "iu" or array.size == 0:
+        return False
+    limits = np.iinfo(dtype)
+    return int(array.min()) >= limits.min and int(array.max()) <= limits.max
+
+
+def _mismatch(leaf: LeafSpec, got: str) -> SpecError:
+    key = "/".join(leaf.key)
+    return SpecError(
+        f"writing {key} failed: expected {leaf.dtype} {leaf.shape}, got {got}. "
+        f"The env breaks its own spec: fix the env or the space it declares."
+    )
+
+
+def writer_for(leaf: LeafSpec, array: np.ndarray, *, check_finite: bool = False) -> Writer:
+    """Return a writer of one leaf.
+
+    Args:
+        leaf: its spec; not a side leaf.
+        array: `[column, *leaf.shape]`, where it is stored (VIEW).
+        check_finite: refuse NaN and infinities of float leaves.
+    """
+    if check_finite and np.dtype(leaf.dtype).kind in "fc":
+        return _finite_writer(leaf, array)
+    if leaf.shape == (1,) and leaf.dtype in ("float32", "float64"):
+        return _single_float_writer(leaf, array)
+    if leaf.shape == ():
+        return _scalar_writer(leaf, array)
+    return _array_writer(leaf, array)
+
+
+def _array_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
+    shape, dtype, ndarray = leaf.shape, np.dtype(leaf.dtype), np.ndarray
+
+    def write(column: int, value: Any) -> None:
+        if value.__class__ is ndarray and value.dtype is dtype and value.shape == shape:
+            array[column] = value
+        else:
+            array[column] = coerce(leaf, value)
+
+    return write
+
+
+def _single_float_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
+    """Write leaves such as the reward: a float is taken for an array of one."""
+    flat = array[:, 0]
+
+    def write(column: int, value: Any) -> None:
+        if value.__class__ is float:
+            flat[column] = value
+        elif np.shape(value) == () and value is not None:
+            flat[column] = coerce(_as_scalar(leaf), value)
+        else:
+            array[column] = coerce(leaf, value)
+
+    return write
+
+
+def _scalar_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
+    kind = int if np.dtype(leaf.dtype).kind in "iu" else float if np.dtype(leaf.dtype).kind == "f" else bool
+
+    def write(column: int, value: Any) -> None:
+        if value.__class__ is kind:
+            array[column] = value
+        else:
+            array[column] = coerce(leaf, value)
+
+    return write
+
+
+def _finite_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
+    inner = writer_for(leaf, array)
+
+    def write(column: int, value: Any) -> None:
+        inner(column, value)
+        if not np.isfinite(array[column]).all():
+            raise _mismatch(leaf, "NaN or infinity")
+
+    return write
+
+
+def _as_scalar(leaf: LeafSpec) -> LeafSpec:
+    return LeafSpec(leaf.key, (), leaf.dtype, leaf.domain)

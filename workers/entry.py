@@ -1,0 +1,223 @@
+"""What a worker process is, from its first instruction to its last.
+
+Guarantees:
+- It dies with its owner, whatever killed the owner and wherever the worker is stuck: the kernel sends
+  SIGKILL when the lifeline's write end closes (`O_ASYNC` with `F_SETSIG`), which needs no python.
+- Ctrl-C never reaches it: a process group of its own, and SIGINT ignored.
+- Its stack can be read at any time: SIGUSR2 and every crash dump it into the worker's log, also while
+  C code holds the GIL.
+- What it prints goes to its log (a memfd that the owner holds too), kept short.
+- It never imports the user's `__main__`, nor torch or an RL package unless an env needs it.
+Platforms: Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.segment import Segment
+from envherd.shm.slab import Slab, Storage
+from envherd.shm.sync import Doorbell
+from envherd.workers import messages, seeding
+from envherd.workers.asking import answer
+from envherd.workers.block import Block
+from envherd.workers.factory import Builder
+from envherd.workers.loop import Loop
+from envherd.workers.reply import Fault
+
+_F_SETSIG = 10  # fcntl.h; not in python's fcntl module
+_LOG_LIMIT = 1 << 20  # bytes of a worker's log before it is cut
+_LOG_KEPT = 1 << 16  # bytes that are kept then
+_OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should take a worker, not the learner
+
+
+def main(sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, Any]) -> None:
+    """Be a worker until told to leave; never returns."""
+    _detach_from_terminal()
+    _arm_lifeline(lifeline_fd)
+    if config.get("output") == "capture":
+        os.dup2(log_fd, 1)
+        os.dup2(log_fd, 2)
+    log = os.fdopen(log_fd, "a", closefd=False)
+    faulthandler.enable(file=log, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)
+    _apply(config)
+    try:
+        Worker(messages.Channel(sock), log_fd).serve()
+    except (EOFError, ConnectionError):
+        os._exit(1)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+def _detach_from_terminal() -> None:
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write(_OOM_SCORE)
+
+
+def _arm_lifeline(fd: int) -> None:
+    """Ask the kernel for SIGKILL when the owner's end closes."""
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # own file: own F_SETOWN
+    os.close(fd)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    poller = select.poll()
+    poller.register(own, select.POLLIN)
+    if poller.poll(0):  # the owner died before the line was armed
+        os._exit(1)
+
+
+def _apply(config: dict[str, Any]) -> None:
+    affinity = config.get("affinity")
+    if affinity:
+        os.sched_setaffinity(0, affinity)
+    if config.get("nice"):
+        os.nice(config["nice"])
+
+
+class Worker:
+    """One worker: a block of envs, its memory, and the socket to the parent."""
+
+    def __init__(self, channel: messages.Channel, log_fd: int) -> None:
+        self._channel = channel
+        self._log_fd = log_fd
+        self._block: Block | None = None
+        self._build: messages.Build | None = None
+        self._slab: Slab | None = None
+        self._loop: Loop | None = None
+        self._handlers: dict[type, Callable[[Any, list[int]], None]] = {
+            messages.Build: self._on_build,
+            messages.Attach: self._on_attach,
+            messages.AttachStorage: self._on_attach_storage,
+            messages.DetachStorage: self._on_detach_storage,
+            messages.Seed: self._on_seed,
+            messages.Prepare: self._on_prepare,
+            messages.Ask: self._on_ask,
+        }
+
+    def serve(self) -> None:
+        """Handle messages, then commands and messages, until `Close`."""
+        while self._loop is None:
+            if not self._read_mail():
+                return
+        self._loop.run()
+
+    def _read_mail(self) -> bool:
+        message, fds = self._channel.receive_message()
+        if isinstance(message, messages.Close):
+            self._close()
+            return False
+        self._handlers[type(message)](message, fds)
+        self._trim_log()
+        return True
+
+    def _on_build(self, message: messages.Build, fds: list[int]) -> None:
+        self._build = message
+        builder = Builder()
+        adapters = {}
+        for env_id, factory, kwargs in zip(message.env_ids, message.factories, message.env_kwargs, strict=True):
+            seeding.seed_globals(seeding.build_seed(message.root_seed, env_id))
+            try:
+                adapters[env_id] = builder.build(factory, kwargs)
+            except BaseException as error:  # a factory may raise anything; the parent decides
+                self._channel.send_plain(Fault.from_exception(env_id, "build", error).to_plain())
+                return
+        self._block = Block(
+            message.worker_id,
+            adapters,
+            message.root_seed,
+            self._channel.send_plain,
+            isolate_rng=message.isolate_rng,
+            check_finite=message.check_finite,
+        )
+        specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
+        self._channel.send_plain({"kind": "specs", "specs": specs})
+
+    def _on_attach(self, message: messages.Attach, fds: list[int]) -> None:
+        assert self._block is not None
+        buffer = _map(message.nbytes, fds, message.name)
+        self._slab = Slab(message.plan, buffer)
+        self._block.attach(self._slab)
+        done = Doorbell.attach(buffer, message.plan.bells_offset)
+        go = Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id))
+        self._loop = Loop(self._block, self._slab, go, done, self._read_mail)
+        self._channel.send_plain({"kind": "attached"})
+
+    def _on_attach_storage(self, message: messages.AttachStorage, fds: list[int]) -> None:
+        assert self._block is not None
+        self._block.attach_storage(message.target, Storage(message.plan, _map(message.nbytes, fds, message.name)))
+
+    def _on_detach_storage(self, message: messages.DetachStorage, fds: list[int]) -> None:
+        assert self._block is not None
+        self._block.detach_storage(message.target)
+
+    def _on_seed(self, message: messages.Seed, fds: list[int]) -> None:
+        assert self._block is not None
+        self._block.seed(message.root_seed)
+
+    def _on_prepare(self, message: messages.Prepare, fds: list[int]) -> None:
+        assert self._block is not None
+        self._block.prepare(message)
+
+    def _on_ask(self, message: messages.Ask, fds: list[int]) -> None:
+        assert self._block is not None and self._build is not None
+        adapters = {env_id: slot.adapter for env_id, slot in self._block.slots.items()}
+        self._channel.send_plain(answer(message, adapters, pickle_replies=self._build.pickle_replies))
+
+    def _trim_log(self) -> None:
+        """Keep the log short: an env may print for days."""
+        with contextlib.suppress(OSError):
+            size = os.fstat(self._log_fd).st_size
+            if size > _LOG_LIMIT:
+                tail = os.pread(self._log_fd, _LOG_KEPT, size - _LOG_KEPT)
+                os.ftruncate(self._log_fd, 0)
+                os.write(self._log_fd, tail)
+
+    def _close(self) -> None:
+        if self._block is None:
+            return
+        for env_id, slot in self._block.slots.items():
+            try:
+                slot.adapter.close()
+            except BaseException as error:  # an env that cannot close must not keep the others open
+                self._channel.send_plain(Fault.from_exception(env_id, "close", error).to_plain())
+
+
+def _map(nbytes: int, fds: list[int], name: str | None) -> np.ndarray:
+    segment = Segment.attach(nbytes, fd=fds[0] if fds else -1, name=name)
+    buffer = segment.array()
+    segment.close()  # the views keep the mapping; the descriptor has done its work
+    return buffer
+
+
+def exec_main(arguments: list[str]) -> None:
+    """Entry of an exec'd worker: descriptors by number, then the configuration as JSON."""
+    sock_fd, lifeline_fd, log_fd = map(int, arguments[:3])
+    main(socket.socket(fileno=sock_fd), lifeline_fd, log_fd, json.loads(arguments[3]))
+
+
+if __name__ == "__main__":
+    exec_main(sys.argv[1:])

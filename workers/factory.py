@@ -1,0 +1,177 @@
+"""Factories: refused at once if they cannot work, pickled by value, called in the worker.
+
+In the parent, `pickle_factory` refuses an env instance and whatever cannot be pickled, naming the
+captured variable and the object. In the worker, `build_adapter` calls the factory and refuses what
+is no env, or an env that the factory did not build itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import pickle
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+
+from envherd.workers.adapters import Adapter, find_adapter, is_env_like
+from envherd.workers.errors import FactoryError
+
+Factory = Callable[..., Any]
+
+
+def describe(factory: Any) -> str:
+    """Name a factory for messages: its qualified name and where it was defined."""
+    code = getattr(factory, "__code__", None)
+    name = getattr(factory, "__qualname__", None) or type(factory).__qualname__
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else str(name)
+
+
+def check_factory(factory: Any) -> None:
+    """Refuse what is not a factory.
+
+    Raises:
+        FactoryError: an env instance (callable or not), or something that cannot be called.
+    """
+    if is_env_like(factory):
+        name = _type_name(factory)
+        raise FactoryError(
+            f"make_env failed: expected a callable that builds an env, got an env: {name}. Envs are built inside "
+            f"their worker, so pass a function, e.g. make_env=lambda: {type(factory).__name__}(...)."
+        )
+    if not callable(factory):
+        raise FactoryError(
+            f"make_env failed: expected a callable that builds an env, got {_type_name(factory)}. "
+            f"Pass a function, e.g. make_env=lambda: gymnasium.make('CartPole-v1')."
+        )
+
+
+def pickle_factory(factory: Factory) -> bytes:
+    """Return a factory as bytes; what is defined in `__main__` travels by value.
+
+    Raises:
+        FactoryError: it cannot be pickled; the message names the captured variable and the object.
+    """
+    check_factory(factory)
+    try:
+        return cloudpickle.dumps(factory)
+    except Exception as error:
+        raise FactoryError(_pickle_message(factory, error)) from error
+
+
+def _pickle_message(factory: Factory, error: Exception) -> str:
+    culprit = re.search(r"'([\w.]+)' object", str(error))
+    found = next(_unpicklable_captures(factory), None)
+    if found is None:
+        what = f"cannot be pickled: {error}"
+    else:
+        variable, value = found
+        inside = culprit.group(1) if culprit else _type_name(value)
+        holder = "" if inside == _type_name(value) else f" {_type_name(value)}, which holds a"
+        what = f"captured the variable `{variable}`, a{holder} {inside} that cannot be pickled"
+    return (
+        f"make_env failed: the factory {describe(factory)} {what}. Build it inside the factory instead: "
+        f"make_env=lambda: make_the_env(...), with only names and numbers captured."
+    )
+
+
+def captures(factory: Any) -> Iterator[tuple[str, Any]]:
+    """Yield `(variable name, value)` of what a callable carries: closure, globals used, defaults, bound objects."""
+    if isinstance(factory, functools.partial):
+        yield from ((f"argument {i}", value) for i, value in enumerate(factory.args))
+        yield from factory.keywords.items()
+        yield from captures(factory.func)
+        return
+    if inspect.ismethod(factory):
+        yield "self", factory.__self__
+        return
+    if not isinstance(factory, types.FunctionType):
+        yield from getattr(factory, "__dict__", {}).items()
+        return
+    closure = inspect.getclosurevars(factory)
+    yield from closure.nonlocals.items()
+    yield from closure.globals.items()
+    defaults = inspect.signature(factory).parameters.values()
+    yield from ((p.name, p.default) for p in defaults if p.default is not p.empty)
+
+
+def _unpicklable_captures(factory: Any) -> Iterator[tuple[str, Any]]:
+    for variable, value in captures(factory):
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            inner = next(_unpicklable_captures(value), None) if isinstance(value, types.FunctionType) else None
+            yield inner or (variable, value)
+
+
+def modules_of(factory: Any) -> list[str]:
+    """Return the modules that a factory refers to, by which a helper can import them before it forks."""
+    modules: dict[str, None] = {}
+    for _, value in [("", factory), *captures(factory)]:
+        name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+        if isinstance(name, str) and name not in ("__main__", "builtins"):
+            modules[name] = None
+    modules.update(dict.fromkeys(getattr(factory, "preload", ())))
+    return list(modules)
+
+
+class Builder:
+    """Builds the envs of one worker, and remembers which it has seen."""
+
+    def __init__(self) -> None:
+        self._factories: dict[bytes, Factory] = {}
+        self._built: list[Any] = []
+
+    def build(self, pickled: bytes, kwargs: Mapping[str, Any]) -> Adapter:
+        """Call a pickled factory and return its env's adapter.
+
+        Raises:
+            FactoryError: it returned no env, or an env that it had not built itself.
+        """
+        if pickled not in self._factories:
+            self._factories[pickled] = pickle.loads(pickled)
+        return self.adopt(self._factories[pickled], kwargs)
+
+    def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
+        """Call a factory and return its env's adapter; see `build`."""
+        env = factory(**kwargs)
+        self._refuse_shared(factory, env)
+        if env is None or (inspect.isroutine(env) or isinstance(env, type)):
+            raise FactoryError(
+                f"make_env failed: the factory {describe(factory)} returned {_describe_result(env)}, expected an env. "
+                f"Call what it returns, or return the env that it builds."
+            )
+        adapter = find_adapter(env)(env)  # type: ignore[call-arg]  # every family's constructor takes the env
+        self._built.append(env)
+        return adapter
+
+    def _refuse_shared(self, factory: Factory, env: Any) -> None:
+        if any(env is built for built in self._built):
+            raise FactoryError(
+                f"make_env failed: the factory {describe(factory)} returned the same {_type_name(env)} twice. "
+                f"Every call must build a new env: make_env=lambda: {type(env).__name__}(...)."
+            )
+        captured = next((variable for variable, value in captures(factory) if value is env), None)
+        if captured is not None and env is not None:
+            raise FactoryError(
+                f"make_env failed: the factory {describe(factory)} returned the captured variable `{captured}`, "
+                f"a {_type_name(env)} that was built elsewhere. Build it inside: lambda: {type(env).__name__}(...)."
+            )
+
+
+def _describe_result(env: Any) -> str:
+    return "None" if env is None else f"{env!r}"[:80]
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def closest(name: str, known: list[str]) -> str:
+    """Return ` Did you mean ...?` for a misspelt name, or an empty string."""
+    matches = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    return f" Did you mean {', '.join(matches)}?" if matches else ""

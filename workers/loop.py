@@ -1,0 +1,82 @@
+"""The worker's loop: wait for the doorbell, look which envs have a new command, carry it out.
+
+Guarantees: a command is carried out once (its number is compared with the last one done); numbers are
+written after the rows they announce; the parent is woken after that. Mail is read before any command
+that was given after it.
+Assumes: 8-byte aligned words are written whole, and stores become visible in program order (x86-64)
+or with the doorbell that follows them (everywhere).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from envherd.shm.slab import Slab
+from envherd.shm.sync import Doorbell
+from envherd.workers.block import Block
+from envherd.workers.protocol import Flag
+
+_EACH = Flag.EACH << 4
+
+
+class Loop:
+    """Serves one block; `read_mail(count)` must handle that many messages and return False to leave."""
+
+    def __init__(self, block: Block, slab: Slab, go: Doorbell, done: Doorbell, read_mail: Callable[[], bool]) -> None:
+        self._block = block
+        self._go = go
+        self._done = done
+        self._read_mail = read_mail
+        self._words = {name: memoryview(array) for name, array in slab.words.items()}
+        replies = self._words["reply_seq"]
+        self._latest = {env_id: replies[env_id] for env_id in block.slots}
+        self._mail_read = 0
+
+    def run(self) -> None:
+        """Serve until a message says to leave."""
+        wait = self._go.wait
+        while True:
+            wait()
+            began = time.perf_counter_ns()
+            if not self._check_mail():
+                return
+            while self._scan():
+                if not self._check_mail():
+                    return
+            self._words["phase"][self._block.worker_id] = 0
+            self._words["busy_ns"][self._block.worker_id] += time.perf_counter_ns() - began
+
+    def _check_mail(self) -> bool:
+        sent = self._words["mail_seq"]
+        worker_id = self._block.worker_id
+        while self._mail_read < sent[worker_id]:
+            self._mail_read += 1
+            if not self._read_mail():
+                return False
+        return True
+
+    def _scan(self) -> bool:
+        """Carry out the commands that are there; return whether there were any."""
+        words, latest = self._words, self._latest
+        numbers, commands, replies, status = (
+            words["command_seq"], words["command"], words["reply_seq"], words["status"]
+        )  # fmt: skip
+        mail, worker_id = words["mail_seq"], self._block.worker_id
+        owes_ring = False
+        found = False
+        for env_id in sorted((e for e in latest if numbers[e] != latest[e]), key=numbers.__getitem__):
+            if self._mail_read != mail[worker_id] and not self._check_mail():
+                return False
+            number, command = numbers[env_id], commands[env_id]
+            status[env_id] = self._block.execute(env_id, command)
+            latest[env_id] = number
+            replies[env_id] = number
+            found = True
+            if command & _EACH:
+                self._done.ring()
+            else:
+                owes_ring = True
+        if owes_ring:
+            self._done.ring()
+        return found

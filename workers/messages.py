@@ -1,0 +1,186 @@
+"""Messages on the socket between parent and worker: everything that is not the hot path.
+
+Parent to worker: one of the dataclasses below, pickled (the parent is trusted: it is the same user's
+program). Worker to parent: a plain dict (`workers.plain`), never a pickle. A frame on the wire is an
+8-byte length and the payload; file descriptors ride along as ancillary data of an `Attach`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from envherd.shm.slab import SlabPlan, StoragePlan
+from envherd.workers import plain
+
+_LENGTH = struct.Struct("<Q")
+_MAX_FDS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """Build the envs. Answered by their specs, or by what went wrong.
+
+    Attributes:
+        worker_id: for messages.
+        env_ids: which envs this worker owns, ascending.
+        factories: one pickled callable for each env; equal objects are unpickled once.
+        env_kwargs: keyword arguments for each factory call.
+        root_seed: seeds the global generators before each factory runs, and the episodes.
+        isolate_rng: keep the global generators' state per env.
+        check_finite: refuse NaN and infinities in observations and rewards.
+        pickle_replies: answers to calls may be pickled.
+    """
+
+    worker_id: int
+    env_ids: tuple[int, ...]
+    factories: tuple[bytes, ...]
+    env_kwargs: tuple[dict[str, Any], ...]
+    root_seed: int
+    isolate_rng: bool = False
+    check_finite: bool = False
+    pickle_replies: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attach:
+    """Map the slab (one descriptor rides along) and start to serve commands."""
+
+    plan: SlabPlan
+    nbytes: int
+    name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachStorage:
+    """Map a rollout storage (one descriptor rides along) under a target number."""
+
+    target: int
+    plan: StoragePlan
+    nbytes: int
+    name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetachStorage:
+    """Forget a rollout storage."""
+
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seed:
+    """Use a new root seed; the next reset of every env is episode 0 again."""
+
+    root_seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Extras for the next command of one env: explicit seed, reset keyword arguments, side inputs."""
+
+    env_id: int
+    seed: int | None = None
+    has_seed: bool = False
+    options: dict[str, Any] | None = None
+    side: list[Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """Do something with envs that is not a step; answered by one value per env.
+
+    `what` is "call", "get", "set", "render", "state_dict" or "load_state_dict".
+    """
+
+    what: str
+    env_ids: tuple[int, ...]
+    name: str = ""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Close:
+    """Close the envs and leave."""
+
+
+Message = Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Close
+
+
+class Channel:
+    """One end of the socket: whole frames in, whole frames out."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._fds: list[int] = []
+        self._received = bytearray()
+
+    def send_message(self, message: Message, fds: list[int] | None = None) -> None:
+        """Send a message to a worker (parent's side)."""
+        self._send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), fds or [])
+
+    def receive_message(self) -> tuple[Message, list[int]]:
+        """Wait for a message from the parent (worker's side); `EOFError` when the parent has gone."""
+        message: Message = pickle.loads(self._receive())
+        fds, self._fds = self._fds, []
+        return message, fds
+
+    def send_plain(self, value: dict[str, Any]) -> None:
+        """Send plain data to the parent (worker's side)."""
+        self._send(plain.encode(value), [])
+
+    def receive_plain(self) -> dict[str, Any]:
+        """Wait for plain data from the worker (parent's side); `EOFError` when the worker has gone."""
+        value: dict[str, Any] = plain.decode(self._receive())
+        return value
+
+    def drain_nowait(self) -> list[dict[str, Any]]:
+        """Return the whole frames that have arrived, without blocking (parent's side)."""
+        while True:
+            try:
+                chunk = self.sock.recv(1 << 20, socket.MSG_DONTWAIT)
+            except (BlockingIOError, ConnectionError):
+                break
+            if not chunk:
+                break
+            self._received += chunk
+        frames = []
+        while (frame := self._take_frame()) is not None:
+            frames.append(plain.decode(frame))
+        return frames
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self.sock.close()
+
+    def _send(self, payload: bytes, fds: list[int]) -> None:
+        head = _LENGTH.pack(len(payload))
+        if fds:
+            socket.send_fds(self.sock, [head], fds)
+            self.sock.sendall(payload)
+        else:
+            self.sock.sendall(head + payload)
+
+    def _receive(self) -> bytes:
+        while (frame := self._take_frame()) is None:
+            chunk, fds, _, _ = socket.recv_fds(self.sock, 1 << 20, _MAX_FDS)
+            self._fds += fds
+            if not chunk:
+                raise EOFError("the other end has gone")
+            self._received += chunk
+        return frame
+
+    def _take_frame(self) -> bytes | None:
+        if len(self._received) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self._received)
+        end = _LENGTH.size + size
+        if len(self._received) < end:
+            return None
+        frame = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return frame

@@ -1,0 +1,76 @@
+"""The commands between parent and worker, as tables; no I/O here.
+
+A command is two words per env: `command` (packed by `pack`) and then `command_seq`. The worker does
+what it says, writes its rows, `status`, and last `reply_seq = command_seq`. Whoever compares the two
+numbers knows whether an answer is there; doorbells only say when to look.
+
+    op            env.step  env.reset           `next` written at   `root` written at
+    STEP          1         0                   column              storage: column + 1
+    STEP_RESET    1         1 if it then ended  column              column (+ 1 in a storage)
+    RESET         0         1                   -                   column
+
+`target` is 0 for the slab's ring, else the number of a rollout storage. In the ring a root is written
+only by a reset (otherwise the new root IS the `next` of that column); in a storage it always is.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+
+class Op(IntEnum):
+    """What to do with an env."""
+
+    STEP = 1
+    STEP_RESET = 2
+    RESET = 3
+
+
+class Status(IntEnum):
+    """How a command ended."""
+
+    OK = 0
+    FAILED = 1
+    """The env raised; a `Fault` message is on the socket."""
+    SIDE = 2
+    """Done, and a `Side` message is on the socket."""
+
+
+class Flag(IntFlag):
+    """How to answer."""
+
+    EACH = 1
+    """Ring the done doorbell for this env alone; without it, once for all commands found together."""
+
+
+RING = 0
+"""Target number of the slab's own ring of frames."""
+
+_OP_BITS, _FLAG_BITS, _TARGET_BITS = 4, 4, 24
+
+
+def pack(op: int, target: int, column: int, flags: int = 0) -> int:
+    """Return the command word for an op on a column of a target."""
+    return op | flags << _OP_BITS | target << (_OP_BITS + _FLAG_BITS) | column << (_OP_BITS + _FLAG_BITS + _TARGET_BITS)
+
+
+def unpack(command: int) -> tuple[int, int, int, int]:
+    """Return `(op, target, column, flags)` of a command word."""
+    op = command & (1 << _OP_BITS) - 1
+    command >>= _OP_BITS
+    flags = command & (1 << _FLAG_BITS) - 1
+    command >>= _FLAG_BITS
+    return op, command & (1 << _TARGET_BITS) - 1, command >> _TARGET_BITS, flags
+
+
+def pack_phase(op: int, env_id: int) -> int:
+    """Return the phase word for an op in progress on an env (0 means idle)."""
+    return op | (env_id + 1) << _OP_BITS
+
+
+def describe_phase(phase: int) -> tuple[str, int | None]:
+    """Return `("step" | "reset" | "idle", env id or None)` of a phase word."""
+    op, env_id = phase & (1 << _OP_BITS) - 1, (phase >> _OP_BITS) - 1
+    if phase == 0:
+        return "idle", None
+    return ("reset" if op == Op.RESET else "step"), env_id

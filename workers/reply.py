@@ -1,0 +1,66 @@
+"""What a worker tells the parent beside its rows: plain dicts, one class for each kind."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+_MAX_TEXT = 16_000  # characters kept of a message or of (the end of) a traceback
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An exception that an env (or its factory) raised, as text."""
+
+    kind: ClassVar[str] = "fault"
+    env_id: int
+    phase: str
+    type_name: str
+    message: str
+    traceback: str
+
+    @classmethod
+    def from_exception(cls, env_id: int, phase: str, error: BaseException) -> Fault:
+        """Describe an exception; one whose message or traceback cannot be printed is no obstacle."""
+        try:
+            message = str(error)
+        except Exception:
+            message = "<its message cannot be printed>"
+        try:
+            text = "".join(traceback.format_exception(error))
+        except Exception:
+            text = "".join(traceback.format_tb(error.__traceback__))
+        return cls(env_id, phase, type(error).__name__, message[:_MAX_TEXT], text[-_MAX_TEXT:])
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the message."""
+        return {"kind": self.kind, **vars(self)}
+
+
+@dataclass(frozen=True)
+class SideValues:
+    """The values of the side-channel leaves after a command, aligned with `spec.observation`."""
+
+    kind: ClassVar[str] = "side"
+    env_id: int
+    next: list[Any]
+    root: list[Any]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the message."""
+        return {"kind": self.kind, **vars(self)}
+
+
+@dataclass(frozen=True)
+class Notice:
+    """An env drew from global generators; see `ExecutorOptions.isolate_rng`."""
+
+    kind: ClassVar[str] = "notice"
+    env_id: int
+    phase: str
+    generators: list[str]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the message."""
+        return {"kind": self.kind, **vars(self)}
