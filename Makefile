@@ -1,0 +1,69 @@
+# `make rollout` shows it working; `make test` checks everything. Both make `.venv/` first if it is not there.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+ROLLOUT_ENV ?= meltingpot:commons_harvest__open
+ROLLOUT_ENVS ?= 4
+ROLLOUT_STEPS ?= 200
+ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
+
+# An installed package that mypy can follow (it cannot follow the editable install's finder).
+TYPES := build/typecheck/envherd
+
+.PHONY: help venv rollout test test-quick lint format types examples bench-quick clean
+.DELETE_ON_ERROR:
+.SHELLFLAGS := -eu -c
+
+help:
+	@echo "make rollout      run $(ROLLOUT_ENVS) Melting Pot envs in parallel; pictures and data go to rollouts/"
+	@echo "make test         run the whole test suite"
+	@echo "make test-quick   run the tests that take no time"
+	@echo "make venv         only make $(VENV)/, with everything installed"
+	@echo "make lint types examples bench-quick"
+
+venv: $(STAMP)
+
+# The stamp makes a second run do nothing until one of these files changes.
+$(STAMP): pyproject.toml constraints.txt .ci/install_meltingpot.py
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; install it, or: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python .ci/install_meltingpot.py -c constraints.txt
+	$(PIP) install --quiet --progress-bar off -c constraints.txt -e ".[all]"
+	@touch $@
+
+rollout: $(STAMP)
+	$(BIN)/envherd rollout $(ROLLOUT_ENV) --envs $(ROLLOUT_ENVS) --steps $(ROLLOUT_STEPS) --seed 0 \
+		--out $(ROLLOUT_NAME) --gif $(ROLLOUT_NAME).gif --png $(ROLLOUT_NAME).png
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not full"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)
+	@mkdir -p $(TYPES)
+	@for part in shm workers executor; do ln -sfn ../../../$$part $(TYPES)/$$part; done
+	$(BIN)/mypy -p envherd
+	$(BIN)/mypy tests examples benchmarks .ci
+
+examples: $(STAMP)
+	@for script in examples/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+bench-quick: $(STAMP)
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" --quick; done
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
