@@ -10,7 +10,6 @@ Knows nothing of processes or doorbells: the worker's loop and `SerialEnv` drive
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,6 +67,7 @@ class Slot:
         self.unwatched = {"reset", "step"}
         self.last_done: Any = False
         self.has_ended = False
+        self.has_news = False
         self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
         self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
 
@@ -192,6 +192,9 @@ class Block:
             if slot.has_side:
                 self._report(SideValues(env_id, slot.side["next"], slot.side["root"]).to_plain())
                 return Status.SIDE
+            if slot.has_news:
+                slot.has_news = False
+                return Status.SIDE
             return Status.OK
         except BaseException as error:  # whatever it is, SystemExit too, it is this env's and not the worker's
             slot.prepared = None
@@ -218,6 +221,8 @@ class Block:
         slot.has_ended = bool(slot.last_done.any()) if slot.spec.batch_shape else slot.last_done
         if sink.next_nested:
             _store(sink.next_nested, column, adapter.done_values(), "done")
+        if slot.has_ended:
+            self._words["ends"][slot.env_id] += 1
         return observation
 
     def _reset(self, slot: Slot, sink: Sink, column: int, mask: np.ndarray | None) -> None:
@@ -273,6 +278,7 @@ class Block:
             slot.rng_state = after
             seeding.restore_globals(outer)
         elif drawn:
+            slot.has_news = True
             self._report(Notice(slot.env_id, phase, drawn).to_plain())
         return result
 
@@ -283,7 +289,3 @@ def _store(writers: list[Writer], column: int, values: list[Any], group: str) ->
     for write, value in zip(writers, values):  # noqa: B905  # lengths were compared
         write(column, value)
 
-
-def now_ns() -> int:
-    """Return the clock that `busy_ns` is measured with."""
-    return time.perf_counter_ns()

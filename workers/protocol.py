@@ -33,7 +33,7 @@ class Status(IntEnum):
     FAILED = 1
     """The env raised; a `Fault` message is on the socket."""
     SIDE = 2
-    """Done, and a `Side` message is on the socket."""
+    """Done, and something for the parent (side values, a notice) is on the socket."""
 
 
 class Flag(IntFlag):

@@ -66,3 +66,17 @@ def drawn_between(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
     if old["pos"] != new["pos"] or not np.array_equal(old["key"], new["key"]):
         drawn.append("numpy.random")
     return drawn
+
+
+def caller_state() -> tuple[Any, ...]:
+    """Return the state of all global generators (torch's too, if it is loaded), for `restore_caller`."""
+    torch = sys.modules.get("torch")
+    return (*globals_state(), None if torch is None else torch.get_rng_state())
+
+
+def restore_caller(state: tuple[Any, ...]) -> None:
+    """Put back what `caller_state` returned."""
+    restore_globals(state)
+    torch = sys.modules.get("torch")
+    if torch is not None and state[2] is not None:
+        torch.set_rng_state(state[2])

@@ -1,0 +1,192 @@
+"""From slab rows to TensorDicts and back.
+
+Guarantees: what is handed out as a copy is memory that nobody else writes; what is handed out as a
+view stays what it is until its frame comes round again (`ExecutorOptions.ring_frames` steps).
+Actions are checked as a whole before a single one is written.
+Knows nothing of workers; it reads and writes arrays that are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
+from envherd.shm.specs import EnvSpec, Key
+
+Leaves = list[torch.Tensor]
+
+
+class Shell:
+    """The nesting of a TensorDict, compiled: a flat list of leaves goes in, a TensorDict comes out (2 us).
+
+    Args:
+        keys: of the leaves, in the order in which `build` gets them.
+        groups: key prefix -> batch shape of one env for that nested tensordict.
+        batch_size: of the whole.
+        device: what the TensorDict says its device is, or None.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        groups: Mapping[Key, tuple[int, ...]],
+        batch_size: tuple[int, ...],
+        device: torch.device | None,
+        own_shape: tuple[int, ...] = (),
+    ) -> None:
+        self._batch_size = torch.Size((*batch_size, *own_shape))
+        self._device = device
+        self._entries: list[tuple[str, int | Shell]] = []
+        nested: dict[str, list[tuple[int, Key]]] = {}
+        for index, key in enumerate(keys):
+            if len(key) == 1:
+                self._entries.append((key[0], index))
+            else:
+                nested.setdefault(key[0], []).append((index, key[1:]))
+        for name, members in nested.items():
+            inner_groups = {k[1:]: shape for k, shape in groups.items() if len(k) > 1 and k[0] == name}
+            shape = groups.get((name,), own_shape)
+            inner = Shell([k for _, k in members], inner_groups, batch_size, device, shape)
+            inner._renumber([i for i, _ in members])
+            self._entries.append((name, inner))
+
+    def _renumber(self, indices: list[int]) -> None:
+        renumbered: list[tuple[str, int | Shell]] = []
+        for name, entry in self._entries:
+            if isinstance(entry, Shell):
+                entry._renumber(indices)
+                renumbered.append((name, entry))
+            else:
+                renumbered.append((name, indices[entry]))
+        self._entries = renumbered
+
+    def build(self, leaves: Sequence[Any]) -> TensorDict:
+        """Return a fresh TensorDict over the given leaves (no copy)."""
+        source = {n: e.build(leaves) if e.__class__ is Shell else leaves[e] for n, e in self._entries}  # type: ignore[union-attr, index]
+        return TensorDict._new_unsafe(source, batch_size=self._batch_size, device=self._device)
+
+
+def group_shapes(spec: EnvSpec) -> dict[Key, tuple[int, ...]]:
+    """Return the batch shapes of a spec's nested tensordicts."""
+    return dict(spec.groups)
+
+
+class GroupBatch:
+    """Hands out the rows of one group of equal envs.
+
+    Args:
+        slab: the group's arrays.
+        num_frames: of the ring.
+        device: where batches go; None or cpu leaves them where they are.
+        has_interrupted: add an `interrupted` leaf to every `next`.
+    """
+
+    def __init__(self, slab: GroupSlab, num_frames: int, device: torch.device | None, *, has_interrupted: bool) -> None:
+        self.slab = slab
+        spec = slab.spec
+        self.spec = spec
+        self.num_rows = len(slab.plan.env_ids)
+        self.device = device
+        self.is_on_cpu = device is None or device.type == "cpu"
+        self.has_interrupted = has_interrupted
+        self.next_keys = [leaf.key for leaf in next_leaves(spec)]
+        self.root_keys = [leaf.key for leaf in root_leaves(spec)]
+        self.side_keys = [(i, leaf.key) for i, leaf in enumerate(spec.observation) if leaf.is_side]
+        #: Root leaf i is the same array as next leaf `root_in_next[i]` when nothing was reset.
+        self.root_in_next = [self.next_keys.index(key) for key in self.root_keys]
+        self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
+        self._views = [[torch.from_numpy(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
+        self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
+        self.root_arrays = [slab.columns["root", *key] for key in self.root_keys]
+        self._shells: dict[tuple[str, int], Shell] = {}
+
+    def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
+        """Return the nesting of a section ("next" or "root") for batch size `lead`."""
+        cached = self._shells.get((section, hash(lead)))
+        if cached is None:
+            keys = self.next_keys if section == "next" else self.root_keys
+            if section == "next" and self.has_interrupted:
+                keys = [*keys, ("interrupted",)]
+            batch = (*lead, *self.spec.batch_shape)
+            groups = {key: shape[len(self.spec.batch_shape) :] for key, shape in self.spec.groups}
+            cached = self._shells[section, hash(lead)] = Shell(keys, groups, batch, self.device)
+        return cached
+
+    def next_views(self, column: int) -> Leaves:
+        """Return the `next` leaves of a frame (VIEW)."""
+        return self._views[column]
+
+    def next_copies(self, column: int) -> Leaves:
+        """Return the `next` leaves of a frame in memory of their own: one memcpy for all of them."""
+        source = self.slab.next_bytes(column)
+        buffer = np.empty(len(source), np.uint8)
+        buffer[:] = source
+        if not self.is_on_cpu:
+            return self._split_on_device(torch.from_numpy(buffer).to(self.device))
+        from_numpy, ndarray = torch.from_numpy, np.ndarray
+        return [from_numpy(ndarray(f.shape, f.dtype, buffer, f.offset)) for f in self._fields]
+
+    def _split_on_device(self, buffer: torch.Tensor) -> Leaves:
+        leaves = []
+        for field, view in zip(self._fields, self._views[0], strict=True):
+            leaf = buffer[field.offset : field.offset + field.nbytes].view(view.dtype)
+            leaves.append(leaf.view(field.shape))
+        return leaves
+
+    def gather(self, section: str, columns: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the leaves of some rows, each from its own column, as fresh arrays `[k, ...]`."""
+        arrays = self.next_arrays if section == "next" else self.root_arrays
+        return [array[columns, rows] for array in arrays]
+
+    def gather_roots(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """Return where some rows are now, as fresh arrays `[k, ...]`: a reset's root, or a step's `next`."""
+        gathered = []
+        for index, array in enumerate(self.root_arrays):
+            leaf = self.next_arrays[self.root_in_next[index]][columns, rows]
+            if in_root.any():
+                leaf[in_root] = array[columns[in_root], rows[in_root]]
+            gathered.append(leaf)
+        return gathered
+
+    def roots_after(self, leaves: Leaves, column: int, reset_rows: np.ndarray | None) -> Leaves:
+        """Return the root leaves after a step: those of `next`, but the reset's for the rows that were reset.
+
+        Without reset rows the leaves ARE those of `next`, as `step_mdp` shares them; with some, they are copies.
+        """
+        roots = [leaves[index] for index in self.root_in_next]
+        if reset_rows is None:
+            return roots
+        return [self._mend(leaf, array[column], reset_rows) for leaf, array in zip(roots, self.root_arrays, strict=True)]
+
+    def _mend(self, leaf: torch.Tensor, roots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+        mended = leaf.clone()
+        if self.is_on_cpu:
+            mended.numpy()[rows] = roots[rows]
+        else:
+            mended[torch.from_numpy(rows).to(mended.device)] = torch.from_numpy(roots[rows]).to(mended.device)
+        return mended
+
+    def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
+        """Return arrays as tensors on the device (cpu: no copy)."""
+        tensors = [torch.from_numpy(array) for array in arrays]
+        return tensors if self.is_on_cpu else [tensor.to(self.device) for tensor in tensors]
+
+
+def add_side(td: TensorDictBase, keys: Sequence[tuple[int, Key]], values: Sequence[Sequence[Any]]) -> None:
+    """Put side-channel leaves into a batch, as non-tensor data: `values[row][leaf index]`."""
+    for index, key in keys:
+        stack = NonTensorStack(*(NonTensorData(row[index]) for row in values))
+        td.set(key, stack)
+
+
+def stack_groups(tds: Sequence[TensorDictBase], places: Sequence[tuple[int, int]]) -> TensorDictBase:
+    """Return one batch in env order from one batch per group: itself if there is one group, else a lazy stack."""
+    if len(tds) == 1 and [row for _, row in places] == list(range(len(places))):
+        return tds[0]
+    rows = [tds[group][row] for group, row in places]
+    return LazyStackedTensorDict(*rows, stack_dim=0)

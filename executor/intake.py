@@ -1,0 +1,193 @@
+"""What a caller gives (actions, reset masks), checked and written to the slab.
+
+Guarantees: everything of a batch is checked before anything is written, so a refused batch has
+touched nothing. The caller's tensors are read, never kept or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from envherd.executor.options import ActionCheck
+from envherd.shm.slab import GroupSlab
+from envherd.shm.specs import Binary, Box, Discrete, LeafSpec, MultiDiscrete, OneHot
+from envherd.workers.errors import ActionError
+
+RESET_KEY = "_reset"
+
+#: Returns where values are illegal, bool like the values, or None where all are legal.
+Check = Callable[[np.ndarray], np.ndarray | None]
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    """Return a tensor (any device, with or without grad) or array as a numpy array; a VIEW where possible."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            value = value.detach()
+        if value.device.type != "cpu":
+            value = value.cpu()
+        return value.numpy()
+    return np.asarray(value)
+
+
+def _unsigned_below(limit: int | np.ndarray, dtype: np.dtype) -> Check:
+    """Check `0 <= value < limit` with one comparison: a negative integer is huge when read as unsigned."""
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+
+    def check(values: np.ndarray) -> np.ndarray | None:
+        read = values.view(unsigned)
+        if isinstance(limit, int) and read.max(initial=0) < limit:
+            return None
+        illegal: np.ndarray = read >= limit
+        return illegal if illegal.any() else None
+
+    return check
+
+
+def _within(domain: Box) -> Check:
+    def check(values: np.ndarray) -> np.ndarray | None:
+        legal = (values >= domain.low) & (values <= domain.high)  # False for NaN
+        return None if legal.all() else ~legal
+
+    return check
+
+
+def _finite(values: np.ndarray) -> np.ndarray | None:
+    legal = np.isfinite(values)
+    return None if legal.all() else ~legal
+
+
+def _binary(values: np.ndarray) -> np.ndarray | None:
+    illegal = (values != 0) & (values != 1)
+    return illegal if illegal.any() else None
+
+
+def _one_hot(values: np.ndarray) -> np.ndarray | None:
+    illegal = (values != 0).sum(-1, keepdims=True) != 1
+    return np.broadcast_to(illegal, values.shape) if illegal.any() else None
+
+
+def check_for(leaf: LeafSpec, level: ActionCheck) -> Check | None:
+    """Return the check of a leaf's values, or None where there is nothing to check."""
+    dtype = np.dtype(leaf.dtype)
+    if level == "off":
+        return None
+    if isinstance(leaf.domain, Discrete) and dtype.kind in "iu":
+        return _unsigned_below(leaf.domain.n, dtype)
+    if isinstance(leaf.domain, MultiDiscrete) and dtype.kind in "iu":
+        return _unsigned_below(np.asarray(leaf.domain.nvec).astype(f"u{dtype.itemsize}"), dtype)
+    if level == "strict":
+        if isinstance(leaf.domain, Box):
+            return _within(leaf.domain)
+        if isinstance(leaf.domain, Binary) and dtype.kind != "b":
+            return _binary
+        if isinstance(leaf.domain, OneHot):
+            return _one_hot
+    return _finite if dtype.kind == "f" else None
+
+
+class GroupIntake:
+    """Checks and writes the inputs of one group of equal envs."""
+
+    def __init__(self, slab: GroupSlab, level: ActionCheck) -> None:
+        self._env_ids = slab.plan.env_ids
+        spec = slab.spec
+        self.leaves = [leaf for leaf in (*spec.action, *spec.state) if not leaf.is_side]
+        self.side_leaves = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
+        self._targets = [slab.inputs["input", *leaf.key] for leaf in self.leaves]
+        self._checks = [check_for(leaf, level) for leaf in self.leaves]
+
+    def read(self, td: TensorDictBase, rows: np.ndarray | None) -> list[np.ndarray]:
+        """Return the checked inputs, one array `[k, ...]` per leaf.
+
+        Args:
+            td: batch of k.
+            rows: int `[k]`, which rows of the group they are for; None for all.
+
+        Raises:
+            ActionError: a key is missing, or a shape, dtype or value is wrong; names the first bad env.
+        """
+        num_rows = len(self._env_ids) if rows is None else len(rows)
+        values = []
+        for leaf, check in zip(self.leaves, self._checks, strict=True):
+            value = to_numpy(self._get(td, leaf))
+            if value.shape != (num_rows, *leaf.shape):
+                raise self._refuse(leaf, f"shape {(num_rows, *leaf.shape)}", f"shape {value.shape}")
+            if value.dtype != leaf.dtype:
+                value = self._cast(leaf, value)
+            if check is not None and (illegal := check(value)) is not None:
+                first = tuple(np.argwhere(illegal)[0].tolist())
+                env_id = self._env_ids[first[0] if rows is None else int(rows[first[0]])]
+                raise self._refuse(leaf, str(leaf.domain), f"{value[first]} at {first}", env_id)
+            values.append(value)
+        return values
+
+    def write(self, values: Sequence[np.ndarray], rows: np.ndarray | None) -> None:
+        """Write what `read` returned."""
+        for target, value in zip(self._targets, values, strict=True):
+            if rows is None:
+                target[...] = value
+            else:
+                target[rows] = value
+
+    def current(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the inputs of some rows as they were last written, as fresh arrays."""
+        return [target[rows] for target in self._targets]
+
+    def _get(self, td: TensorDictBase, leaf: LeafSpec) -> Any:
+        value = td.get(leaf.key if len(leaf.key) > 1 else leaf.key[0], None)
+        if value is None:
+            raise self._refuse(leaf, f"a key {leaf.key}", f"none among {sorted(map(str, td.keys()))}")
+        return value
+
+    def _cast(self, leaf: LeafSpec, value: np.ndarray) -> np.ndarray:
+        if not np.can_cast(value.dtype, leaf.dtype, "same_kind"):
+            raise self._refuse(leaf, leaf.dtype, str(value.dtype))
+        return value.astype(leaf.dtype)
+
+    def _refuse(self, leaf: LeafSpec, expected: str, got: str, env_id: int | None = None) -> ActionError:
+        where = f"env {env_id}" if env_id is not None else f"envs {self._env_ids[0]}-{self._env_ids[-1]}"
+        return ActionError(
+            f"step failed: {'/'.join(leaf.key)} expected {expected}, got {got} ({where}). No env was stepped.",
+            env_ids=() if env_id is None else (env_id,),
+            key=leaf.key,
+        )
+
+
+def reset_mask(td: TensorDictBase | None, batch_shape: tuple[int, ...]) -> np.ndarray | None:
+    """Return which envs a caller wants reset, bool `batch_shape`; None where the td carries no mask.
+
+    The root `_reset` wins; without one, nested masks (`("agents", "_reset")`) count for an env if any
+    of theirs is set. A trailing dimension of 1 is optional.
+
+    Raises:
+        ValueError: a mask of another dtype or shape.
+    """
+    if td is None:
+        return None
+    root = td.get(RESET_KEY, None)
+    masks = [root] if root is not None else _nested_masks(td)
+    if not masks:
+        return None
+    found = np.zeros(batch_shape, bool)
+    for mask in map(to_numpy, masks):
+        if mask.dtype != bool or mask.shape[: len(batch_shape)] != batch_shape:
+            raise ValueError(
+                f"reset failed: expected a bool mask of shape {batch_shape} or {(*batch_shape, 1)}, "
+                f"got {mask.dtype} {mask.shape}. Give one bool per env."
+            )
+        found |= mask.reshape(*batch_shape, -1).any(-1)
+    return found
+
+
+def _nested_masks(td: TensorDictBase) -> list[Any]:
+    masks = []
+    for key in td.keys(include_nested=True):
+        if isinstance(key, tuple) and key[-1] == RESET_KEY and key[0] != "next":
+            masks.append(td.get(key))
+    return masks

@@ -1,0 +1,282 @@
+"""Worker processes: how they start, how they are watched, how they end.
+
+Guarantees:
+- Nothing is forked from the user's process; its signal handlers, threads and `__main__` are untouched.
+- A worker and what its envs started end with this process, whatever ends it (see `workers.entry`).
+- `Zygote.close` is bounded: one deadline for all workers, then SIGKILL to their process groups.
+- If the user forks this process, the child lets go of the lifelines, so that they still work.
+Assumes: Linux (pidfd, memfd, /proc).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from typing import Any
+
+from envherd.executor.options import ExecutorOptions
+from envherd.workers.errors import InternalError, WorkerLost
+from envherd.workers.messages import Channel
+
+_PACKET = 1 << 18
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_STACK_WAIT_S = 1.0  # for a stuck worker to have written its stack; it takes well under a millisecond
+_LAST_LINES = 20
+_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[2]); from envherd.workers.zygote import main; main(int(sys.argv[1]))"
+
+_zygotes: weakref.WeakSet[Zygote] = weakref.WeakSet()
+
+
+def _let_go_in_fork() -> None:
+    for zygote in list(_zygotes):
+        zygote.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_fork)
+
+
+class WorkerProcess:
+    """One worker process, seen from its owner.
+
+    Attributes:
+        worker_id: stays the same when the worker is replaced.
+        generation: 0 for the first process of that id, then 1, ...
+        pid: its process id and process group.
+        channel: the parent's end of its socket.
+    """
+
+    def __init__(self, worker_id: int, generation: int, zygote: Zygote, config: dict[str, Any]) -> None:
+        self.worker_id = worker_id
+        self.generation = generation
+        self._zygote = zygote
+        self._exit_code: int | None = None
+        ours, theirs = socket.socketpair()
+        self.log_fd = os.memfd_create(f"envherd-log-{worker_id}", os.MFD_CLOEXEC)
+        try:
+            append = os.open(f"/proc/self/fd/{self.log_fd}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            try:
+                self.pid = zygote.fork(config, [theirs.fileno(), zygote.lifeline_read, append])
+            finally:
+                os.close(append)
+            self.pidfd = os.pidfd_open(self.pid)
+        except BaseException:
+            ours.close()
+            os.close(self.log_fd)
+            raise
+        finally:
+            theirs.close()
+        self.channel = Channel(ours)
+
+    def has_exited(self) -> bool:
+        """Return whether the process has ended; never blocks."""
+        if self.pidfd < 0:
+            return True
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def exit_code(self) -> int | None:
+        """Return how it ended, negative for a signal; None if it lives or nobody knows."""
+        if self._exit_code is None:
+            self._exit_code = self._zygote.exit_code(self.pid)
+        return self._exit_code
+
+    def exit_description(self) -> str:
+        """Return `SIGKILL(-9)`, `exit code 3`, ... for messages."""
+        code = self.exit_code()
+        if code is None:
+            return "an unknown cause"
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            return f"{signal.Signals(-code).name}({code})"
+        except ValueError:
+            return f"signal {-code}"
+
+    def last_lines(self, count: int = _LAST_LINES) -> str:
+        """Return the end of what the worker has printed."""
+        return "\n".join(self.log().splitlines()[-count:])
+
+    def log(self) -> str:
+        """Return what the worker has printed, as far as it is kept."""
+        return _tail(self.log_fd)
+
+    def stack(self) -> str:
+        """Return the python stacks of the worker's threads now, also when it is stuck in C."""
+        before = os.fstat(self.log_fd).st_size
+        try:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGUSR2)
+        except OSError:
+            return "(the worker has gone)"
+        end = time.monotonic() + _STACK_WAIT_S
+        size = before
+        while time.monotonic() < end:
+            time.sleep(0.01)
+            last, size = size, os.fstat(self.log_fd).st_size
+            if size > before and size == last:
+                break
+        text = os.pread(self.log_fd, size - before, before).decode(errors="replace") if size > before else ""
+        return text or "(the worker did not answer)"
+
+    def kill(self) -> None:
+        """Kill the worker and what its envs have started; safe on a dead one."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL) if not self.has_exited() else None
+
+    def wait_exit(self, timeout_s: float) -> bool:
+        """Wait for the process to end, up to `timeout_s`; return whether it has."""
+        if self.pidfd < 0:
+            return True
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(max(0, int(timeout_s * 1000))))
+
+    def release(self) -> None:
+        """Close this process's descriptors of it. Idempotent."""
+        self.channel.close()
+        for name in ("pidfd", "log_fd"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                os.close(fd)
+                setattr(self, name, -1)
+
+
+class Zygote:
+    """The owner's handle of the helper that forks workers (see `workers.zygote`)."""
+
+    def __init__(self, options: ExecutorOptions, preload: list[str]) -> None:
+        self.lifeline_read, self._lifeline_write = os.pipe()
+        self._owner = os.getpid()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock = ours
+        captured = os.memfd_create("envherd-log-zygote", os.MFD_CLOEXEC) if options.worker_output == "capture" else None
+        path = [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(path)],
+                pass_fds=[theirs.fileno()],
+                env=_environment(options),
+                stdin=subprocess.DEVNULL,
+                stdout=captured,
+                stderr=captured,
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            self._close_lifeline()
+            if captured is not None:
+                os.close(captured)
+            raise
+        finally:
+            theirs.close()
+        self._log_fd = -1 if captured is None else captured
+        _zygotes.add(self)
+        self._start = {"path": path, "preload": preload, "must_exec": options.start_method == "spawn"}
+        self._is_ready = False
+        self.failed_preloads: dict[str, str] = {}
+        self.num_threads = 1
+
+    def wait_ready(self) -> None:
+        """Wait until it has imported what it was told to; idempotent."""
+        if self._is_ready:
+            return
+        self._is_ready = True
+        answer = self._request(self._start)
+        self.failed_preloads = answer["failed"]
+        self.num_threads = answer["num_threads"]
+
+    def fork(self, config: dict[str, Any], fds: list[int]) -> int:
+        """Start a worker and return its pid."""
+        self.wait_ready()
+        return int(self._request({"op": "fork", "config": config}, fds)["pid"])
+
+    def exit_code(self, pid: int, timeout_s: float = 0.5) -> int | None:
+        """Return how a worker ended, or None if it lives or the zygote has gone."""
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                status = self._request({"op": "status", "pid": pid})["status"]
+            except (WorkerLost, OSError):
+                return None
+            if status is not None or time.monotonic() > end:
+                return None if status is None else int(status)
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        """End the zygote, which kills every worker that is left; idempotent."""
+        if self._owner != os.getpid() or self._sock.fileno() < 0:
+            return
+        self._sock.close()
+        self._close_lifeline()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._log_fd >= 0:
+            os.close(self._log_fd)
+            self._log_fd = -1
+        _zygotes.discard(self)
+
+    def let_go(self) -> None:
+        """In a forked copy of the owner: close what would keep workers alive after the owner's death."""
+        self._sock.close()
+        self._close_lifeline()
+        self._process.returncode = 0  # not this process's child: Popen must neither wait nor warn
+
+    def _close_lifeline(self) -> None:
+        for name in ("lifeline_read", "_lifeline_write"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                os.close(fd)
+                setattr(self, name, -1)
+
+    def _request(self, request: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
+        if self._sock.fileno() < 0:
+            raise InternalError("the zygote was used after it was closed")
+        try:
+            socket.send_fds(self._sock, [json.dumps(request).encode()], fds or [])
+            data = self._sock.recv(_PACKET)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._process.wait(_STACK_WAIT_S)
+            raise WorkerLost(
+                "starting a worker failed: the helper process that forks workers has ended "
+                f"(exit code {self._process.poll()}). Make a new executor.",
+                remote_traceback=_tail(self._log_fd) or None,
+                phase="start",
+            )
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+
+
+def _tail(log_fd: int) -> str:
+    """Return what is in a log; empty if there is none."""
+    if log_fd < 0:
+        return ""
+    return os.pread(log_fd, os.fstat(log_fd).st_size, 0).decode(errors="replace")
+
+
+def _environment(options: ExecutorOptions) -> dict[str, str]:
+    environment = dict(os.environ)
+    if options.worker_threads is not None:
+        environment.update(dict.fromkeys(_THREAD_VARIABLES, str(options.worker_threads)))
+    environment.update(options.env_vars)
+    return environment
+
+
+def worker_config(options: ExecutorOptions, worker_id: int) -> dict[str, Any]:
+    """Return what a worker process needs to know before its first message."""
+    affinity = None
+    if options.affinity:
+        affinity = [options.affinity[worker_id % len(options.affinity)]]
+    return {"output": options.worker_output, "affinity": affinity, "nice": options.nice}

@@ -1,0 +1,264 @@
+"""Pictures of a rollout: one animated GIF of all envs side by side, and one contact sheet (PNG).
+
+Frames are uint8 `[H, W, 3]` arrays as envs give them; each becomes a tile with a caption. Small frames
+(sprites, grids) are enlarged by a whole factor without smoothing, as far as the picture has room for;
+large ones are reduced by area. Frames of one picture may differ in size. Pillow is imported when a picture is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageFont
+
+#: Longest side of a frame that is kept; larger ones are reduced to it.
+KEPT_PX = 320
+#: Longest side up to which small frames are enlarged, and width of a whole picture that limits that.
+ENLARGED_PX = 480
+GIF_WIDTH_PX = 1280
+SHEET_WIDTH_PX = 2000
+GAP_PX = 10
+CAPTION_PX = 22
+FONT_PX = 14
+BACKGROUND = (24, 26, 32)
+PANEL = (38, 41, 50)
+INK = (226, 229, 236)
+FAINT = (140, 146, 160)
+#: Colours of a GIF; the 256th means "as in the frame before".
+GIF_COLOURS = 255
+LAST_FRAME_MS = 1500
+#: Envs in one GIF and rows of one contact sheet: beyond that, tiles are too small to see.
+MAX_GIF_ENVS = 16
+MAX_SHEET_ENVS = 8
+SHEET_COLUMNS = 5
+
+
+class MediaError(RuntimeError):
+    """A picture could not be made: a package is missing, or no env gave a frame."""
+
+
+@dataclass
+class FrameLog:
+    """Frames of some envs at some steps, reduced when they are taken.
+
+    Attributes:
+        num_steps: steps that the rollout is meant to have.
+        max_frames: so many moments are kept at most, evenly spread over `num_steps`.
+        num_envs: the first so many envs are kept.
+        moments: `(step, one tile or None for each env)`, in order.
+    """
+
+    num_steps: int
+    max_frames: int = 120
+    num_envs: int = MAX_GIF_ENVS
+    moments: list[tuple[int, list[np.ndarray | None]]] = field(default_factory=list)
+
+    @property
+    def stride(self) -> int:
+        """Steps from one kept moment to the next."""
+        return max(1, math.ceil(self.num_steps / self.max_frames))
+
+    def wants(self, step: int) -> bool:
+        """Tell whether the frames of a step (0 is the first observation) are to be kept."""
+        return step % self.stride == 0 or step == self.num_steps
+
+    def add(self, step: int, frames: Iterable[np.ndarray | None]) -> None:
+        """Keep the frames of a step.
+
+        Args:
+            step: 0 for the reset, t after the t-th step.
+            frames: uint8 `[H, W, 3]` for each env (copied), or None where an env has no picture.
+        """
+        kept = [
+            None if frame is None else reduced(frame) for _, frame in zip(range(self.num_envs), frames, strict=False)
+        ]
+        self.moments.append((step, kept))
+
+    @property
+    def env_ids(self) -> list[int]:
+        """The envs that have at least one frame."""
+        width = max((len(frames) for _, frames in self.moments), default=0)
+        return [i for i in range(width) if any(frames[i] is not None for _, frames in self.moments)]
+
+
+def reduced(frame: np.ndarray) -> np.ndarray:
+    """Return a frame whose sides are at most `KEPT_PX`; a copy.
+
+    Raises:
+        MediaError: it is not uint8 `[H, W, 3]` (or `[H, W]`, which becomes grey).
+    """
+    array = np.asarray(frame)
+    if array.ndim == 2:
+        array = np.repeat(array[:, :, None], 3, axis=2)
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (3, 4) or 0 in array.shape:
+        raise MediaError(f"taking a frame failed: expected uint8 [H, W, 3], got {array.dtype} {list(array.shape)}.")
+    array = array[:, :, :3]
+    longest = max(array.shape[:2])
+    if longest <= KEPT_PX:
+        return array.copy()
+    pillow = _pillow()
+    height, width = (max(1, round(side * KEPT_PX / longest)) for side in array.shape[:2])
+    return np.asarray(pillow.Image.fromarray(np.ascontiguousarray(array)).resize((width, height), pillow.Image.BOX))
+
+
+def write_gif(path: Path, log: FrameLog, *, title: str = "", frames_per_s: float = 12.0) -> None:
+    """Write an animation of all envs in a grid, each tile with its env id and step.
+
+    Raises:
+        MediaError: Pillow is missing, or there is no frame.
+    """
+    env_ids = _require_frames(log, path)
+    largest = _largest(log)
+    columns = _grid_columns(len(env_ids), largest)
+    sheet = _Sheet.for_tiles(largest, columns=columns, count=len(env_ids), width_px=GIF_WIDTH_PX)
+    pictures = []
+    last: dict[int, np.ndarray] = {}
+    for step, frames in log.moments:
+        last.update({i: frame for i in env_ids if (frame := frames[i]) is not None})
+        tiles = [(f"env {i}", f"step {step}", last.get(i)) for i in env_ids]
+        pictures.append(sheet.draw(tiles, title))
+    palette = _shared_palette(pictures)
+    dither = _pillow().Image.Dither.NONE
+    first, *rest = _only_changes([picture.quantize(palette=palette, dither=dither) for picture in pictures])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    durations = [round(1000 / frames_per_s)] * len(pictures)
+    durations[-1] = LAST_FRAME_MS
+    options = {"duration": durations, "loop": 0, "disposal": 1, "transparency": GIF_COLOURS, "optimize": False}
+    first.save(path, save_all=True, append_images=rest, **options)
+
+
+def write_contact_sheet(path: Path, log: FrameLog, *, title: str = "") -> None:
+    """Write one picture: a row for each env, a column for each of a few moments of the rollout.
+
+    Raises:
+        MediaError: Pillow is missing, or there is no frame.
+    """
+    env_ids = _require_frames(log, path)[:MAX_SHEET_ENVS]
+    picked = np.unique(np.linspace(0, len(log.moments) - 1, SHEET_COLUMNS).round().astype(int))
+    moments = [log.moments[i] for i in picked]
+    count = len(moments) * len(env_ids)
+    sheet = _Sheet.for_tiles(_largest(log), columns=len(moments), count=count, width_px=SHEET_WIDTH_PX)
+    tiles = [(f"env {i}", f"step {step}", frames[i]) for i in env_ids for step, frames in moments]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.draw(tiles, title).save(path, optimize=True)
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """A grid of captioned tiles of one size, with a title above."""
+
+    tile: tuple[int, int]  # height, width of the picture in it
+    factor: int
+    columns: int
+    rows: int
+
+    @classmethod
+    def for_tiles(cls, largest: tuple[int, int], *, columns: int, count: int, width_px: int) -> _Sheet:
+        factor = max(1, min(ENLARGED_PX // max(largest), width_px // (columns * largest[1])))
+        height, width = (side * factor for side in largest)
+        return cls((height, width), factor, columns, math.ceil(count / columns))
+
+    def draw(self, tiles: Sequence[tuple[str, str, np.ndarray | None]], title: str) -> Image.Image:
+        pillow = _pillow()
+        top = GAP_PX + (CAPTION_PX if title else 0)
+        cell_h, cell_w = self.tile[0] + CAPTION_PX, self.tile[1]
+        size = (GAP_PX + self.columns * (cell_w + GAP_PX), top + self.rows * (cell_h + GAP_PX))
+        canvas = pillow.Image.new("RGB", size, BACKGROUND)
+        draw = pillow.ImageDraw.Draw(canvas)
+        font = _font()
+        if title:
+            draw.text((GAP_PX, GAP_PX / 2 + CAPTION_PX / 2), title, INK, font, anchor="lm")
+        for index, (left, right, frame) in enumerate(tiles):
+            row, column = divmod(index, self.columns)
+            x, y = GAP_PX + column * (cell_w + GAP_PX), top + row * (cell_h + GAP_PX)
+            draw.rectangle((x, y, x + cell_w - 1, y + cell_h - 1), PANEL)
+            middle = y + CAPTION_PX / 2
+            draw.text((x + 6, middle), left, INK, font, anchor="lm")
+            draw.text((x + cell_w - 6, middle), right, FAINT, font, anchor="rm")
+            if frame is not None:
+                picture = self._enlarged(frame)
+                offset = ((cell_w - picture.width) // 2, CAPTION_PX + (self.tile[0] - picture.height) // 2)
+                canvas.paste(picture, (x + offset[0], y + offset[1]))
+        return canvas
+
+    def _enlarged(self, frame: np.ndarray) -> Image.Image:
+        pixels = frame.repeat(self.factor, axis=0).repeat(self.factor, axis=1)
+        picture: Image.Image = _pillow().Image.fromarray(pixels)
+        return picture
+
+
+def _grid_columns(count: int, tile: tuple[int, int]) -> int:
+    """Return the number of columns that makes the grid closest to 4:3."""
+    height, width = tile
+
+    def badness(columns: int) -> tuple[float, int]:
+        rows = math.ceil(count / columns)
+        shape = abs(math.log((columns * width) / (rows * (height + CAPTION_PX)) / (4 / 3)))
+        return shape + 0.5 * (rows * columns - count), columns
+
+    return min(range(1, count + 1), key=badness)
+
+
+def _largest(log: FrameLog) -> tuple[int, int]:
+    shapes = [frame.shape for _, frames in log.moments for frame in frames if frame is not None]
+    return max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
+
+
+def _require_frames(log: FrameLog, path: Path) -> list[int]:
+    _pillow()
+    if not log.env_ids:
+        raise MediaError(f"writing {path} failed: expected frames, got none: these envs have no picture of themselves.")
+    return log.env_ids
+
+
+def _shared_palette(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Return the palette for all frames together, so that colours do not flicker."""
+    pillow = _pillow()
+    picked = [pictures[i] for i in np.unique(np.linspace(0, len(pictures) - 1, 8).round().astype(int))]
+    strip = pillow.Image.new("RGB", (picked[0].width, sum(picture.height for picture in picked)))
+    y = 0
+    for picture in picked:
+        strip.paste(picture, (0, y))
+        y += picture.height
+    palette: Image.Image = strip.quantize(GIF_COLOURS, method=pillow.Image.Quantize.MEDIANCUT)
+    return palette
+
+
+def _only_changes(indexed: Sequence[Image.Image]) -> list[Image.Image]:
+    """Return palette images whose pixels are transparent where the one before has the same: half the bytes."""
+    changes = [indexed[0]]
+    for before, after in pairwise(indexed):
+        pixels = np.array(after)
+        pixels[pixels == np.asarray(before)] = GIF_COLOURS
+        change: Image.Image = _pillow().Image.fromarray(pixels, "P")
+        change.putpalette(after.getpalette() or [])
+        changes.append(change)
+    return changes
+
+
+def _font() -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
+    font: ImageFont.ImageFont | ImageFont.FreeTypeFont = _pillow().ImageFont.load_default(FONT_PX)
+    return font
+
+
+def _pillow() -> Any:
+    """Return Pillow with the modules used here.
+
+    Raises:
+        MediaError: it is not installed.
+    """
+    try:
+        import PIL.Image
+        import PIL.ImageDraw
+        import PIL.ImageFont
+    except ImportError as error:
+        raise MediaError("making pictures failed: expected the package Pillow, got none. pip install pillow") from error
+    return PIL

@@ -1,0 +1,61 @@
+"""`ParallelEnv`: the executor over worker processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.blueprint import EnvKwargs, MakeEnv, as_factories, choose_workers, draw
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pool import WorkerPool
+from envherd.executor.agreement import check_agreement
+
+
+class ParallelEnv(BatchedEnv):
+    """N envs in worker processes, stepped as one batch over shared memory.
+
+    Args:
+        num_envs: N.
+        make_env: a callable that builds one env, or a list of N callables (different tasks). It is
+            pickled by value and called inside a worker; this process never builds an env.
+        num_workers: processes; None for one per usable core, at most N. Envs are spread over them in
+            contiguous blocks.
+        env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
+        seed: root seed of everything random; None draws one (see the attribute `seed`).
+        device: where batches are handed out; None leaves them on the cpu.
+        copy: True hands out memory of the caller's own; False hands out views of a ring that stay
+            valid for `options.ring_frames` steps.
+        options: see `ExecutorOptions`.
+
+    Raises:
+        FactoryError: not a factory, cannot be pickled, returned no env, or raised.
+        SpecError: envs of one factory disagree.
+        WorkerLost, WorkerTimeout: a worker did not come up.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        make_env: MakeEnv,
+        *,
+        num_workers: int | None = None,
+        env_kwargs: EnvKwargs = None,
+        seed: int | None = None,
+        device: Any = None,
+        copy: bool = True,
+        options: ExecutorOptions | None = None,
+    ) -> None:
+        options = options or ExecutorOptions()
+        factories = as_factories(num_envs, make_env)
+        blueprint = draw(factories, env_kwargs, choose_workers(num_envs, num_workers), seed, options)
+        pool = WorkerPool(blueprint, options)
+        pool.start()
+        try:
+            check_agreement(pool.specs, factories, blueprint.env_kwargs)
+            where = None if device is None else torch.device(device)
+            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
+        except BaseException:
+            pool.close(timeout_s=0)
+            raise

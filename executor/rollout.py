@@ -1,0 +1,306 @@
+"""Rollouts: T steps of all envs, written by the workers straight into `[N, T, ...]`.
+
+Guarantees: an observation is written by the worker that has it and not copied again; the policy sees
+views of what will be returned; a transition's `next` is never a reset observation, and the root after
+an end is never a terminal one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
+
+from envherd.executor.batching import stack_groups
+from envherd.executor.storage import Lease, StorageShelf
+from envherd.shm.slab import input_leaves
+from envherd.workers.protocol import Op
+
+if TYPE_CHECKING:
+    from envherd.executor.batched import BatchedEnv
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class RolloutRunner:
+    """Runs rollouts for one executor."""
+
+    def __init__(self, env: BatchedEnv) -> None:
+        self._env = env
+        self._shelf = StorageShelf(env._pool)
+
+    def run(
+        self,
+        max_steps: int,
+        policy: Policy | None = None,
+        *,
+        callback: Callable[[Any, TensorDictBase], Any] | None = None,
+        auto_reset: bool = True,
+        break_when_any_done: bool = True,
+        tensordict: TensorDictBase | None = None,
+        set_truncated: bool = False,
+        out: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """Collect up to `max_steps` steps of all envs.
+
+        Args:
+            max_steps: T, at least 1.
+            policy: takes a root batch `[N]` (VIEWS of the rollout: read, do not write) and returns a
+                batch with the action, and whatever else should be kept (log-probabilities, hidden
+                states); None draws random actions. Runs without grad.
+            callback: called with the executor and each step's batch.
+            auto_reset: reset all envs first. False goes on from where they are.
+            break_when_any_done: stop after the first step at which an env ends. False resets the envs
+                that end, and always collects `max_steps`.
+            tensordict: with `auto_reset=False`, the root that the caller holds; only used to check
+                that nothing was left out (the executor knows where the envs are).
+            set_truncated: mark the last step of every env `truncated` and `done`.
+            out: batch `[N, T]` to fill. One that an earlier rollout returned is written by the workers
+                in place; any other is filled by a copy at the end.
+
+        Returns:
+            Batch `[N, t]`, time last: root observation, action, `next`. Memory of the caller's own
+            (shared with nobody once it is returned).
+
+        Raises:
+            EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout
+                is lost; the executor goes on.
+        """
+        env = self._env
+        if max_steps < 1:
+            raise ValueError(f"rollout failed: expected max_steps of at least 1, got {max_steps}.")
+        if not auto_reset and tensordict is not None and tuple(tensordict.batch_size[:1]) != (env.num_envs,):
+            raise ValueError(f"rollout failed: expected a root of {env.num_envs} envs, got {tensordict.batch_size}.")
+        with env._exclusively(), torch.no_grad():
+            env._refuse_pending(env._all)
+            reused = None if out is None else self._shelf.find(out)
+            lease = reused or self._shelf.lend(max_steps)
+            run = _Run(env, lease, policy or env.rand_action, callback, break_when_any_done=break_when_any_done)
+            try:
+                run.start(auto_reset=auto_reset)
+                num_steps = run.go(min(max_steps, lease.num_columns))
+                data = run.result(num_steps, set_truncated=set_truncated)
+            finally:
+                run.park()
+                self._shelf.settle(lease)
+        if out is None:
+            return data
+        if reused is None:
+            out[:, :num_steps].update_(data)
+        return out if num_steps == out.batch_size[1] else out[:, :num_steps]
+
+
+class _Run:
+    """One rollout in progress."""
+
+    def __init__(
+        self, env: BatchedEnv, lease: Lease, policy: Policy, callback: Callable[..., Any] | None, *, break_when_any_done: bool
+    ) -> None:
+        self._env = env
+        self._rows = env._rows
+        self._lease = lease
+        self._policy = policy
+        self._callback = callback
+        self._breaks = break_when_any_done
+        self._step = -1
+        self._section = "root"
+        self._extra_keys: list[Any] | None = None
+        self._extras: list[TensorDictBase] = []
+        self._interrupted: list[np.ndarray] = []
+        self._side_roots: list[dict[int, Any]] = []
+        self._side_nexts: list[dict[int, Any]] = []
+        self._next_done = [group["next", "done"] for group in lease.storage.columns]
+        self._known = {leaf.key for spec in env.specs for leaf in (*spec.leaves(),)}
+
+    def start(self, *, auto_reset: bool) -> None:
+        """Fill column 0 of the root."""
+        env = self._env
+        if auto_reset:
+            env._write_reset_masks(None)
+            env._reset_envs(env._all)
+        else:
+            env._refuse_ended(env._all)
+        for group, batch in zip(self._lease.storage.columns, self._rows.batches, strict=True):
+            ids = np.array(batch.slab.plan.env_ids)
+            arrays = batch.gather_roots(self._rows.columns[ids], self._rows.in_root[ids], self._rows.row_of[ids])
+            for key, array in zip(batch.root_keys, arrays, strict=True):
+                group["root", *key][:, 0] = array
+        for env_id in np.flatnonzero(~self._rows.in_root).tolist() if self._rows.has_side else ():
+            self._rows.side_root[env_id] = self._rows.side_next[env_id]
+        self._rows.in_root.fill(True)  # from here on the storage says where the envs are; see `park`
+        self._step = 0
+
+    def go(self, num_steps: int) -> int:
+        """Step until the end; return how many steps were made."""
+        env = self._env
+        for step in range(num_steps):
+            self._step, self._section = step, "root"
+            is_last = step == num_steps - 1
+            if self._rows.has_side:
+                self._side_roots.append(dict(self._rows.side_root))
+            acted = self._act(step)
+            op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
+            with env._interruptible(env._all):
+                env._pool.submit_all(op, self._lease.target, step)
+                env._pool.wait_all(env.options.step_timeout_s)
+            self._settle(op, step, is_last=is_last)
+            self._section = "next"
+            if self._rows.has_side:
+                self._side_nexts.append(dict(self._rows.side_next))
+            if self._callback is not None:
+                self._callback(env, acted)
+            if self._breaks and any(done[:, step].any() for done in self._next_done):
+                return step + 1
+        return num_steps
+
+    def _act(self, step: int) -> TensorDictBase:
+        env, lease = self._env, self._lease
+        root = self._root(step)
+        acted = self._policy(root)
+        env._write_inputs(acted, None)
+        for group, columns, batch in zip(self._rows.slab.groups, lease.storage.columns, self._rows.batches, strict=True):
+            for leaf in input_leaves(batch.spec):
+                columns["input", *leaf.key][:, step] = group.inputs["input", *leaf.key]
+        if self._extra_keys is None:
+            keys = acted.keys(include_nested=True, leaves_only=True)
+            self._extra_keys = [k for k in keys if _as_key(k) not in self._known and _as_key(k)[0] not in ("next", "env_ids")]
+        if self._extra_keys:
+            self._extras.append(acted.select(*self._extra_keys).clone())
+        return acted
+
+    def _root(self, step: int) -> TensorDictBase:
+        tds: list[TensorDictBase] = []
+        for columns, batch in zip(self._lease.columns, self._rows.batches, strict=True):
+            leaves = [columns["root", *key][step] for key in batch.root_keys]
+            if not batch.is_on_cpu:
+                leaves = [leaf.to(batch.device) for leaf in leaves]
+            td = batch.shell("root", (batch.num_rows,)).build(leaves)
+            self._rows._add_root_side(td, batch, batch.slab.plan.env_ids)
+            tds.append(td)
+        return stack_groups(tds, self._rows.places)
+
+    def _settle(self, op: Op, step: int, *, is_last: bool) -> None:
+        """Deal with what happened besides the rows."""
+        env, rows = self._env, self._rows
+        rows.interrupted.fill(False)
+        if env._pool.outcome:
+            outcome = env._pool.take_outcome()
+            rows.note_side(outcome.side)
+            env._num_errors += len(outcome.faults)
+            lost = sorted(i for w in outcome.losses for i in env._pool.blueprint.blocks[w])
+            for env_id in [*lost, *outcome.faults]:
+                self._end_row(env_id, step)
+            error = env._first_error(outcome.losses, outcome.faults)
+            if error is not None:
+                self._section = "next"
+                raise error
+            if lost:
+                rows.interrupted[lost] = True
+                env._num_interrupted += len(lost)
+                self._reset_lost(np.array(lost), op, step, is_last=is_last)
+        if rows.has_interrupted:
+            self._interrupted.append(rows.interrupted.copy())
+
+    def _end_row(self, env_id: int, step: int) -> None:
+        group, row = self._rows.places[env_id]
+        columns = self._lease.storage.columns[group]
+        dest = {n: _row(a, row, step) for n, a in columns.items() if n[0] == "next"}
+        source = {n[1:]: _row(a, row, step) for n, a in columns.items() if n[0] == "root"}
+        self._rows.end_at(env_id, dest, source)
+
+    def _reset_lost(self, env_ids: np.ndarray, op: Op, step: int, *, is_last: bool) -> None:
+        """Put the reset observations of replaced envs where the next step's root is."""
+        env, rows = self._env, self._rows
+        if op == Op.STEP_RESET:
+            env._submit_and_settle_resets(env_ids, rows.next_columns(env_ids))
+        else:
+            rows.mark_ended(env_ids)
+        if is_last:
+            return
+        for env_id in env_ids.tolist():
+            group, row = rows.places[env_id]
+            columns = self._lease.storage.columns[group]
+            for key, value in rows.latest_root(env_id).items():
+                if op == Op.STEP_RESET:
+                    columns["root", *key][row, step + 1] = value
+                else:
+                    columns["root", *key][row, step + 1] = columns["next", *key][row, step]
+
+    def park(self) -> None:
+        """Note in the ring where the envs are now, so that steps and resets go on from there."""
+        if self._step < 0:
+            return
+        rows = self._rows
+        column = rows.next_column()
+        section, step = self._section, self._step
+        for group, batch in zip(self._lease.storage.columns, rows.batches, strict=True):
+            for key in batch.root_keys:
+                batch.slab.columns["root", *key][column] = group[section, *key][:, step]
+        ended = rows.ended.copy() if self._env._is_dirty else None
+        rows.were_reset(self._env._all, np.full(rows.num_envs, column))
+        if rows.has_side and section == "next":
+            rows.side_root = dict(rows.side_next)
+        if ended is not None:
+            rows.mark_ended(ended)
+
+    def result(self, num_steps: int, *, set_truncated: bool) -> TensorDictBase:
+        """Return the collected batch `[N, num_steps]`."""
+        if set_truncated:
+            for group in self._lease.storage.columns:
+                for key in ("done", "truncated"):
+                    group["next", key][:, num_steps - 1] = True
+        tds: list[TensorDictBase] = []
+        for tensors, batch in zip(self._lease.tensors, self._rows.batches, strict=True):
+            cut = {n: t if num_steps == self._lease.num_columns else t[:, :num_steps].clone() for n, t in tensors.items()}
+            if not batch.is_on_cpu:
+                cut = {n: t.to(batch.device) for n, t in cut.items()}
+            tds.append(self._group_result(batch, cut, num_steps))
+        data = self._stack(tds)
+        if self._extras:
+            extras = torch.stack(self._extras, 1)  # type: ignore[arg-type]  # TensorDicts stack
+            data.update(extras)
+        data.refine_names(..., "time")
+        return data
+
+    def _group_result(self, batch: Any, tensors: dict[Any, torch.Tensor], num_steps: int) -> TensorDictBase:
+        lead = (batch.num_rows, num_steps)
+        next_leaves = [tensors["next", *key] for key in batch.next_keys]
+        ids = list(batch.slab.plan.env_ids)
+        if self._rows.has_interrupted:
+            flags = torch.from_numpy(np.stack([one[ids] for one in self._interrupted], 1))
+            next_leaves.append(flags if batch.is_on_cpu else flags.to(batch.device))
+        td = batch.shell("root", lead).build([tensors["root", *key] for key in batch.root_keys])
+        td.set("next", batch.shell("next", lead).build(next_leaves))
+        for leaf in input_leaves(batch.spec):
+            td.set(leaf.key, tensors["input", *leaf.key])
+        for index, key in batch.side_keys:
+            self._add_side(td, index, key, ids)
+        return td
+
+    def _add_side(self, td: TensorDictBase, index: int, key: Any, ids: list[int]) -> None:
+        """Add a side-channel leaf to the root and to `next`."""
+        for steps, where in ((self._side_roots, key), (self._side_nexts, ("next", *key))):
+            td.set(where, _non_tensor([[step[i][index] for step in steps] for i in ids]))
+
+    def _stack(self, tds: list[TensorDictBase]) -> TensorDictBase:
+        if len(tds) == 1:
+            return tds[0]
+        rows = [tds[group][row] for group, row in self._rows.places]
+        return LazyStackedTensorDict(*rows, stack_dim=0)
+
+
+def _row(array: np.ndarray, row: int, column: int) -> np.ndarray:
+    """Return one env's row at a column (VIEW, also of scalars)."""
+    return array[row, column : column + 1].reshape(array.shape[2:])
+
+
+def _as_key(key: Any) -> tuple[str, ...]:
+    return key if isinstance(key, tuple) else (key,)
+
+
+def _non_tensor(values: list[list[Any]]) -> Any:
+    """Return `[N, T]` values as non-tensor data."""
+    return NonTensorStack(*(NonTensorStack(*(NonTensorData(v) for v in row)) for row in values))

@@ -1,0 +1,239 @@
+"""Where every env is: which column of the ring holds its latest row, whether it has ended, what to hand out.
+
+An env's present root is the `next` of its latest step, or the `root` of its latest reset. Nothing is
+copied to keep that true; two small arrays say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from envherd.executor.batching import GroupBatch, Leaves, add_side, stack_groups
+from envherd.executor.intake import GroupIntake
+from envherd.executor.options import ExecutorOptions
+from envherd.shm.layout import Name
+from envherd.shm.slab import Slab
+
+INTERRUPTED: Name = ("interrupted",)
+
+
+class Rows:
+    """The rows of all envs; see the module.
+
+    Attributes:
+        columns: int64 `[N]`, the ring column of each env's latest row.
+        in_root: bool `[N]`, whether that row is a reset's root rather than a step's next.
+        ended: bool `[N]`, whether the env must be reset before it can be stepped.
+        interrupted: bool `[N, 1]`, rows of the last step that a loss has ended.
+        side_next, side_root: env id -> values of side-channel leaves, as of the latest row.
+    """
+
+    def __init__(self, slab: Slab, options: ExecutorOptions, device: torch.device | None, *, is_copy: bool) -> None:
+        self.slab = slab
+        self.num_envs = slab.plan.num_envs
+        self.num_frames = slab.plan.num_frames
+        self.is_copy = is_copy
+        self.has_interrupted = options.on_worker_loss == "restart"
+        self.places = [slab.plan.place(env_id) for env_id in range(self.num_envs)]
+        self.group_of = np.array([g for g, _ in self.places])
+        self.row_of = np.array([r for _, r in self.places])
+        self.batches = [
+            GroupBatch(group, self.num_frames, device, has_interrupted=self.has_interrupted) for group in slab.groups
+        ]
+        self.intakes = [GroupIntake(group, options.check_actions) for group in slab.groups]
+        self.columns = np.zeros(self.num_envs, np.int64)
+        self.in_root = np.ones(self.num_envs, bool)
+        self.ended = np.ones(self.num_envs, bool)
+        self.has_ended = True
+        self.interrupted = np.zeros((self.num_envs, 1), bool)
+        self.side_next: dict[int, list[Any]] = {}
+        self.side_root: dict[int, list[Any]] = {}
+        self.has_side = any(batch.side_keys for batch in self.batches)
+        self._column = 0
+        self._next_done = [group.columns["next", "done"] for group in slab.groups]
+        self._root_done = [group.columns["root", "done"] for group in slab.groups]
+
+    # ---- columns -----------------------------------------------------------------------------
+
+    def next_column(self) -> int:
+        """Return the ring column for a command to all envs."""
+        self._column = (self._column + 1) % self.num_frames
+        return self._column
+
+    def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the ring column for a command to some envs: one after each env's own latest."""
+        columns: np.ndarray = (self.columns[env_ids] + 1) % self.num_frames
+        return columns
+
+    # ---- after a command ---------------------------------------------------------------------
+
+    def stepped_all(self, column: int) -> np.ndarray | None:
+        """Note that all envs were stepped to a column; return the ids that ended, or None."""
+        self.columns.fill(column)
+        self.in_root.fill(False)
+        ended = None
+        for batch, done in zip(self.batches, self._next_done, strict=True):
+            if b"\x01" in done[column].tobytes():
+                rows = done[column].reshape(batch.num_rows, -1).any(1)
+                if ended is None:
+                    ended = np.zeros(self.num_envs, bool)
+                ended[np.array(batch.slab.plan.env_ids)[rows]] = True
+        if ended is None:
+            return None
+        self.ended[:] = ended
+        self.has_ended = True
+        return np.flatnonzero(ended)
+
+    def stepped(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Note that some envs were stepped to columns of their own; return which of them ended, bool `[k]`."""
+        self.columns[env_ids] = columns
+        self.in_root[env_ids] = False
+        ended = np.array([self._done_at(self._next_done, i, c) for i, c in zip(env_ids, columns, strict=True)], bool)
+        self.ended[env_ids] = ended
+        self.has_ended = bool(self.ended.any())
+        return ended
+
+    def were_reset(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
+        """Note that some envs were reset at columns of their own."""
+        self.columns[env_ids] = columns
+        self.in_root[env_ids] = True
+        for env_id, column in zip(env_ids, columns, strict=True):
+            self.ended[env_id] = self._done_at(self._root_done, env_id, column)
+        self.has_ended = bool(self.ended.any())
+
+    def mark_ended(self, env_ids: Any) -> None:
+        """Note that envs must be reset before they can be stepped, whatever their rows say."""
+        self.ended[env_ids] = True
+        self.has_ended = True
+
+    def _done_at(self, arrays: list[np.ndarray], env_id: int, column: int) -> bool:
+        return bool(arrays[self.group_of[env_id]][column, self.row_of[env_id]].any())
+
+    def note_side(self, frames: Mapping[int, Mapping[str, Any]]) -> None:
+        """Keep the side-channel values that came with the latest rows."""
+        for env_id, frame in frames.items():
+            self.side_next[env_id] = frame["next"]
+            self.side_root[env_id] = frame["root"]
+
+    # ---- hand-outs ---------------------------------------------------------------------------
+
+    def next_leaves(self, column: int) -> list[Leaves]:
+        """Return the `next` leaves of each group at a column: copies, or views if the executor hands out views."""
+        if self.is_copy:
+            return [batch.next_copies(column) for batch in self.batches]
+        return [list(batch.next_views(column)) for batch in self.batches]
+
+    def next_td(self, leaves: list[Leaves]) -> TensorDictBase:
+        """Return the `next` batch `[N]` over given leaves."""
+        tds: list[TensorDictBase] = []
+        for batch, own in zip(self.batches, leaves, strict=True):
+            ids = np.array(batch.slab.plan.env_ids)
+            all_leaves = [*own, self._interrupted_leaf(batch, ids)] if self.has_interrupted else own
+            td = batch.shell("next", (batch.num_rows,)).build(all_leaves)
+            if batch.side_keys:
+                add_side(td, batch.side_keys, [self.side_next[i] for i in batch.slab.plan.env_ids])
+            tds.append(td)
+        return stack_groups(tds, self.places)
+
+    def _interrupted_leaf(self, batch: GroupBatch, env_ids: np.ndarray) -> torch.Tensor:
+        shape = (len(env_ids), *(1 for _ in batch.spec.batch_shape), 1)
+        flags = self.interrupted[env_ids].reshape(shape)
+        flags = np.broadcast_to(flags, (len(env_ids), *batch.spec.batch_shape, 1)).copy()
+        return batch.to_tensors([flags])[0]
+
+    def next_of(self, env_ids: np.ndarray, columns: np.ndarray) -> TensorDictBase:
+        """Return the `next` of some envs, each from its own column: batch `[k]` in memory of its own."""
+
+        def make(batch: GroupBatch, members: np.ndarray) -> TensorDict:
+            ids = env_ids[members]
+            leaves = batch.to_tensors(batch.gather("next", columns[members], self.row_of[ids]))
+            if self.has_interrupted:
+                leaves.append(self._interrupted_leaf(batch, ids))
+            td = batch.shell("next", (len(ids),)).build(leaves)
+            if batch.side_keys:
+                add_side(td, batch.side_keys, [self.side_next[i] for i in ids.tolist()])
+            return td
+
+        return self._by_group(env_ids, make)
+
+    def root_after(self, leaves: list[Leaves], column: int, reset_ids: np.ndarray | None) -> TensorDictBase:
+        """Return the root batch `[N]` after a step whose `next` leaves are given."""
+        tds: list[TensorDictBase] = []
+        for index, (batch, own) in enumerate(zip(self.batches, leaves, strict=True)):
+            rows = None
+            if reset_ids is not None:
+                rows = self.row_of[reset_ids[self.group_of[reset_ids] == index]]
+                rows = rows if len(rows) else None
+            td = batch.shell("root", (batch.num_rows,)).build(batch.roots_after(own, column, rows))
+            self._add_root_side(td, batch, batch.slab.plan.env_ids)
+            tds.append(td)
+        return stack_groups(tds, self.places)
+
+    def current(self, env_ids: np.ndarray) -> TensorDictBase:
+        """Return where some envs are now: a root batch `[k]` in memory of its own."""
+
+        def make(batch: GroupBatch, members: np.ndarray) -> TensorDict:
+            ids = env_ids[members]
+            arrays = batch.gather_roots(self.columns[ids], self.in_root[ids], self.row_of[ids])
+            td = batch.shell("root", (len(ids),)).build(batch.to_tensors(arrays))
+            self._add_root_side(td, batch, ids.tolist())
+            return td
+
+        return self._by_group(env_ids, make)
+
+    def _by_group(self, env_ids: np.ndarray, make: Callable[[GroupBatch, np.ndarray], TensorDict]) -> TensorDictBase:
+        """Return a batch in the order of `env_ids` from one batch for each group that has members."""
+        if len(self.batches) == 1:
+            return make(self.batches[0], np.arange(len(env_ids)))
+        tds: list[TensorDictBase] = []
+        order: list[tuple[int, int]] = [(0, 0)] * len(env_ids)
+        for index, batch in enumerate(self.batches):
+            members = np.flatnonzero(self.group_of[env_ids] == index)
+            if len(members):
+                for row, member in enumerate(members.tolist()):
+                    order[member] = (len(tds), row)
+                tds.append(make(batch, members))
+        return stack_groups(tds, order)
+
+    def _add_root_side(self, td: TensorDict, batch: GroupBatch, env_ids: Any) -> None:
+        if batch.side_keys:
+            latest = [self.side_root[i] if self.in_root[i] else self.side_next[i] for i in env_ids]
+            add_side(td, batch.side_keys, latest)
+
+    # ---- rows that a loss or a fault has left without an answer --------------------------------
+
+    def end_at(self, env_id: int, dest: Mapping[Name, np.ndarray], source: Mapping[Name, np.ndarray]) -> None:
+        """Write a row for an env whose answer was lost: its last true observation, reward 0, truncated.
+
+        Args:
+            env_id: whose row.
+            dest: `("next", *key)` -> the row to write.
+            source: `key` -> the env's last true root row.
+        """
+        batch = self.batches[self.group_of[env_id]]
+        for leaf in batch.spec.observation:
+            if not leaf.is_side:
+                dest["next", *leaf.key][...] = source[leaf.key]
+        for leaf in batch.spec.reward:
+            dest["next", *leaf.key][...] = 0
+        for leaf in batch.spec.done:
+            dest["next", *leaf.key][...] = leaf.key[-1] != "terminated"
+        if self.has_side:
+            self.side_next[env_id] = self.side_root[env_id] if self.in_root[env_id] else self.side_next[env_id]
+
+    def ring_row(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
+        """Return the rows of an env at a ring column by name (VIEWS, also of scalars)."""
+        group = self.slab.groups[self.group_of[env_id]]
+        row = self.row_of[env_id]
+        return {name: array[column, row : row + 1].reshape(array.shape[2:]) for name, array in group.columns.items()}
+
+    def latest_root(self, env_id: int) -> dict[Name, np.ndarray]:
+        """Return an env's present root row by key (VIEWS)."""
+        section = "root" if self.in_root[env_id] else "next"
+        found = self.ring_row(env_id, int(self.columns[env_id]))
+        return {name[1:]: array for name, array in found.items() if name[0] == section}

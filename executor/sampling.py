@@ -1,0 +1,77 @@
+"""Random actions: uniform over each leaf's legal values, from a generator of the root seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, MultiDiscrete, OneHot
+
+#: Width of the interval sampled where a Box has no bound on a side.
+_UNBOUNDED_WIDTH = 2.0
+_STREAM = 2**32 - 2  # spawn_key of the sampler's generator: apart from those of envs (workers.seeding)
+
+Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+class ActionSampler:
+    """Draws action batches for a list of envs."""
+
+    def __init__(self, specs: Sequence[EnvSpec], seed: int) -> None:
+        self._rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(_STREAM,)))
+        self._specs = specs
+        self._is_uniform = all(spec == specs[0] for spec in specs)
+        self._draws = [[(leaf, drawer(leaf)) for leaf in spec.action] for spec in (specs[:1] if self._is_uniform else specs)]
+
+    def fill(self, td: TensorDictBase | None, batch_size: torch.Size, device: torch.device | None) -> TensorDictBase:
+        """Set the action leaves of `td`, or of a new batch of `batch_size`."""
+        if self._is_uniform:
+            td = TensorDict({}, batch_size, device=device) if td is None else td
+            for leaf, draw in self._draws[0]:
+                td.set(leaf.key, torch.from_numpy(draw(self._rng, (len(self._specs), *leaf.shape))))
+            return td
+        rows = [TensorDict({}, spec.batch_size) if td is None else td[i] for i, spec in enumerate(map(_Sized, self._specs))]
+        for row, draws in zip(rows, self._draws, strict=True):
+            for leaf, draw in draws:
+                row.set(leaf.key, torch.from_numpy(np.asarray(draw(self._rng, leaf.shape))))
+        return LazyStackedTensorDict(*rows, stack_dim=0) if td is None else td
+
+
+class _Sized:
+    def __init__(self, spec: EnvSpec) -> None:
+        self.batch_size = spec.batch_shape
+
+
+def drawer(leaf: LeafSpec) -> Draw:
+    """Return a function that draws legal values of a leaf: `draw(rng, shape) -> array [*shape]`."""
+    dtype = np.dtype(leaf.dtype) if leaf.dtype else np.dtype(object)
+    domain = leaf.domain
+    if isinstance(domain, Discrete):
+        return lambda rng, shape: rng.integers(0, domain.n, shape, dtype=dtype)
+    if isinstance(domain, MultiDiscrete):
+        nvec = np.asarray(domain.nvec)
+        return lambda rng, shape: rng.integers(0, np.broadcast_to(nvec, shape), dtype=dtype)
+    if isinstance(domain, Binary):
+        return lambda rng, shape: rng.integers(0, 2, shape).astype(dtype)
+    if isinstance(domain, OneHot):
+        return lambda rng, shape: np.eye(domain.n, dtype=dtype)[rng.integers(0, domain.n, shape[:-1])]
+    if leaf.is_side:
+        raise ValueError(f"rand_action failed: {leaf} has no uniform distribution. Give the action yourself.")
+    if isinstance(domain, Box):
+        return _box_drawer(domain, dtype)
+    return lambda rng, shape: rng.uniform(-1.0, 1.0, shape).astype(dtype)
+
+
+def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
+    low, high = (np.asarray(bound, np.float64) for bound in (domain.low, domain.high))
+    has_low, has_high = np.isfinite(low), np.isfinite(high)
+    safe_low: Any = np.where(has_low, low, np.where(has_high, high - _UNBOUNDED_WIDTH, -_UNBOUNDED_WIDTH / 2))
+    safe_high: Any = np.where(has_high, high, np.where(has_low, low + _UNBOUNDED_WIDTH, _UNBOUNDED_WIDTH / 2))
+    if dtype.kind in "iu":
+        return lambda rng, shape: rng.integers(safe_low.astype(np.int64), safe_high.astype(np.int64) + 1, shape).astype(dtype)
+    low_cast, high_cast = safe_low.astype(dtype), safe_high.astype(dtype)
+    return lambda rng, shape: np.clip(rng.uniform(safe_low, safe_high, shape).astype(dtype), low_cast, high_cast)

@@ -1,0 +1,47 @@
+"""`SerialEnv`: the executor in the caller's own process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from envherd.executor.agreement import check_agreement
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.blueprint import EnvKwargs, MakeEnv, as_factories, serial_blueprint
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.serial_pool import SerialPool
+
+
+class SerialEnv(BatchedEnv):
+    """N envs in this process, stepped one after the other: the same API and the same data as `ParallelEnv`.
+
+    For debugging, and for envs so cheap that processes lose. See `ParallelEnv` for the arguments;
+    `num_workers` is accepted and ignored. Factories need not be picklable here.
+
+    Raises:
+        FactoryError: not a factory, returned no env, or raised.
+        SpecError: envs of one factory disagree.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        make_env: MakeEnv,
+        *,
+        num_workers: int | None = None,
+        env_kwargs: EnvKwargs = None,
+        seed: int | None = None,
+        device: Any = None,
+        copy: bool = True,
+        options: ExecutorOptions | None = None,
+    ) -> None:
+        del num_workers
+        options = options or ExecutorOptions()
+        factories = as_factories(num_envs, make_env)
+        blueprint = serial_blueprint(factories, env_kwargs, seed)
+        pool = SerialPool(factories, blueprint, options)
+        pool.start()
+        check_agreement(pool.specs, factories, blueprint.env_kwargs)
+        where = None if device is None else torch.device(device)
+        super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)

@@ -1,0 +1,195 @@
+"""The pool without processes: the same block of envs, driven in the caller's own thread.
+
+Guarantees: the same rows, words and messages as `WorkerPool`, so that the executor above cannot tell
+them apart. The caller's global random generators are left as they were found.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pool import Blueprint, Outcome, env_error, log
+from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
+from envherd.workers import messages, plain, seeding
+from envherd.workers.adapters import Adapter
+from envherd.workers.asking import answer
+from envherd.workers.block import Block
+from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.factory import Builder, Factory
+from envherd.workers.protocol import Op, pack
+from envherd.workers.reply import Fault
+
+
+class PrivateMemory:
+    """What `Segment` is to a pool of processes: memory for a rollout, here nobody else's."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._array = np.empty(nbytes, np.uint8)
+
+    def array(self) -> np.ndarray:
+        """Return the bytes as uint8 `[nbytes]`, a VIEW."""
+        return self._array[:]
+
+    def close(self) -> None:
+        """Nothing to give back: the array goes when its last view does."""
+
+
+class SerialPool:
+    """One block in this process; commands are carried out as they are submitted."""
+
+    def __init__(self, factories: list[Factory], blueprint: Blueprint, options: ExecutorOptions) -> None:
+        self.blueprint = blueprint
+        self.options = options
+        self.num_envs = len(factories)
+        self.num_workers = 0
+        self.num_losses = 0
+        self.worker_of = np.zeros(self.num_envs, np.int64)
+        self.outcome = Outcome()
+        self.workers: list[Any] = []
+        self._factories = factories
+        self._number = 0
+        self._adapters: dict[int, Adapter] = {}
+
+    def start(self) -> None:
+        """Build the envs; set `specs`, `plan` and `slab`."""
+        before = seeding.caller_state()
+        builder = Builder()
+        try:
+            for env_id, factory in enumerate(self._factories):
+                seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, env_id))
+                self._build(builder, env_id, factory)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            seeding.restore_caller(before)
+        self.specs = [self._adapters[i].spec for i in range(self.num_envs)]
+        self.plan = plan_slab(self.specs, 1, self.options.ring_frames)
+        self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
+        self._block = Block(
+            0,
+            self._adapters,
+            self.blueprint.root_seed,
+            self._take,
+            isolate_rng=self.options.isolate_rng,
+            check_finite=self.options.check_finite,
+        )
+        self._block.attach(self.slab)
+
+    def _build(self, builder: Builder, env_id: int, factory: Factory) -> None:
+        try:
+            self._adapters[env_id] = builder.adopt(factory, self.blueprint.env_kwargs[env_id])
+        except EnvherdError:
+            raise
+        except Exception as error:
+            fault = Fault.from_exception(env_id, "build", error)
+            raise FactoryError(
+                f"make_env failed: the factory raised {fault.type_name}: {fault.message} (env {env_id}, phase build).",
+                env_ids=(env_id,),
+                phase="build",
+            ) from error
+
+    def submit_all(self, op: Op, target: int, column: int) -> None:
+        """Carry out the same command for every env."""
+        self._run(range(self.num_envs), [pack(op, target, column)] * self.num_envs)
+
+    def submit(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
+        """Carry out a command for some envs."""
+        self._run(env_ids.tolist(), [pack(op, target, column, flags) for column in columns.tolist()])
+
+    submit_later = submit
+
+    def _run(self, env_ids: Iterable[int], commands: list[int]) -> None:
+        words = self.slab.words
+        began = time.perf_counter_ns()
+        for env_id, command in zip(env_ids, commands, strict=True):
+            self._number += 1
+            words["command_seq"][env_id] = self._number
+            self._block.execute(env_id, command)
+            words["reply_seq"][env_id] = self._number
+        words["busy_ns"][0] += time.perf_counter_ns() - began
+
+    def _take(self, frame: dict[str, Any]) -> None:
+        frame = plain.decode(plain.encode(frame))  # what could not cross to a parent must not pass here either
+        if frame["kind"] == "fault":
+            self.outcome.faults[frame["env_id"]] = frame
+        elif frame["kind"] == "side":
+            self.outcome.side[frame["env_id"]] = frame
+        else:
+            log.warning("env %d drew from global generators (%s)", frame["env_id"], ", ".join(frame["generators"]))
+
+    def wait_all(self, timeout_s: float | None) -> None:
+        """Everything submitted is done already."""
+
+    def wait_some(self, env_ids: np.ndarray, count: int, timeout_s: float | None, *, kill_late: bool = True) -> np.ndarray:
+        """Return the envs, oldest command first: all have answered."""
+        return env_ids[np.argsort(self.slab.words["command_seq"][env_ids], kind="stable")]
+
+    def outstanding(self) -> np.ndarray:
+        """Return the env ids that owe an answer: none, ever."""
+        return np.zeros(0, np.int64)
+
+    def take_outcome(self) -> Outcome:
+        """Return what happened since the last call, and forget it."""
+        outcome, self.outcome = self.outcome, Outcome()
+        return outcome
+
+    def prepare(self, message: messages.Prepare) -> None:
+        """Keep the extras of an env's next command."""
+        self._block.prepare(message)
+
+    def seed(self, root_seed: int) -> None:
+        """Use a new root seed."""
+        self._block.seed(root_seed)
+
+    def ask(self, what: str, **question: Any) -> dict[int, Any]:
+        """See `WorkerPool.ask`; values need not be plain here, they do not cross."""
+        env_ids = question.pop("env_ids", list(range(self.num_envs)))
+        message = messages.Ask(what=what, env_ids=tuple(env_ids), **question)
+        reply = answer(message, self._adapters, pickle_replies=self.options.pickle_replies)
+        if reply["kind"] == "fault":
+            raise env_error([reply], self)
+        return dict(zip(env_ids, reply["values"], strict=True))
+
+    def allocate(self, nbytes: int) -> PrivateMemory:
+        """Return memory for a rollout storage."""
+        return PrivateMemory(nbytes)
+
+    def attach_storage(self, target: int, plan: StoragePlan, segment: PrivateMemory) -> None:
+        """Write to a rollout storage as `target`."""
+        self._block.attach_storage(target, Storage(plan, segment.array()))
+
+    def detach_storage(self, target: int) -> None:
+        """Forget a rollout storage."""
+        self._block.detach_storage(target)
+
+    def begin_restart(self, worker_id: int) -> None:
+        """There are no workers to lose."""
+        raise AssertionError("a serial pool has no workers")
+
+    def worker_output(self, worker_id: int) -> str:
+        """Return nothing: envs in this process print to this process's console."""
+        return ""
+
+    def pid_of(self, worker_id: int) -> int:
+        """Return this process's id."""
+        return os.getpid()
+
+    def generation_of(self, worker_id: int) -> int:
+        """Return 0: nothing is ever replaced."""
+        return 0
+
+    def close(self) -> None:
+        """Close the envs; what they raise is logged."""
+        adapters, self._adapters = self._adapters, {}
+        for env_id, adapter in adapters.items():
+            try:
+                adapter.close()
+            except Exception as error:
+                log.warning("closing env %d raised %s: %s", env_id, type(error).__name__, error)

@@ -1,0 +1,119 @@
+"""What an executor has done so far, as plain frozen values."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+
+from envherd.shm.specs import EnvSpec
+
+
+@dataclass(frozen=True)
+class WorkerStatistics:
+    """One worker process.
+
+    Attributes:
+        worker_id: its place; stays when it is replaced.
+        pid: process id (of this process for a `SerialEnv`).
+        env_ids: the envs it runs.
+        generation: how often it was replaced.
+        busy_s: seconds it spent on commands since it was started.
+        busy_share: of the time since the executor was ready, 0..1.
+        uss_bytes: memory that is its own and would be free if it ended.
+        pss_bytes: the same plus its share of what it shares with others.
+        cpu_s: processor seconds, user and system.
+    """
+
+    worker_id: int
+    pid: int
+    env_ids: tuple[int, ...]
+    generation: int
+    busy_s: float
+    busy_share: float
+    uss_bytes: int
+    pss_bytes: int
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """All of an executor since it was made.
+
+    Attributes:
+        env_steps: `env.step` calls that returned, over all envs.
+        agent_steps: the same times the number of agents of each env (1 for single-agent envs).
+        resets: resets that returned.
+        episodes: episodes that ended (terminated or truncated by the env itself).
+        env_errors: exceptions raised by envs.
+        worker_losses: workers that died or were killed for being late.
+        interrupted: rows that were marked interrupted.
+        steps_per_env: `env.step` calls of each env.
+        resets_per_env: resets of each env.
+        wall_s: seconds since the executor was ready.
+        workers: one entry for each worker.
+    """
+
+    env_steps: int
+    agent_steps: int
+    resets: int
+    episodes: int
+    env_errors: int
+    worker_losses: int
+    interrupted: int
+    steps_per_env: tuple[int, ...]
+    resets_per_env: tuple[int, ...]
+    wall_s: float
+    workers: tuple[WorkerStatistics, ...]
+
+
+def count(pool: Any, specs: Sequence[EnvSpec], ready_at: float, env_errors: int, interrupted: int) -> Statistics:
+    """Read the counters of a pool, and the machine's view of its processes."""
+    words = {name: array.copy() for name, array in pool.slab.words.items()}
+    wall_s = max(time.monotonic() - ready_at, 1e-9)
+    agents = np.array([num_agents(spec) for spec in specs])
+    steps = words["env_steps"]
+    workers = []
+    for worker_id, env_ids in enumerate(pool.blueprint.blocks):
+        pid = pool.pid_of(worker_id)
+        busy_s = float(words["busy_ns"][worker_id]) / 1e9
+        uss, pss, cpu_s = _process_figures(pid)
+        generation = pool.generation_of(worker_id)
+        workers.append(
+            WorkerStatistics(worker_id, pid, env_ids, generation, busy_s, min(1.0, busy_s / wall_s), uss, pss, cpu_s)
+        )
+    return Statistics(
+        env_steps=int(steps.sum()),
+        agent_steps=int((steps * agents).sum()),
+        resets=int(words["resets"].sum()),
+        episodes=int(words["ends"].sum()),
+        env_errors=env_errors,
+        worker_losses=pool.num_losses,
+        interrupted=interrupted,
+        steps_per_env=tuple(steps.tolist()),
+        resets_per_env=tuple(words["resets"].tolist()),
+        wall_s=wall_s,
+        workers=tuple(workers),
+    )
+
+
+def num_agents(spec: EnvSpec) -> int:
+    """Return how many agents act in an env: the rows of its groups, or 1."""
+    inner = len(spec.batch_shape)
+    return sum(math.prod(shape[inner:]) for key, shape in spec.groups if len(key) == 1) or 1
+
+
+def _process_figures(pid: int) -> tuple[int, int, float]:
+    """Return `(uss bytes, pss bytes, cpu seconds)` of a process; zeros if it has gone."""
+    try:
+        process = psutil.Process(pid)
+        memory = process.memory_full_info()
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0, 0, 0.0
+    return int(memory.uss), int(getattr(memory, "pss", memory.uss)), float(times.user + times.system)

@@ -1,0 +1,119 @@
+"""Rollout storages: memory `[N, T, ...]` that workers write into directly, lent out and taken back.
+
+A storage that a rollout was returned in belongs to the caller for as long as any tensor of it lives.
+Then it is used again, which saves the page faults of fresh memory (94 us against 6 us for a batch of
+8 images of 84x84x4). At most `_MAX_FREE` wait for that; more are given back to the system.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from envherd.shm.slab import Storage, plan_storage
+
+if TYPE_CHECKING:
+    from envherd.executor.batched import Pool
+
+_MAX_FREE = 2
+
+
+class Lease:
+    """One storage in use by one rollout.
+
+    Attributes:
+        target: the number by which workers know it.
+        storage: its arrays.
+        tensors: per group, name -> tensor `[n, T, ...]` over the same memory.
+        columns: per group, name -> T tensors `[n, ...]` (VIEWS).
+    """
+
+    def __init__(self, target: int, num_columns: int, memory: Any, plan: Any) -> None:
+        self.target = target
+        self.num_columns = num_columns
+        self.memory = memory
+        self.plan = plan
+
+    def open(self) -> np.ndarray:
+        """Make the arrays; return the buffer whose end means that nobody uses them any more."""
+        buffer: np.ndarray = self.memory.array()
+        self.storage = Storage(self.plan, buffer)
+        self.tensors = [{n: torch.from_numpy(a) for n, a in group.items()} for group in self.storage.columns]
+        self.columns = [{n: t.unbind(1) for n, t in group.items()} for group in self.tensors]
+        return buffer
+
+    def shut(self) -> None:
+        """Let go of the arrays: whoever holds tensors of them keeps them."""
+        del self.storage, self.tensors, self.columns
+
+    @property
+    def address(self) -> int:
+        """Where its `next/done` of group 0 starts: by this an `out` is recognised."""
+        return self.tensors[0]["next", "done"].data_ptr()
+
+
+class StorageShelf:
+    """Makes, lends and takes back storages for one pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._is_serial = pool.num_workers == 0
+        self._next_target = 1
+        self._free: deque[Lease] = deque()
+        self._lent: dict[int, Lease] = {}
+
+    def lend(self, num_columns: int) -> Lease:
+        """Return an open storage of so many columns, used before if one is free."""
+        self._trim()
+        lease = next((one for one in self._free if one.num_columns == num_columns), None)
+        if lease is not None:
+            self._free.remove(lease)
+        else:
+            lease = self._make(num_columns)
+        self._track(lease, lease.open())
+        return lease
+
+    def find(self, out: TensorDictBase) -> Lease | None:
+        """Return the storage in which `out` lives, if it came from a rollout of this executor."""
+        done = out.get(("next", "done"), None)
+        lease = self._lent.get(done.data_ptr()) if isinstance(done, torch.Tensor) else None
+        if lease is None or out.batch_size[1] != lease.num_columns:
+            return None
+        lease.open()
+        return lease
+
+    def settle(self, lease: Lease) -> None:
+        """The rollout is done: the caller's tensors alone keep the storage now."""
+        if self._is_serial:  # the block in this process would keep it for ever
+            self._pool.detach_storage(lease.target)
+            self._lent.pop(lease.address, None)
+        lease.shut()
+
+    def _make(self, num_columns: int) -> Lease:
+        plan = plan_storage(self._pool.plan, num_columns)
+        memory = self._pool.allocate(plan.nbytes)
+        lease = Lease(self._next_target, num_columns, memory, plan)
+        self._next_target += 1
+        self._pool.attach_storage(lease.target, plan, memory)  # type: ignore[arg-type]  # each pool takes its own kind
+        return lease
+
+    def _track(self, lease: Lease, buffer: np.ndarray) -> None:
+        address = lease.address
+        self._lent[address] = lease
+        if not self._is_serial:
+            weakref.finalize(buffer, _come_back, self._lent, self._free, address, lease).atexit = False
+
+    def _trim(self) -> None:
+        while len(self._free) > _MAX_FREE:
+            self._pool.detach_storage(self._free.popleft().target)
+
+
+def _come_back(lent: dict[int, Lease], free: deque[Lease], address: int, lease: Lease) -> None:
+    """Runs when the last tensor of a storage has gone, in whatever thread that happens."""
+    if lent.pop(address, None) is not None:
+        free.append(lease)

@@ -1,0 +1,184 @@
+"""The zygote: a small process that imports what envs need and forks workers; also their reaper.
+
+It is exec'd by the owner (never forked from it), so it holds none of the owner's memory, threads,
+locks or descriptors, and it is private to one executor. It has one thread, imports what it was told
+to, freezes the garbage collector (so that the pages of those modules stay shared) and forks a worker
+for every request. Where an import has started threads, forking would be unsafe: it then executes a
+fresh interpreter for each worker instead, and says so in its first answer.
+
+Guarantees: when the owner is gone, however it went, it kills the process group of every worker that
+is left (with the processes their envs had started) and leaves. Ctrl-C does not reach it.
+Talks over one `SOCK_SEQPACKET` socket: JSON requests, JSON answers, descriptors beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+_PACKET = 1 << 18  # bytes; larger than any request
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def main(fd: int) -> None:
+    """Serve the owner at the other end of the socket `fd` until it is gone."""
+    sock = socket.socket(fileno=fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _adopt_orphans()
+    start, _ = _receive(sock)
+    if start is None:
+        return
+    sys.path[:] = start["path"]
+    failed = _preload(start["preload"])
+    num_threads = len(os.listdir("/proc/self/task"))
+    gc.collect()
+    gc.freeze()
+    _send(sock, {"failed": failed, "num_threads": num_threads})
+    Zygote(sock, must_exec=start["must_exec"] or num_threads > 1).serve()
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of what dead workers leave behind, so that it can be killed and reaped."""
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _preload(names: list[str]) -> dict[str, str]:
+    from envherd.workers import entry  # numpy and the worker's own code, once for all workers
+    from envherd.workers.adapters.meltingpot_import import install_lazy_import
+
+    assert entry is not None
+    install_lazy_import()
+    failed = {}
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # a module that cannot be imported here is the factory's to report
+            failed[name] = f"{type(error).__name__}: {error}"
+    return failed
+
+
+def _receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    data, fds, _, _ = socket.recv_fds(sock, _PACKET, 4)
+    return (json.loads(data) if data else None), fds
+
+
+def _send(sock: socket.socket, answer: dict[str, Any]) -> None:
+    sock.send(json.dumps(answer).encode())
+
+
+class Zygote:
+    """Forks workers, remembers how they ended, and kills what is left at the end."""
+
+    def __init__(self, sock: socket.socket, *, must_exec: bool) -> None:
+        self._sock = sock
+        self._must_exec = must_exec
+        self._statuses: dict[int, int] = {}
+        self._alive: set[int] = set()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+
+    def serve(self) -> None:
+        """Answer requests until the owner is gone."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        poller.register(self._wake_read, select.POLLIN)
+        try:
+            while True:
+                poller.poll()
+                self._reap()
+                if not self._answer():
+                    return
+        finally:
+            self._kill_all()
+
+    def _answer(self) -> bool:
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        if not poller.poll(0):
+            return True
+        try:
+            request, fds = _receive(self._sock)
+        except ConnectionError:
+            return False
+        if request is None:
+            return False
+        if request["op"] == "fork":
+            pid = self._fork(request["config"], fds)
+            _send(self._sock, {"pid": pid})
+        else:
+            self._reap()
+            _send(self._sock, {"status": self._statuses.get(request["pid"])})
+        return True
+
+    def _fork(self, config: dict[str, Any], fds: list[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(config, fds)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # the worker does so too; whoever comes first
+        for fd in fds:
+            os.close(fd)
+        self._alive.add(pid)
+        return pid
+
+    def _become_worker(self, config: dict[str, Any], fds: list[int]) -> None:
+        try:
+            signal.set_wakeup_fd(-1)
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._sock.close()
+            if self._must_exec:
+                for fd in fds:
+                    os.set_inheritable(fd, True)
+                program = [sys.executable, "-c", _EXEC, *map(str, fds), json.dumps({**config, "path": sys.path})]
+                os.execv(sys.executable, program)
+            from envherd.workers import entry
+
+            entry.main(socket.socket(fileno=fds[0]), fds[1], fds[2], config)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake_read, 4096):
+                pass
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid in self._alive:
+                    self._alive.discard(pid)
+                    self._statuses[pid] = os.waitstatus_to_exitcode(status)
+                    with contextlib.suppress(OSError):
+                        os.killpg(pid, signal.SIGKILL)  # what its envs had started
+
+    def _kill_all(self) -> None:
+        for pid in self._alive:
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+_EXEC = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[4])['path']; "
+    "from envherd.workers.adapters.meltingpot_import import install_lazy_import; install_lazy_import(); "
+    "from envherd.workers.entry import exec_main; exec_main(sys.argv[1:])"
+)
