@@ -1,0 +1,348 @@
+"""The Gymnasium adapter, on real Gymnasium envs beside the same envs driven by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
+from envherd.workers import plain
+from envherd.workers.adapters import find_adapter
+from envherd.workers.adapters.gymnasium import GymnasiumAdapter
+from envherd.workers.errors import SpecError
+from tests.workers.adapter_values import drawn, stored
+
+
+class Scripted(gymnasium.Env):
+    """Answers `step` and `reset` with what it is told."""
+
+    observation_space: spaces.Space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space: spaces.Space = spaces.Discrete(2)
+
+    def __init__(self, answer: Any = None, first: Any = ([0.0, 0.0], {})) -> None:
+        self.answer = answer
+        self.first = first
+        self.resets: list[dict[str, Any]] = []
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.resets.append(kwargs)
+        return self.first
+
+    def step(self, action: Any) -> Any:
+        return self.answer
+
+
+def scripted(**answer: Any) -> GymnasiumAdapter:
+    """Return an adapter of an env whose step is as usual but for `answer`."""
+    usual = {"observation": np.zeros(2, np.float32), "reward": 0.0, "terminated": False, "truncated": False, "info": {}}
+    return GymnasiumAdapter(Scripted(tuple((usual | answer).values())))
+
+
+REAL_ENVS = [
+    ("CartPole-v1", {}),
+    ("Taxi-v4", {}),
+    ("FrozenLake-v1", {}),
+    ("Blackjack-v1", {}),
+    ("Pendulum-v1", {}),
+    ("MountainCarContinuous-v0", {"max_episode_steps": 30}),
+    ("Acrobot-v1", {"max_episode_steps": 30}),
+]
+
+
+def compare_with_raw(env_id: str, kwargs: dict[str, Any], observe: Any = np.asarray) -> list[tuple[bool, bool]]:
+    """Drive an env by hand and through the adapter for three episodes; return how the episodes ended."""
+    raw, adapter = gymnasium.make(env_id, **kwargs), GymnasiumAdapter(gymnasium.make(env_id, **kwargs))
+    spec, rng, endings = adapter.spec, np.random.default_rng(0), []
+    for seed in (11, None, 12):
+        expected, _ = raw.reset(seed=seed)
+        first = stored(spec.observation, adapter.reset(seed))
+        np.testing.assert_equal(list(first.values()), observe(expected))
+        terminated = truncated = False
+        while not (terminated or truncated):
+            action = drawn(spec.action[0], rng)
+            native = action if isinstance(action, np.ndarray) else np.int64(action)
+            expected, reward, *flags, info = raw.step(native)
+            observation, rewards, terminated, truncated = adapter.step([action])
+            np.testing.assert_equal(list(stored(spec.observation, observation).values()), observe(expected))
+            assert stored(spec.reward, rewards)["reward",] == [np.float32(reward)]
+            assert [terminated, truncated] == flags
+            assert (type(terminated), type(truncated)) == (bool, bool)
+            assert adapter.info.keys() == info.keys()
+        endings.append((terminated, truncated))
+    raw.close()
+    adapter.close()
+    return endings
+
+
+@pytest.mark.parametrize(("env_id", "kwargs"), REAL_ENVS, ids=[env_id for env_id, _ in REAL_ENVS])
+def test_gives_what_the_env_gives(env_id, kwargs):
+    observe = list if env_id == "Blackjack-v1" else lambda value: [value]
+    assert len(compare_with_raw(env_id, kwargs, observe)) == 3
+
+
+def test_keeps_termination_and_truncation_apart():
+    assert compare_with_raw("CartPole-v1", {}, lambda value: [value]) == [(True, False)] * 3
+    assert compare_with_raw("Pendulum-v1", {}, lambda value: [value]) == [(False, True)] * 3
+
+
+@pytest.mark.slow
+def test_gives_what_mujoco_gives():
+    endings = compare_with_raw("HalfCheetah-v5", {"max_episode_steps": 25}, lambda value: [value])
+    assert endings == [(False, True)] * 3
+
+
+@pytest.mark.slow
+def test_minigrid_mission_goes_beside_the_arrays():
+    pytest.importorskip("minigrid")
+    adapter = GymnasiumAdapter(gymnasium.make("MiniGrid-Empty-5x5-v0"))
+    values = stored(adapter.spec.observation, adapter.reset(1))
+    assert values["mission",] == "get to the green goal square"
+    assert values["image",].shape == (7, 7, 3)
+    assert values["direction",] in range(4)
+    assert [leaf.is_side for leaf in adapter.spec.observation] == [False, False, True]
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Taxi-v4"])
+def test_same_seed_same_episode(env_id):
+    def episode(seed):
+        adapter = GymnasiumAdapter(gymnasium.make(env_id))
+        rng = np.random.default_rng(3)
+        steps = [adapter.reset(seed)]
+        for _ in range(10):
+            observation, reward, terminated, _ = adapter.step([drawn(adapter.spec.action[0], rng)])
+            steps.append([*observation, *reward])
+            if terminated:
+                break
+        return steps
+
+    np.testing.assert_equal(episode(5), episode(5))
+    assert any(not np.array_equal(a, b) for a, b in zip(episode(5), episode(6), strict=False))
+
+
+def test_spec_of_cartpole():
+    spec = GymnasiumAdapter(gymnasium.make("CartPole-v1", render_mode="rgb_array")).spec
+    assert [(leaf.key, leaf.shape, leaf.dtype) for leaf in spec.observation] == [(("observation",), (4,), "float32")]
+    assert spec.action == (LeafSpec(("action",), (), "int64", Discrete(2)),)
+    assert spec.reward == (LeafSpec(("reward",), (1,), "float32"),)
+    assert [leaf.key for leaf in spec.done] == [("done",), ("terminated",), ("truncated",)]
+    assert spec.family == "gymnasium"
+    assert spec.metadata == {"env_id": "CartPole-v1", "render_mode": "rgb_array", "render_fps": 50}
+    assert EnvSpec.from_plain(plain.decode(plain.encode(spec.to_plain()))) == spec
+
+
+def test_is_found_for_wrapped_and_own_envs_and_not_for_vector_envs():
+    assert find_adapter(gymnasium.make("CartPole-v1")) is GymnasiumAdapter
+    assert find_adapter(Scripted()) is GymnasiumAdapter
+    with pytest.raises(TypeError, match="SyncVectorEnv"):
+        find_adapter(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"))
+
+
+def test_autoreset_wrapper_changes_nothing():
+    adapter = GymnasiumAdapter(gymnasium.wrappers.Autoreset(gymnasium.make("CartPole-v1")))
+    plainly = GymnasiumAdapter(gymnasium.make("CartPole-v1"))
+    for seed in (1, 2):
+        np.testing.assert_equal(adapter.reset(seed), plainly.reset(seed))
+        terminated = False
+        while not terminated:
+            *wrapped, terminated, _ = adapter.step([1])
+            np.testing.assert_equal(wrapped, plainly.step([1])[:2])
+
+
+def test_observation_is_the_env_s_own_array():
+    buffer = np.zeros(2, np.float32)
+    adapter = scripted(observation=buffer)
+    assert adapter.step([0])[0][0] is buffer
+
+
+def test_discrete_action_is_what_the_space_samples():
+    class Keeping(Scripted):
+        action_space = spaces.Discrete(400, start=-7, dtype=np.int32)
+
+        def step(self, action):
+            self.action = action
+            return super().step(action)
+
+    env = Keeping((np.zeros(2, np.float32), 0.0, False, False, {}))
+    adapter = GymnasiumAdapter(env)
+    assert adapter.spec.action[0].domain == Discrete(400, -7)
+    for index in (0, 5, 399):
+        adapter.step([index])
+        assert env.action == index - 7
+        assert type(env.action) is np.int32
+        assert env.action_space.contains(env.action)
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (np.True_, 1.0),
+        (np.float64(0.25), 0.25),
+        (np.float32(0.25), 0.25),
+        (np.int32(-3), -3.0),
+        (np.array(2.5), 2.5),
+        (np.array([2.5]), 2.5),
+        ([0.5], 0.5),
+    ],
+)
+def test_reward_becomes_a_float(reward, expected):
+    adapter = scripted(reward=reward)
+    value = adapter.step([0])[1]
+    assert type(value[0]) is float
+    assert stored(adapter.spec.reward, value)["reward",] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("reward", "got"),
+    [
+        (None, "got None"),
+        ("1.0", "got '1.0'"),
+        (np.zeros(2), r"got ndarray of float64 \(2,\)"),
+        (np.array([]), r"got ndarray of float64 \(0,\)"),
+        ({"a": 1}, "got dict"),
+        ([1, [2]], "got list"),
+    ],
+)
+def test_refuses_what_is_no_reward(reward, got):
+    with pytest.raises(SpecError, match=f"expected one number as the reward, {got}"):
+        scripted(reward=reward).step([0])
+
+
+def test_several_rewards_of_a_reward_space():
+    class Objectives(Scripted):
+        reward_space = spaces.Box(-1, 1, (3,), np.float32)
+
+    env = Objectives((np.zeros(2, np.float32), np.arange(3, dtype=np.float64), False, False, {}))
+    adapter = GymnasiumAdapter(gymnasium.wrappers.TimeLimit(env, 10))
+    adapter.reset(0)
+    assert adapter.spec.reward[0].shape == (3,)
+    np.testing.assert_equal(
+        stored(adapter.spec.reward, adapter.step([0])[1])["reward",], np.arange(3, dtype=np.float32)
+    )
+
+
+@pytest.mark.parametrize("flag", [True, False, np.True_, np.False_, np.array([True]).reshape(()), np.array([False])])
+@pytest.mark.parametrize("name", ["terminated", "truncated"])
+def test_flags_become_bools(name, flag):
+    flags = dict(zip(("terminated", "truncated"), scripted(**{name: flag}).step([0])[2:], strict=True))
+    assert flags.pop(name) is bool(flag)
+    assert list(flags.values()) == [False]
+
+
+@pytest.mark.parametrize("flag", [None, 0, 1, "False", 0.0, np.array([True, False]), np.int8(1), {}])
+@pytest.mark.parametrize("name", ["terminated", "truncated"])
+def test_refuses_what_is_no_flag(name, flag):
+    with pytest.raises(SpecError, match=f"expected a bool as `{name}`"):
+        scripted(**{name: flag}).step([0])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((np.zeros(2), 0.0, False, {}), r"got 4 values \(ndarray, float, bool, dict\).*before 0\.26.*wrap"),
+        ((np.zeros(2), 0.0, False), "got 3 values"),
+        ((1, 2, 3, 4, 5, 6), "got 6 values"),
+        (None, "got NoneType"),
+        (np.zeros(2), "got ndarray"),
+    ],
+)
+def test_refuses_another_number_of_step_values(answer, message):
+    with pytest.raises(SpecError, match=rf"expected \(observation, reward, terminated, truncated, info\), {message}"):
+        GymnasiumAdapter(Scripted(answer)).step([0])
+
+
+def test_an_exception_of_the_env_comes_through():
+    class Failing(Scripted):
+        def step(self, action):
+            raise ValueError("not enough values to unpack")
+
+    with pytest.raises(ValueError, match="not enough values") as caught:
+        GymnasiumAdapter(Failing()).step([0])
+    assert not isinstance(caught.value, SpecError)
+
+
+@pytest.mark.parametrize("first", [np.zeros(2), (np.zeros(2),), [np.zeros(2), {}], (np.zeros(2), None), None])
+def test_refuses_a_reset_without_info(first):
+    with pytest.raises(SpecError, match=r"expected \(observation, info dict\), got .*before 0\.26"):
+        GymnasiumAdapter(Scripted(first=first)).reset(0)
+
+
+def test_reset_hands_over_seed_and_options():
+    env = Scripted()
+    adapter = GymnasiumAdapter(env)
+    options = {"options": {"level": [1]}}
+    adapter.reset(7, options)
+    adapter.reset(None)
+    adapter.reset(None, {})
+    assert env.resets == [
+        {"seed": 7, "options": {"level": [1]}},
+        {"seed": None, "options": None},
+        {"seed": None, "options": None},
+    ]
+
+
+def test_reset_options_are_the_env_s_own_copy():
+    class Popping(Scripted):
+        def reset(self, **kwargs):
+            kwargs["options"].pop("level").append(2)
+            return super().reset(**kwargs)
+
+    options = {"options": {"level": [1]}}
+    GymnasiumAdapter(Popping()).reset(7, options)
+    assert options == {"options": {"level": [1]}}
+
+
+def test_reset_refuses_other_keywords():
+    with pytest.raises(TypeError, match=r"got `level`.*reset\(options="):
+        GymnasiumAdapter(Scripted()).reset(7, {"level": 3})
+
+
+def test_info_is_kept():
+    adapter = scripted(info={"lives": 2})
+    assert adapter.info == {}
+    adapter.step([0])
+    assert adapter.info == {"lives": 2}
+
+
+def test_render():
+    drawing = GymnasiumAdapter(gymnasium.make("FrozenLake-v1", render_mode="rgb_array"))
+    drawing.reset(0)
+    picture = drawing.render()
+    assert picture.dtype == np.uint8
+    assert picture.ndim == 3
+    assert picture.any()
+    drawing.close()
+    talking = GymnasiumAdapter(gymnasium.make("FrozenLake-v1", render_mode="ansi"))
+    talking.reset(0)
+    assert talking.render() is None
+
+
+def test_state_dict_of_an_env_that_has_one():
+    class Saving(Scripted):
+        def state_dict(self):
+            return {"at": 3}
+
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    env = Saving()
+    adapter = GymnasiumAdapter(gymnasium.wrappers.TimeLimit(env, 5))
+    adapter.load_state_dict(adapter.state_dict())
+    assert env.loaded == {"at": 3}
+    with pytest.raises(NotImplementedError, match="has no state_dict"):
+        GymnasiumAdapter(Scripted()).state_dict()
+    with pytest.raises(NotImplementedError, match="has no load_state_dict"):
+        GymnasiumAdapter(Scripted()).load_state_dict({})
+
+
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_refuses_an_env_without_spaces(name):
+    env = Scripted()
+    setattr(env, name, None)
+    with pytest.raises(SpecError, match=f"reading {name} failed.*got builtins.NoneType"):
+        GymnasiumAdapter(env)

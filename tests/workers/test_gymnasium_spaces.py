@@ -1,0 +1,340 @@
+"""Every Gymnasium space: what keys, shapes, dtypes and domains it gets, and that values survive both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, MultiDiscrete, Unbounded
+from envherd.workers import plain
+from envherd.workers.adapters.gymnasium import GymnasiumAdapter
+from envherd.workers.adapters.structure import RESERVED_NAMES
+from envherd.workers.errors import SpecError
+from tests.workers.adapter_values import drawn, stored
+
+
+class Echo(gymnasium.Env):
+    """Observes the last action; the first observation is a sample."""
+
+    def __init__(self, space: spaces.Space) -> None:
+        self.action_space = self.observation_space = space
+        self.action: Any = None
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.action = action
+        return action, 0.0, False, False, {}
+
+
+class Colours(spaces.Space):
+    """A space that Gymnasium does not know."""
+
+    def sample(self, mask=None, probability=None):
+        return ["red", "blue"]
+
+    def contains(self, x):
+        return x == ["red", "blue"]
+
+
+def box(low, high, dtype):
+    """Return the domain with these bounds."""
+    return Box(np.asarray(low, dtype), np.asarray(high, dtype))
+
+
+SIDE = LeafSpec(("observation",), dtype="", is_side=True)
+ROWS = np.array([[2, 3], [4, 5]])
+
+OBSERVATIONS: dict[str, tuple[Any, ...]] = {
+    "box": (spaces.Box(-1, 1, (3, 2), np.float32), (3, 2), "float32", box(-1, 1, "float32")),
+    "scalar box": (spaces.Box(-1, 1, ()), (1,), "float32", box(-1, 1, "float32")),
+    "image": (spaces.Box(0, 255, (4, 4, 3), np.uint8), (4, 4, 3), "uint8", box(0, 255, "uint8")),
+    "unbounded": (spaces.Box(-np.inf, np.inf, (2,), np.float64), (2,), "float64", Unbounded()),
+    "half bounded": (
+        spaces.Box(np.array([0, -np.inf]), np.array([1, np.inf]), dtype=np.float64),
+        (2,),
+        "float64",
+        box([0, -np.inf], [1, np.inf], "float64"),
+    ),
+    "bool box": (spaces.Box(0, 1, (2,), bool), (2,), "bool", Binary()),
+    "discrete": (spaces.Discrete(5), (), "int64", Discrete(5)),
+    "discrete of int32": (spaces.Discrete(5, dtype=np.int32), (), "int32", Discrete(5)),
+    "discrete from -2": (spaces.Discrete(5, start=-2), (), "int64", box(-2, 2, "int64")),
+    "multi discrete": (spaces.MultiDiscrete([2, 3]), (2,), "int64", MultiDiscrete((2, 3))),
+    "multi discrete 2d": (spaces.MultiDiscrete(ROWS), (2, 2), "int64", MultiDiscrete(((2, 3), (4, 5)))),
+    "multi discrete from 1": (
+        spaces.MultiDiscrete(ROWS, start=ROWS),
+        (2, 2),
+        "int64",
+        box(ROWS, 2 * ROWS - 1, "int64"),
+    ),
+    "multi binary": (spaces.MultiBinary(4), (4,), "int8", Binary()),
+    "multi binary 2d": (spaces.MultiBinary([2, 3]), (2, 3), "int8", Binary()),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVATIONS)
+def test_observation_spec(name):
+    space, shape, dtype, domain = OBSERVATIONS[name]
+    assert GymnasiumAdapter(Echo(space)).spec.observation == (LeafSpec(("observation",), shape, dtype, domain),)
+
+
+@pytest.mark.parametrize("name", OBSERVATIONS)
+def test_observations_are_inside_their_domain(name):
+    adapter = GymnasiumAdapter(Echo(OBSERVATIONS[name][0]))
+    domain = adapter.spec.observation[0].domain
+    for seed in range(20):
+        value = stored(adapter.spec.observation, adapter.reset(seed))["observation",]
+        if isinstance(domain, Box):
+            assert (value >= domain.low).all()
+            assert (value <= domain.high).all()
+        elif isinstance(domain, (Discrete, MultiDiscrete)):
+            assert (value >= 0).all()
+            assert (value < (domain.n if isinstance(domain, Discrete) else np.asarray(domain.nvec))).all()
+
+
+ACTIONS: dict[str, tuple[Any, ...]] = {
+    "discrete from 3": (spaces.Discrete(2, start=3, dtype=np.int32), (), "int64", Discrete(2, 3)),
+    "many discrete": (spaces.Discrete(100_000, start=1), (), "int64", Discrete(100_000, 1)),
+    "multi discrete": (spaces.MultiDiscrete([2, 3], dtype=np.int32), (2,), "int64", MultiDiscrete((2, 3))),
+    "multi discrete from 1": (
+        spaces.MultiDiscrete(ROWS, start=ROWS),
+        (2, 2),
+        "int64",
+        MultiDiscrete(((2, 3), (4, 5)), ((2, 3), (4, 5))),
+    ),
+    "multi binary": (spaces.MultiBinary([2, 3]), (2, 3), "int8", Binary()),
+    "scalar box": (spaces.Box(-2, 1, (), np.float64), (1,), "float64", box(-2, 1, "float64")),
+    "box": (spaces.Box(-2, 1, (2,), np.float16), (2,), "float16", box(-2, 1, "float16")),
+}
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_action_spec(name):
+    space, shape, dtype, domain = ACTIONS[name]
+    assert GymnasiumAdapter(Echo(space)).spec.action == (LeafSpec(("action",), shape, dtype, domain),)
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_env_gets_legal_actions_with_start_added(name):
+    space, *_, domain = ACTIONS[name]
+    env = Echo(space)
+    adapter, rng = GymnasiumAdapter(env), np.random.default_rng(0)
+    start = np.asarray(getattr(domain, "start", 0) or 0)
+    for _ in range(20):
+        action = drawn(adapter.spec.action[0], rng)
+        (observation,), *_ = adapter.step([action])
+        assert space.contains(env.action)
+        assert type(env.action) is type(space.sample())
+        np.testing.assert_array_equal(stored(adapter.spec.observation, [observation])["observation",], action + start)
+
+
+def everything() -> spaces.Dict:
+    """Return a space with every other space inside, some of them nested."""
+    deep = spaces.Tuple(
+        (spaces.Discrete(3, start=1), spaces.Dict(bits=spaces.MultiBinary(3), scalar=spaces.Box(0, 1, ())))
+    )
+    return spaces.Dict(
+        choice=spaces.OneOf((spaces.Discrete(3), spaces.Box(0, 1, (2,)))),
+        custom=Colours(),
+        deep=deep,
+        graph=spaces.Graph(spaces.Box(-1, 1, (3,)), spaces.Discrete(4)),
+        image=spaces.Box(0, 255, (5, 5, 3), np.uint8),
+        many=spaces.MultiDiscrete([2, 3, 4], start=[1, 0, 2]),
+        sequence=spaces.Sequence(spaces.Tuple((spaces.Discrete(2), spaces.Text(4)))),
+        stacked=spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True),
+        text=spaces.Text(6),
+    )
+
+
+FIXED = [("deep", "0"), ("deep", "1", "bits"), ("deep", "1", "scalar"), ("image",), ("many",)]
+ASIDE = [("choice",), ("custom",), ("graph",), ("sequence",), ("stacked",), ("text",)]
+
+
+def test_every_space_at_once():
+    spec = GymnasiumAdapter(Echo(everything())).spec
+    assert sorted(leaf.key for leaf in spec.observation if not leaf.is_side) == FIXED
+    assert sorted(leaf.key for leaf in spec.observation if leaf.is_side) == ASIDE
+    assert sorted(leaf.key for leaf in spec.action if not leaf.is_side) == [("action", *key) for key in FIXED]
+    assert sorted(leaf.key for leaf in spec.action if leaf.is_side) == [("action", *key) for key in ASIDE]
+    assert EnvSpec.from_plain(plain.decode(plain.encode(spec.to_plain()))) == spec
+
+
+def test_every_space_survives_as_observation_and_action():
+    space = everything()
+    env = Echo(space)
+    adapter = GymnasiumAdapter(env)
+    starts = {("deep", "0"): 1, ("many",): np.array([1, 0, 2])}
+    for seed in range(10):
+        first = stored(adapter.spec.observation, adapter.reset(seed))
+        sent = plain.decode(plain.encode(list(first.values())))
+        action = [
+            v - starts.get(leaf.key, 0)
+            for leaf, v in zip(adapter.spec.observation, sent, strict=True)
+            if not leaf.is_side
+        ]
+        by_key = dict(zip((leaf.key for leaf in adapter.spec.observation if not leaf.is_side), action, strict=True))
+        given = [by_key.get(leaf.key, first[leaf.key]) for leaf in adapter.spec.observation]
+        observation, *_ = adapter.step(plain.decode(plain.encode(given)))
+        assert space.contains(env.action)
+        np.testing.assert_equal(stored(adapter.spec.observation, observation), first)
+
+
+def side_value(space: spaces.Space, value: Any) -> Any:
+    """Return what the adapter makes of an observation, through the bytes that cross to the parent."""
+    env = Echo(space)
+    adapter = GymnasiumAdapter(env)
+    assert adapter.spec.observation == (SIDE,)
+    (given,), *_ = adapter.step([value])
+    return plain.decode(plain.encode(given))
+
+
+def test_text_is_a_str():
+    assert side_value(spaces.Text(5), np.str_("abc")) == "abc"
+
+
+def test_graph_is_a_dict_of_arrays():
+    graph = spaces.Graph(spaces.Box(-1, 1, (3,)), spaces.Discrete(4))
+    instance = graph.sample(num_nodes=4, num_edges=2)
+    value = side_value(graph, instance)
+    np.testing.assert_equal(value, instance._asdict())
+    assert value["nodes"].shape == (4, 3)
+    assert side_value(graph, spaces.GraphInstance(instance.nodes, None, None))["edges"] is None
+
+
+def test_sequence_is_a_tuple_or_a_stack():
+    assert side_value(spaces.Sequence(spaces.Discrete(9)), (np.int64(3), np.int64(4))) == (3, 4)
+    stacked = np.ones((3, 2), np.float32)
+    np.testing.assert_array_equal(side_value(spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True), stacked), stacked)
+
+
+def test_one_of_is_index_and_value():
+    index, value = side_value(spaces.OneOf((spaces.Discrete(3), spaces.Text(3))), (np.int64(1), "ab"))
+    assert (index, value) == (1, "ab")
+
+
+def test_nested_actions_of_the_side_channel_are_what_the_space_samples():
+    space = spaces.OneOf(
+        (
+            spaces.Sequence(spaces.Graph(spaces.Box(0, 1, (2,)), None)),
+            spaces.Dict(a=spaces.Tuple((spaces.Discrete(3, start=2), spaces.Text(3)))),
+        )
+    )
+    env = Echo(space)
+    adapter = GymnasiumAdapter(env)
+    space.seed(0)
+    seen = set()
+    for _ in range(20):
+        sample = space.sample()
+        (value,), *_ = adapter.step([sample])
+        adapter.step([plain.decode(plain.encode(value))])
+        assert space.contains(env.action)
+        np.testing.assert_equal(env.action, sample)
+        seen.add(int(sample[0]))
+    assert seen == {0, 1}
+
+
+def test_side_values_are_copies():
+    stacked = np.zeros((3, 2), np.float32)
+    adapter = GymnasiumAdapter(Echo(spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True)))
+    (value,), *_ = adapter.step([stacked])
+    stacked[:] = 1
+    assert not value.any()
+
+
+def test_refuses_a_side_value_that_is_no_plain_data():
+    adapter = GymnasiumAdapter(Echo(spaces.Dict(odd=Colours())))
+    with pytest.raises(SpecError, match=r"reading odd\[1\] failed.*got a builtins.object"):
+        adapter.step([["red", object()]])
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED_NAMES))
+def test_refuses_reserved_root_names(name):
+    space = spaces.Dict({name: spaces.Discrete(2), "other": spaces.Discrete(2)})
+    with pytest.raises(SpecError, match=f"got '{name}' at the root. Rename it"):
+        GymnasiumAdapter(Echo(space))
+    nested = GymnasiumAdapter(Echo(spaces.Dict(inner=space))).spec
+    assert ("inner", name) in [leaf.key for leaf in nested.observation]
+
+
+def test_keys_that_are_no_strings():
+    numbered: Any = {1: spaces.Discrete(2), 0: spaces.Discrete(2)}
+    adapter = GymnasiumAdapter(Echo(spaces.Dict(numbered)))
+    assert [leaf.key for leaf in adapter.spec.observation] == [("0",), ("1",)]
+    assert adapter.step([1, 0])[0] == [1, 0]
+    ambiguous: Any = {1: spaces.Discrete(2), "1": spaces.Discrete(2)}
+    with pytest.raises(SpecError, match="got '1' for several"):
+        GymnasiumAdapter(Echo(spaces.Dict(ambiguous)))
+
+
+def test_root_tuple_goes_below_observation():
+    spec = GymnasiumAdapter(Echo(spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))))).spec
+    assert [leaf.key for leaf in spec.observation] == [("observation", "0"), ("observation", "1", "a")]
+    assert [leaf.key for leaf in spec.action] == [("action", "0"), ("action", "1", "a")]
+
+
+def test_root_state_is_called_observation():
+    both = spaces.Dict(state=spaces.Discrete(2), observation=spaces.Discrete(3))
+    assert {leaf.key for leaf in GymnasiumAdapter(Echo(both)).spec.observation} == {("state",), ("observation",)}
+    adapter = GymnasiumAdapter(Echo(spaces.Dict(state=spaces.Discrete(2), image=spaces.Box(0, 1, (2,)))))
+    assert {leaf.key for leaf in adapter.spec.observation} == {("observation",), ("image",)}
+    assert adapter.spec.metadata["renamed"] == {"observation": "state"}
+    assert stored(adapter.spec.observation, adapter.reset(0)).keys() == {("observation",), ("image",)}
+    assert [leaf.key for leaf in adapter.spec.action] == [("action", "state"), ("action", "image")]
+
+
+PAIR = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "message"),
+    [
+        (PAIR, {"a": 0}, r"reading observation failed: expected a dict with 'a', 'b', got one without 'b'"),
+        (PAIR, {"a": 0, "b": 1, "c": 2}, r"got one that has 'c' too"),
+        (PAIR, 3, "got int"),
+        (spaces.Dict(x=PAIR, y=spaces.Text(3)), {"x": {"b": 1}, "y": ""}, r"reading observation\['x'\].*without 'a'"),
+        (spaces.Tuple((PAIR, PAIR)), ({"a": 0, "b": 1},), "expected a tuple of 2, got tuple of 1"),
+        (spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2))), (1, 2, 3), "expected a tuple of 2, got tuple of 3"),
+    ],
+)
+def test_refuses_observations_of_another_structure(space, value, message):
+    class Lying(Echo):
+        def reset(self, *, seed=None, options=None):
+            return value, {}
+
+    with pytest.raises(SpecError, match=message):
+        GymnasiumAdapter(Lying(space)).reset(0)
+
+
+PARITY: dict[str, spaces.Space] = {
+    "box": spaces.Box(-1, 1, (3,)),
+    "scalar box": spaces.Box(-1, 1, ()),
+    "discrete": spaces.Discrete(4),
+    "multi discrete": spaces.MultiDiscrete([2, 3]),
+    "multi binary": spaces.MultiBinary(4),
+    "dict": spaces.Dict(a=spaces.Box(0, 255, (2, 2, 3), np.uint8), b=spaces.Dict(c=spaces.Discrete(3))),
+    "dict with observation": spaces.Dict(observation=spaces.Box(-1, 1, (2,)), goal=spaces.Box(-1, 1, (2,))),
+    "dict with state": spaces.Dict(state=spaces.Box(-1, 1, (2,)), pixels=spaces.Box(0, 255, (2, 2, 3), np.uint8)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARITY)
+def test_observations_are_those_of_torchrl(name):
+    torchrl_envs = pytest.importorskip("torchrl.envs")
+    env = Echo(PARITY[name])
+    env.action_space = spaces.Discrete(2)
+    theirs = torchrl_envs.GymWrapper(env, categorical_action_encoding=True)
+    ours = GymnasiumAdapter(Echo(PARITY[name])).spec
+    expected = {
+        key if isinstance(key, tuple) else (key,): (tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+        for key, leaf in theirs.observation_spec.items(include_nested=True, leaves_only=True)
+    }
+    assert {leaf.key: (leaf.shape, leaf.dtype) for leaf in ours.observation} == expected

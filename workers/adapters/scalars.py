@@ -1,0 +1,59 @@
+"""Rewards and flags as envs really return them, as what a batch stores; anything doubtful is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from envherd.workers.errors import SpecError
+
+
+def as_float(value: Any, name: str) -> float:
+    """Return a number as a python float.
+
+    Args:
+        value: a python or numpy number or bool, or an array (also a tensor) of exactly one.
+        name: what it is, for the message.
+
+    Raises:
+        SpecError: None, text, several numbers, or anything else.
+    """
+    if isinstance(value, (float, int, np.floating, np.integer, np.bool_)):
+        return float(value)
+    array = _as_array(value)
+    if array is None or array.size != 1 or array.dtype.kind not in "biuf":
+        raise SpecError(f"step failed: expected one number as the {name}, got {_describe(value, array)}. Fix the env.")
+    return float(array.reshape(()))
+
+
+def as_flag(value: Any, name: str) -> bool:
+    """Return a bool, a numpy bool, or an array (also a tensor) of exactly one bool as a python bool.
+
+    Raises:
+        SpecError: anything else; 0, 1 and None are not taken for an answer.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    array = _as_array(value)
+    if array is None or array.size != 1 or array.dtype.kind != "b":
+        got = _describe(value, array)
+        raise SpecError(f"step failed: expected a bool as `{name}`, got {got}. Return bool(...) from the env.")
+    return bool(array.reshape(()))
+
+
+def _as_array(value: Any) -> np.ndarray | None:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError):
+        return None
+
+
+def _describe(value: Any, array: np.ndarray | None) -> str:
+    if value is None or isinstance(value, (int, float, str)):
+        return repr(value)[:80]
+    if isinstance(value, np.generic):
+        return f"{value.dtype} {value}"
+    if array is None or array.dtype.kind not in "biufc":
+        return type(value).__name__
+    return f"{type(value).__name__} of {array.dtype} {array.shape}"

@@ -1,0 +1,233 @@
+"""From nested native values to flat lists of leaves, and back: what families with nested spaces share.
+
+A family describes an env's observation, action or reward once, as a tree of `Leaf` and `Branch`, and
+gets functions compiled for it: `flattener` (native value -> list aligned with `leaf_specs`) and
+`builder` (such a list -> native value). The usual env has a single plain leaf, whose functions do
+nothing but wrap and unwrap a list. Arrays are never copied: what is handed on are the env's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.specs import Box, Domain, Key, LeafSpec, Unbounded
+from envherd.workers.errors import SpecError
+
+Convert = Callable[[Any], Any]
+
+#: Names that an observation may not have at its root, because a batch keeps something else there.
+RESERVED_NAMES = frozenset(
+    ("action", "reward", "done", "terminated", "truncated", "next", "env_ids", "interrupted", "_reset", "_step")
+)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of a tree.
+
+    Attributes:
+        spec: what is stored.
+        take: native value -> stored value; None where they are the same.
+        give: stored value -> native value; None where they are the same.
+    """
+
+    spec: LeafSpec
+    take: Convert | None = None
+    give: Convert | None = None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A dict, tuple or list of further nodes.
+
+    Attributes:
+        kind: `dict`, `tuple` or `list`: what the env itself gives and takes.
+        entries: `(native key or index, node)` in the order of the leaves.
+    """
+
+    kind: type
+    entries: tuple[tuple[Any, Node], ...]
+
+    @property
+    def keys(self) -> tuple[Any, ...]:
+        """The native keys or indices."""
+        return tuple(key for key, _ in self.entries)
+
+
+Node = Leaf | Branch
+
+
+def leaf_specs(node: Node) -> tuple[LeafSpec, ...]:
+    """Return the leaves of a tree, in the order in which values are given and taken."""
+    if isinstance(node, Leaf):
+        return (node.spec,)
+    return tuple(spec for _, child in node.entries for spec in leaf_specs(child))
+
+
+def is_bare(node: Node) -> bool:
+    """Return whether a tree is one leaf that is stored as the env gives it."""
+    return isinstance(node, Leaf) and node.take is None
+
+
+def check_root(node: Branch, names: tuple[str, ...], operation: str) -> None:
+    """Refuse root names that a batch uses itself, and names that two native keys share.
+
+    Raises:
+        SpecError: names the first one.
+    """
+    for name in names:
+        if name in RESERVED_NAMES:
+            raise SpecError(
+                f"{operation} failed: expected observation names other than {', '.join(sorted(RESERVED_NAMES))}, "
+                f"got {name!r} at the root. Rename it in a wrapper around the env, or nest the observation."
+            )
+    check_names(node, names, operation)
+
+
+def check_names(node: Branch, names: tuple[str, ...], operation: str) -> None:
+    """Refuse names that two native keys share (1 and "1").
+
+    Raises:
+        SpecError: names the first one.
+    """
+    for name, key in zip(names, node.keys, strict=True):
+        if names.count(name) > 1:
+            raise SpecError(
+                f"{operation} failed: expected a name for each entry, got {name!r} for several, one of them {key!r}. "
+                f"Rename it in a wrapper around the env."
+            )
+
+
+def flattener(node: Node, where: str) -> Callable[[Any], list[Any]]:
+    """Return the function that takes a native value apart.
+
+    Args:
+        node: the tree.
+        where: what is read, for messages, e.g. "observation".
+
+    Returns:
+        native value -> list aligned with `leaf_specs(node)` (VIEW of the env's arrays). It raises
+        SpecError where the value lacks an entry or has one that was never declared.
+    """
+    if isinstance(node, Leaf):
+        take = node.take
+        return (lambda value: [value]) if take is None else (lambda value: [take(value)])
+    if len(node.entries) > 1 and all(is_bare(child) for _, child in node.entries):
+        return _flat_flattener(node, where)
+    extend = _extender(node, where)
+
+    def flatten(value: Any) -> list[Any]:
+        values: list[Any] = []
+        extend(value, values)
+        return values
+
+    return flatten
+
+
+def _flat_flattener(node: Branch, where: str) -> Callable[[Any], list[Any]]:
+    get, num_entries = itemgetter(*node.keys), len(node.entries)
+
+    def flatten(value: Any) -> list[Any]:
+        try:
+            if len(value) == num_entries:
+                return list(get(value))
+        except (TypeError, LookupError):
+            pass
+        raise _mismatch(node, where, value)
+
+    return flatten
+
+
+def _extender(node: Node, where: str) -> Callable[[Any, list[Any]], None]:
+    if isinstance(node, Leaf):
+        take = node.take
+        if take is None:
+            return lambda value, values: values.append(value)
+        return lambda value, values: values.append(take(value))
+    parts = [(key, _extender(child, f"{where}[{key!r}]")) for key, child in node.entries]
+
+    def extend(value: Any, values: list[Any]) -> None:
+        try:
+            inner = [value[key] for key, _ in parts] if len(value) == len(parts) else None
+        except (TypeError, LookupError):
+            inner = None
+        if inner is None:
+            raise _mismatch(node, where, value)
+        for (_, part), entry in zip(parts, inner, strict=True):
+            part(entry, values)
+
+    return extend
+
+
+def _mismatch(node: Branch, where: str, value: Any) -> SpecError:
+    if node.kind is dict:
+        expected = f"a dict with {', '.join(map(repr, node.keys)) or 'no entry'}"
+    else:
+        expected = f"a {node.kind.__name__} of {len(node.entries)}"
+    got = type(value).__name__
+    if isinstance(value, dict) and node.kind is dict:
+        missing = [key for key in node.keys if key not in value]
+        extra = [key for key in value if key not in node.keys]
+        got = f"one without {missing[0]!r}" if missing else f"one that has {extra[0]!r} too"
+    elif isinstance(value, (tuple, list)):
+        got = f"{got} of {len(value)}"
+    return SpecError(
+        f"reading {where} failed: expected {expected}, got {got}. "
+        f"The env breaks its own spec: fix the env or the space it declares."
+    )
+
+
+def builder(node: Node) -> Callable[[list[Any]], Any]:
+    """Return the function that puts a native value together.
+
+    Returns:
+        list aligned with `leaf_specs(node)` (further values behind are ignored) -> native value.
+    """
+    if isinstance(node, Leaf):
+        give = node.give
+        return itemgetter(0) if give is None else (lambda values: give(values[0]))
+    make = _maker(node)
+    return lambda values: make(iter(values))
+
+
+def _maker(node: Node) -> Callable[[Iterator[Any]], Any]:
+    if isinstance(node, Leaf):
+        give = node.give
+        return next if give is None else (lambda values: give(next(values)))
+    parts = [_maker(child) for _, child in node.entries]
+    keys, kind = node.keys, node.kind
+    if kind is dict:
+        return lambda values: {key: part(values) for key, part in zip(keys, parts, strict=True)}
+    return lambda values: kind(part(values) for part in parts)
+
+
+def interval(low: Any, high: Any, dtype: np.dtype) -> Domain:
+    """Return the domain `[low, high]`: bounds that are equal everywhere as one number, none at all as `Unbounded`."""
+    low, high = np.asarray(low, dtype), np.asarray(high, dtype)
+    if dtype.kind == "f" and np.all(np.isneginf(low)) and np.all(np.isposinf(high)):
+        return Unbounded()
+    return Box(_shrunk(low), _shrunk(high))
+
+
+def _shrunk(bound: np.ndarray) -> np.ndarray:
+    return bound.reshape(-1)[:1].reshape(()) if bound.size and (bound == bound.flat[0]).all() else bound
+
+
+def as_row(value: Any) -> np.ndarray:
+    """Return a scalar as an array of one (VIEW where it is an array); what is no scalar gains a dimension."""
+    return np.asarray(value)[np.newaxis]
+
+
+def as_scalar(value: np.ndarray) -> np.ndarray:
+    """Return an array of one as the 0-d array that a scalar space samples (VIEW)."""
+    return value.reshape(())
+
+
+def side_leaf(key: Key) -> LeafSpec:
+    """Return the spec of a leaf that has no fixed shape and dtype."""
+    return LeafSpec(key, dtype="", is_side=True)
