@@ -1,0 +1,149 @@
+"""Names of envs as one writes them on a command line, and the factories they stand for.
+
+    meltingpot:NAME            meltingpot:clean_up                    a substrate or a scenario
+    gymnasium:ID               gymnasium:CartPole-v1                  whatever gymnasium.make takes
+    dm_control:DOMAIN/TASK     dm_control:cartpole/balance            the dm_control suite
+    torchrl:MODULE:CALLABLE    torchrl:my_envs:make_env               returns a TorchRL env
+    python:MODULE:CALLABLE     python:my_envs:make_env                returns an env of any family
+
+A name is checked here, in the caller's process, so that a misspelt one is refused at once with the closest
+ones; for that the package of its family (or the module named) is imported. No env is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory, substrate_names
+from envherd.workers.adapters.named import (
+    CallableFactory,
+    DmControlFactory,
+    GymnasiumFactory,
+    dm_control_tasks,
+    gymnasium_ids,
+    named_callable,
+)
+from envherd.workers.errors import FactoryError
+from envherd.workers.factory import closest
+
+Factory = Callable[..., Any]
+
+FORMS = (
+    "meltingpot:NAME",
+    "gymnasium:ID",
+    "dm_control:DOMAIN/TASK",
+    "torchrl:MODULE:CALLABLE",
+    "python:MODULE:CALLABLE",
+)
+
+
+def factory_for(name: str, *, with_frames: bool = False) -> Factory:
+    """Return the picklable factory that a name stands for.
+
+    Args:
+        name: one of `FORMS`.
+        with_frames: the envs will be asked for pictures; those that must know when they are built are told.
+
+    Raises:
+        FactoryError: no such family, env, module or callable, with the closest names; or a missing package.
+    """
+    family, colon, rest = name.partition(":")
+    parse = _FAMILIES.get(family)
+    if parse is None or not colon or not rest:
+        raise FactoryError(_no_family(name, family))
+    factory = parse(rest)
+    if with_frames and isinstance(factory, GymnasiumFactory):
+        return replace(factory, render_mode="rgb_array")
+    return factory
+
+
+def _no_family(name: str, family: str) -> str:
+    known = [*(f"{prefix}:" for prefix in _FAMILIES), *(f"meltingpot:{substrate}" for substrate in substrate_names())]
+    hint = closest(name if ":" in name else f"meltingpot:{name}", known) or closest(f"{family}:", known)
+    if family in ("", *_FAMILIES):
+        hint = ""
+    return f"{name!r} failed: expected one of {', '.join(FORMS)}.{hint}"
+
+
+def _meltingpot(name: str) -> Factory:
+    return MeltingPotFactory(name)
+
+
+def _gymnasium(env_id: str) -> Factory:
+    _require("gymnasium", "gymnasium")
+    module, _, bare_id = env_id.rpartition(":")
+    if module:
+        _import_named(module, f"gymnasium:{env_id}")
+    known = gymnasium_ids()
+    if bare_id not in known:
+        raise FactoryError(
+            f"'gymnasium:{env_id}' failed: expected an env that Gymnasium knows, got {bare_id!r}."
+            f"{closest(bare_id, known)} Envs of another package: gymnasium:THE_PACKAGE:ID."
+        )
+    return GymnasiumFactory(env_id)
+
+
+def _dm_control(task: str) -> Factory:
+    _require("dm_control", "dm-control")
+    known = dm_control_tasks()
+    if task not in known:
+        raise FactoryError(
+            f"'dm_control:{task}' failed: expected DOMAIN/TASK of the dm_control suite, got {task!r}."
+            f"{closest(task, known)}"
+        )
+    domain, _, name = task.partition("/")
+    return DmControlFactory(domain, name)
+
+
+def _torchrl(target: str) -> Factory:
+    _require("torchrl", "torchrl")
+    return _callable(target, f"torchrl:{target}", must_be_torchrl=True)
+
+
+def _python(target: str) -> Factory:
+    return _callable(target, f"python:{target}", must_be_torchrl=False)
+
+
+def _callable(target: str, full_name: str, *, must_be_torchrl: bool) -> Factory:
+    module, colon, name = target.partition(":")
+    if not (module and colon and name):
+        family = full_name.partition(":")[0]
+        raise FactoryError(f"{full_name!r} failed: expected {family}:MODULE:CALLABLE, e.g. {family}:my_envs:make_env.")
+    namespace = vars(_import_named(module, full_name))
+    first = name.partition(".")[0]
+    if first not in namespace:
+        public = [known for known, value in namespace.items() if callable(value) and not known.startswith("_")]
+        raise FactoryError(f"{full_name!r} failed: {module} has no {first!r}.{closest(first, public)}")
+    named_callable(module, name)
+    return CallableFactory(module, name, must_be_torchrl=must_be_torchrl)
+
+
+def _import_named(module: str, full_name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise FactoryError(
+            f"{full_name!r} failed: importing {module} raised {type(error).__name__}: {error}. "
+            f"Modules are looked for in the current directory and among the installed packages."
+        ) from error
+
+
+def _require(package: str, extra: str) -> None:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise FactoryError(
+            f"{package}: failed: expected the package {package}, got {error}. pip install 'envherd[{extra}]'"
+        ) from error
+
+
+_FAMILIES: dict[str, Callable[[str], Factory]] = {
+    "meltingpot": _meltingpot,
+    "gymnasium": _gymnasium,
+    "dm_control": _dm_control,
+    "torchrl": _torchrl,
+    "python": _python,
+}

@@ -1,0 +1,139 @@
+"""Factories for envs that are named rather than built by a function: what a command line or a config file says.
+
+Each is a frozen value that pickles by reference to this module, so that a worker that unpickles it imports
+nothing but its own family. Melting Pot has a factory of its own, `meltingpot_factory.MeltingPotFactory`.
+
+Making a factory checks nothing; `gymnasium_ids`, `dm_control_tasks` and `named_callable` say what there is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from envherd.workers.errors import FactoryError
+
+_TORCHRL_BASE = "torchrl.envs.common.EnvBase"
+
+
+@dataclass(frozen=True)
+class GymnasiumFactory:
+    """Build `gymnasium.make(env_id)`.
+
+    Attributes:
+        env_id: as Gymnasium reads it: `CartPole-v1`, `ALE/Pong-v5`, `module_that_registers:MyEnv-v0`.
+        render_mode: "rgb_array" for envs that are to be drawn; None leaves it to the env.
+    """
+
+    env_id: str
+    render_mode: str | None = None
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """Modules worth importing before workers are forked."""
+        return ("gymnasium",)
+
+    def __call__(self) -> Any:
+        """Return the env."""
+        import gymnasium
+
+        return gymnasium.make(self.env_id, render_mode=self.render_mode)
+
+
+@dataclass(frozen=True)
+class DmControlFactory:
+    """Build `dm_control.suite.load(domain, task)`.
+
+    Attributes:
+        domain: e.g. `cartpole`.
+        task: e.g. `balance`.
+    """
+
+    domain: str
+    task: str
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """Modules worth importing before workers are forked."""
+        return ("dm_control.suite",)
+
+    def __call__(self) -> Any:
+        """Return the env."""
+        from dm_control import suite
+
+        return suite.load(self.domain, self.task)
+
+
+@dataclass(frozen=True)
+class CallableFactory:
+    """Build what a callable of a module returns.
+
+    Attributes:
+        module: where it is, importable in the worker.
+        name: of the callable in it; dots lead into classes.
+        must_be_torchrl: refuse an env that is not TorchRL's.
+    """
+
+    module: str
+    name: str
+    must_be_torchrl: bool = False
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """Modules worth importing before workers are forked."""
+        return (self.module,)
+
+    def __call__(self) -> Any:
+        """Return the env.
+
+        Raises:
+            FactoryError: it is not TorchRL's although it must be, or the callable is not there.
+        """
+        env = named_callable(self.module, self.name)()
+        if self.must_be_torchrl and _TORCHRL_BASE not in map(_qualified_name, type(env).__mro__):
+            raise FactoryError(
+                f"torchrl:{self.module}:{self.name} failed: expected a TorchRL env, got {_qualified_name(type(env))}. "
+                f"Name it python:{self.module}:{self.name} to run envs of other families."
+            )
+        return env
+
+
+def gymnasium_ids() -> list[str]:
+    """Return the ids of all envs that Gymnasium knows so far, sorted."""
+    import gymnasium
+
+    return sorted(gymnasium.registry)
+
+
+def dm_control_tasks() -> list[str]:
+    """Return `domain/task` for all tasks of the dm_control suite, sorted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a missing display matters only to those who draw
+        from dm_control import suite
+
+    return sorted(f"{domain}/{task}" for domain, task in suite.ALL_TASKS)
+
+
+def named_callable(module: str, name: str) -> Callable[..., Any]:
+    """Import a module and return a callable in it.
+
+    Raises:
+        FactoryError: there is no such name, or it is not callable.
+        Exception: whatever importing the module raises.
+    """
+    target: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(target, part):
+            raise FactoryError(f"{module}:{name} failed: expected a callable of this name, got none in {module}.")
+        target = getattr(target, part)
+    if not callable(target):
+        raise FactoryError(f"{module}:{name} failed: expected a callable, got {type(target).__qualname__}.")
+    found: Callable[..., Any] = target
+    return found
+
+
+def _qualified_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
