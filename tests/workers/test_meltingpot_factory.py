@@ -1,0 +1,250 @@
+"""The factory's options, what it refuses, and the copy of the Lua tree."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from envherd.workers.adapters import meltingpot_lua
+from envherd.workers.adapters.meltingpot import MeltingPotAdapter
+from envherd.workers.adapters.meltingpot_factory import (
+    MeltingPotFactory,
+    must_rebuild,
+    scenario_names,
+    substrate_names,
+)
+from envherd.workers.errors import FactoryError
+
+_PRISONERS = "prisoners_dilemma_in_the_matrix__repeated"
+
+
+def _adapter(name: str = _PRISONERS, **options: Any) -> Any:
+    return MeltingPotAdapter(MeltingPotFactory(name, **options)())
+
+
+def _keys(adapter: MeltingPotAdapter) -> set[str]:
+    return {"/".join(leaf.key) for leaf in adapter.spec.observation}
+
+
+def test_names() -> None:
+    assert len(substrate_names()) == 49
+    assert len(scenario_names()) > 300
+    assert list(substrate_names()) == sorted(substrate_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("clean_upp", {}, r"got 'clean_upp'\. Did you mean clean_up or"),
+        ("xyzzy", {}, r"got 'xyzzy'\. substrate_names\(\)"),
+        ("clean_up", {"keys": "RGB"}, r"Write keys=\('RGB',\)"),
+        ("clean_up", {"drop": None}, r"expected drop to be a tuple of names, got None"),
+        ("clean_up", {"max_steps": 0}, r"expected max_steps to be a positive integer, got 0"),
+        ("clean_up", {"max_steps": True}, r"got True"),
+        ("clean_up_0", {"roles": ("default",)}, r"expected no roles for a scenario"),
+        ("clean_up", {"fast_reset": True}, r"expected fast_reset=False for clean_up"),
+        ("commons_harvest__closed", {"fast_reset": True}, r"Rebuilding is the only safe reset"),
+        ("hidden_agenda_0", {"fast_reset": True}, r"expected fast_reset=False for hidden_agenda"),
+    ],
+)
+def test_refused_at_once(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FactoryError, match=message):
+        MeltingPotFactory(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (_PRISONERS, {"keys": ("RGBA",)}, r"expected keys and drop among \['COLLECTIVE_REWARD', .*got 'RGBA'"),
+        (_PRISONERS, {"keys": ("RGB",), "drop": ("RGB",)}, r"expected keys to keep some of"),
+        (_PRISONERS, {"roles": ("chef", "default")}, r"expected roles among \['default'\].*got \['chef'\]"),
+        (_PRISONERS, {"roles": ()}, r"got none\. roles=None takes the 2 default ones"),
+    ],
+)
+def test_refused_where_it_is_built(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FactoryError, match=message):
+        MeltingPotFactory(name, **options)()
+
+
+def test_a_scenario_without_its_bots_says_what_is_missing() -> None:
+    from meltingpot.configs import bots
+
+    if Path(bots.MODELS_ROOT).exists():
+        pytest.skip("the bots' models are installed")
+    with pytest.raises(FactoryError, match=r"got none for clean_up__cleaner_0, .*pip install --force-reinstall"):
+        MeltingPotFactory("clean_up_0")()
+
+
+@pytest.mark.slow
+def test_describing_an_env_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory, scenario_names\n"
+        "factory = MeltingPotFactory('clean_up'); scenario_names(); MeltingPotFactory('clean_up_0').preload\n"
+        "assert not {'meltingpot', 'dmlab2d', 'chex', 'jax', 'tensorflow', 'torch'} & sys.modules.keys()\n"
+        "assert 'meltingpot.configs.substrates.clean_up' in factory.preload\n"
+        "import importlib\n"
+        "for name in factory.preload: importlib.import_module(name)\n"
+        "assert not {'jax', 'tensorflow', 'torch'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_it_travels() -> None:
+    factory = MeltingPotFactory("clean_up", keys=["RGB"], max_steps=3)  # type: ignore[arg-type]  # a list will do
+    assert factory.keys == ("RGB",)
+    assert pickle.loads(pickle.dumps(factory)) == factory == cloudpickle.loads(cloudpickle.dumps(factory))
+    assert hash(factory) == hash(MeltingPotFactory("clean_up", keys=("RGB",), max_steps=3))
+
+
+def test_keys_and_drop_choose_what_is_read() -> None:
+    adapter = _adapter(keys=("RGB", "INVENTORY", "COLLECTIVE_REWARD"), drop=("INVENTORY",), world_rgb=False)
+    assert _keys(adapter) == {"agents/observation/RGB", "agents/observation/COLLECTIVE_REWARD"}
+    adapter.reset(1)
+    assert sorted(adapter.env.observation()[0]) == ["RGB"]  # nothing else was read at all
+    adapter.step([np.zeros(2, np.int64)])
+    assert adapter.render().shape == (120, 184, 3)  # drawn on demand
+
+
+@pytest.mark.slow
+def test_kept_observations_are_those_of_the_whole_env() -> None:
+    whole = _adapter(deterministic=True)
+    some = _adapter(deterministic=True, keys=("RGB",), world_rgb=False)
+    indices = [whole.spec.observation.index(leaf) for leaf in some.spec.observation]
+    assert len(indices) == 1
+    for values, kept in [(whole.reset(4), some.reset(4))] + [
+        (whole.step([action])[0], some.step([action])[0]) for action in np.arange(40).reshape(20, 2) % 8
+    ]:
+        np.testing.assert_array_equal(values[indices[0]], kept[0])
+
+
+@pytest.mark.slow
+def test_max_steps_truncates() -> None:
+    adapter = _adapter(max_steps=2)
+    assert adapter.spec.metadata["max_episode_steps"] == 2
+    for _ in range(2):
+        adapter.reset(None)
+        assert adapter.step([np.zeros(2, np.int64)])[2:] == (False, False)
+        assert adapter.step([np.zeros(2, np.int64)])[2:] == (False, True)
+
+
+@pytest.mark.slow
+def test_roles_set_the_number_of_players() -> None:
+    adapter = _adapter("stag_hunt_in_the_matrix__arena", roles=("default",) * 3, keys=("RGB",))
+    assert adapter.spec.metadata["agent_count"] == 3
+    assert [value.shape for value in adapter.reset(1)] == [(192, 200, 3), (3, 88, 88, 3)]
+
+
+@pytest.mark.slow
+def test_fast_reset_starts_the_same_build_anew() -> None:
+    adapter = _adapter(fast_reset=True, deterministic=True)
+
+    def play(seed: int) -> list[bytes]:
+        given = [value.tobytes() for value in adapter.reset(seed)]
+        for action in np.arange(60).reshape(30, 2) % 8:
+            observation, reward, _, _ = adapter.step([action])
+            given += [value.tobytes() for value in (*observation, *reward)]
+        return given
+
+    first = play(1)
+    built = adapter._episodes.wrapper._env
+    second = play(2)
+    assert adapter._episodes.wrapper._env is built
+    assert (play(1), play(2)) == (first, second)
+    assert first != second
+
+
+@pytest.mark.skipif(os.environ.get("ENVHERD_FULL") != "1", reason="takes a quarter of an hour; set ENVHERD_FULL=1")
+@pytest.mark.parametrize("name", [name for name in substrate_names() if not must_rebuild(name)])
+def test_fast_reset_forgets_the_last_episode(name: str) -> None:
+    adapter = _adapter(name, fast_reset=True, deterministic=True)
+    players, actions = adapter.spec.metadata["agent_count"], adapter.spec.metadata["num_actions"]
+
+    def play(seed: int, steps: int) -> list[bytes]:
+        rng = np.random.default_rng(seed)
+        given = [value.tobytes() for value in adapter.reset(seed)]
+        for _ in range(steps):
+            observation, reward, terminated, truncated = adapter.step([rng.integers(0, actions, players)])
+            given += [value.tobytes() for value in (*observation, *reward)]
+            if terminated or truncated:
+                break
+        return given
+
+    first = play(1, 60)
+    play(2, 300)
+    assert play(1, 60) == first
+
+
+def test_nothing_is_built_before_the_first_reset() -> None:
+    adapter = _adapter()
+    episodes = adapter._episodes.wrapper
+    assert "_env" not in vars(episodes)
+    adapter.reset(11)
+    assert episodes._env._rng.get_state()[1][0] != 0
+    assert "_env" in vars(episodes)
+    adapter.close()
+    assert "_env" not in vars(episodes)
+    with pytest.raises(AttributeError, match="closed"):
+        adapter.env.observation()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    meltingpot_lua.ordered_lua_root.cache_clear()
+    yield tmp_path / "envherd"
+    meltingpot_lua.ordered_lua_root.cache_clear()
+
+
+def _root_in_child(_: int) -> str:
+    meltingpot_lua.ordered_lua_root.cache_clear()
+    return meltingpot_lua.ordered_lua_root()
+
+
+def test_the_copy_differs_in_one_line_of_one_file(cache: Path) -> None:
+    root = Path(meltingpot_lua.ordered_lua_root())
+    assert root.parent == cache
+    installed = meltingpot_lua._installed_lua()
+    names = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
+    copied = root / "meltingpot" / "lua"
+    assert names == {path.relative_to(copied) for path in copied.rglob("*") if path.is_file()}
+    different = [name for name in names if (copied / name).read_bytes() != (installed / name).read_bytes()]
+    assert [str(name) for name in different] == ["modules/api_factory.lua"]
+    before, after = ((tree / different[0]).read_text().splitlines() for tree in (installed, copied))
+    assert before[1:] == after[1:]
+    assert after[0].endswith(before[0])
+
+
+def test_a_damaged_copy_is_replaced(cache: Path) -> None:
+    root = meltingpot_lua.ordered_lua_root()
+    victim = Path(root, "meltingpot", "lua", "modules", "game_object.lua")
+    victim.write_text("nonsense")
+    meltingpot_lua.ordered_lua_root.cache_clear()
+    assert meltingpot_lua.ordered_lua_root() == root
+    assert victim.read_text() != "nonsense"
+    assert [path.name for path in cache.iterdir()] == [Path(root).name]  # nothing else is left behind
+
+
+@pytest.mark.slow
+def test_many_processes_may_make_the_copy_at_once(cache: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        roots = pool.map(_root_in_child, range(16), chunksize=1)
+    assert len(set(roots)) == 1
+    assert os.listdir(cache) == [Path(roots[0]).name]
+
+
+def test_an_unwritable_cache_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    meltingpot_lua.ordered_lua_root.cache_clear()
+    with pytest.raises(FactoryError, match="Set XDG_CACHE_HOME"):
+        meltingpot_lua.ordered_lua_root()

@@ -1,0 +1,166 @@
+"""A copy of the installed Melting Pot's Lua code in which `pairs` has a fixed order.
+
+Lua's `pairs` walks string keys in an order that differs from one Lua state to the next, and Melting Pot
+deals spawn points and random draws along such walks. So equal seeds give unequal episodes. In the copy,
+`pairs` yields numbers in ascending order, then strings in ascending order, then other keys as they come.
+
+Guarantees: the copy is made from the files that are installed (nothing is shipped here), differs from
+them in one prefix on one line, so that Lua's error messages keep their line numbers, and is found by the
+hash of its content: another version, or an edited install, gets a copy of its own. Any number of
+processes may ask at once; a copy is complete or absent, and a damaged one is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from envherd.workers.errors import FactoryError
+
+#: Runs first in every Lua state, before any of Melting Pot's own code walks a table.
+_PREFIXED_FILE = "modules/api_factory.lua"
+
+#: Processes that find the same damaged copy take turns at replacing it; each turn is one rename.
+_PLACE_ATTEMPTS = 5
+
+# A table whose keys are numbers in ascending order (nearly all that a step walks) keeps the native walk.
+# `follow` skips keys removed during the walk, as the native one does.
+_ORDERED_PAIRS = """
+do
+  local raw, sort, kind, fetch = pairs, table.sort, type, rawget
+  local function follow(keys)
+    local i, n, t = keys.i, keys.n, keys.t
+    while i < n do
+      i = i + 1
+      local k = keys[i]
+      local v = fetch(t, k)
+      if v ~= nil then keys.i = i return k, v end
+    end
+  end
+  local function is_ascending(t)
+    local last = -math.huge
+    for k in raw(t) do
+      if kind(k) ~= 'number' or k < last then return false end
+      last = k
+    end
+    return true
+  end
+  local function ordered(t)
+    if kind(t) ~= 'table' or is_ascending(t) then return raw(t) end
+    local keys, strings, others = {}, {}, {}
+    for k in raw(t) do
+      local type_of_key = kind(k)
+      if type_of_key == 'string' then strings[#strings + 1] = k
+      elseif type_of_key == 'number' then keys[#keys + 1] = k
+      else others[#others + 1] = k end
+    end
+    if #keys > 1 then sort(keys) end
+    if #strings > 1 then sort(strings) end
+    local n = #keys
+    for i = 1, #strings do n = n + 1 keys[n] = strings[i] end
+    for i = 1, #others do n = n + 1 keys[n] = others[i] end
+    keys.i, keys.n, keys.t = 0, n, t
+    return follow, keys
+  end
+  if not fetch(_G, '__envherd_ordered_pairs') then
+    rawset(_G, '__envherd_ordered_pairs', true)
+    pairs = ordered
+  end
+end
+"""
+
+
+@functools.cache
+def ordered_lua_root() -> str:
+    """Return the folder that stands in for Melting Pot's own root; it holds `meltingpot/lua`.
+
+    Made on first use in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`, on macOS
+    `~/Library/Caches`), about 1 MB. Checked byte for byte once per process.
+
+    Raises:
+        FactoryError: Melting Pot is absent or laid out in another way, or the cache folder cannot be written.
+    """
+    files = _ordered_files(_installed_lua())
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    target = _cache_folder() / f"meltingpot-{_version()}-{digest.hexdigest()[:16]}"
+    if not _holds(target, files):
+        try:
+            _place(target, files)
+        except OSError as error:
+            raise FactoryError(
+                f"deterministic Melting Pot failed: expected a writable cache folder, got {error} ({target.parent}). "
+                f"Set XDG_CACHE_HOME to a folder that this process may write."
+            ) from error
+    return str(target)
+
+
+def _installed_lua() -> Path:
+    spec = importlib.util.find_spec("meltingpot")
+    locations = None if spec is None else spec.submodule_search_locations
+    lua = Path(next(iter(locations))) / "lua" if locations else None
+    if lua is None or not (lua / _PREFIXED_FILE).is_file():
+        raise FactoryError(
+            f"deterministic Melting Pot failed: expected an installed meltingpot with lua/{_PREFIXED_FILE}, "
+            f"got {'no meltingpot' if lua is None else lua}. Install dm-meltingpot, or use deterministic=False."
+        )
+    return lua
+
+
+def _ordered_files(lua: Path) -> dict[str, bytes]:
+    files = {path.relative_to(lua).as_posix(): path.read_bytes() for path in lua.rglob("*") if path.is_file()}
+    files[_PREFIXED_FILE] = " ".join(_ORDERED_PAIRS.split()).encode() + b" " + files[_PREFIXED_FILE]
+    return {f"meltingpot/lua/{name}": content for name, content in files.items()}
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("dm-meltingpot")
+    except importlib.metadata.PackageNotFoundError:
+        return "unversioned"
+
+
+def _cache_folder() -> Path:
+    home = Path.home() / "Library" / "Caches" if sys.platform == "darwin" else Path.home() / ".cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home) / "envherd"
+
+
+def _holds(root: Path, files: dict[str, bytes]) -> bool:
+    try:
+        return all((root / name).read_bytes() == content for name, content in files.items())
+    except OSError:
+        return False
+
+
+def _place(target: Path, files: dict[str, bytes]) -> None:
+    """Write the files beside the target and rename them into place; whoever comes second uses the first's."""
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+    try:
+        for name, content in files.items():
+            path = made / "new" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        for attempt in range(_PLACE_ATTEMPTS):
+            try:
+                os.rename(made / "new", target)
+                return
+            except OSError:
+                if _holds(target, files):  # another process came first
+                    return
+                if attempt == _PLACE_ATTEMPTS - 1:
+                    raise
+            # A damaged copy is in the way; another process may be moving it away at this moment.
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(target, made / f"damaged-{attempt}")
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
