@@ -7,6 +7,7 @@ an end is never a terminal one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from envherd.workers.protocol import Op
 
 if TYPE_CHECKING:
     from envherd.executor.batched import BatchedEnv
+    from envherd.executor.engine import Engine
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
@@ -28,12 +30,13 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 class RolloutRunner:
     """Runs rollouts for one executor."""
 
-    def __init__(self, env: BatchedEnv) -> None:
-        self._env = env
-        self._shelf = StorageShelf(env._pool)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._shelf = StorageShelf(engine.pool)
 
     def run(
         self,
+        env: BatchedEnv,
         max_steps: int,
         policy: Policy | None = None,
         *,
@@ -47,6 +50,7 @@ class RolloutRunner:
         """Collect up to `max_steps` steps of all envs.
 
         Args:
+            env: the executor, for the callback.
             max_steps: T, at least 1.
             policy: takes a root batch `[N]` (VIEWS of the rollout: read, do not write) and returns a
                 batch with the action, and whatever else should be kept (log-probabilities, hidden
@@ -58,7 +62,7 @@ class RolloutRunner:
             tensordict: with `auto_reset=False`, the root that the caller holds; only used to check
                 that nothing was left out (the executor knows where the envs are).
             set_truncated: mark the last step of every env `truncated` and `done`.
-            out: batch `[N, T]` to fill. One that an earlier rollout returned is written by the workers
+            out: batch `[N, T]` to fill; no more steps are made than it has room for. One that an earlier rollout returned is written by the workers
                 in place; any other is filled by a copy at the end.
 
         Returns:
@@ -69,19 +73,22 @@ class RolloutRunner:
             EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout
                 is lost; the executor goes on.
         """
-        env = self._env
+        engine = self._engine
         if max_steps < 1:
             raise ValueError(f"rollout failed: expected max_steps of at least 1, got {max_steps}.")
-        if not auto_reset and tensordict is not None and tuple(tensordict.batch_size[:1]) != (env.num_envs,):
-            raise ValueError(f"rollout failed: expected a root of {env.num_envs} envs, got {tensordict.batch_size}.")
-        with env._exclusively(), torch.no_grad():
-            env._refuse_pending(env._all)
+        if not auto_reset and tensordict is not None and tuple(tensordict.batch_size[:1]) != (engine.num_envs,):
+            raise ValueError(f"rollout failed: expected a root of {engine.num_envs} envs, got {tensordict.batch_size}.")
+        if out is not None:
+            max_steps = min(max_steps, out.batch_size[1])
+        with engine.turn, torch.no_grad():
+            engine.refuse_pending(engine.all_ids)
             reused = None if out is None else self._shelf.find(out)
             lease = reused or self._shelf.lend(max_steps)
-            run = _Run(env, lease, policy or env.rand_action, callback, break_when_any_done=break_when_any_done)
+            watch = None if callback is None else functools.partial(callback, env)
+            run = _Run(engine, lease, policy or env.rand_action, watch, break_when_any_done=break_when_any_done)
             try:
                 run.start(auto_reset=auto_reset)
-                num_steps = run.go(min(max_steps, lease.num_columns))
+                num_steps = run.go(max_steps)
                 data = run.result(num_steps, set_truncated=set_truncated)
             finally:
                 run.park()
@@ -97,10 +104,10 @@ class _Run:
     """One rollout in progress."""
 
     def __init__(
-        self, env: BatchedEnv, lease: Lease, policy: Policy, callback: Callable[..., Any] | None, *, break_when_any_done: bool
+        self, engine: Engine, lease: Lease, policy: Policy, callback: Callable[..., Any] | None, *, break_when_any_done: bool
     ) -> None:
-        self._env = env
-        self._rows = env._rows
+        self._engine = engine
+        self._rows = engine.rows
         self._lease = lease
         self._policy = policy
         self._callback = callback
@@ -113,16 +120,16 @@ class _Run:
         self._side_roots: list[dict[int, Any]] = []
         self._side_nexts: list[dict[int, Any]] = []
         self._next_done = [group["next", "done"] for group in lease.storage.columns]
-        self._known = {leaf.key for spec in env.specs for leaf in (*spec.leaves(),)}
+        self._known = {leaf.key for spec in engine.specs for leaf in spec.leaves()}
 
     def start(self, *, auto_reset: bool) -> None:
         """Fill column 0 of the root."""
-        env = self._env
+        engine = self._engine
         if auto_reset:
-            env._write_reset_masks(None)
-            env._reset_envs(env._all)
+            engine.write_reset_masks(None)
+            engine.reset_envs(engine.all_ids)
         else:
-            env._refuse_ended(env._all)
+            engine.refuse_ended(engine.all_ids)
         for group, batch in zip(self._lease.storage.columns, self._rows.batches, strict=True):
             ids = np.array(batch.slab.plan.env_ids)
             arrays = batch.gather_roots(self._rows.columns[ids], self._rows.in_root[ids], self._rows.row_of[ids])
@@ -135,7 +142,6 @@ class _Run:
 
     def go(self, num_steps: int) -> int:
         """Step until the end; return how many steps were made."""
-        env = self._env
         for step in range(num_steps):
             self._step, self._section = step, "root"
             is_last = step == num_steps - 1
@@ -143,24 +149,22 @@ class _Run:
                 self._side_roots.append(dict(self._rows.side_root))
             acted = self._act(step)
             op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
-            with env._interruptible(env._all):
-                env._pool.submit_all(op, self._lease.target, step)
-                env._pool.wait_all(env.options.step_timeout_s)
+            self._engine.run_all(op, self._lease.target, step)
             self._settle(op, step, is_last=is_last)
             self._section = "next"
             if self._rows.has_side:
                 self._side_nexts.append(dict(self._rows.side_next))
             if self._callback is not None:
-                self._callback(env, acted)
+                self._callback(acted)
             if self._breaks and any(done[:, step].any() for done in self._next_done):
                 return step + 1
         return num_steps
 
     def _act(self, step: int) -> TensorDictBase:
-        env, lease = self._env, self._lease
+        lease = self._lease
         root = self._root(step)
         acted = self._policy(root)
-        env._write_inputs(acted, None)
+        self._engine.write_inputs(acted)
         for group, columns, batch in zip(self._rows.slab.groups, lease.storage.columns, self._rows.batches, strict=True):
             for leaf in input_leaves(batch.spec):
                 columns["input", *leaf.key][:, step] = group.inputs["input", *leaf.key]
@@ -178,29 +182,28 @@ class _Run:
             if not batch.is_on_cpu:
                 leaves = [leaf.to(batch.device) for leaf in leaves]
             td = batch.shell("root", (batch.num_rows,)).build(leaves)
-            self._rows._add_root_side(td, batch, batch.slab.plan.env_ids)
+            self._rows.add_root_side(td, batch, batch.slab.plan.env_ids)
             tds.append(td)
         return stack_groups(tds, self._rows.places)
 
     def _settle(self, op: Op, step: int, *, is_last: bool) -> None:
         """Deal with what happened besides the rows."""
-        env, rows = self._env, self._rows
+        engine, rows = self._engine, self._rows
         rows.interrupted.fill(False)
-        if env._pool.outcome:
-            outcome = env._pool.take_outcome()
+        if engine.pool.outcome:
+            outcome = engine.pool.take_outcome()
             rows.note_side(outcome.side)
-            env._num_errors += len(outcome.faults)
-            lost = sorted(i for w in outcome.losses for i in env._pool.blueprint.blocks[w])
-            for env_id in [*lost, *outcome.faults]:
+            engine.num_errors += len(outcome.faults)
+            lost = engine.envs_of(outcome.losses)
+            for env_id in [*lost.tolist(), *outcome.faults]:
                 self._end_row(env_id, step)
-            error = env._first_error(outcome.losses, outcome.faults)
+            error = engine.first_error(outcome.losses, outcome.faults)
             if error is not None:
                 self._section = "next"
                 raise error
-            if lost:
-                rows.interrupted[lost] = True
-                env._num_interrupted += len(lost)
-                self._reset_lost(np.array(lost), op, step, is_last=is_last)
+            if len(lost):
+                engine.note_interrupted(lost)
+                self._reset_lost(lost, op, step, is_last=is_last)
         if rows.has_interrupted:
             self._interrupted.append(rows.interrupted.copy())
 
@@ -213,9 +216,9 @@ class _Run:
 
     def _reset_lost(self, env_ids: np.ndarray, op: Op, step: int, *, is_last: bool) -> None:
         """Put the reset observations of replaced envs where the next step's root is."""
-        env, rows = self._env, self._rows
+        rows = self._rows
         if op == Op.STEP_RESET:
-            env._submit_and_settle_resets(env_ids, rows.next_columns(env_ids))
+            self._engine.reset_at(env_ids, rows.next_columns(env_ids))
         else:
             rows.mark_ended(env_ids)
         if is_last:
@@ -239,8 +242,8 @@ class _Run:
         for group, batch in zip(self._lease.storage.columns, rows.batches, strict=True):
             for key in batch.root_keys:
                 batch.slab.columns["root", *key][column] = group[section, *key][:, step]
-        ended = rows.ended.copy() if self._env._is_dirty else None
-        rows.were_reset(self._env._all, np.full(rows.num_envs, column))
+        ended = rows.ended.copy() if self._engine.is_dirty else None
+        rows.were_reset(self._engine.all_ids, np.full(rows.num_envs, column))
         if rows.has_side and section == "next":
             rows.side_root = dict(rows.side_next)
         if ended is not None:

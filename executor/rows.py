@@ -170,7 +170,7 @@ class Rows:
                 rows = self.row_of[reset_ids[self.group_of[reset_ids] == index]]
                 rows = rows if len(rows) else None
             td = batch.shell("root", (batch.num_rows,)).build(batch.roots_after(own, column, rows))
-            self._add_root_side(td, batch, batch.slab.plan.env_ids)
+            self.add_root_side(td, batch, batch.slab.plan.env_ids)
             tds.append(td)
         return stack_groups(tds, self.places)
 
@@ -181,7 +181,7 @@ class Rows:
             ids = env_ids[members]
             arrays = batch.gather_roots(self.columns[ids], self.in_root[ids], self.row_of[ids])
             td = batch.shell("root", (len(ids),)).build(batch.to_tensors(arrays))
-            self._add_root_side(td, batch, ids.tolist())
+            self.add_root_side(td, batch, ids.tolist())
             return td
 
         return self._by_group(env_ids, make)
@@ -200,7 +200,8 @@ class Rows:
                 tds.append(make(batch, members))
         return stack_groups(tds, order)
 
-    def _add_root_side(self, td: TensorDict, batch: GroupBatch, env_ids: Any) -> None:
+    def add_root_side(self, td: TensorDict, batch: GroupBatch, env_ids: Any) -> None:
+        """Add the side-channel leaves of where some envs are now."""
         if batch.side_keys:
             latest = [self.side_root[i] if self.in_root[i] else self.side_next[i] for i in env_ids]
             add_side(td, batch.side_keys, latest)

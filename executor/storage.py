@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from envherd.shm.slab import Storage, plan_storage
 
 if TYPE_CHECKING:
-    from envherd.executor.batched import Pool
+    from envherd.executor.engine import Pool
 
 _MAX_FREE = 2
 

@@ -32,6 +32,7 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "episode": ("env", "worker", "resets since the root seed was set; the next reset begins this episode"),
     "env_steps": ("env", "worker", "calls of env.step that returned, ever"),
     "resets": ("env", "worker", "resets that returned, ever"),
+    "ends": ("env", "worker", "steps after which the env (or a part of it) had ended, ever"),
     "mail_seq": ("worker", "parent", "messages put on the worker's socket so far"),
     "busy_ns": ("worker", "worker", "nanoseconds spent on commands, ever"),
     "phase": ("worker", "worker", "the command and env being worked on, 0 when idle: see workers.protocol"),

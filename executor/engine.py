@@ -1,0 +1,320 @@
+"""The engine of an executor: what may be asked of the envs now, and what becomes of the answers.
+
+It joins a pool (commands and waiting) with the rows (where every env is) and keeps the protocol:
+nothing is sent unless all of it is legal, and whatever breaks a call off (an interrupt, a fault, a
+loss) leaves every env in a known state. `BatchedEnv`, rollouts and the exchange all stand on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pool import WorkerPool, env_error
+from envherd.executor.rows import Rows
+from envherd.executor.sampling import ActionSampler
+from envherd.executor.serial_pool import SerialPool
+from envherd.executor.statistics import Statistics, count
+from envherd.shm.specs import EnvSpec
+from envherd.workers import messages
+from envherd.workers.errors import Busy, Closed, EnvherdError, ResetNeeded
+from envherd.workers.protocol import RING, Op
+from envherd.workers.seeding import draw_root_seed
+
+Pool = WorkerPool | SerialPool
+
+
+class Turn:
+    """Holds the engine for one call: refuses a second thread, a closed executor, a forked copy."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self.is_closed = False
+
+    def check(self) -> None:
+        """Raise `Closed` unless the executor can be used from here."""
+        if self.is_closed:
+            raise Closed("the call failed: this executor is closed. Make a new one.")
+        if os.getpid() != self._owner:
+            raise Closed("the call failed: this executor belongs to the process that made it. Make one here.")
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise Busy("the call failed: another thread is using this executor. One caller at a time.")
+        try:
+            self.check()
+            if self._engine.is_dirty:
+                self._engine.recover()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._lock.release()
+
+
+class Engine:
+    """See the module.
+
+    Attributes:
+        turn: entered for the length of every call.
+        rows: where every env is.
+        pending: bool `[N]`, envs that were sent and not received.
+        is_dirty: a wait was broken off; answers that nobody wants are still to come.
+    """
+
+    def __init__(self, pool: Pool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions) -> None:
+        self.pool = pool
+        self.options = options
+        self.device = device
+        self.specs: tuple[EnvSpec, ...] = tuple(pool.specs)
+        self.num_envs = pool.num_envs
+        self.all_ids = np.arange(self.num_envs)
+        self.rows = Rows(pool.slab, options, device, is_copy=copy)
+        self.pending = np.zeros(self.num_envs, bool)
+        self.num_pending = 0
+        self.is_dirty = False
+        self.num_errors = 0
+        self.num_interrupted = 0
+        self.turn = Turn(self)
+        self._intake = self.rows.intakes[0] if len(self.rows.intakes) == 1 else None
+        self._ready_at = time.monotonic()
+        self.use_seed(seed)
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """`[N]`, or `[N, *B]` if every env is itself a batch of shape B."""
+        shapes = {spec.batch_shape for spec in self.specs}
+        return torch.Size((self.num_envs, *(shapes.pop() if len(shapes) == 1 else ())))
+
+    # ---- refusals ----------------------------------------------------------------------------
+
+    def refuse_pending(self, env_ids: np.ndarray) -> None:
+        """Raise `Busy` if any of the envs was sent and not received."""
+        if self.num_pending and self.pending[env_ids].any():
+            busy = env_ids[self.pending[env_ids]].tolist()
+            raise Busy(f"the call failed: envs {busy} still owe an answer. recv() them first.", env_ids=tuple(busy))
+
+    def refuse_ended(self, env_ids: np.ndarray) -> None:
+        """Raise `ResetNeeded` if any of the envs has ended or was never reset."""
+        if self.rows.has_ended and self.rows.ended[env_ids].any():
+            ended = env_ids[self.rows.ended[env_ids]].tolist()
+            raise ResetNeeded(
+                f"step failed: expected running envs, got envs {ended} that have ended or were never reset. Reset them "
+                f"with a '_reset' mask, or use step_and_maybe_reset. No env was stepped.",
+                env_ids=tuple(ended),
+            )
+
+    # ---- inputs ------------------------------------------------------------------------------
+
+    def write_inputs(self, td: TensorDictBase, env_ids: np.ndarray | None = None) -> None:
+        """Check and write the actions of a batch (for all envs, or for some); all of it or nothing."""
+        if self._intake is None:
+            self._write_mixed_inputs(td, self.all_ids if env_ids is None else env_ids)
+            return
+        rows = None if env_ids is None else self.rows.row_of[env_ids]
+        self._intake.write(self._intake.read(td, rows), rows)
+        if self._intake.side_leaves:
+            self._send_side_inputs(td, self.all_ids if env_ids is None else env_ids)
+
+    def _write_mixed_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
+        checked = []
+        for position, env_id in enumerate(env_ids.tolist()):
+            intake = self.rows.intakes[self.rows.group_of[env_id]]
+            rows = self.rows.row_of[[env_id]]
+            checked.append((intake, intake.read(td[position].unsqueeze(0), rows), rows))
+        for intake, values, rows in checked:
+            intake.write(values, rows)
+
+    def _send_side_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
+        assert self._intake is not None
+        for position, env_id in enumerate(env_ids.tolist()):
+            values = [_plain(td[position].get(leaf.key)) for leaf in self._intake.side_leaves]
+            self.pool.prepare(messages.Prepare(env_id=env_id, side=values))
+
+    def add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
+        """Add the inputs of the envs' latest steps to a batch."""
+        if self._intake is None:
+            return
+        values = self._intake.current(self.rows.row_of[env_ids])
+        for leaf, value in zip(self._intake.leaves, values, strict=True):
+            td.set(leaf.key, torch.from_numpy(value))
+
+    # ---- step --------------------------------------------------------------------------------
+
+    def step_all(self, td: TensorDictBase, op: Op) -> tuple[int, np.ndarray | None]:
+        """Step all envs; return the ring column of their rows, and the ids that ended or None."""
+        if td.batch_size[:1] != (self.num_envs,):
+            raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {td.batch_size}.")
+        if self.num_pending:
+            self.refuse_pending(self.all_ids)
+        if self.rows.has_ended:
+            self.refuse_ended(self.all_ids)
+        self.write_inputs(td)
+        column = self.rows.next_column()
+        self.run_all(op, RING, column)
+        if self.pool.outcome:
+            self._settle_steps(op, column)
+        elif self.rows.has_interrupted:
+            self.rows.interrupted.fill(False)
+        ended = self.rows.stepped_all(column)
+        if op == Op.STEP_RESET and ended is not None:
+            self.rows.were_reset(ended, np.full(len(ended), column))
+        return column, ended
+
+    def run_all(self, op: Op, target: int, column: int) -> None:
+        """Give all envs a step command and wait; if the wait is broken off, their answers are lost."""
+        try:
+            self.pool.submit_all(op, target, column)
+            self.pool.wait_all(self.options.step_timeout_s)
+        except BaseException as error:
+            self._break_off(self.all_ids, error)
+            raise
+
+    def _break_off(self, env_ids: np.ndarray, error: BaseException) -> None:
+        self.is_dirty = self.is_dirty or not isinstance(error, EnvherdError)
+        self.rows.mark_ended(env_ids)
+
+    def recover(self) -> None:
+        """After an interrupt: let what is under way finish, and forget its answers."""
+        idle = np.flatnonzero(~self.pending)
+        self.pool.wait_some(idle, len(idle), self.options.reset_timeout_s)
+        self.pool.take_outcome()
+        self.is_dirty = False
+
+    def _settle_steps(self, op: Op, column: int) -> None:
+        """Deal with what happened besides the rows of a step of all envs."""
+        rows, outcome = self.rows, self.pool.take_outcome()
+        rows.note_side(outcome.side)
+        rows.interrupted.fill(False)
+        self.num_errors += len(outcome.faults)
+        lost = self.envs_of(outcome.losses)
+        failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
+        for env_id in [*lost.tolist(), *failed]:
+            self.end_in_ring(env_id, column)
+        error = self.first_error(outcome.losses, outcome.faults)
+        if error is not None:
+            rows.stepped_all(column)
+            rows.mark_ended([*lost.tolist(), *outcome.faults])
+            error.partial = rows.next_td(rows.next_leaves(column))
+            raise error
+        if len(lost):
+            self.note_interrupted(lost)
+            if op == Op.STEP_RESET:
+                self.reset_at(lost, np.full(len(lost), column))
+
+    def envs_of(self, worker_ids: Any) -> np.ndarray:
+        """Return the ids of all envs of some workers, ascending."""
+        return np.array(sorted(i for w in worker_ids for i in self.pool.blueprint.blocks[w]), np.int64)
+
+    def end_in_ring(self, env_id: int, column: int) -> None:
+        """Write the row of an env whose answer was lost to a ring column."""
+        source = {key: array.copy() for key, array in self.rows.latest_root(env_id).items()}
+        self.rows.end_at(env_id, self.rows.ring_row(env_id, column), source)
+
+    def note_interrupted(self, env_ids: np.ndarray) -> None:
+        """Mark the envs' rows of this step as interrupted."""
+        self.rows.interrupted[env_ids] = True
+        self.num_interrupted += len(env_ids)
+
+    def first_error(self, losses: dict[int, EnvherdError], faults: dict[int, Any]) -> EnvherdError | None:
+        """Return what to raise: a loss that is not made good, else what envs raised; begins restarts."""
+        for worker_id, loss in losses.items():
+            if self.options.on_worker_loss != "restart":
+                return loss
+            try:
+                self.pool.begin_restart(worker_id)
+            except EnvherdError as error:
+                return error
+        return env_error(list(faults.values()), self.pool) if faults else None
+
+    # ---- reset -------------------------------------------------------------------------------
+
+    def reset_envs(self, env_ids: np.ndarray) -> None:
+        """Reset some envs and wait for them."""
+        if len(env_ids) == self.num_envs:
+            columns = np.full(self.num_envs, self.rows.next_column())
+        else:
+            columns = self.rows.next_columns(env_ids)
+        self.reset_at(env_ids, columns)
+
+    def reset_at(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
+        """Reset some envs at ring columns; replaces lost workers and tries again, as often as the options allow."""
+        rows, pool = self.rows, self.pool
+        while len(env_ids):
+            with self._may_break_off(env_ids):
+                pool.submit(env_ids, Op.RESET, RING, columns)
+                pool.wait_some(env_ids, len(env_ids), self.options.reset_timeout_s)
+            outcome = pool.take_outcome()
+            rows.note_side(outcome.side)
+            self.num_errors += len(outcome.faults)
+            lost = self.envs_of(outcome.losses)
+            dead = np.isin(env_ids, [*lost.tolist(), *outcome.faults])
+            rows.were_reset(env_ids[~dead], columns[~dead])
+            rows.mark_ended([*lost.tolist(), *outcome.faults])
+            error = self.first_error(outcome.losses, outcome.faults)
+            if error is not None:
+                raise error
+            env_ids, columns = env_ids[dead], columns[dead]
+
+    @contextlib.contextmanager
+    def _may_break_off(self, env_ids: np.ndarray) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._break_off(env_ids, error)
+            raise
+
+    def prepare_resets(
+        self, env_ids: np.ndarray, seeds: Sequence[int] | None, per_env: Sequence[dict[str, Any]] | None, common: dict[str, Any]
+    ) -> None:
+        """Send seeds and keyword arguments ahead of resets."""
+        if seeds is None and not per_env and not common:
+            return
+        for given, name in ((seeds, "seed"), (per_env, "list_of_kwargs")):
+            if given is not None and len(given) != self.num_envs:
+                raise ValueError(f"reset failed: expected {self.num_envs} items in {name}, got {len(given)}.")
+        for env_id in env_ids.tolist():
+            options = {**common, **(per_env[env_id] if per_env else {})} or None
+            seed = None if seeds is None else int(seeds[env_id])
+            prepare = messages.Prepare(env_id=env_id, seed=seed, has_seed=seeds is not None, options=options)
+            self.pool.prepare(prepare)
+
+    def write_reset_masks(self, mask: np.ndarray | None) -> None:
+        """Tell envs that are batches themselves which of their rows to reset: bool `[N, *B]`, None for all."""
+        for group in self.rows.slab.groups:
+            target = group.inputs.get(("reset_mask",))
+            if target is not None:
+                target[...] = True if mask is None else mask.reshape(target.shape)
+
+    def use_seed(self, seed: int | None) -> None:
+        """Draw random actions from a root seed."""
+        self.seed = draw_root_seed() if seed is None else int(seed)
+        self.sampler = ActionSampler(self.specs, self.seed)
+
+    def set_seed(self, seed: int | None) -> None:
+        """Use a new root seed everywhere: the next reset of every env begins its episode 0."""
+        self.refuse_pending(self.all_ids)
+        self.use_seed(seed)
+        self.pool.seed(self.seed)
+
+    def statistics(self) -> Statistics:
+        """Return what was done so far."""
+        return count(self.pool, self.specs, self._ready_at, self.num_errors, self.num_interrupted)
+
+
+def _plain(value: Any) -> Any:
+    data = getattr(value, "data", value)
+    return data.numpy() if isinstance(data, torch.Tensor) else data

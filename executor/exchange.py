@@ -1,0 +1,134 @@
+"""Asynchronous stepping: send some envs, receive the first that are ready.
+
+Guarantees: an env that was sent is received exactly once; first-K is fair (the longest sent first); a
+receive that is interrupted or out of time loses nothing; the data of an env do not depend on which
+env was ready first.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from envherd.executor.engine import Engine
+from envherd.executor.intake import to_numpy
+from envherd.workers.protocol import RING, Flag, Op
+
+ENV_IDS = "env_ids"
+
+
+class Exchange:
+    """Sends and receives for one engine; its callers hold the engine's turn."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ops = np.zeros(engine.num_envs, np.int64)
+        self._columns = np.zeros(engine.num_envs, np.int64)
+
+    def ids_of(self, td: TensorDictBase, env_ids: Any) -> np.ndarray:
+        """Return which envs a batch is for: as said, else its own `env_ids`, else all.
+
+        Raises:
+            ValueError: ids out of range or twice, or not one row for each.
+        """
+        if env_ids is None:
+            env_ids = td.get(ENV_IDS, None)
+        ids = self.as_ids(env_ids)
+        if td.batch_size[:1] != (len(ids),):
+            raise ValueError(f"send failed: expected one row for each of {len(ids)} envs, got batch size {td.batch_size}.")
+        return ids
+
+    def as_ids(self, env_ids: Any) -> np.ndarray:
+        """Return env ids as int64 `[k]`; None means all."""
+        num_envs = self._engine.num_envs
+        if env_ids is None:
+            return self._engine.all_ids
+        ids = np.atleast_1d(to_numpy(env_ids)).astype(np.int64)
+        if len(ids) and (ids.min() < 0 or ids.max() >= num_envs or len(np.unique(ids)) != len(ids)):
+            raise ValueError(f"the call failed: expected different env ids in 0..{num_envs - 1}, got {ids.tolist()}.")
+        return ids
+
+    def send(self, td: TensorDictBase, env_ids: np.ndarray, op: Op) -> None:
+        """Check a batch of actions and start the steps."""
+        engine = self._engine
+        engine.refuse_pending(env_ids)
+        engine.refuse_ended(env_ids)
+        engine.write_inputs(td, env_ids)
+        columns = engine.rows.next_columns(env_ids)
+        self._ops[env_ids] = op
+        self._columns[env_ids] = columns
+        engine.pending[env_ids] = True
+        engine.num_pending += len(env_ids)
+        engine.pool.submit(env_ids, op, RING, columns, Flag.EACH)
+
+    def recv(self, min_envs: int | None, timeout_s: float | None) -> TensorDictBase:
+        """Wait for the first `min_envs` (None: all that were sent) and return their transitions."""
+        sent = np.flatnonzero(self._engine.pending)
+        wanted = len(sent) if min_envs is None else min_envs
+        if not 0 < wanted <= len(sent):
+            raise ValueError(f"recv failed: expected 1 to {len(sent)} envs (as many as were sent), got {wanted}.")
+        return self._take(self._wait(sent, wanted, timeout_s)[:wanted])
+
+    def _wait(self, sent: np.ndarray, wanted: int, timeout_s: float | None) -> np.ndarray:
+        pool = self._engine.pool
+        deadline = self._engine.options.step_timeout_s if timeout_s is None else timeout_s
+        end = None if deadline is None else time.monotonic() + deadline
+        while True:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            ready = pool.wait_some(sent, wanted, left, kill_late=timeout_s is None)
+            if pool.outcome:
+                self._settle()
+                ready = ready[~np.isin(ready, pool.outstanding())]
+            if len(ready) >= wanted:
+                return ready
+            if timeout_s is not None and end is not None and time.monotonic() >= end:
+                raise TimeoutError(
+                    f"recv failed: expected {wanted} envs within {timeout_s:g} s, got {len(ready)}. "
+                    f"Nothing is lost: recv again."
+                )
+
+    def _settle(self) -> None:
+        """Deal with what happened to envs that were sent: raise, or let a successor reset what was lost."""
+        engine = self._engine
+        outcome = engine.pool.take_outcome()
+        engine.rows.note_side(outcome.side)
+        engine.num_errors += len(outcome.faults)
+        lost = engine.envs_of(outcome.losses)
+        error = engine.first_error(outcome.losses, outcome.faults)
+        if error is not None:
+            dead = np.array([*lost.tolist(), *outcome.faults], np.int64)
+            self._forget(dead)
+            engine.rows.mark_ended(dead)
+            raise error
+        engine.rows.mark_ended(lost[~engine.pending[lost]])
+        lost = lost[engine.pending[lost]]
+        columns = self._columns[lost]
+        for env_id, column in zip(lost.tolist(), columns.tolist(), strict=True):
+            engine.end_in_ring(env_id, column)
+        engine.note_interrupted(lost)
+        to_reset = self._ops[lost] == Op.STEP_RESET
+        if to_reset.any():
+            engine.pool.submit_later(lost[to_reset], Op.RESET, RING, columns[to_reset], Flag.EACH)
+
+    def _take(self, ready: np.ndarray) -> TensorDictBase:
+        """Make the batch for envs that have answered, and take them off the list of those sent."""
+        engine, rows = self._engine, self._engine.rows
+        columns = self._columns[ready]
+        td = rows.current(ready)
+        engine.add_inputs(td, ready)
+        td.set("next", rows.next_of(ready, columns))
+        rows.interrupted[ready] = False
+        self._forget(ready)
+        ended = rows.stepped(ready, columns)
+        resets = ended & (self._ops[ready] == Op.STEP_RESET)
+        if resets.any():
+            rows.were_reset(ready[resets], columns[resets])
+        return td.set(ENV_IDS, torch.from_numpy(ready.copy()))
+
+    def _forget(self, env_ids: np.ndarray) -> None:
+        self._engine.pending[env_ids] = False
+        self._engine.num_pending = int(self._engine.pending.sum())
