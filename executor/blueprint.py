@@ -10,7 +10,7 @@ import numpy as np
 
 from envherd.executor.machine import usable_cores
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pool import Blueprint
+from envherd.executor.crew import Blueprint
 from envherd.workers.adapters import is_env_like
 from envherd.workers.errors import FactoryError
 from envherd.workers.factory import Factory, check_factory, modules_of, pickle_factory

@@ -20,7 +20,8 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pool import WorkerPool, env_error
+from envherd.executor.diagnosis import env_error, first_fault
+from envherd.executor.pool import WorkerPool
 from envherd.executor.rows import Rows
 from envherd.executor.sampling import ActionSampler
 from envherd.executor.serial_pool import SerialPool
@@ -238,7 +239,11 @@ class Engine:
                 self.pool.begin_restart(worker_id)
             except EnvherdError as error:
                 return error
-        return env_error(list(faults.values()), self.pool) if faults else None
+        if not faults:
+            return None
+        frames = list(faults.values())
+        worker_id = int(self.pool.worker_of[first_fault(frames)["env_id"]])
+        return env_error(frames, worker_id, self.pool.pid_of(worker_id))
 
     # ---- reset -------------------------------------------------------------------------------
 

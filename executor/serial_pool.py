@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pool import Blueprint, Outcome, env_error, log
+from envherd.executor.crew import Blueprint
+from envherd.executor.diagnosis import env_error, log_close_fault
+from envherd.executor.pool import Outcome
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.workers import messages, plain, seeding
 from envherd.workers.adapters import Adapter
@@ -116,13 +118,7 @@ class SerialPool:
         words["busy_ns"][0] += time.perf_counter_ns() - began
 
     def _take(self, frame: dict[str, Any]) -> None:
-        frame = plain.decode(plain.encode(frame))  # what could not cross to a parent must not pass here either
-        if frame["kind"] == "fault":
-            self.outcome.faults[frame["env_id"]] = frame
-        elif frame["kind"] == "side":
-            self.outcome.side[frame["env_id"]] = frame
-        else:
-            log.warning("env %d drew from global generators (%s)", frame["env_id"], ", ".join(frame["generators"]))
+        self.outcome.take(plain.decode(plain.encode(frame)))  # what could not cross to a parent must not pass here
 
     def wait_all(self, timeout_s: float | None) -> None:
         """Everything submitted is done already."""
@@ -148,13 +144,12 @@ class SerialPool:
         """Use a new root seed."""
         self._block.seed(root_seed)
 
-    def ask(self, what: str, **question: Any) -> dict[int, Any]:
-        """See `WorkerPool.ask`; values need not be plain here, they do not cross."""
-        env_ids = question.pop("env_ids", list(range(self.num_envs)))
+    def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
+        """See `WorkerPool.ask`."""
         message = messages.Ask(what=what, env_ids=tuple(env_ids), **question)
         reply = answer(message, self._adapters, pickle_replies=self.options.pickle_replies)
         if reply["kind"] == "fault":
-            raise env_error([reply], self)
+            raise env_error([reply], 0, os.getpid())
         return dict(zip(env_ids, reply["values"], strict=True))
 
     def allocate(self, nbytes: int) -> PrivateMemory:
@@ -192,4 +187,4 @@ class SerialPool:
             try:
                 adapter.close()
             except Exception as error:
-                log.warning("closing env %d raised %s: %s", env_id, type(error).__name__, error)
+                log_close_fault(Fault.from_exception(env_id, "close", error).to_plain())

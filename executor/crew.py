@@ -1,0 +1,242 @@
+"""The crew: worker processes that can be talked to, before and beside the hot path.
+
+It starts the workers, has them build their envs, hands them memory, carries messages and answers,
+replaces a worker, and ends them all. It knows nothing of commands and rows.
+
+Guarantees: a worker that dies or is late while it is waited for is an exception, never a hang; an
+answer is read whole or not at all; `close` is bounded by one deadline and never raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from envherd.executor.diagnosis import Frame, factory_error, log, log_close_fault, worker_late, worker_lost
+from envherd.executor.lifecycle import WorkerProcess, Zygote, worker_config
+from envherd.executor.options import ExecutorOptions
+from envherd.shm.segment import Segment
+from envherd.shm.slab import SlabPlan, StoragePlan
+from envherd.shm.specs import EnvSpec
+from envherd.workers import messages
+
+#: Frames that belong to the rows of a command, and not to whoever waits for an answer.
+_ROW_KINDS = ("side", "notice")
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a pool is made of.
+
+    Attributes:
+        factories: one pickled factory per env.
+        env_kwargs: keyword arguments of each call.
+        blocks: env ids of each worker: contiguous, ascending, none empty.
+        root_seed: see `workers.seeding`.
+        preload: modules for the zygote to import.
+    """
+
+    factories: tuple[bytes, ...]
+    env_kwargs: tuple[dict[str, Any], ...]
+    blocks: tuple[tuple[int, ...], ...]
+    root_seed: int
+    preload: tuple[str, ...] = ()
+
+
+class Crew:
+    """The workers of one pool.
+
+    Attributes:
+        workers: by worker id.
+        root_seed: what a replaced worker starts with.
+        on_row_frame: called with frames that belong to rows (faults of steps and resets, side values).
+    """
+
+    def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
+        self.blueprint = blueprint
+        self.options = options
+        self.root_seed = blueprint.root_seed
+        self.workers: list[WorkerProcess] = []
+        self.on_row_frame: Callable[[Frame], None] = lambda _: None
+        self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
+        self._zygote: Zygote | None = None
+        self._plan: SlabPlan | None = None
+        self._segment: Segment | None = None
+        self._knock: Callable[[int], None] = lambda _: None
+        self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
+
+    # ---- start -------------------------------------------------------------------------------
+
+    def start(self) -> list[EnvSpec]:
+        """Start the workers, have them build their envs, and return the specs in env order.
+
+        Raises:
+            FactoryError, WorkerLost, WorkerTimeout: close the crew, nothing is of use then.
+        """
+        self._zygote = Zygote(self.options, list(self.blueprint.preload))
+        self._zygote.wait_ready()
+        for name, why in self._zygote.failed_preloads.items():
+            log.info("preload of %s failed (%s); workers import what they need", name, why)
+        if self._zygote.num_threads > 1 and self.options.start_method != "spawn":
+            log.info("a preloaded module started threads: workers are exec'd instead of forked")
+        for worker_id in range(len(self.blueprint.blocks)):
+            self.workers.append(self._launch(worker_id, generation=0))
+        return [spec for worker in self.workers for spec in self.collect_specs(worker.worker_id)]
+
+    def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
+        assert self._zygote is not None
+        process = WorkerProcess(worker_id, generation, self._zygote, worker_config(self.options, worker_id))
+        env_ids = self.blueprint.blocks[worker_id]
+        build = messages.Build(
+            worker_id=worker_id,
+            env_ids=env_ids,
+            factories=tuple(self.blueprint.factories[i] for i in env_ids),
+            env_kwargs=tuple(self.blueprint.env_kwargs[i] for i in env_ids),
+            root_seed=self.root_seed,
+            isolate_rng=self.options.isolate_rng,
+            check_finite=self.options.check_finite,
+            pickle_replies=self.options.pickle_replies,
+        )
+        with contextlib.suppress(ConnectionError):  # its death is noticed by whoever waits for it
+            process.channel.send_message(build)
+        return process
+
+    def collect_specs(self, worker_id: int) -> list[EnvSpec]:
+        """Wait until a worker has built its envs; return their specs."""
+        frame = self.await_frame(worker_id, "build", self.options.build_timeout_s)
+        if frame["kind"] == "fault":
+            raise factory_error(frame, self.workers[worker_id])
+        return [EnvSpec.from_plain(frame["specs"][str(env_id)]) for env_id in self.blueprint.blocks[worker_id]]
+
+    def hand_over(self, plan: SlabPlan, segment: Segment, knock: Callable[[int], None]) -> None:
+        """Give every worker the slab; from then on `knock(worker_id)` announces mail.
+
+        Args:
+            plan: of the slab.
+            segment: its memory; closed with the crew.
+            knock: counts a message and rings the worker's doorbell.
+        """
+        self._plan, self._segment, self._knock = plan, segment, knock
+        for worker in self.workers:
+            self.attach(worker.worker_id)
+
+    def attach(self, worker_id: int) -> None:
+        """Give one worker the slab and the rollout storages in use."""
+        assert self._plan is not None
+        assert self._segment is not None
+        message = messages.Attach(plan=self._plan, nbytes=self._segment.nbytes, name=self._segment.name)
+        with contextlib.suppress(ConnectionError):
+            self.workers[worker_id].channel.send_message(message, _fds(self._segment))
+        self.await_frame(worker_id, "attach", self.options.build_timeout_s)
+        for target, (plan, segment) in self._storages.items():
+            self._send_storage(worker_id, target, plan, segment)
+
+    def replace(self, worker_id: int) -> None:
+        """Start a successor of a worker that has ended; it builds its envs while others go on."""
+        old = self.workers[worker_id]
+        old.kill()
+        old.wait_exit(1.0)
+        old.release()
+        self._inbox[worker_id].clear()
+        self.workers[worker_id] = self._launch(worker_id, old.generation + 1)
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    def mail(self, worker_id: int, message: messages.Message, fds: list[int] | None = None) -> None:
+        """Send a message to a worker that serves commands; its turn comes before any later command."""
+        with contextlib.suppress(ConnectionError):  # a death is noticed where it matters
+            self.workers[worker_id].channel.send_message(message, fds)
+            self._knock(worker_id)
+
+    def await_frame(self, worker_id: int, phase: str, timeout_s: float | None) -> Frame:
+        """Wait for a worker's next answer.
+
+        Raises:
+            WorkerLost: it died instead.
+            WorkerTimeout: it was late, and was killed.
+        """
+        worker = self.workers[worker_id]
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(worker.channel.sock, select.POLLIN)
+        poller.register(worker.pidfd, select.POLLIN)
+        while not self._inbox[worker_id]:
+            left = None if end is None else max(0.0, end - time.monotonic()) * 1000 + 1
+            if not poller.poll(left):
+                raise worker_late(worker, self.blueprint.blocks[worker_id], phase, timeout_s or 0.0)
+            has_exited = worker.has_exited()  # asked first: what it wrote before its end is there to be read
+            self.drain(worker_id)
+            if has_exited and not self._inbox[worker_id]:
+                raise worker_lost(worker, self.blueprint.blocks[worker_id], phase)
+        return self._inbox[worker_id].pop(0)
+
+    def has_answered(self, worker_id: int) -> bool:
+        """Return whether `await_frame` would not block: an answer is there, or the worker has ended."""
+        self.drain(worker_id)
+        return bool(self._inbox[worker_id]) or self.workers[worker_id].has_exited()
+
+    def drain(self, worker_id: int) -> None:
+        """Read what a worker has written, without blocking."""
+        for frame in self.workers[worker_id].channel.drain_nowait():
+            is_row = frame["kind"] in _ROW_KINDS or (frame["kind"] == "fault" and frame["phase"] in ("reset", "step"))
+            if is_row:
+                self.on_row_frame(frame)
+            else:
+                self._inbox[worker_id].append(frame)
+
+    # ---- rollout storages --------------------------------------------------------------------
+
+    def attach_storage(self, target: int, plan: StoragePlan, segment: Segment) -> None:
+        """Have every worker map a rollout storage as `target`."""
+        self._storages[target] = (plan, segment)
+        for worker in self.workers:
+            self._send_storage(worker.worker_id, target, plan, segment)
+
+    def _send_storage(self, worker_id: int, target: int, plan: StoragePlan, segment: Segment) -> None:
+        message = messages.AttachStorage(target=target, plan=plan, nbytes=segment.nbytes, name=segment.name)
+        self.mail(worker_id, message, _fds(segment))
+
+    def detach_storage(self, target: int) -> None:
+        """Have every worker forget a rollout storage."""
+        self._storages.pop(target)[1].close()
+        for worker in self.workers:
+            self.mail(worker.worker_id, messages.DetachStorage(target=target))
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def close(self, timeout_s: float) -> None:
+        """Close the envs and end the workers within `timeout_s` in all, then by force. Idempotent, never raises."""
+        if timeout_s > 0:
+            self._ask_to_close(time.monotonic() + timeout_s)
+        for worker in self.workers:
+            worker.kill()
+        for worker in self.workers:
+            worker.wait_exit(1.0)
+            worker.release()
+        if self._zygote is not None:
+            self._zygote.close()
+        for _, segment in self._storages.values():
+            segment.close()
+        if self._segment is not None:
+            self._segment.close()
+
+    def _ask_to_close(self, end: float) -> None:
+        for worker in self.workers:
+            with contextlib.suppress(OSError):
+                worker.channel.sock.settimeout(max(0.01, end - time.monotonic()))
+                self.mail(worker.worker_id, messages.Close())
+        for worker in self.workers:
+            worker.wait_exit(max(0.0, end - time.monotonic()))
+            with contextlib.suppress(Exception):
+                self.drain(worker.worker_id)
+                for frame in self._inbox[worker.worker_id]:
+                    if frame["kind"] == "fault" and frame["phase"] == "close":
+                        log_close_fault(frame)
+
+
+def _fds(segment: Segment) -> list[int]:
+    return [segment.fd] if segment.fd >= 0 else []

@@ -1,0 +1,131 @@
+"""What to tell the caller when an env or a worker has failed: the exception, with all that is known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from envherd.executor.lifecycle import WorkerProcess
+from envherd.workers.errors import EnvError, FactoryError, WorkerLost, WorkerTimeout
+from envherd.workers.protocol import describe_phase
+
+log = logging.getLogger("envherd")
+
+Frame = dict[str, Any]
+
+
+def worker_lost(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None = None) -> WorkerLost:
+    """Return the error for a worker that has ended.
+
+    Args:
+        worker: it; has exited, its log is still open.
+        env_ids: the envs that went with it.
+        phase: what it was doing.
+        env_id: for which env, if that is known.
+    """
+    how = worker.exit_description()
+    hint = " Often out-of-memory: see the memory of each worker in statistics()." if "SIGKILL" in how else ""
+    lines = worker.last_lines()
+    return WorkerLost(
+        f"{phase} failed: worker {worker.worker_id} ended with {how} ({_where(worker, env_ids, env_id)}).{hint} "
+        f"ExecutorOptions(on_worker_loss='restart') replaces lost workers."
+        + (f"\nIts last output:\n{lines}" if lines else ""),
+        remote_traceback=lines or None,
+        exit_code=worker.exit_code(),
+        **_context(worker, env_ids, phase, env_id),
+    )
+
+
+def worker_late(
+    worker: WorkerProcess, env_ids: Sequence[int], phase: str, timeout_s: float, env_id: int | None = None
+) -> WorkerTimeout:
+    """Read the stack of a worker that is out of time, kill it, and return the error."""
+    stack = worker.stack()
+    worker.kill()
+    worker.wait_exit(1.0)
+    option = phase if phase in ("step", "reset") else "build"
+    return WorkerTimeout(
+        f"{phase} failed: worker {worker.worker_id} gave no answer within {timeout_s:g} s and was killed "
+        f"({_where(worker, env_ids, env_id)}). Raise ExecutorOptions.{option}_timeout_s if it may take so long.\n"
+        f"It was stuck in:\n{stack}",
+        remote_traceback=stack,
+        **_context(worker, env_ids, phase, env_id),
+    )
+
+
+def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
+    """Return the error for a factory that raised in a worker, or whose env was refused there."""
+    is_ours = fault["type_name"] in ("FactoryError", "SpecError")
+    said = fault["message"] if is_ours else f"make_env failed: the factory raised {fault['type_name']}: {fault['message']}"
+    env_id = fault["env_id"]
+    return FactoryError(
+        f"{said} (env {env_id}, worker {worker.worker_id}, pid {worker.pid}, phase build).",
+        remote_traceback=fault["traceback"],
+        type_name=fault["type_name"],
+        **_context(worker, (env_id,), "build", env_id),
+    )
+
+
+def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:
+    """Return the error for what envs raised: about the first of them (run by `worker_id`), naming the others."""
+    fault = first_fault(faults)
+    env_id = fault["env_id"]
+    others = sorted(one["env_id"] for one in faults if one is not fault)
+    also = f" Envs {others} raised too." if others else ""
+    return EnvError(
+        f"{fault['phase']} failed: the env raised {fault['type_name']}: {fault['message']} "
+        f"(env {env_id}, worker {worker_id}, pid {pid}).{also} The other envs go on; reset this one to use it again.",
+        remote_traceback=fault["traceback"],
+        env_ids=(env_id, *others),
+        worker_id=worker_id,
+        pid=pid,
+        phase=fault["phase"],
+        type_name=fault["type_name"],
+    )
+
+
+def first_fault(faults: Sequence[Frame]) -> Frame:
+    """Return the fault of the lowest env id."""
+    return min(faults, key=lambda one: one["env_id"])
+
+
+def log_stall(worker: WorkerProcess, phase_word: int, waited_s: float) -> None:
+    """Log where a worker is that has been waited for long, without a deadline."""
+    phase, env_id = describe_phase(phase_word)
+    log.warning(
+        "worker %d has been in %s of env %s for %.0f s:\n%s", worker.worker_id, phase, env_id, waited_s, worker.stack()
+    )
+
+
+def log_notice(frame: Frame) -> None:
+    """Log that an env draws from global random generators."""
+    log.warning(
+        "env %d drew from the global generators (%s) during %s: its data depend on which envs share its worker. "
+        "ExecutorOptions(isolate_rng=True) makes them reproducible.",
+        frame["env_id"],
+        ", ".join(frame["generators"]),
+        frame["phase"],
+    )
+
+
+def log_close_fault(frame: Frame) -> None:
+    """Log what an env raised when it was closed."""
+    log.warning("closing env %s raised %s: %s", frame["env_id"], frame["type_name"], frame["message"])
+
+
+def _where(worker: WorkerProcess, env_ids: Sequence[int], env_id: int | None) -> str:
+    span = f"{env_ids[0]}-{env_ids[-1]}" if len(env_ids) > 1 else str(env_ids[0])
+    at = "" if env_id is None else f"at env {env_id}, "
+    return f"{at}envs {span}, pid {worker.pid}, generation {worker.generation}"
+
+
+def _context(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None) -> dict[str, Any]:
+    return {
+        "env_ids": tuple(env_ids),
+        "env_id": env_id,
+        "worker_id": worker.worker_id,
+        "pid": worker.pid,
+        "generation": worker.generation,
+        "phase": phase,
+    }
