@@ -1,8 +1,8 @@
 """Parallel environments for reinforcement learning: what users import.
 
-    from envherd.executor import ParallelEnv
-    with ParallelEnv(8, make_env, seed=0) as env:
-        data = env.rollout(200, policy)
+from envherd.executor import ParallelEnv
+with ParallelEnv(8, make_env, seed=0) as env:
+    data = env.rollout(200, policy)
 """
 
 from envherd.executor.options import ExecutorOptions

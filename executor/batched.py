@@ -43,7 +43,9 @@ class BatchedEnv:
         options: the `ExecutorOptions` in force.
     """
 
-    def __init__(self, pool: Pool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions) -> None:
+    def __init__(
+        self, pool: Pool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions
+    ) -> None:
         self._pool = pool
         self._finalizer = weakref.finalize(self, _close_pool, pool, os.getpid())
         self._engine = Engine(pool, seed=seed, device=device, copy=copy, options=options)

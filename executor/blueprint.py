@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from envherd.executor.crew import Blueprint
 from envherd.executor.machine import usable_cores
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.crew import Blueprint
 from envherd.workers.adapters import is_env_like
 from envherd.workers.errors import FactoryError
 from envherd.workers.factory import Factory, check_factory, modules_of, pickle_factory
@@ -34,7 +34,7 @@ def as_factories(num_envs: int, make_env: MakeEnv) -> list[Factory]:
             raise ValueError(f"make_env failed: expected {num_envs} factories, one per env, got {len(make_env)}.")
         factories = list(make_env)
     else:
-        factories = [make_env] * num_envs  # type: ignore[list-item]  # a single callable, or refused below
+        factories = [make_env] * num_envs
     for factory in dict.fromkeys(map(id, factories)):
         check_factory(next(f for f in factories if id(f) == factory))
     return factories

@@ -57,7 +57,9 @@ def worker_late(
 def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
     """Return the error for a factory that raised in a worker, or whose env was refused there."""
     is_ours = fault["type_name"] in ("FactoryError", "SpecError")
-    said = fault["message"] if is_ours else f"make_env failed: the factory raised {fault['type_name']}: {fault['message']}"
+    said = (
+        fault["message"] if is_ours else f"make_env failed: the factory raised {fault['type_name']}: {fault['message']}"
+    )
     env_id = fault["env_id"]
     return FactoryError(
         f"{said} (env {env_id}, worker {worker.worker_id}, pid {worker.pid}, phase build).",

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.options import ExecutorOptions
 from envherd.executor.diagnosis import env_error, first_fault
+from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import WorkerPool
 from envherd.executor.rows import Rows
 from envherd.executor.sampling import ActionSampler
@@ -62,7 +62,9 @@ class Turn:
             self._lock.release()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._lock.release()
 
 
@@ -76,7 +78,9 @@ class Engine:
         is_dirty: a wait was broken off; answers that nobody wants are still to come.
     """
 
-    def __init__(self, pool: Pool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions) -> None:
+    def __init__(
+        self, pool: Pool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions
+    ) -> None:
         self.pool = pool
         self.options = options
         self.device = device
@@ -169,7 +173,7 @@ class Engine:
         if self.pool.outcome:
             self._settle_steps(op, column)
         elif self.rows.has_interrupted:
-            self.rows.interrupted.fill(False)
+            self.rows.interrupted[:] = False
         ended = self.rows.stepped_all(column)
         if op == Op.STEP_RESET and ended is not None:
             self.rows.were_reset(ended, np.full(len(ended), column))
@@ -199,7 +203,7 @@ class Engine:
         """Deal with what happened besides the rows of a step of all envs."""
         rows, outcome = self.rows, self.pool.take_outcome()
         rows.note_side(outcome.side)
-        rows.interrupted.fill(False)
+        rows.interrupted[:] = False
         self.num_errors += len(outcome.faults)
         lost = self.envs_of(outcome.losses)
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
@@ -283,7 +287,11 @@ class Engine:
             raise
 
     def prepare_resets(
-        self, env_ids: np.ndarray, seeds: Sequence[int] | None, per_env: Sequence[dict[str, Any]] | None, common: dict[str, Any]
+        self,
+        env_ids: np.ndarray,
+        seeds: Sequence[int] | None,
+        per_env: Sequence[dict[str, Any]] | None,
+        common: dict[str, Any],
     ) -> None:
         """Send seeds and keyword arguments ahead of resets."""
         if seeds is None and not per_env and not common:

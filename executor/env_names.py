@@ -60,6 +60,27 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
     return factory
 
 
+def callable_at(target: str, full_name: str) -> Callable[..., Any]:
+    """Import `MODULE:CALLABLE` and return the callable.
+
+    Args:
+        target: e.g. `my_envs:make_env`; dots after the colon lead into classes.
+        full_name: what the user wrote, for messages.
+
+    Raises:
+        FactoryError: no such module, no such name in it (with the closest), or not callable.
+    """
+    module, colon, name = target.partition(":")
+    if not (module and colon and name):
+        raise FactoryError(f"{full_name!r} failed: expected MODULE:CALLABLE, e.g. my_envs:make_env, got {target!r}.")
+    namespace = vars(_import_named(module, full_name))
+    first = name.partition(".")[0]
+    if first not in namespace:
+        public = [known for known, value in namespace.items() if callable(value) and not known.startswith("_")]
+        raise FactoryError(f"{full_name!r} failed: {module} has no {first!r}.{closest(first, public)}")
+    return named_callable(module, name)
+
+
 def _no_family(name: str, family: str) -> str:
     known = [*(f"{prefix}:" for prefix in _FAMILIES), *(f"meltingpot:{substrate}" for substrate in substrate_names())]
     hint = closest(name if ":" in name else f"meltingpot:{name}", known) or closest(f"{family}:", known)
@@ -100,25 +121,15 @@ def _dm_control(task: str) -> Factory:
 
 def _torchrl(target: str) -> Factory:
     _require("torchrl", "torchrl")
-    return _callable(target, f"torchrl:{target}", must_be_torchrl=True)
+    callable_at(target, f"torchrl:{target}")
+    module, _, name = target.partition(":")
+    return CallableFactory(module, name, must_be_torchrl=True)
 
 
 def _python(target: str) -> Factory:
-    return _callable(target, f"python:{target}", must_be_torchrl=False)
-
-
-def _callable(target: str, full_name: str, *, must_be_torchrl: bool) -> Factory:
-    module, colon, name = target.partition(":")
-    if not (module and colon and name):
-        family = full_name.partition(":")[0]
-        raise FactoryError(f"{full_name!r} failed: expected {family}:MODULE:CALLABLE, e.g. {family}:my_envs:make_env.")
-    namespace = vars(_import_named(module, full_name))
-    first = name.partition(".")[0]
-    if first not in namespace:
-        public = [known for known, value in namespace.items() if callable(value) and not known.startswith("_")]
-        raise FactoryError(f"{full_name!r} failed: {module} has no {first!r}.{closest(first, public)}")
-    named_callable(module, name)
-    return CallableFactory(module, name, must_be_torchrl=must_be_torchrl)
+    callable_at(target, f"python:{target}")
+    module, _, name = target.partition(":")
+    return CallableFactory(module, name)
 
 
 def _import_named(module: str, full_name: str) -> Any:

@@ -39,7 +39,9 @@ class Exchange:
             env_ids = td.get(ENV_IDS, None)
         ids = self.as_ids(env_ids)
         if td.batch_size[:1] != (len(ids),):
-            raise ValueError(f"send failed: expected one row for each of {len(ids)} envs, got batch size {td.batch_size}.")
+            raise ValueError(
+                f"send failed: expected one row for each of {len(ids)} envs, got batch size {td.batch_size}."
+            )
         return ids
 
     def as_ids(self, env_ids: Any) -> np.ndarray:

@@ -186,8 +186,5 @@ def reset_mask(td: TensorDictBase | None, batch_shape: tuple[int, ...]) -> np.nd
 
 
 def _nested_masks(td: TensorDictBase) -> list[Any]:
-    masks = []
-    for key in td.keys(include_nested=True):
-        if isinstance(key, tuple) and key[-1] == RESET_KEY and key[0] != "next":
-            masks.append(td.get(key))
-    return masks
+    keys = td.keys(include_nested=True)
+    return [td.get(key) for key in keys if isinstance(key, tuple) and key[-1] == RESET_KEY and key[0] != "next"]

@@ -104,7 +104,7 @@ def reduced(frame: np.ndarray) -> np.ndarray:
     longest = max(array.shape[:2])
     if longest <= KEPT_PX:
         return array.copy()
-    pillow = _pillow()
+    pillow = require_pillow()
     height, width = (max(1, round(side * KEPT_PX / longest)) for side in array.shape[:2])
     return np.asarray(pillow.Image.fromarray(np.ascontiguousarray(array)).resize((width, height), pillow.Image.BOX))
 
@@ -126,13 +126,13 @@ def write_gif(path: Path, log: FrameLog, *, title: str = "", frames_per_s: float
         tiles = [(f"env {i}", f"step {step}", last.get(i)) for i in env_ids]
         pictures.append(sheet.draw(tiles, title))
     palette = _shared_palette(pictures)
-    dither = _pillow().Image.Dither.NONE
+    dither = require_pillow().Image.Dither.NONE
     first, *rest = _only_changes([picture.quantize(palette=palette, dither=dither) for picture in pictures])
     path.parent.mkdir(parents=True, exist_ok=True)
     durations = [round(1000 / frames_per_s)] * len(pictures)
     durations[-1] = LAST_FRAME_MS
-    options = {"duration": durations, "loop": 0, "disposal": 1, "transparency": GIF_COLOURS, "optimize": False}
-    first.save(path, save_all=True, append_images=rest, **options)
+    options: dict[str, Any] = {"duration": durations, "loop": 0, "disposal": 1, "transparency": GIF_COLOURS}
+    first.save(path, save_all=True, append_images=rest, optimize=False, **options)
 
 
 def write_contact_sheet(path: Path, log: FrameLog, *, title: str = "") -> None:
@@ -167,7 +167,7 @@ class _Sheet:
         return cls((height, width), factor, columns, math.ceil(count / columns))
 
     def draw(self, tiles: Sequence[tuple[str, str, np.ndarray | None]], title: str) -> Image.Image:
-        pillow = _pillow()
+        pillow = require_pillow()
         top = GAP_PX + (CAPTION_PX if title else 0)
         cell_h, cell_w = self.tile[0] + CAPTION_PX, self.tile[1]
         size = (GAP_PX + self.columns * (cell_w + GAP_PX), top + self.rows * (cell_h + GAP_PX))
@@ -191,7 +191,7 @@ class _Sheet:
 
     def _enlarged(self, frame: np.ndarray) -> Image.Image:
         pixels = frame.repeat(self.factor, axis=0).repeat(self.factor, axis=1)
-        picture: Image.Image = _pillow().Image.fromarray(pixels)
+        picture: Image.Image = require_pillow().Image.fromarray(pixels)
         return picture
 
 
@@ -213,7 +213,7 @@ def _largest(log: FrameLog) -> tuple[int, int]:
 
 
 def _require_frames(log: FrameLog, path: Path) -> list[int]:
-    _pillow()
+    require_pillow()
     if not log.env_ids:
         raise MediaError(f"writing {path} failed: expected frames, got none: these envs have no picture of themselves.")
     return log.env_ids
@@ -221,7 +221,7 @@ def _require_frames(log: FrameLog, path: Path) -> list[int]:
 
 def _shared_palette(pictures: Sequence[Image.Image]) -> Image.Image:
     """Return the palette for all frames together, so that colours do not flicker."""
-    pillow = _pillow()
+    pillow = require_pillow()
     picked = [pictures[i] for i in np.unique(np.linspace(0, len(pictures) - 1, 8).round().astype(int))]
     strip = pillow.Image.new("RGB", (picked[0].width, sum(picture.height for picture in picked)))
     y = 0
@@ -238,19 +238,19 @@ def _only_changes(indexed: Sequence[Image.Image]) -> list[Image.Image]:
     for before, after in pairwise(indexed):
         pixels = np.array(after)
         pixels[pixels == np.asarray(before)] = GIF_COLOURS
-        change: Image.Image = _pillow().Image.fromarray(pixels, "P")
+        change: Image.Image = require_pillow().Image.fromarray(pixels, "P")
         change.putpalette(after.getpalette() or [])
         changes.append(change)
     return changes
 
 
 def _font() -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
-    font: ImageFont.ImageFont | ImageFont.FreeTypeFont = _pillow().ImageFont.load_default(FONT_PX)
+    font: ImageFont.ImageFont | ImageFont.FreeTypeFont = require_pillow().ImageFont.load_default(FONT_PX)
     return font
 
 
-def _pillow() -> Any:
-    """Return Pillow with the modules used here.
+def require_pillow() -> Any:
+    """Return Pillow, with the modules that pictures are made with.
 
     Raises:
         MediaError: it is not installed.

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from envherd.executor.agreement import check_agreement
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.blueprint import EnvKwargs, MakeEnv, as_factories, choose_workers, draw
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import WorkerPool
-from envherd.executor.agreement import check_agreement
 
 
 class ParallelEnv(BatchedEnv):
@@ -35,7 +35,7 @@ class ParallelEnv(BatchedEnv):
         WorkerLost, WorkerTimeout: a worker did not come up.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
         num_envs: int,
         make_env: MakeEnv,

@@ -74,11 +74,14 @@ class WorkerPool:
         self.outcome = Outcome()
         self.specs: list[EnvSpec] = []
         self.crew = Crew(blueprint, options)
-        self.crew.on_row_frame = lambda frame: self.outcome.take(frame)
+        self.crew.on_row_frame = self._take_row_frame
         self._all_ids = np.arange(self.num_envs)
         self._number = 0
         self._rebuilding: set[int] = set()
         self._restarts: list[list[float]] = [[] for _ in blueprint.blocks]
+
+    def _take_row_frame(self, frame: Frame) -> None:
+        self.outcome.take(frame)
 
     def start(self) -> None:
         """Start the workers, build the envs in them, and set `specs`, `plan` and `slab`.

@@ -34,7 +34,7 @@ class RolloutRunner:
         self._engine = engine
         self._shelf = StorageShelf(engine.pool)
 
-    def run(
+    def run(  # noqa: PLR0913  # the arguments of TorchRL's rollout
         self,
         env: BatchedEnv,
         max_steps: int,
@@ -62,8 +62,8 @@ class RolloutRunner:
             tensordict: with `auto_reset=False`, the root that the caller holds; only used to check
                 that nothing was left out (the executor knows where the envs are).
             set_truncated: mark the last step of every env `truncated` and `done`.
-            out: batch `[N, T]` to fill; no more steps are made than it has room for. One that an earlier rollout returned is written by the workers
-                in place; any other is filled by a copy at the end.
+            out: batch `[N, T]` to fill; no more steps are made than it has room for. One that an earlier
+                rollout returned is written by the workers in place; any other by a copy at the end.
 
         Returns:
             Batch `[N, t]`, time last: root observation, action, `next`. Memory of the caller's own
@@ -104,7 +104,13 @@ class _Run:
     """One rollout in progress."""
 
     def __init__(
-        self, engine: Engine, lease: Lease, policy: Policy, callback: Callable[..., Any] | None, *, break_when_any_done: bool
+        self,
+        engine: Engine,
+        lease: Lease,
+        policy: Policy,
+        callback: Callable[..., Any] | None,
+        *,
+        break_when_any_done: bool,
     ) -> None:
         self._engine = engine
         self._rows = engine.rows
@@ -137,7 +143,7 @@ class _Run:
                 group["root", *key][:, 0] = array
         for env_id in np.flatnonzero(~self._rows.in_root).tolist() if self._rows.has_side else ():
             self._rows.side_root[env_id] = self._rows.side_next[env_id]
-        self._rows.in_root.fill(True)  # from here on the storage says where the envs are; see `park`
+        self._rows.in_root[:] = True  # from here on the storage says where the envs are; see `park`
         self._step = 0
 
     def go(self, num_steps: int) -> int:
@@ -165,12 +171,16 @@ class _Run:
         root = self._root(step)
         acted = self._policy(root)
         self._engine.write_inputs(acted)
-        for group, columns, batch in zip(self._rows.slab.groups, lease.storage.columns, self._rows.batches, strict=True):
+        for group, columns, batch in zip(
+            self._rows.slab.groups, lease.storage.columns, self._rows.batches, strict=True
+        ):
             for leaf in input_leaves(batch.spec):
                 columns["input", *leaf.key][:, step] = group.inputs["input", *leaf.key]
         if self._extra_keys is None:
             keys = acted.keys(include_nested=True, leaves_only=True)
-            self._extra_keys = [k for k in keys if _as_key(k) not in self._known and _as_key(k)[0] not in ("next", "env_ids")]
+            self._extra_keys = [
+                k for k in keys if _as_key(k) not in self._known and _as_key(k)[0] not in ("next", "env_ids")
+            ]
         if self._extra_keys:
             self._extras.append(acted.select(*self._extra_keys).clone())
         return acted
@@ -189,7 +199,7 @@ class _Run:
     def _settle(self, op: Op, step: int, *, is_last: bool) -> None:
         """Deal with what happened besides the rows."""
         engine, rows = self._engine, self._rows
-        rows.interrupted.fill(False)
+        rows.interrupted[:] = False
         if engine.pool.outcome:
             outcome = engine.pool.take_outcome()
             rows.note_side(outcome.side)
@@ -257,13 +267,15 @@ class _Run:
                     group["next", key][:, num_steps - 1] = True
         tds: list[TensorDictBase] = []
         for tensors, batch in zip(self._lease.tensors, self._rows.batches, strict=True):
-            cut = {n: t if num_steps == self._lease.num_columns else t[:, :num_steps].clone() for n, t in tensors.items()}
+            cut = {
+                n: t if num_steps == self._lease.num_columns else t[:, :num_steps].clone() for n, t in tensors.items()
+            }
             if not batch.is_on_cpu:
                 cut = {n: t.to(batch.device) for n, t in cut.items()}
             tds.append(self._group_result(batch, cut, num_steps))
         data = self._stack(tds)
         if self._extras:
-            extras = torch.stack(self._extras, 1)  # type: ignore[arg-type]  # TensorDicts stack
+            extras = torch.stack(self._extras, 1)
             data.update(extras)
         data.refine_names(..., "time")
         return data

@@ -75,7 +75,7 @@ class Rows:
     def stepped_all(self, column: int) -> np.ndarray | None:
         """Note that all envs were stepped to a column; return the ids that ended, or None."""
         self.columns.fill(column)
-        self.in_root.fill(False)
+        self.in_root[:] = False
         ended = None
         for batch, done in zip(self.batches, self._next_done, strict=True):
             if b"\x01" in done[column].tobytes():

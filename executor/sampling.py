@@ -25,7 +25,9 @@ class ActionSampler:
         self._rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(_STREAM,)))
         self._specs = specs
         self._is_uniform = all(spec == specs[0] for spec in specs)
-        self._draws = [[(leaf, drawer(leaf)) for leaf in spec.action] for spec in (specs[:1] if self._is_uniform else specs)]
+        self._draws = [
+            [(leaf, drawer(leaf)) for leaf in spec.action] for spec in (specs[:1] if self._is_uniform else specs)
+        ]
 
     def fill(self, td: TensorDictBase | None, batch_size: torch.Size, device: torch.device | None) -> TensorDictBase:
         """Set the action leaves of `td`, or of a new batch of `batch_size`."""
@@ -34,7 +36,9 @@ class ActionSampler:
             for leaf, draw in self._draws[0]:
                 td.set(leaf.key, torch.from_numpy(draw(self._rng, (len(self._specs), *leaf.shape))))
             return td
-        rows = [TensorDict({}, spec.batch_size) if td is None else td[i] for i, spec in enumerate(map(_Sized, self._specs))]
+        rows = [
+            TensorDict({}, spec.batch_size) if td is None else td[i] for i, spec in enumerate(map(_Sized, self._specs))
+        ]
         for row, draws in zip(rows, self._draws, strict=True):
             for leaf, draw in draws:
                 row.set(leaf.key, torch.from_numpy(np.asarray(draw(self._rng, leaf.shape))))
@@ -72,6 +76,8 @@ def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
     safe_low: Any = np.where(has_low, low, np.where(has_high, high - _UNBOUNDED_WIDTH, -_UNBOUNDED_WIDTH / 2))
     safe_high: Any = np.where(has_high, high, np.where(has_low, low + _UNBOUNDED_WIDTH, _UNBOUNDED_WIDTH / 2))
     if dtype.kind in "iu":
-        return lambda rng, shape: rng.integers(safe_low.astype(np.int64), safe_high.astype(np.int64) + 1, shape).astype(dtype)
+        return lambda rng, shape: rng.integers(safe_low.astype(np.int64), safe_high.astype(np.int64) + 1, shape).astype(
+            dtype
+        )
     low_cast, high_cast = safe_low.astype(dtype), safe_high.astype(dtype)
     return lambda rng, shape: np.clip(rng.uniform(safe_low, safe_high, shape).astype(dtype), low_cast, high_cast)

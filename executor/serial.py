@@ -24,7 +24,7 @@ class SerialEnv(BatchedEnv):
         SpecError: envs of one factory disagree.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
         num_envs: int,
         make_env: MakeEnv,

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.options import ExecutorOptions
 from envherd.executor.crew import Blueprint
 from envherd.executor.diagnosis import env_error, log_close_fault
+from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import Outcome
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.workers import messages, plain, seeding
@@ -123,7 +123,9 @@ class SerialPool:
     def wait_all(self, timeout_s: float | None) -> None:
         """Everything submitted is done already."""
 
-    def wait_some(self, env_ids: np.ndarray, count: int, timeout_s: float | None, *, kill_late: bool = True) -> np.ndarray:
+    def wait_some(
+        self, env_ids: np.ndarray, count: int, timeout_s: float | None, *, kill_late: bool = True
+    ) -> np.ndarray:
         """Return the envs, oldest command first: all have answered."""
         return env_ids[np.argsort(self.slab.words["command_seq"][env_ids], kind="stable")]
 

@@ -35,6 +35,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array, without padding."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 

@@ -88,7 +88,7 @@ class Segment:
 
     def array(self) -> np.ndarray:
         """Return the bytes as uint8 `[nbytes]`: a VIEW that keeps the mapping alive."""
-        buffer = self._mapping.buf if isinstance(self._mapping, shared_memory.SharedMemory) else self._mapping
+        buffer: Any = self._mapping.buf if isinstance(self._mapping, shared_memory.SharedMemory) else self._mapping
         return np.frombuffer(buffer, np.uint8, self.nbytes)
 
     def close(self) -> None:
@@ -144,7 +144,10 @@ def _meminfo_available() -> int | None:
 
 
 def _cgroup_room() -> int | None:
-    for limit, usage in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         root = Path("/sys/fs/cgroup")
         try:
             text = (root / limit).read_text().strip()

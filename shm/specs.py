@@ -37,11 +37,7 @@ class Box:
     high: np.ndarray
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Box)
-            and np.array_equal(self.low, other.low)
-            and np.array_equal(self.high, other.high)
-        )
+        return isinstance(other, Box) and np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
 
     __hash__ = None  # type: ignore[assignment]  # holds arrays
 
@@ -210,7 +206,9 @@ class EnvSpec:
         return ""
 
 
-def done_leaves(batch_shape: tuple[int, ...] = (), groups: tuple[tuple[Key, tuple[int, ...]], ...] = ()) -> tuple[LeafSpec, ...]:
+def done_leaves(
+    batch_shape: tuple[int, ...] = (), groups: tuple[tuple[Key, tuple[int, ...]], ...] = ()
+) -> tuple[LeafSpec, ...]:
     """Return the done leaves of an env: the three root ones, then three for each `(group key, shape)`."""
     root = [LeafSpec(k, (*batch_shape, 1), "bool", Binary()) for k in DONE_KEYS]
     nested = [LeafSpec((*prefix, *k), shape, "bool", Binary()) for prefix, shape in groups for k in DONE_KEYS]

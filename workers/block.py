@@ -76,7 +76,7 @@ class Slot:
         if leaf.is_side:
             values = self.side[section]
 
-            def write(column: int, value: Any) -> None:
+            def write(_column: int, value: Any) -> None:
                 values[index] = value
 
             return write
@@ -98,7 +98,7 @@ class Slot:
 
 def _input_reader(leaf: LeafSpec, array: np.ndarray, row: int) -> Callable[[], Any]:
     if isinstance(leaf.domain, Discrete) and leaf.shape == ():
-        values = memoryview(array)
+        values = array.data
         return lambda: values[row]
     source = array[row]
     return source.copy if leaf.shape else lambda: array[row]
@@ -144,7 +144,7 @@ class Block:
 
     def attach(self, slab: Slab) -> None:
         """Take these envs' rows of a slab."""
-        self._words = {name: memoryview(array) for name, array in slab.words.items()}
+        self._words = {name: array.data for name, array in slab.words.items()}
         for slot in self.slots.values():
             group_index, row = slot.place = slab.plan.place(slot.env_id)
             group = slab.groups[group_index]
@@ -186,7 +186,9 @@ class Block:
                 observation = self._step(slot, sink, column)
                 if op == Op.STEP_RESET and slot.has_ended:
                     phase = "reset"
-                    self._reset(slot, sink, column + sink.root_follows, slot.last_done if slot.spec.batch_shape else None)
+                    self._reset(
+                        slot, sink, column + sink.root_follows, slot.last_done if slot.spec.batch_shape else None
+                    )
                 elif sink.root_follows and column + 1 < sink.num_columns:
                     self._write_root(slot, sink, column + 1, observation)
             if slot.has_side:
@@ -288,4 +290,3 @@ def _store(writers: list[Writer], column: int, values: list[Any], group: str) ->
         raise SpecError(f"writing {group} failed: expected {len(writers)} values, got {len(values)}.")
     for write, value in zip(writers, values):  # noqa: B905  # lengths were compared
         write(column, value)
-

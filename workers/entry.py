@@ -104,11 +104,12 @@ class Worker:
     def __init__(self, channel: messages.Channel, log_fd: int) -> None:
         self._channel = channel
         self._log_fd = log_fd
+        self._fds: list[int] = []
         self._block: Block | None = None
         self._build: messages.Build | None = None
         self._slab: Slab | None = None
         self._loop: Loop | None = None
-        self._handlers: dict[type, Callable[[Any, list[int]], None]] = {
+        self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Build: self._on_build,
             messages.Attach: self._on_attach,
             messages.AttachStorage: self._on_attach_storage,
@@ -130,11 +131,12 @@ class Worker:
         if isinstance(message, messages.Close):
             self._close()
             return False
-        self._handlers[type(message)](message, fds)
+        self._fds = fds
+        self._handlers[type(message)](message)
         self._trim_log()
         return True
 
-    def _on_build(self, message: messages.Build, fds: list[int]) -> None:
+    def _on_build(self, message: messages.Build) -> None:
         self._build = message
         builder = Builder()
         adapters = {}
@@ -156,9 +158,9 @@ class Worker:
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
         self._channel.send_plain({"kind": "specs", "specs": specs})
 
-    def _on_attach(self, message: messages.Attach, fds: list[int]) -> None:
+    def _on_attach(self, message: messages.Attach) -> None:
         assert self._block is not None
-        buffer = _map(message.nbytes, fds, message.name)
+        buffer = _map(message.nbytes, self._fds, message.name)
         self._slab = Slab(message.plan, buffer)
         self._block.attach(self._slab)
         done = Doorbell.attach(buffer, message.plan.bells_offset)
@@ -166,24 +168,25 @@ class Worker:
         self._loop = Loop(self._block, self._slab, go, done, self._read_mail)
         self._channel.send_plain({"kind": "attached"})
 
-    def _on_attach_storage(self, message: messages.AttachStorage, fds: list[int]) -> None:
+    def _on_attach_storage(self, message: messages.AttachStorage) -> None:
         assert self._block is not None
-        self._block.attach_storage(message.target, Storage(message.plan, _map(message.nbytes, fds, message.name)))
+        self._block.attach_storage(message.target, Storage(message.plan, _map(message.nbytes, self._fds, message.name)))
 
-    def _on_detach_storage(self, message: messages.DetachStorage, fds: list[int]) -> None:
+    def _on_detach_storage(self, message: messages.DetachStorage) -> None:
         assert self._block is not None
         self._block.detach_storage(message.target)
 
-    def _on_seed(self, message: messages.Seed, fds: list[int]) -> None:
+    def _on_seed(self, message: messages.Seed) -> None:
         assert self._block is not None
         self._block.seed(message.root_seed)
 
-    def _on_prepare(self, message: messages.Prepare, fds: list[int]) -> None:
+    def _on_prepare(self, message: messages.Prepare) -> None:
         assert self._block is not None
         self._block.prepare(message)
 
-    def _on_ask(self, message: messages.Ask, fds: list[int]) -> None:
-        assert self._block is not None and self._build is not None
+    def _on_ask(self, message: messages.Ask) -> None:
+        assert self._block is not None
+        assert self._build is not None
         adapters = {env_id: slot.adapter for env_id, slot in self._block.slots.items()}
         self._channel.send_plain(answer(message, adapters, pickle_replies=self._build.pickle_replies))
 

@@ -28,7 +28,7 @@ class Loop:
         self._go = go
         self._done = done
         self._read_mail = read_mail
-        self._words = {name: memoryview(array) for name, array in slab.words.items()}
+        self._words = {name: array.data for name, array in slab.words.items()}
         replies = self._words["reply_seq"]
         self._latest = {env_id: replies[env_id] for env_id in block.slots}
         self._mail_read = 0

@@ -1,1 +1,29 @@
-""""""
+"""The command line: `envherd COMMAND`. One file per command; `envherd --help` lists them.
+
+Exit codes: 0 done, 1 it failed while running, 2 it was asked for wrongly, 130 interrupted (Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command that `sys.argv` names; the console script `envherd`."""
+    sys.path.insert(0, os.getcwd())  # modules named on the command line are looked for here first, as `python -m` does
+    try:
+        from envherd.executor.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "typer"):
+            raise
+        sys.exit(f"envherd failed: expected the package {error.name}, got none. pip install 'envherd[cli]'")
+    try:
+        app()
+    except KeyboardInterrupt:
+        # Past the command's own handling: while it started, or a second Ctrl-C while it finished.
+        sys.exit(EXIT_INTERRUPTED)

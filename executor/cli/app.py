@@ -1,0 +1,22 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+import typer
+
+from envherd.executor.cli.rollout import rollout
+
+app = typer.Typer(
+    name="envherd",
+    help="Run reinforcement-learning envs in parallel worker processes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(rollout)
+
+
+@app.callback()
+def _root() -> None:
+    """Keep `rollout` a command of its own although it is the only one so far."""

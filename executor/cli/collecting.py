@@ -1,0 +1,171 @@
+"""The loop of `envherd rollout`: step, count, keep pictures and data, show progress, stop cleanly on Ctrl-C."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from tensordict import TensorDictBase
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.cli.returns import ReturnMeter, ReturnSummary
+from envherd.executor.cli.storing import RolloutStore
+from envherd.executor.media import FrameLog, MediaError
+from envherd.executor.statistics import Statistics
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+#: Seconds between two updates of the progress bar, so that it costs fast envs nothing.
+_REFRESH_S = 0.1
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a loop came to; the fields of `Figures` of the same names say more."""
+
+    steps_done: int
+    collect_s: float
+    keep_s: float
+    is_interrupted: bool
+    returns: ReturnSummary
+    statistics: Statistics
+    parent_uss_bytes: int
+    parent_pss_bytes: int
+
+
+@dataclass
+class Collector:
+    """Collects a number of steps of a batch of envs, over the ends of episodes.
+
+    Attributes:
+        env: the executor; it is reset first.
+        num_steps: T.
+        policy: takes a root batch `[N]` and returns it with the action; None draws random ones.
+        frames: gets pictures, if any are wanted.
+        store: gets the data, if it is wanted.
+    """
+
+    env: BatchedEnv
+    num_steps: int
+    policy: Policy | None = None
+    frames: FrameLog | None = None
+    store: RolloutStore | None = None
+
+    def run(self, console: Console) -> Collected:
+        """Collect; Ctrl-C ends it with the steps that were complete.
+
+        Raises:
+            MediaError: pictures are wanted, but no env has any. Raised before the first step.
+            EnvherdError: an env or a worker failed.
+        """
+        env, meter = self.env, ReturnMeter.for_spec(self.env.spec, self.env.num_envs)
+        act = self.policy or env.rand_action
+        num_done, collect_s, keep_s, is_interrupted = 0, 0.0, 0.0, False
+        clock = time.perf_counter
+        with _progress(console, env, self.num_steps) as bar, torch.no_grad():
+            try:
+                root = env.reset()
+                self._look(0, root)
+                for step in range(self.num_steps):
+                    start = clock()
+                    td, following = env.step_and_maybe_reset(act(root))
+                    stepped = clock()
+                    self._keep(step, td, meter)
+                    root = following
+                    num_done = step + 1
+                    collect_s += stepped - start
+                    keep_s += clock() - stepped
+                    bar.show(num_done, meter.num_episodes)
+            except KeyboardInterrupt:
+                is_interrupted = True
+        memory = psutil.Process().memory_full_info()
+        return Collected(
+            steps_done=num_done,
+            collect_s=collect_s,
+            keep_s=keep_s,
+            is_interrupted=is_interrupted,
+            returns=meter.summary(),
+            statistics=env.statistics(),
+            parent_uss_bytes=int(memory.uss),
+            parent_pss_bytes=int(getattr(memory, "pss", memory.uss)),
+        )
+
+    def _keep(self, step: int, td: TensorDictBase, meter: ReturnMeter) -> None:
+        after = td["next"]
+        rewards = [_numpy(after[leaf.key]) for leaf in self.env.reward_spec]
+        interrupted = after.get("interrupted", None)
+        meter.add(rewards, _numpy(after["done"]), None if interrupted is None else _numpy(interrupted))
+        if self.store is not None:
+            self.store.add(td)
+        if self.frames is not None and self.frames.wants(step + 1):
+            self._look(step + 1, after)
+
+    def _look(self, step: int, td: TensorDictBase) -> None:
+        if self.frames is None:
+            return
+        key = self.env.spec.metadata.get("frame_key")
+        seen = list(_numpy(td[key])) if key else self.env.render()
+        if step == 0 and all(frame is None for frame in seen):
+            raise MediaError(f"drawing failed: {self.env.spec.family} envs like these have no picture of themselves.")
+        self.frames.add(step, seen)
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = tensor.numpy(force=True)
+    return array
+
+
+class _Bar:
+    """The live line; asked for an update at every step, and makes one ten times a second."""
+
+    def __init__(self, progress: Progress, env: BatchedEnv, num_steps: int) -> None:
+        self._progress = progress
+        self._num_steps = num_steps
+        self._num_envs = env.num_envs
+        self._task = progress.add_task("steps", total=num_steps, rate=0.0, episodes=0)
+        self._start = time.perf_counter()
+        self._shown = 0.0
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, num_done: int, episodes: int) -> None:
+        """Show how far it is."""
+        now = time.perf_counter()
+        if num_done == 1:
+            self._start = now
+        if now - self._shown < _REFRESH_S and num_done < self._num_steps:
+            return
+        self._shown = now
+        seconds = now - self._start
+        rate = (num_done - 1) * self._num_envs / seconds if seconds > 0 else 0.0
+        self._progress.update(self._task, completed=num_done, rate=rate, episodes=episodes)
+
+
+class _RateColumn(ProgressColumn):
+    """Env-steps per second and episodes."""
+
+    def render(self, task: Task) -> Text:
+        rate, episodes = task.fields["rate"], task.fields["episodes"]
+        return Text(f"{rate:,.0f} env-steps/s  {episodes} episodes", "green")
+
+
+def _progress(console: Console, env: BatchedEnv, num_steps: int) -> _Bar:
+    columns = (
+        SpinnerColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
+        _RateColumn(),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+    )
+    return _Bar(Progress(*columns, console=console, expand=True), env, num_steps)

@@ -1,0 +1,158 @@
+"""What `envherd rollout` does, from its options to its exit code."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from envherd.executor.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.collecting import Collected, Collector
+from envherd.executor.cli.figures import Figures, table
+from envherd.executor.cli.storing import RolloutStore, StoreError
+from envherd.executor.env_names import Factory, callable_at, factory_for
+from envherd.executor.media import FrameLog, MediaError, require_pillow, write_contact_sheet, write_gif
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.parallel import ParallelEnv
+from envherd.workers.errors import EnvherdError, FactoryError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options, as given."""
+
+    env: str
+    num_envs: int
+    num_workers: int | None = None
+    steps: int
+    seed: int | None = None
+    policy: str | None = None
+    out: Path | None = None
+    gif: Path | None = None
+    png: Path | None = None
+    json_path: str | None = None
+
+    @property
+    def wants_frames(self) -> bool:
+        """Whether a picture is to be drawn."""
+        return self.gif is not None or self.png is not None
+
+
+def run(request: Request) -> int:
+    """Run a rollout and report it; return the exit code. Errors are printed, never raised."""
+    console = Console(stderr=request.json_path == "-")
+    errors = Console(stderr=True)
+    try:
+        factory, make_policy = _prepare(request)
+    except (FactoryError, MediaError) as error:
+        _complain(errors, error)
+        return EXIT_USAGE
+    try:
+        is_interrupted = _run(request, factory, make_policy, console)
+    except (EnvherdError, MediaError, StoreError, OSError) as error:
+        _complain(errors, error)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        return EXIT_INTERRUPTED
+    return EXIT_INTERRUPTED if is_interrupted else 0
+
+
+def _prepare(request: Request) -> tuple[Factory, Any]:
+    """Refuse at once what cannot work."""
+    factory = factory_for(request.env, with_frames=request.wants_frames)
+    make_policy = None if request.policy is None else callable_at(request.policy, f"--policy {request.policy}")
+    if request.wants_frames:
+        require_pillow()
+    return factory, make_policy
+
+
+def _run(request: Request, factory: Factory, make_policy: Any, console: Console) -> bool:
+    """Collect, write and report; return whether Ctrl-C ended it."""
+    if make_policy is None:
+        # Only copies are left to torch here, and threads for them would wait for cores that the workers use:
+        # storing 440 MB took 7-16 s with two threads on two busy cores, 1 s with one.
+        torch.set_num_threads(1)
+    frames = FrameLog(request.steps) if request.wants_frames else None
+    store = None if request.out is None else RolloutStore(request.out, request.steps)
+    with console.status(f"starting {request.num_envs} envs"):
+        executor = ParallelEnv(
+            request.num_envs, factory, num_workers=request.num_workers, seed=request.seed, options=_options(request)
+        )
+    with executor:
+        policy = None if make_policy is None else _call(make_policy, executor)
+        collected = Collector(executor, request.steps, policy, frames, store).run(console)
+        num_workers, seed = executor.num_workers, executor.seed
+    files = _write(request, collected, frames, store, console)
+    figures = Figures(
+        env=request.env,
+        num_envs=request.num_envs,
+        num_workers=num_workers,
+        seed=seed,
+        steps=request.steps,
+        files=files,
+        **{name: getattr(collected, name) for name in Collected.__dataclass_fields__},
+    )
+    console.print(table(figures))
+    _write_json(request.json_path, figures)
+    return collected.is_interrupted
+
+
+def _write(
+    request: Request, collected: Collected, frames: FrameLog | None, store: RolloutStore | None, console: Console
+) -> dict[str, str]:
+    """Write what was asked for; return what was written."""
+    files: dict[str, str] = {}
+    if collected.steps_done == 0:
+        return files
+    with console.status("writing"):
+        if store is not None:
+            store.finish()
+            files["out"] = str(request.out)
+        if frames is not None and request.gif is not None:
+            write_gif(request.gif, frames, title=request.env)
+            files["gif"] = str(request.gif)
+        if frames is not None and request.png is not None:
+            write_contact_sheet(request.png, frames, title=request.env)
+            files["png"] = str(request.png)
+    return files
+
+
+def _write_json(path: str | None, figures: Figures) -> None:
+    if path is None:
+        return
+    text = json.dumps(figures.to_plain(), indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
+def _options(request: Request) -> ExecutorOptions:
+    """MuJoCo draws without a display only if it is told so before it is imported."""
+    has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
+    draws_blind = request.wants_frames and sys.platform == "linux" and not has_display
+    return ExecutorOptions(env_vars=(("MUJOCO_GL", "egl"),) if draws_blind else ())
+
+
+def _call(make_policy: Any, executor: ParallelEnv) -> Any:
+    """Return `make_policy(executor)`, or `make_policy()` if it takes nothing."""
+    takes_env = len(inspect.signature(make_policy).parameters) > 0
+    return make_policy(executor) if takes_env else make_policy()
+
+
+def _complain(console: Console, error: Exception) -> None:
+    """Print an error as a reader needs it: the message, and where a worker failed, its traceback."""
+    console.print(Text("error: ", "bold red").append(str(error), "default"), soft_wrap=True)
+    remote = getattr(error, "remote_traceback", None)
+    if remote:
+        console.print(Text(f"\nin the worker:\n{remote}", "dim"), soft_wrap=True)

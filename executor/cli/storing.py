@@ -1,0 +1,85 @@
+"""A rollout on disk: a memory-mapped TensorDict, written step by step, so that memory does not grow.
+
+data = tensordict.TensorDict.load_memmap(DIR)      # [N, T], time last, as `ParallelEnv.rollout` gives it
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
+
+_MARK = "meta.json"
+
+
+class StoreError(RuntimeError):
+    """The directory cannot be used for a rollout."""
+
+
+class RolloutStore:
+    """Takes one batch `[N]` after another and leaves `[N, T]` in a directory.
+
+    Args:
+        directory: made if it is not there; an earlier rollout in it is replaced.
+        num_steps: T, unless `finish` is called earlier.
+
+    Raises:
+        StoreError: there is something else in the directory.
+    """
+
+    def __init__(self, directory: Path, num_steps: int) -> None:
+        if (
+            directory.exists()
+            and not (directory / _MARK).exists()
+            and (directory.is_file() or any(directory.iterdir()))
+        ):
+            raise StoreError(
+                f"writing {directory} failed: expected no such path, an empty directory or an earlier rollout, got "
+                f"something else. Name another directory."
+            )
+        self.directory = directory
+        self.num_steps = num_steps
+        self.num_stored = 0
+        self._on_disk: TensorDictBase | None = None
+        self._in_memory: list[TensorDictBase] = []
+
+    def add(self, td: TensorDictBase) -> None:
+        """Store a step; batch `[N]` with action and `next`, copied."""
+        if self.num_stored == 0:
+            self._clear()
+            if not has_odd_leaves(td):
+                self._on_disk = (
+                    td.unsqueeze(1).expand(td.shape[0], self.num_steps, *td.shape[1:]).memmap_like(self.directory)
+                )
+        if self._on_disk is None:
+            self._in_memory.append(td.clone())
+        else:
+            self._on_disk[:, self.num_stored].update_(td)
+        self.num_stored += 1
+
+    def finish(self) -> None:
+        """Make what is on disk complete, and as long as what was stored."""
+        if self.num_stored == 0:
+            return
+        if self._on_disk is None:
+            LazyStackedTensorDict.maybe_dense_stack(self._in_memory, 1).memmap(self.directory)
+        elif self.num_stored < self.num_steps:
+            shorter = self.directory.with_name(f".{self.directory.name}.shorter")
+            self._on_disk[:, : self.num_stored].contiguous().memmap(shorter)
+            self._clear()
+            shorter.rename(self.directory)
+        self._on_disk = None
+        self._in_memory = []
+
+    def _clear(self) -> None:
+        if self.directory.exists():
+            shutil.rmtree(self.directory)
+        self.directory.parent.mkdir(parents=True, exist_ok=True)
+
+
+def has_odd_leaves(td: TensorDictBase) -> bool:
+    """Tell whether a batch has leaves that have no fixed place on disk: text, objects, differing shapes."""
+    if isinstance(td, LazyStackedTensorDict) or not isinstance(td, TensorDict):
+        return True
+    return any(is_tensor_collection(value) and has_odd_leaves(value) for value in td.values())
