@@ -29,7 +29,7 @@ from envherd.workers.errors import EnvherdError, InternalError
 from envherd.workers.protocol import Op, describe_phase, pack
 
 #: Seconds between looks at the workers' pidfds while waiting: bounds how late a death is noticed.
-_LOOK_S = 0.02
+_LOOK_S = 0.01
 
 
 @dataclass
@@ -164,11 +164,12 @@ class WorkerPool:
             timeout_s: seconds; a worker that is late is killed and its loss is a `WorkerTimeout`.
         """
         wait = self._done.wait
-        for _ in range(self.num_workers):
-            if self.is_idle() or not wait(_LOOK_S):
+        num_tokens = 0
+        while num_tokens < self.num_workers or not self.is_idle():
+            if not wait(_LOOK_S):
+                self._wait_slowly(self._all_ids, self.num_envs, timeout_s, kill_late=True)
                 break
-        if not self.is_idle():
-            self._wait_slowly(self._all_ids, self.num_envs, timeout_s, kill_late=True)
+            num_tokens += 1
         self._collect()
 
     def wait_some(
@@ -194,11 +195,18 @@ class WorkerPool:
         return env_ids[self._command_seq[env_ids] == self._reply_seq[env_ids]]
 
     def _wait_slowly(self, env_ids: np.ndarray, count: int, timeout_s: float | None, *, kill_late: bool) -> None:
-        """Wait token by token, looking around whenever none comes."""
+        """Wait token by token, looking around whenever none comes.
+
+        Tokens are taken before the numbers are compared, so that none is missed and none pile up.
+        """
         began = time.monotonic()
         end = None if timeout_s is None else began + timeout_s
         stall_at = began + self.options.stall_log_s
-        while len(self._ready(env_ids)) < count:
+        while True:
+            while self._done.try_wait():
+                pass
+            if len(self._ready(env_ids)) >= count:
+                return
             left = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
             if left > 0 and self._done.wait(left):
                 continue

@@ -26,6 +26,9 @@ from envherd.workers.messages import Prepare
 from envherd.workers.protocol import RING, Op, Status, pack_phase, unpack
 from envherd.workers.reply import Fault, Notice, SideValues
 
+#: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
+_MAX_REMEMBERED = 4096
+
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -141,10 +144,12 @@ class Block:
         self._report = report
         self._isolate_rng = isolate_rng
         self._words: dict[str, memoryview] = {}
+        self._unpacked: dict[int, tuple[int, int, int, int]] = {}
 
     def attach(self, slab: Slab) -> None:
         """Take these envs' rows of a slab."""
         self._words = {name: array.data for name, array in slab.words.items()}
+        self._phase, self._env_steps = self._words["phase"], self._words["env_steps"]
         for slot in self.slots.values():
             group_index, row = slot.place = slab.plan.place(slot.env_id)
             group = slab.groups[group_index]
@@ -174,9 +179,9 @@ class Block:
 
     def execute(self, env_id: int, command: int) -> Status:
         """Carry out one command for one env and say how it ended; what the env raises is reported."""
-        op, target, column, _ = unpack(command)
+        op, target, column, _ = self._unpacked.get(command) or self._unpack(command)
         slot = self.slots[env_id]
-        self._words["phase"][self.worker_id] = pack_phase(op, env_id)
+        self._phase[self.worker_id] = pack_phase(op, env_id)
         phase = "reset" if op == Op.RESET else "step"
         try:
             sink = slot.sinks[target]
@@ -203,6 +208,13 @@ class Block:
             self._report(Fault.from_exception(env_id, phase, error).to_plain())
             return Status.FAILED
 
+    def _unpack(self, command: int) -> tuple[int, int, int, int]:
+        """Unpack a command, and remember it: the same few come again and again."""
+        if len(self._unpacked) > _MAX_REMEMBERED:
+            self._unpacked.clear()
+        unpacked = self._unpacked[command] = unpack(command)
+        return unpacked
+
     def _step(self, slot: Slot, sink: Sink, column: int) -> list[Any]:
         adapter = slot.adapter
         action = [read() for read in slot.action_readers]
@@ -212,10 +224,13 @@ class Block:
         else:
             values = adapter.step(action)
         observation, reward, terminated, truncated = values
-        words = self._words["env_steps"]
-        words[slot.env_id] += 1
-        _store(sink.next_observation, column, observation, "observation")
-        _store(sink.reward, column, reward, "reward")
+        self._env_steps[slot.env_id] += 1
+        if len(observation) != len(sink.next_observation) or len(reward) != len(sink.reward):
+            raise _wrong_count(slot, observation, reward)
+        for write, value in zip(sink.next_observation, observation):  # noqa: B905  # lengths were compared
+            write(column, value)
+        for write, value in zip(sink.reward, reward):  # noqa: B905
+            write(column, value)
         done, terminated_column, truncated_column = sink.next_done
         terminated_column[column] = terminated
         truncated_column[column] = truncated
@@ -283,6 +298,14 @@ class Block:
             slot.has_news = True
             self._report(Notice(slot.env_id, phase, drawn).to_plain())
         return result
+
+
+def _wrong_count(slot: Slot, observation: list[Any], reward: list[Any]) -> SpecError:
+    expected = len(slot.spec.observation), len(slot.spec.reward)
+    return SpecError(
+        f"step failed: expected {expected[0]} observation and {expected[1]} reward values from the adapter, "
+        f"got {len(observation)} and {len(reward)}."
+    )
 
 
 def _store(writers: list[Writer], column: int, values: list[Any], group: str) -> None:

@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 it failed while running, 2 it was asked for wrongly, 130 i
 
 from __future__ import annotations
 
-import os
 import sys
 
 EXIT_FAILED = 1
@@ -15,7 +14,6 @@ EXIT_INTERRUPTED = 130
 
 def main() -> None:
     """Run the command that `sys.argv` names; the console script `envherd`."""
-    sys.path.insert(0, os.getcwd())  # modules named on the command line are looked for here first, as `python -m` does
     try:
         from envherd.executor.cli.app import app
     except ModuleNotFoundError as error:

@@ -11,6 +11,7 @@ import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 from tensordict import TensorDictBase
 
@@ -19,6 +20,7 @@ from envherd.executor.cli.returns import ReturnMeter, ReturnSummary
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.media import FrameLog, MediaError
 from envherd.executor.statistics import Statistics
+from envherd.workers.errors import EnvherdError
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 #: Seconds between two updates of the progress bar, so that it costs fast envs nothing.
@@ -27,12 +29,17 @@ _REFRESH_S = 0.1
 
 @dataclass(frozen=True)
 class Collected:
-    """What a loop came to; the fields of `Figures` of the same names say more."""
+    """What a loop came to; the fields of `Figures` of the same names say more.
+
+    Attributes:
+        failure: the error that ended it after some steps, or None.
+    """
 
     steps_done: int
     collect_s: float
     keep_s: float
     is_interrupted: bool
+    failure: EnvherdError | None
     returns: ReturnSummary
     statistics: Statistics
     parent_uss_bytes: int
@@ -58,15 +65,16 @@ class Collector:
     store: RolloutStore | None = None
 
     def run(self, console: Console) -> Collected:
-        """Collect; Ctrl-C ends it with the steps that were complete.
+        """Collect; Ctrl-C, or a failure after the first step, ends it with the steps that were complete.
 
         Raises:
             MediaError: pictures are wanted, but no env has any. Raised before the first step.
-            EnvherdError: an env or a worker failed.
+            EnvherdError: an env or a worker failed in the first reset or step.
         """
         env, meter = self.env, ReturnMeter.for_spec(self.env.spec, self.env.num_envs)
         act = self.policy or env.rand_action
-        num_done, collect_s, keep_s, is_interrupted = 0, 0.0, 0.0, False
+        num_done, collect_s, keep_s = 0, 0.0, 0.0
+        is_interrupted, failure = False, None
         clock = time.perf_counter
         with _progress(console, env, self.num_steps) as bar, torch.no_grad():
             try:
@@ -84,12 +92,17 @@ class Collector:
                     bar.show(num_done, meter.num_episodes)
             except KeyboardInterrupt:
                 is_interrupted = True
+            except EnvherdError as error:
+                if num_done == 0:
+                    raise
+                failure = error
         memory = psutil.Process().memory_full_info()
         return Collected(
             steps_done=num_done,
             collect_s=collect_s,
             keep_s=keep_s,
             is_interrupted=is_interrupted,
+            failure=failure,
             returns=meter.summary(),
             statistics=env.statistics(),
             parent_uss_bytes=int(memory.uss),
@@ -164,8 +177,8 @@ def _progress(console: Console, env: BatchedEnv, num_steps: int) -> _Bar:
     columns = (
         SpinnerColumn(),
         BarColumn(bar_width=None),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
-        _RateColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} steps", table_column=Column(no_wrap=True)),
+        _RateColumn(table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
     return _Bar(Progress(*columns, console=console, expand=True), env, num_steps)

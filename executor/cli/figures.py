@@ -35,6 +35,7 @@ class Figures:
             starting workers, the first reset, and `keep_s`.
         keep_s: seconds in between for drawing, counting and storing.
         is_interrupted: Ctrl-C ended it.
+        error: what an env or worker ended it with, or None.
         returns: per agent.
         statistics: of the executor, when the last step was made.
         parent_uss_bytes: memory that is this process's own.
@@ -55,6 +56,7 @@ class Figures:
     statistics: Statistics
     parent_uss_bytes: int
     parent_pss_bytes: int
+    error: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -85,6 +87,7 @@ class Figures:
             "steps": self.steps,
             "steps_done": self.steps_done,
             "interrupted": self.is_interrupted,
+            "error": self.error,
             "collect_s": self.collect_s,
             "keep_s": self.keep_s,
             "env_steps": self.env_steps,
@@ -127,7 +130,8 @@ def _summary(figures: Figures) -> Table:
     grid = Table(title=Text(figures.env, "bold"), title_justify="left", box=box.ROUNDED, show_header=False)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    asked = f" of {figures.steps} (interrupted)" if figures.is_interrupted else ""
+    why = "interrupted" if figures.is_interrupted else "failed"
+    asked = f" of {figures.steps} ({why})" if figures.steps_done < figures.steps else ""
     keep = f", and {figures.keep_s:.2f} s to draw and store" if figures.keep_s > 0.1 * figures.collect_s else ""
     grid.add_row("env-steps/s", Text(f"{figures.env_steps_per_s:,.0f}", "bold green"))
     grid.add_row("agent-steps/s", Text(f"{figures.agent_steps_per_s:,.0f}", "bold green"))

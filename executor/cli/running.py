@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +50,25 @@ def run(request: Request) -> int:
     """Run a rollout and report it; return the exit code. Errors are printed, never raised."""
     console = Console(stderr=request.json_path == "-")
     errors = Console(stderr=True)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
     try:
         factory, make_policy = _prepare(request)
     except (FactoryError, MediaError) as error:
         _complain(errors, error)
         return EXIT_USAGE
     try:
-        is_interrupted = _run(request, factory, make_policy, console)
+        collected = _run(request, factory, make_policy, console)
     except (EnvherdError, MediaError, StoreError, OSError) as error:
         _complain(errors, error)
         return EXIT_FAILED
     except KeyboardInterrupt:
         errors.print("interrupted")
         return EXIT_INTERRUPTED
-    return EXIT_INTERRUPTED if is_interrupted else 0
+    if collected.failure is not None:
+        _complain(errors, collected.failure)
+        return EXIT_FAILED
+    return EXIT_INTERRUPTED if collected.is_interrupted else 0
 
 
 def _prepare(request: Request) -> tuple[Factory, Any]:
@@ -75,8 +80,8 @@ def _prepare(request: Request) -> tuple[Factory, Any]:
     return factory, make_policy
 
 
-def _run(request: Request, factory: Factory, make_policy: Any, console: Console) -> bool:
-    """Collect, write and report; return whether Ctrl-C ended it."""
+def _run(request: Request, factory: Factory, make_policy: Any, console: Console) -> Collected:
+    """Collect, write and report."""
     if make_policy is None:
         # Only copies are left to torch here, and threads for them would wait for cores that the workers use:
         # storing 440 MB took 7-16 s with two threads on two busy cores, 1 s with one.
@@ -99,11 +104,12 @@ def _run(request: Request, factory: Factory, make_policy: Any, console: Console)
         seed=seed,
         steps=request.steps,
         files=files,
-        **{name: getattr(collected, name) for name in Collected.__dataclass_fields__},
+        **{field.name: getattr(collected, field.name) for field in fields(collected) if field.name != "failure"},
+        error=None if collected.failure is None else str(collected.failure),
     )
     console.print(table(figures))
     _write_json(request.json_path, figures)
-    return collected.is_interrupted
+    return collected
 
 
 def _write(
@@ -111,7 +117,7 @@ def _write(
 ) -> dict[str, str]:
     """Write what was asked for; return what was written."""
     files: dict[str, str] = {}
-    if collected.steps_done == 0:
+    if collected.steps_done == 0 or (store is None and frames is None):
         return files
     with console.status("writing"):
         if store is not None:

@@ -14,7 +14,7 @@ _MARK = "meta.json"
 
 
 class StoreError(RuntimeError):
-    """The directory cannot be used for a rollout."""
+    """The directory cannot be used for a rollout, or the disk is too small for it."""
 
 
 class RolloutStore:
@@ -66,11 +66,23 @@ class RolloutStore:
             LazyStackedTensorDict.maybe_dense_stack(self._in_memory, 1).memmap(self.directory)
         elif self.num_stored < self.num_steps:
             shorter = self.directory.with_name(f".{self.directory.name}.shorter")
-            self._on_disk[:, : self.num_stored].contiguous().memmap(shorter)
-            self._clear()
-            shorter.rename(self.directory)
+            try:
+                self._on_disk[:, : self.num_stored].contiguous().memmap(shorter)
+                self._clear()
+                shorter.rename(self.directory)
+            finally:
+                shutil.rmtree(shorter, ignore_errors=True)
         self._on_disk = None
         self._in_memory = []
+
+    def _require_room(self, size: int) -> None:
+        # Checked before, because a full disk under a memory map kills the process.
+        free = shutil.disk_usage(self.directory.parent).free
+        if size > free:
+            raise StoreError(
+                f"writing {self.directory} failed: expected room for {size / 1e9:,.1f} GB, got {free / 1e9:,.1f} GB. "
+                f"Collect fewer steps or envs, or name a directory on another disk."
+            )
 
     def _clear(self) -> None:
         if self.directory.exists():
