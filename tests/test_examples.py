@@ -1,0 +1,82 @@
+"""Every example runs as a user would run it: a script of its own, in a folder of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TESTED = {"async_rollout", "custom_env", "meltingpot_rollout", "ppo_cartpole"}
+
+
+def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 240) -> str:
+    """Run an example in `folder`; return what it printed, after checking that it went well."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    assert list(folder.iterdir()) == [], "an example leaves nothing behind"
+    return done.stdout
+
+
+def test_no_example_is_forgotten():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED
+
+
+@pytest.mark.slow
+def test_meltingpot_rollout_prints_shapes_and_returns(tmp_path):
+    printed = run_example("meltingpot_rollout", tmp_path)
+    assert "(4, 200, 144, 192, 3) torch.uint8" in printed
+    assert "(4, 200, 7, 88, 88, 3) torch.uint8" in printed
+    assert "(4, 200, 7) torch.int64" in printed
+    mean_returns = [float(word) for word in printed.split("mean return per agent:")[1].split()]
+    assert len(mean_returns) == 7
+    assert sum(mean_returns) > 0, "random players do eat apples"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ppo_solves_cartpole(tmp_path):
+    printed = run_example("ppo_cartpole", tmp_path, "--seed", "1", timeout_s=560)
+    solved = re.search(r"^solved: mean return ([\d.]+) over the last (\d+) episodes", printed, re.MULTILINE)
+    assert solved is not None, printed
+    assert float(solved.group(1)) >= 475
+    assert int(solved.group(2)) >= 20
+
+
+@pytest.mark.slow
+def test_ppo_says_when_it_fails(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "ppo_cartpole.py"), "--max-steps", "2048"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "not solved" in done.stdout
+
+
+@pytest.mark.slow
+def test_custom_env_refuses_instances_and_runs_its_factory(tmp_path):
+    printed = run_example("custom_env", tmp_path)
+    refusals = [line for line in printed.splitlines() if line.startswith("refused:")]
+    assert len(refusals) == 2
+    assert "got an env" in refusals[0] or "got __main__.Marble" in refusals[0]
+    assert "captured the variable `built_here`" in refusals[1]
+    rows = re.findall(
+        r"^(random pushes|pushing back) +wind ([\d.]+) +falls +(\d+) +cut off +(\d+)$", printed, re.MULTILINE
+    )
+    falls = {(name, wind): int(count) for name, wind, count, _ in rows}
+    assert len(falls) == 8
+    assert all(falls["pushing back", wind] < falls["random pushes", wind] for wind in ("0.02", "0.04", "0.08", "0.16"))
+    assert falls["random pushes", "0.02"] < falls["random pushes", "0.16"], "each env got a wind of its own"
+
+
+@pytest.mark.slow
+def test_async_rollout_beats_synchronous_steps(tmp_path):
+    printed = run_example("async_rollout", tmp_path, "--transitions", "1800")
+    synchronous, as_they_come = (float(rate) for rate in re.findall(r"(\d+) transitions/s", printed))
+    assert as_they_come > 1.2 * synchronous, printed
+    per_env = [int(count) for count in re.findall(r"per env: \[(.*)\]", printed)[0].split(", ")]
+    assert len(per_env) == 12
+    assert min(per_env) > 0
+    assert sum(per_env) >= 1800
