@@ -1,0 +1,69 @@
+"""Comparing rows, and saying how they differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.specs import DONE_KEYS, Key
+from envherd.workers.testing.batch import Row
+
+
+class ContractViolation(AssertionError):
+    """A rule that an env, or whatever runs it, has broken."""
+
+
+def demand(rule: int, one: Row, other: Row, where: str, why: str) -> None:
+    """Raise unless two rows are equal, bit for bit."""
+    for key, value in one.items():
+        if not equal(value, other[key]):
+            raise ContractViolation(
+                f"rule {rule} is broken: expected {show_key(key)} {show(value)}, got {show(other[key])} ({where}): "
+                f"{why}"
+            )
+
+
+def check_done(row: Row, where: str) -> None:
+    """Raise unless every `done` of a row is `terminated | truncated`."""
+    for key in row:
+        if key[-1] != "done" or not all((*key[:-1], *last) in row for last in DONE_KEYS):
+            continue
+        done, terminated, truncated = (row[(*key[:-1], *last)] for last in DONE_KEYS)
+        if not np.array_equal(done, terminated | truncated):
+            raise ContractViolation(
+                f"rule 6 is broken: expected {show_key(key)} to be terminated | truncated, got {show(done)} for "
+                f"{show(terminated)} and {show(truncated)} ({where})."
+            )
+
+
+def has_ended(row: Row) -> bool:
+    """Return whether (part of) an env had ended."""
+    return bool(row[("done",)].any())
+
+
+def same(one: Row, other: Row, keys: list[Key]) -> bool:
+    """Return whether two rows agree in some keys."""
+    return all(equal(one[key], other[key]) for key in keys)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two values have the same bits; NaN equals NaN."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(np.all(one == other))
+
+
+def show_key(key: Key) -> str:
+    """Return a key for messages."""
+    return "/".join(key)
+
+
+def show(value: Any) -> str:
+    """Return a value for messages, cut short."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,285 @@
+"""The partial-reset contract as tests, for any env of any family.
+
+    from envherd.workers.testing import PartialResetContract, check_env_contract
+
+    check_env_contract(lambda: gymnasium.make("CartPole-v1"), num_steps=100)      # as a function
+
+    class TestMyEnv(PartialResetContract):                                        # or as pytest tests
+        num_steps = 100
+        def make_env(self): return MyEnv()
+
+The rules:
+    1   one reported transition is one `env.step`, and a step never resets
+    2   a reset touches exactly the envs in its mask
+    3   `next` holds the last observation of an episode; the root behind it, the reset's
+    4   an env that has ended is not stepped (the executor's rule: checked where one runs the envs)
+    6   `done` is `terminated | truncated`, everywhere
+    7   the same seed and actions give the same data, bit for bit
+    10  what was handed out is not changed by a later step or reset, nor is a caller's mask
+The contract fails if it saw no episode end: without one it has checked nothing.
+
+It takes four traces of the same seed and actions (resets fused into the step; made by hand; in new envs
+on two workers; with further resets of one env) and compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from envherd.shm.specs import EnvSpec
+from envherd.workers.errors import ResetNeeded
+from envherd.workers.testing.actions import draw
+from envherd.workers.testing.batch import Batch, BlockBatch, MakeBatch, MakeEnv
+from envherd.workers.testing.compare import ContractViolation, check_done, demand, equal, has_ended, same, show_key
+from envherd.workers.testing.traces import (
+    NUM_ENVS,
+    Advance,
+    DrawAction,
+    Event,
+    Trace,
+    compare,
+    disturbed,
+    fused,
+    separate,
+    take_trace,
+)
+
+_BOTH = (0, 1)
+
+
+@dataclass(frozen=True)
+class ContractReport:
+    """What was checked.
+
+    Attributes:
+        rules: the numbers of the rules that held.
+        num_steps: steps of each of the two envs.
+        num_ends: episode ends that were seen.
+        are_calls_counted: whether native calls could be counted (rule 1; else the data alone spoke).
+    """
+
+    rules: tuple[int, ...]
+    num_steps: int
+    num_ends: int
+    are_calls_counted: bool
+
+
+@dataclass
+class Contract:
+    """The rules, checked on traces that are taken when they are first needed.
+
+    Attributes:
+        make_env: builds one env; called several times.
+        num_steps: steps of each trace; several episodes should end within them.
+        seed: root seed of envs and actions.
+        actions: draws one env's action; None draws from the spec.
+        is_deterministic: whether seeds determine the data; without that, rules 2, 7 and 10 are checked in part.
+        ends_where_it_starts: whether a last observation may equal the next episode's first one.
+        make_batch: what runs the envs; None for blocks in this process.
+    """
+
+    make_env: MakeEnv
+    num_steps: int = 100
+    seed: int = 0
+    actions: DrawAction | None = None
+    is_deterministic: bool = True
+    ends_where_it_starts: bool = False
+    make_batch: MakeBatch | None = None
+
+    #: In the order in which a break of one would show up as a break of those behind it.
+    RULES: ClassVar[tuple[int, ...]] = (1, 6, 7, 10, 3, 2, 4)
+
+    def check(self, rule: int) -> None:
+        """Check one rule.
+
+        Raises:
+            ContractViolation: it is broken, or no episode ended.
+        """
+        checks: dict[int, Callable[[], None]] = {
+            1: self._check_steps,
+            2: self._check_masks,
+            3: self._check_ends,
+            4: self._check_refusal,
+            6: self._check_flags,
+            7: self._check_seeds,
+            10: self._check_copies,
+        }
+        checks[rule]()
+
+    def check_all(self) -> ContractReport:
+        """Check every rule; see `check`."""
+        for rule in self.RULES:
+            self.check(rule)
+        trace = self._pair[0]
+        return ContractReport(self.RULES, self.num_steps, trace.num_ends, trace.calls is not None)
+
+    # ---- traces ------------------------------------------------------------------------------
+
+    @cached_property
+    def _pair(self) -> tuple[Trace, Trace]:
+        """The same episodes twice, in the same envs: reset within the step, and by hand."""
+        with _Opened(self, num_workers=1) as batch:
+            within = self._take(batch, fused)
+            batch.seed(self.seed)
+            by_hand = self._take(batch, separate)
+        if within.num_ends == 0:
+            raise ContractViolation(
+                f"the contract failed: expected at least one episode end, saw none in {self.num_steps} steps of "
+                f"{NUM_ENVS} envs. Nothing was proved: raise num_steps, cap the episodes, or give better actions."
+            )
+        return within, by_hand
+
+    @cached_property
+    def _spread(self) -> tuple[Trace, Trace]:
+        """The same episodes in new envs over two workers; then with env 0 reset again and again."""
+        with _Opened(self, num_workers=2) as batch:
+            anew = self._take(batch, fused)
+            batch.seed(self.seed)
+            return anew, self._take(batch, disturbed)
+
+    def _take(self, batch: Batch, advance: Advance) -> Trace:
+        return take_trace(batch, advance, self._draw_action, self.num_steps, self.seed)
+
+    def _draw_action(self, spec: EnvSpec, rng: np.random.Generator) -> list[Any]:
+        if self.actions is not None:
+            return self.actions(spec, rng)
+        return [draw(leaf, rng) for leaf in (*spec.action, *spec.state)]
+
+    # ---- rules -------------------------------------------------------------------------------
+
+    def _check_steps(self) -> None:
+        num_steps = self.num_steps * NUM_ENVS
+        for trace, how in zip(self._pair, ("step_and_maybe_reset", "step, then reset"), strict=True):
+            num_resets = NUM_ENVS + trace.num_ends
+            if trace.calls is not None and trace.calls != (num_steps, num_resets):
+                raise ContractViolation(
+                    f"rule 1 is broken: expected {num_steps} calls of env.step and {num_resets} of env.reset for "
+                    f"{num_steps} transitions with {trace.num_ends} ends ({how}), got {trace.calls[0]} and "
+                    f"{trace.calls[1]}. The env, or its adapter, steps or resets by itself."
+                )
+
+    def _check_masks(self) -> None:
+        apart = self._spread[1]
+        if self.is_deterministic:
+            why = "it changed when env 0 was reset. Do the envs share state (a class attribute, a global)?"
+            compare(2, self._pair[0], apart, (1,), why)
+
+    def _check_ends(self) -> None:
+        within, by_hand = self._pair
+        for event in (*within.events, *by_hand.events):
+            _check_root(event)
+        if self.is_deterministic:
+            why = "step_and_maybe_reset gave another root than step and reset."
+            for mine, theirs in zip(within.events, by_hand.events, strict=True):
+                demand(3, mine.root, theirs.root, f"root, {mine}", why)
+        if not self.ends_where_it_starts:
+            _check_that_ends_differ(within)
+
+    def _check_refusal(self) -> None:
+        with _Opened(self, num_workers=1) as batch:
+            if not batch.enforces_rule_4:
+                return
+            rng = np.random.default_rng(self.seed)
+            batch.reset(None)
+            for _ in range(self.num_steps):
+                nexts, _ = batch.step([self._draw_action(spec, rng) for spec in batch.specs], resets_ended=False)
+                ended = tuple(i for i, row in enumerate(nexts) if has_ended(row))
+                if ended:
+                    _check_refused(batch, [self._draw_action(spec, rng) for spec in batch.specs], ended)
+                    return
+
+    def _check_flags(self) -> None:
+        for trace in self._pair:
+            for event in trace.events:
+                check_done(event.next, f"next, {event}")
+                check_done(event.root, f"root, {event}")
+
+    def _check_seeds(self) -> None:
+        within, by_hand = self._pair
+        if self.is_deterministic:
+            why = "new envs gave other data for the same seed and actions. Draw all randomness from reset's seed."
+            compare(7, within, self._spread[0], _BOTH, why)
+            why = "the same envs, seeded again, gave other data: something of an earlier episode outlives the reset."
+            compare(7, within, by_hand, _BOTH, why)
+
+    def _check_copies(self) -> None:
+        within, by_hand = self._pair
+        if self.is_deterministic:
+            why = "the reset has overwritten the last observation. Does the adapter hand out what the env changes?"
+            for mine, theirs in zip(within.ends(), by_hand.ends(), strict=True):
+                demand(10, theirs.next, mine.next, f"next, {mine}", why)
+        assert self._spread  # taking it has checked that masks stay as they are
+
+
+class _Opened:
+    """A batch that is closed at the end."""
+
+    def __init__(self, contract: Contract, *, num_workers: int) -> None:
+        make = contract.make_batch or BlockBatch
+        self._batch = make(contract.make_env, NUM_ENVS, num_workers, contract.seed)
+
+    def __enter__(self) -> Batch:
+        return self._batch
+
+    def __exit__(self, *_: object) -> None:
+        self._batch.close()
+
+
+def _check_root(event: Event) -> None:
+    """Demand that a root is the `next` before it, or, where (part of) the env ended, no longer done there."""
+    for key, value in event.root.items():
+        if not event.done.any():
+            if not equal(value, event.next[key]):
+                raise ContractViolation(
+                    f"rule 3 is broken: {show_key(key)} of the root is not that of `next` ({event})."
+                )
+        elif key in (("done",), ("terminated",), ("truncated",)) and (value & event.done).any():
+            raise ContractViolation(f"rule 3 is broken: {show_key(key)} of a root outlives a reset ({event}).")
+
+
+def _check_that_ends_differ(trace: Trace) -> None:
+    keys = [leaf.key for leaf in trace.specs[0].observation]
+    ends = list(trace.ends())
+    is_constant = all(same(event.next, trace.first[event.env_id], keys) for event in trace.events)
+    if not is_constant and len(ends) > 1 and all(same(event.next, event.root, keys) for event in ends):
+        raise ContractViolation(
+            f"rule 3 is broken: all {len(ends)} last observations equal the first ones of the next episodes. The "
+            f"env seems to reset itself in `step`, which loses them. If its episodes really end where they start, "
+            f"say ends_where_it_starts=True."
+        )
+
+
+def _check_refused(batch: Batch, actions: list[Any], ended: tuple[int, ...]) -> None:
+    calls = batch.count_calls()
+    try:
+        batch.step(actions, resets_ended=False)
+    except ResetNeeded as error:
+        refused = error.env_ids
+    else:
+        raise ContractViolation(f"rule 4 is broken: envs {ended} had ended and were stepped.")
+    if refused != ended:
+        raise ContractViolation(f"rule 4 is broken: expected ResetNeeded for envs {ended}, got it for {refused}.")
+    if batch.count_calls() != calls:
+        raise ContractViolation("rule 4 is broken: a refused step has stepped an env.")
+
+
+def check_env_contract(make_env: MakeEnv, **options: Any) -> ContractReport:
+    """Check that an env keeps the partial-reset contract; see the module for its rules.
+
+    Args:
+        make_env: builds one env, of any known family; called several times, in this process.
+        **options: `num_steps`, `seed`, `actions`, `is_deterministic`, `ends_where_it_starts`: see `Contract`.
+
+    Returns:
+        What was checked.
+
+    Raises:
+        ContractViolation: the first rule that is broken, or no episode ended.
+        EnvError: the env raised, or broke its own spec.
+    """
+    return Contract(make_env, **options).check_all()

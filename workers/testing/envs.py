@@ -1,0 +1,316 @@
+"""Small envs that say in every observation who and where they are: oracles for tests.
+
+An observation holds the episode's seed (which says env and episode), the step counter and the last
+action, so that a stale, torn, swapped, repeated or skipped row is seen at once. They need numpy alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from envherd.shm.specs import Binary, Discrete, EnvSpec, Key, LeafSpec, done_leaves
+from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.registry import register
+
+#: Places in `CountingEnv`'s observation.
+SEED, STEP, ACTION = range(3)
+
+NUM_ACTIONS = 5
+
+
+class PlainEnv:
+    """An env in the adapter's own terms: flat lists aligned with `spec`; subclass it to write a test env."""
+
+    spec: EnvSpec
+
+    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+        """Start a new episode and return the observation values."""
+        raise NotImplementedError
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Return `(observation values, reward values, terminated, truncated)`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    # What tests ask over `call` and `get`.
+
+    def pid(self) -> int:
+        """Return the process id of whoever runs this env."""
+        return os.getpid()
+
+    def loaded(self, names: list[str]) -> list[str]:
+        """Return which of these modules this process has imported."""
+        return [name for name in names if name in sys.modules]
+
+    def echo(self, *values: Any, **named: Any) -> list[Any]:
+        """Return the arguments."""
+        return [list(values), named]
+
+
+class PlainAdapter(Adapter):
+    """Serves a `PlainEnv`."""
+
+    family: ClassVar[str] = "plain"
+
+    def __init__(self, env: PlainEnv) -> None:
+        self.env = env
+        self.spec = env.spec
+
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
+    ) -> list[Any]:
+        """See `Adapter.reset`; a mask is passed on to envs that are a batch themselves."""
+        return self.env.reset(seed, options) if mask is None else self.env.reset(seed, options, mask)
+
+    def step(self, action: list[Any]) -> StepValues:
+        """See `Adapter.step`."""
+        return self.env.step(action)
+
+    def done_values(self) -> list[Any]:
+        """Return the env's own, if it has any."""
+        values = getattr(self.env, "done_values", None)
+        return values() if values is not None else []
+
+    def render(self) -> Any:
+        """Return the env's picture, if it draws one."""
+        draw = getattr(self.env, "render", None)
+        return draw() if draw is not None else None
+
+    def state_dict(self) -> Any:
+        """Return the env's state, if it has one."""
+        save = getattr(self.env, "state_dict", None)
+        return save() if save is not None else super().state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Put back what `state_dict` returned."""
+        load = getattr(self.env, "load_state_dict", None)
+        return load(state) if load is not None else super().load_state_dict(state)
+
+
+register(PlainEnv, PlainAdapter)
+
+
+def action_leaf(n: int = NUM_ACTIONS) -> LeafSpec:
+    """Return the leaf of one discrete action."""
+    return LeafSpec(("action",), (), "int64", Discrete(n))
+
+
+class CountingEnv(PlainEnv):
+    """Counts: `observation` is int64 `[seed, step, last action]` (-1 after a reset), the reward `step + action / 8`.
+
+    Episodes end after `length` steps, or after 2 to 6 that the seed decides if it is None: terminated
+    where the seed is even, truncated where it is odd.
+
+    Args:
+        length: steps of an episode.
+        size: also observe `pixels`, uint8 `[size, size]`, filled with the step counter.
+        reuses_buffers: return the same arrays every time, overwritten in place, as many envs do.
+
+    Attributes:
+        seen: what every `step` was given, oldest first.
+        options: what the latest `reset` was given.
+        episode: resets of this instance, less one.
+    """
+
+    def __init__(self, length: int | None = None, *, size: int = 0, reuses_buffers: bool = False) -> None:
+        self.length = length
+        self.size = size
+        self.reuses_buffers = reuses_buffers
+        self.seen: list[int] = []
+        self.options: Mapping[str, Any] | None = None
+        self.episode = -1
+        self.num_steps = 0
+        self.seed = 0
+        self._buffers = [np.zeros(3, np.int64), np.zeros((size, size), np.uint8)]
+        pixels = (LeafSpec(("pixels",), (size, size), "uint8"),) if size else ()
+        self.spec = EnvSpec(
+            observation=(LeafSpec(("observation",), (3,), "int64"), *pixels), action=(action_leaf(),), family="plain"
+        )
+
+    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+        """Begin the next episode."""
+        self.seed = self.seed if seed is None else seed
+        self.options = options
+        self.episode += 1
+        self.num_steps = 0
+        return self._observe(-1)
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Count one step."""
+        self.seen.append(action[0])
+        self.num_steps += 1
+        has_ended = self.num_steps >= self.episode_length()
+        is_even = self.seed % 2 == 0
+        return (
+            self._observe(action[0]),
+            [self.num_steps + action[0] / 8],
+            has_ended and is_even,
+            has_ended and not is_even,
+        )
+
+    def episode_length(self) -> int:
+        """Return the steps of the episode under way."""
+        return 2 + self.seed % 5 if self.length is None else self.length
+
+    def _observe(self, action: int) -> list[Any]:
+        values = self._buffers if self.reuses_buffers else [np.zeros_like(buffer) for buffer in self._buffers]
+        values[0][:] = self.seed, self.num_steps, action
+        values[1].fill(self.num_steps % 256)
+        return values if self.size else values[:1]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counters."""
+        return {"seed": self.seed, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Put the counters back."""
+        self.seed, self.num_steps = state["seed"], state["num_steps"]
+
+    def render(self) -> np.ndarray:
+        """Draw the step counter."""
+        return np.full((4, 6, 3), self.num_steps, np.uint8)
+
+
+class AgentsEnv(CountingEnv):
+    """Three agents under the group `agents`, with done leaves of their own; agent j observes `[seed, step, j]`."""
+
+    NUM_AGENTS = 3
+
+    def __init__(self, length: int | None = None) -> None:
+        super().__init__(length)
+        group: Key = ("agents",)
+        shape = (self.NUM_AGENTS,)
+        self.spec = EnvSpec(
+            observation=(LeafSpec((*group, "observation"), (*shape, 3), "float64"),),
+            action=(LeafSpec((*group, "action"), shape, "int64", Discrete(NUM_ACTIONS)),),
+            reward=(LeafSpec((*group, "reward"), (*shape, 1), "float32"),),
+            done=done_leaves(groups=((group, (*shape, 1)),)),
+            groups=((group, shape),),
+            family="plain",
+        )
+        self._flags = (False, False)
+
+    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+        """Begin the next episode."""
+        super().reset(seed, options)
+        self._flags = (False, False)
+        return self._agents()
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Count one step; agent j's reward is `step + its action`."""
+        _, _, *flags = super().step([action[0].tolist()[0]])
+        self._flags = (bool(flags[0]), bool(flags[1]))
+        rewards = (self.num_steps + action[0]).astype(np.float32)[:, None]
+        return self._agents(), [rewards], *self._flags
+
+    def done_values(self) -> list[Any]:
+        """Return done, terminated and truncated of the agents: those of the env."""
+        terminated, truncated = self._flags
+        return [np.full((self.NUM_AGENTS, 1), flag) for flag in (terminated or truncated, terminated, truncated)]
+
+    def _agents(self) -> list[Any]:
+        return [np.array([[self.seed, self.num_steps, agent] for agent in range(self.NUM_AGENTS)], np.float64)]
+
+
+class TextEnv(CountingEnv):
+    """Also observes `text`, which has no fixed shape and comes over the side channel: `"seed:step"` and padding.
+
+    Args:
+        length: steps of an episode.
+        padding: characters added to the text.
+    """
+
+    def __init__(self, length: int | None = None, *, padding: int = 0) -> None:
+        super().__init__(length)
+        self._padding = "." * padding
+        text = LeafSpec(("text",), dtype="", is_side=True)
+        self.spec = EnvSpec(observation=(*self.spec.observation, text), action=self.spec.action, family="plain")
+
+    def _observe(self, action: int) -> list[Any]:
+        return [*super()._observe(action), f"{self.seed}:{self.num_steps}{self._padding}"]
+
+
+class PairEnv(PlainEnv):
+    """Two `CountingEnv`s as one env with batch shape `[2]`: each row ends and is reset on its own."""
+
+    def __init__(self) -> None:
+        self.rows = (CountingEnv(), CountingEnv())
+        self.spec = EnvSpec(
+            observation=(LeafSpec(("observation",), (2, 3), "int64"),),
+            action=(LeafSpec(("action",), (2,), "int64", Discrete(NUM_ACTIONS)),),
+            reward=(LeafSpec(("reward",), (2, 1), "float32"),),
+            done=done_leaves((2,)),
+            batch_shape=(2,),
+            family="plain",
+        )
+        self._observation = np.zeros((2, 3), np.int64)
+
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
+    ) -> list[Any]:
+        """Begin the next episode of the rows in `mask` (bool `[2, 1]`; None for both)."""
+        chosen = [True, True] if mask is None else mask[:, 0].tolist()
+        for index, row in enumerate(self.rows):
+            if chosen[index]:
+                self._observation[index] = row.reset(None if seed is None else seed + index, options)[0]
+        return [self._observation]
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Count one step of both rows."""
+        steps = [row.step([act]) for row, act in zip(self.rows, action[0].tolist(), strict=True)]
+        for index, values in enumerate(steps):
+            self._observation[index] = values[0][0]
+        reward, terminated, truncated = (
+            np.array([[values[1][0]] for values in steps], np.float32),
+            np.array([[values[2]] for values in steps]),
+            np.array([[values[3]] for values in steps]),
+        )
+        return [self._observation], [reward], terminated, truncated
+
+
+class GlobalRandomEnv(CountingEnv):
+    """Draws from python's and numpy's global generators, in reset and in step, as badly written envs do."""
+
+    def __init__(self, length: int | None = None) -> None:
+        super().__init__(length)
+        draws = LeafSpec(("draws",), (2,), "float64")
+        self.spec = EnvSpec(observation=(*self.spec.observation, draws), action=self.spec.action, family="plain")
+
+    def _observe(self, action: int) -> list[Any]:
+        draws = np.array([random.random(), np.random.random()])
+        return [*super()._observe(action), draws]
+
+
+class FlagsEnv(CountingEnv):
+    """Has a binary action of four switches and observes them; for actions that are arrays."""
+
+    def __init__(self, length: int | None = None) -> None:
+        super().__init__(length)
+        switches = LeafSpec(("switches",), (4,), "int8", Binary())
+        self.spec = EnvSpec(
+            observation=(*self.spec.observation, switches),
+            action=(LeafSpec(("action",), (4,), "int8", Binary()),),
+            family="plain",
+        )
+        self._switches = np.zeros(4, np.int8)
+
+    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+        """Begin the next episode, all switches off."""
+        self._switches = np.zeros(4, np.int8)
+        return super().reset(seed, options)
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Set the switches."""
+        self._switches = action[0]
+        return super().step([int(action[0].sum())])
+
+    def _observe(self, action: int) -> list[Any]:
+        return [*super()._observe(action), self._switches]

@@ -1,0 +1,132 @@
+"""Traces: what a batch gave for the same seed and actions, driven in different ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.specs import EnvSpec
+from envherd.workers.testing.batch import Batch, Row
+from envherd.workers.testing.compare import ContractViolation, demand, has_ended
+
+#: `(spec, rng) -> values aligned with spec.action and then spec.state`
+DrawAction = Callable[[EnvSpec, np.random.Generator], list[Any]]
+#: `(batch, actions, step) -> (next rows, root rows)`
+Advance = Callable[[Batch, list[list[Any]], int], tuple[list[Row], list[Row]]]
+
+NUM_ENVS = 2
+
+
+@dataclass(frozen=True)
+class Event:
+    """One env's share of one step.
+
+    Attributes:
+        step, env_id: which.
+        next: the row that the step gave.
+        root: where the env is then.
+    """
+
+    step: int
+    env_id: int
+    next: Row
+    root: Row
+
+    @property
+    def done(self) -> np.ndarray:
+        """Which parts of the env ended, bool `[*batch_shape, 1]`."""
+        return self.next[("done",)]
+
+    def __str__(self) -> str:
+        return f"env {self.env_id}, step {self.step}"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one run gave.
+
+    Attributes:
+        specs: of the envs.
+        first: root rows after the first reset.
+        events: by step, then by env.
+        calls: native `(steps, resets)` made by this run; None if they could not be counted.
+    """
+
+    specs: list[EnvSpec]
+    first: list[Row]
+    events: list[Event]
+    calls: tuple[int, int] | None
+
+    def ends(self) -> Iterator[Event]:
+        """Yield the events at which (part of) an env ended."""
+        return (event for event in self.events if event.done.any())
+
+    @property
+    def num_ends(self) -> int:
+        """How many there are."""
+        return sum(1 for _ in self.ends())
+
+
+def take_trace(batch: Batch, advance: Advance, draw_action: DrawAction, num_steps: int, seed: int) -> Trace:
+    """Reset a batch and step it `num_steps` times, with actions that depend on seed, env and step alone."""
+    before = batch.count_calls() or (0, 0)
+    rngs = [np.random.default_rng([seed, env_id]) for env_id in range(NUM_ENVS)]
+    first = batch.reset(None)
+    events = []
+    for step in range(num_steps):
+        actions = [draw_action(spec, rng) for spec, rng in zip(batch.specs, rngs, strict=True)]
+        nexts, roots = advance(batch, actions, step)
+        events += [Event(step, env_id, *rows) for env_id, rows in enumerate(zip(nexts, roots, strict=True))]
+    after = batch.count_calls()
+    calls = None if after is None else (after[0] - before[0], after[1] - before[1])
+    return Trace(list(batch.specs), first, events, calls)
+
+
+def fused(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+    """Step, and reset within the same command."""
+    del step
+    return batch.step(actions, resets_ended=True)
+
+
+def separate(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+    """Step, then reset what ended."""
+    del step
+    nexts, roots = batch.step(actions, resets_ended=False)
+    if any(map(has_ended, nexts)):
+        roots = batch.reset(np.stack([row[("done",)] for row in nexts]))
+    return nexts, roots
+
+
+def disturbed(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+    """Step and reset what ended; every third time also reset nobody, and env 0, and see what that leaves."""
+    nexts, roots = separate(batch, actions, step)
+    if step % 3 != 0:
+        return nexts, roots
+    where = f"step {step}"
+    before = batch.count_calls()
+    mask = np.zeros((NUM_ENVS, *nexts[0][("done",)].shape), bool)
+    untouched = batch.reset(mask)
+    for env_id, row in enumerate(untouched):
+        demand(2, roots[env_id], row, f"env {env_id}, {where}", "a reset of nobody changed it.")
+    if batch.count_calls() != before:
+        raise ContractViolation(f"rule 2 is broken: a reset with an all-False mask has reset an env ({where}).")
+    mask[0] = True
+    given = mask.copy()
+    roots = batch.reset(mask)
+    if not np.array_equal(mask, given):
+        raise ContractViolation(f"rule 10 is broken: a reset changed the mask that it was given ({where}).")
+    demand(2, untouched[1], roots[1], f"env 1, {where}", "it changed when env 0 was reset.")
+    return nexts, roots
+
+
+def compare(rule: int, one: Trace, other: Trace, env_ids: tuple[int, ...], why: str) -> None:
+    """Demand that two traces gave some envs the same data."""
+    for env_id in env_ids:
+        demand(rule, one.first[env_id], other.first[env_id], f"the first reset, env {env_id}", why)
+    for mine, theirs in zip(one.events, other.events, strict=True):
+        if mine.env_id in env_ids:
+            demand(rule, mine.next, theirs.next, f"next, {mine}", why)
+            demand(rule, mine.root, theirs.root, f"root, {mine}", why)
