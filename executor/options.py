@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 StartMethod = Literal["zygote", "spawn", "fork"]
 LossPolicy = Literal["raise", "restart"]
 ActionCheck = Literal["strict", "finite", "off"]
+WorkerOutput = Literal["capture", "inherit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class ExecutorOptions:
             every float observation).
         isolate_rng: keep one state of python's and numpy's global generators per env.
         ring_frames: steps for which a `copy=False` batch stays valid.
+        poison: overwrite the rows of a `copy=False` batch as soon as they are no longer valid (with NaN
+            and the largest integers), so that a program that uses one too long shows it at once.
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
         nice: added to the workers' niceness.
         env_vars: further environment variables for the workers.
@@ -47,7 +50,7 @@ class ExecutorOptions:
     start_method: StartMethod = "zygote"
     preload: tuple[str, ...] | None = None
     worker_threads: int | None = 1
-    worker_output: Literal["capture", "inherit"] = "capture"
+    worker_output: WorkerOutput = "capture"
     build_timeout_s: float | None = 300.0
     reset_timeout_s: float | None = None
     step_timeout_s: float | None = None
@@ -60,7 +63,31 @@ class ExecutorOptions:
     check_finite: bool = False
     isolate_rng: bool = False
     ring_frames: int = 4
+    poison: bool = False
     affinity: tuple[int, ...] | None = None
     nice: int = 0
     env_vars: tuple[tuple[str, str], ...] = ()
     pickle_replies: bool = False
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in the ring: one more than are valid when expired ones are poisoned before they are used again."""
+        return self.ring_frames + self.poison
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work.
+
+        Raises:
+            ValueError: fewer than 2 ring frames, or an unknown name.
+        """
+        if self.ring_frames < 2:
+            raise ValueError(f"ExecutorOptions failed: expected ring_frames of at least 2, got {self.ring_frames}.")
+        choices = (
+            ("start_method", get_args(StartMethod)),
+            ("on_worker_loss", get_args(LossPolicy)),
+            ("check_actions", get_args(ActionCheck)),
+            ("worker_output", get_args(WorkerOutput)),
+        )
+        for name, allowed in choices:
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"ExecutorOptions failed: expected {name} in {allowed}, got {getattr(self, name)!r}.")

@@ -98,7 +98,7 @@ class WorkerPool:
             raise
 
     def _make_slab(self) -> None:
-        self.plan: SlabPlan = plan_slab(self.specs, self.num_workers, self.options.ring_frames)
+        self.plan: SlabPlan = plan_slab(self.specs, self.num_workers, self.options.num_frames)
         segment = Segment.create(self.plan.nbytes, "envherd-slab")
         buffer = segment.array()
         self.slab = Slab(self.plan, buffer)

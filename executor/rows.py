@@ -55,6 +55,7 @@ class Rows:
         self.side_root: dict[int, list[Any]] = {}
         self.has_side = any(batch.side_keys for batch in self.batches)
         self._column = 0
+        self._is_poisoning = options.poison
         self._next_done = [group.columns["next", "done"] for group in slab.groups]
         self._root_done = [group.columns["root", "done"] for group in slab.groups]
 
@@ -63,7 +64,17 @@ class Rows:
     def next_column(self) -> int:
         """Return the ring column for a command to all envs."""
         self._column = (self._column + 1) % self.num_frames
+        if self._is_poisoning:
+            self._poison((self._column + 1) % self.num_frames)
         return self._column
+
+    def _poison(self, column: int) -> None:
+        """Make a frame that is no longer valid unusable, unless it still says where some env is."""
+        if (self.columns == column).any():
+            return
+        for group in self.slab.groups:
+            for array in group.columns.values():
+                array[column] = _poison_value(array.dtype)
 
     def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the ring column for a command to some envs: one after each env's own latest."""
@@ -238,3 +249,10 @@ class Rows:
         section = "root" if self.in_root[env_id] else "next"
         found = self.ring_row(env_id, int(self.columns[env_id]))
         return {name[1:]: array for name, array in found.items() if name[0] == section}
+
+
+def _poison_value(dtype: np.dtype) -> Any:
+    """Return a value that no env gives: NaN, the largest integer, or True."""
+    if dtype.kind in "fc":
+        return np.nan
+    return np.iinfo(dtype).max if dtype.kind in "iu" else True

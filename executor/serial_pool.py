@@ -72,7 +72,7 @@ class SerialPool:
         finally:
             seeding.restore_caller(before)
         self.specs = [self._adapters[i].spec for i in range(self.num_envs)]
-        self.plan = plan_slab(self.specs, 1, self.options.ring_frames)
+        self.plan = plan_slab(self.specs, 1, self.options.num_frames)
         self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
         self._block = Block(
             0,
