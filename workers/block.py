@@ -205,6 +205,8 @@ class Block:
             return Status.OK
         except BaseException as error:  # whatever it is, SystemExit too, it is this env's and not the worker's
             slot.prepared = None
+            if isinstance(error, SpecError) and slot.adapter.origin:
+                error = SpecError(f"{error} Built by {slot.adapter.origin}.").with_traceback(error.__traceback__)
             self._report(Fault.from_exception(env_id, phase, error).to_plain())
             return Status.FAILED
 

@@ -146,6 +146,7 @@ class Builder:
                 f"Call what it returns, or return the env that it builds."
             )
         adapter = find_adapter(env)(env)  # type: ignore[call-arg]  # every family's constructor takes the env
+        adapter.origin = describe(factory)
         self._built.append(env)
         return adapter
 

@@ -43,6 +43,8 @@ class Adapter(ABC):
 
     env: Any
     spec: EnvSpec
+    #: The factory that built the env, for messages; set by whoever called it.
+    origin: str = ""
 
     @abstractmethod
     def reset(self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None) -> list[Any]:

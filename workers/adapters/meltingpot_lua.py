@@ -53,20 +53,28 @@ do
     end
     return true
   end
+  local function is_before(a, b)
+    local kind_of_a = kind(a)
+    if kind_of_a == kind(b) then return a < b end
+    return kind_of_a == 'number'
+  end
   local function ordered(t)
     if kind(t) ~= 'table' or is_ascending(t) then return raw(t) end
-    local keys, strings, others = {}, {}, {}
+    local keys, n, first, others, is_mixed = {}, 0, false, false, false
     for k in raw(t) do
-      local type_of_key = kind(k)
-      if type_of_key == 'string' then strings[#strings + 1] = k
-      elseif type_of_key == 'number' then keys[#keys + 1] = k
-      else others[#others + 1] = k end
+      local kind_of_k = kind(k)
+      if kind_of_k == 'string' or kind_of_k == 'number' then
+        first = first or kind_of_k
+        is_mixed = is_mixed or kind_of_k ~= first
+        n = n + 1
+        keys[n] = k
+      else
+        others = others or {}
+        others[#others + 1] = k
+      end
     end
-    if #keys > 1 then sort(keys) end
-    if #strings > 1 then sort(strings) end
-    local n = #keys
-    for i = 1, #strings do n = n + 1 keys[n] = strings[i] end
-    for i = 1, #others do n = n + 1 keys[n] = others[i] end
+    if is_mixed then sort(keys, is_before) elseif n > 1 then sort(keys) end
+    if others then for i = 1, #others do n = n + 1 keys[n] = others[i] end end
     keys.i, keys.n, keys.t = 0, n, t
     return follow, keys
   end
