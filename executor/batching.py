@@ -88,6 +88,14 @@ class GroupBatch:
         #: Root leaf i is the same array as next leaf `root_in_next[i]` when nothing was reset.
         self.root_in_next = [self.next_keys.index(key) for key in self.root_keys]
         self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
+        self._record = np.dtype(
+            {
+                "names": [str(i) for i in range(len(self._fields))],
+                "formats": [(f.dtype, f.shape) for f in self._fields],
+                "offsets": [f.offset for f in self._fields],
+                "itemsize": slab.plan.next_nbytes,
+            }
+        )
         self._views = [[torch.from_numpy(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
         self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
         self.root_arrays = [slab.columns["root", *key] for key in self.root_keys]
@@ -116,8 +124,8 @@ class GroupBatch:
         buffer[:] = source
         if not self.is_on_cpu:
             return self._split_on_device(torch.from_numpy(buffer).to(self.device))
-        from_numpy, ndarray = torch.from_numpy, np.ndarray
-        return [from_numpy(ndarray(f.shape, f.dtype, buffer, f.offset)) for f in self._fields]
+        record, from_numpy = np.ndarray((), self._record, buffer), torch.from_numpy
+        return [from_numpy(record[name]) for name in self._record.names or ()]
 
     def _split_on_device(self, buffer: torch.Tensor) -> Leaves:
         leaves = []

@@ -100,6 +100,7 @@ class GroupIntake:
         self.leaves = [leaf for leaf in (*spec.action, *spec.state) if not leaf.is_side]
         self.side_leaves = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
         self._targets = [slab.inputs["input", *leaf.key] for leaf in self.leaves]
+        self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
         self._checks = [check_for(leaf, level) for leaf in self.leaves]
 
     def read(self, td: TensorDictBase, rows: np.ndarray | None) -> list[np.ndarray]:
@@ -114,11 +115,11 @@ class GroupIntake:
         """
         num_rows = len(self._env_ids) if rows is None else len(rows)
         values = []
-        for leaf, check in zip(self.leaves, self._checks, strict=True):
+        for leaf, dtype, check in zip(self.leaves, self._dtypes, self._checks, strict=True):
             value = to_numpy(self._get(td, leaf))
             if value.shape != (num_rows, *leaf.shape):
                 raise self._refuse(leaf, f"shape {(num_rows, *leaf.shape)}", f"shape {value.shape}")
-            if value.dtype != leaf.dtype:
+            if value.dtype is not dtype and value.dtype != dtype:
                 value = self._cast(leaf, value)
             if check is not None and (illegal := check(value)) is not None:
                 first = tuple(np.argwhere(illegal)[0].tolist())

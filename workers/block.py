@@ -29,6 +29,10 @@ from envherd.workers.reply import Fault, Notice, SideValues
 #: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
 _MAX_REMEMBERED = 4096
 
+# As plain ints: comparing and storing enum members costs more than the step of a small env.
+_STEP_RESET, _RESET = int(Op.STEP_RESET), int(Op.RESET)
+_OK, _FAILED, _SIDE = int(Status.OK), int(Status.FAILED), int(Status.SIDE)
+
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -66,6 +70,7 @@ class Slot:
         self.action_readers: list[Callable[[], Any]] = []
         self.reset_mask: np.ndarray | None = None
         self.prepared: Prepare | None = None
+        self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
         self.rng_state: tuple[Any, ...] | None = None
         self.unwatched = {"reset", "step"}
         self.last_done: Any = False
@@ -177,19 +182,19 @@ class Block:
         """Keep the extras of an env's next command."""
         self.slots[message.env_id].prepared = message
 
-    def execute(self, env_id: int, command: int) -> Status:
+    def execute(self, env_id: int, command: int) -> int:
         """Carry out one command for one env and say how it ended; what the env raises is reported."""
         op, target, column, _ = self._unpacked.get(command) or self._unpack(command)
         slot = self.slots[env_id]
-        self._phase[self.worker_id] = pack_phase(op, env_id)
-        phase = "reset" if op == Op.RESET else "step"
+        self._phase[self.worker_id] = slot.phase_words[op]
+        phase = "reset" if op == _RESET else "step"
         try:
             sink = slot.sinks[target]
-            if op == Op.RESET:
+            if op == _RESET:
                 self._reset(slot, sink, column, slot.reset_mask)
             else:
                 observation = self._step(slot, sink, column)
-                if op == Op.STEP_RESET and slot.has_ended:
+                if op == _STEP_RESET and slot.has_ended:
                     phase = "reset"
                     self._reset(
                         slot, sink, column + sink.root_follows, slot.last_done if slot.spec.batch_shape else None
@@ -198,17 +203,17 @@ class Block:
                     self._write_root(slot, sink, column + 1, observation)
             if slot.has_side:
                 self._report(SideValues(env_id, slot.side["next"], slot.side["root"]).to_plain())
-                return Status.SIDE
+                return _SIDE
             if slot.has_news:
                 slot.has_news = False
-                return Status.SIDE
-            return Status.OK
+                return _SIDE
+            return _OK
         except BaseException as error:  # whatever it is, SystemExit too, it is this env's and not the worker's
             slot.prepared = None
             if isinstance(error, SpecError) and slot.adapter.origin:
                 error = SpecError(f"{error} Built by {slot.adapter.origin}.").with_traceback(error.__traceback__)
             self._report(Fault.from_exception(env_id, phase, error).to_plain())
-            return Status.FAILED
+            return _FAILED
 
     def _unpack(self, command: int) -> tuple[int, int, int, int]:
         """Unpack a command, and remember it: the same few come again and again."""
