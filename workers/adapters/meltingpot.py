@@ -89,6 +89,8 @@ class MeltingPotAdapter(Adapter):
         if options:
             raise ValueError(f"reset failed: expected no arguments, for Melting Pot has none, got {sorted(options)}.")
         self._needs_reset = True
+        if self._direct is not None:
+            self._direct.forget()
         if seed is None:
             timestep = self.env.reset()
         else:
@@ -113,7 +115,7 @@ class MeltingPotAdapter(Adapter):
         if self._direct is not None and self._direct.is_possible():
             has_ended = self._direct.step(actions, self._worlds)
         else:
-            timestep = self.env.step(actions)
+            timestep = self.env.step(actions.tolist())
             has_ended = bool(timestep.last())
             self._take(timestep)
             self._reward[:, 0] = timestep.reward
@@ -133,7 +135,7 @@ class MeltingPotAdapter(Adapter):
     def _is_at(self, limit: int | None) -> bool:
         return limit is not None and self._num_steps >= limit
 
-    def _checked(self, action: Any) -> list[int]:
+    def _checked(self, action: Any) -> np.ndarray:
         actions = np.asarray(action)
         if actions.shape != (self._num_players,) or actions.dtype.kind not in "iu":
             raise self._refusal(f"{actions.dtype} {actions.shape}")
@@ -141,7 +143,7 @@ class MeltingPotAdapter(Adapter):
         if min(indices) < 0 or max(indices) >= self._num_actions:
             player = next(i for i, index in enumerate(indices) if not 0 <= index < self._num_actions)
             raise self._refusal(f"{indices[player]} for player_{player}")
-        return indices
+        return actions.astype(np.int64, copy=False)
 
     def _refusal(self, got: str) -> ActionError:
         return ActionError(

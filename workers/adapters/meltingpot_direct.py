@@ -66,6 +66,10 @@ class DirectStep:
         self._places = np.zeros(0, np.intp)
         self._is_stock = False
 
+    def forget(self) -> None:
+        """Let go of the episode's dmlab2d env, so that it is freed before the next one is built."""
+        self._lab2d = None
+
     def is_possible(self) -> bool:
         """Return whether this env may be stepped directly now: a stock dmlab2d env inside, nobody subscribed."""
         lab2d = self._episodes._env
@@ -76,11 +80,11 @@ class DirectStep:
                 return False
         return self._is_stock
 
-    def step(self, actions: list[int], worlds: dict[str, Any]) -> bool:
+    def step(self, actions: np.ndarray, worlds: dict[str, Any]) -> bool:
         """Make one transition; legal right after `is_possible` said so.
 
         Args:
-            actions: one index per player, checked by the caller.
+            actions: int64 `[P]`, an index per player, checked by the caller.
             worlds: name of a world observation -> replaced by its value (fresh memory).
 
         Returns:
@@ -88,7 +92,7 @@ class DirectStep:
         """
         lab2d = self._lab2d
         raw = lab2d._env
-        lab2d._act_discrete[self._places] = self._action_table[actions]
+        lab2d._act_discrete[self._places] = self._action_table.take(actions, 0)
         raw.act_discrete(lab2d._act_discrete)
         status, _ = raw.advance()
         has_ended = status.name != _RUNNING
