@@ -55,6 +55,8 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def _lower(value: Any, buffers: list[bytes], where: str) -> Any:
+    if isinstance(value, np.generic):
+        return _lower_array(value, buffers, where)  # before float and str, of which some are subclasses
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):

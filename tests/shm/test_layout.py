@@ -1,0 +1,67 @@
+"""Layouts are arithmetic: aligned, disjoint, the same everywhere."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envherd.shm.layout import ALIGNMENT, Field, align, lay_out, strided_view, view
+
+DTYPES = st.sampled_from(["bool", "uint8", "int64", "float32", "float64"])
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+REQUESTS = st.lists(st.tuples(st.integers(0, 99).map(lambda i: (str(i),)), SHAPES, DTYPES), unique_by=lambda r: r[0])
+
+
+@pytest.mark.parametrize(("nbytes", "aligned"), [(0, 0), (1, 128), (128, 128), (129, 256)])
+def test_align_rounds_up(nbytes, aligned):
+    assert align(nbytes) == aligned
+
+
+@given(REQUESTS, st.integers(0, 1000))
+def test_fields_are_aligned_disjoint_and_inside(requests, start):
+    layout = lay_out(requests, start)
+    end = align(start)
+    for field in layout:
+        assert field.offset % ALIGNMENT == 0
+        assert field.offset >= end
+        end = field.offset + field.nbytes
+    assert layout.nbytes >= end
+    assert layout.nbytes % ALIGNMENT == 0
+
+
+@given(REQUESTS)
+def test_views_do_not_share_bytes(requests):
+    layout = lay_out(requests)
+    buffer = np.zeros(layout.nbytes, np.uint8)
+    for number, field in enumerate(layout):
+        view(buffer, field)[...] = number % 2
+    for number, field in enumerate(layout):
+        assert (view(buffer, field) == number % 2).all()
+
+
+def test_a_field_is_found_by_name():
+    layout = lay_out([(("a",), (2,), "int64"), (("next", "b"), (3, 4), "float32")])
+    assert layout["next", "b"] == Field(("next", "b"), (3, 4), "float32", 128)
+    with pytest.raises(KeyError):
+        layout["b",]
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ([(("a",), (), "bool"), (("a",), (), "bool")], "expected unique names"),
+        ([(("a",), (2, -1), "bool")], "expected dimensions >= 0"),
+    ],
+)
+def test_impossible_requests_are_refused(requests, message):
+    with pytest.raises(ValueError, match=message):
+        lay_out(requests)
+
+
+def test_strided_view_repeats_a_field():
+    layout = lay_out([(("a",), (2,), "int64")])
+    buffer = np.zeros(3 * layout.nbytes, np.uint8)
+    columns = strided_view(buffer, layout["a",], 0, 3, layout.nbytes)
+    columns[:] = [[1, 2], [3, 4], [5, 6]]
+    for frame in range(3):
+        assert view(buffer, layout["a",], frame * layout.nbytes).tolist() == [2 * frame + 1, 2 * frame + 2]

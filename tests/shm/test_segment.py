@@ -1,0 +1,88 @@
+"""Segments: shared by descriptor, sealed, admitted, and never named."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envherd.shm import segment as module
+from envherd.shm.segment import Segment
+
+
+def test_two_mappings_see_the_same_bytes():
+    ours = Segment.create(1000)
+    theirs = Segment.attach(ours.nbytes, fd=os.dup(ours.fd))
+    ours.array()[:4] = [1, 2, 3, 4]
+    assert theirs.array()[:4].tolist() == [1, 2, 3, 4]
+    ours.close()
+    theirs.close()
+
+
+def test_size_is_whole_pages_of_zeros():
+    segment = Segment.create(1)
+    assert segment.nbytes % 4096 == 0
+    assert not segment.array().any()
+    segment.close()
+
+
+def test_views_outlive_the_segment():
+    segment = Segment.create(16)
+    array = segment.array()
+    array[0] = 7
+    segment.close()
+    segment.close()
+    assert array[0] == 7
+
+
+@pytest.mark.parametrize("size", [0, 1 << 20])
+def test_nobody_can_resize_it(size):
+    segment = Segment.create(8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, size)
+    segment.close()
+
+
+def test_nothing_is_named():
+    before = set(os.listdir("/dev/shm"))
+    segment = Segment.create(1 << 20)
+    assert set(os.listdir("/dev/shm")) == before
+    segment.close()
+
+
+def test_too_much_is_refused_with_the_numbers(monkeypatch):
+    monkeypatch.setattr(module, "available_bytes", lambda: 1 << 20)
+    with pytest.raises(MemoryError, match=r"at most 90% of the 1 MiB available, got 2 MiB"):
+        Segment.create(2 << 20)
+
+
+def test_the_cgroup_counts(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+
+    class Redirected(type(Path())):
+        def __new__(cls, *parts):
+            return Path(tmp_path) if parts == ("/sys/fs/cgroup",) else Path(*parts)
+
+    monkeypatch.setattr(module, "Path", Redirected)
+    assert module.available_bytes() == 600
+
+
+_NAMED = """
+from envherd.shm import segment as module
+module.HAS_MEMFD = False
+ours = module.Segment.create(64)
+theirs = module.Segment.attach(ours.nbytes, name=ours.name)
+ours.array()[:2] = [5, 6]
+print(ours.name, theirs.array()[:2].tolist())
+theirs.close()
+ours.close()
+"""
+
+
+def test_a_named_segment_serves_where_there_is_no_memfd():
+    done = subprocess.run([sys.executable, "-c", _NAMED], capture_output=True, text=True, check=True)
+    name, values = done.stdout.split(" ", 1)
+    assert values.strip() == "[5, 6]"
+    assert not Path("/dev/shm", name).exists()

@@ -1,0 +1,58 @@
+"""Seeds depend on the triple alone, and neighbours have nothing in common."""
+
+import itertools
+import random
+
+import numpy as np
+import torch
+
+from envherd.workers import seeding
+
+
+def test_the_triple_decides():
+    assert seeding.episode_seed(7, 3, 5) == seeding.episode_seed(7, 3, 5)
+    assert 0 <= seeding.episode_seed(2**63 - 1, 10**6, 10**6) < 2**32
+
+
+def test_neighbours_differ():
+    triples = itertools.product(range(5), range(20), range(20))
+    seeds = {seeding.episode_seed(*triple) for triple in triples}
+    assert len(seeds) == 5 * 20 * 20
+
+
+def test_building_draws_from_a_stream_of_its_own():
+    assert seeding.build_seed(0, 1) not in {seeding.episode_seed(0, 1, episode) for episode in range(1000)}
+
+
+def test_global_generators_are_seeded():
+    def draw():
+        seeding.seed_globals(11)
+        return random.random(), np.random.random(), torch.rand(1).item()
+
+    before = seeding.caller_state()
+    assert draw() == draw()
+    seeding.restore_caller(before)
+
+
+def test_the_caller_gets_its_generators_back():
+    before = seeding.caller_state()
+    expected = random.random(), np.random.random(), torch.rand(1).item()
+    seeding.restore_caller(before)
+    seeding.seed_globals(5)
+    seeding.restore_caller(before)
+    assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
+    seeding.restore_caller(before)
+
+
+def test_who_drew_is_named():
+    before = seeding.globals_state()
+    assert seeding.drawn_between(before, seeding.globals_state()) == []
+    random.random()
+    assert seeding.drawn_between(before, seeding.globals_state()) == ["random"]
+    np.random.random()
+    assert seeding.drawn_between(before, seeding.globals_state()) == ["random", "numpy.random"]
+    seeding.restore_globals(before)
+
+
+def test_root_seeds_are_drawn_afresh():
+    assert seeding.draw_root_seed() != seeding.draw_root_seed()
