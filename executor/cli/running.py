@@ -22,7 +22,7 @@ from envherd.executor.env_names import Factory, callable_at, factory_for
 from envherd.executor.media import FrameLog, MediaError, require_pillow, write_contact_sheet, write_gif
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.errors import EnvherdError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +52,14 @@ def run(request: Request) -> int:
     errors = Console(stderr=True)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
+    is_prepared = False
     try:
-        factory, make_policy = _prepare(request)
-    except (FactoryError, MediaError) as error:
-        _complain(errors, error)
-        return EXIT_USAGE
-    try:
-        collected = _run(request, factory, make_policy, console)
+        factory, make_policy, store = _prepare(request)
+        is_prepared = True
+        collected = _run(request, factory, make_policy, store, console)
     except (EnvherdError, MediaError, StoreError, OSError) as error:
         _complain(errors, error)
-        return EXIT_FAILED
+        return EXIT_FAILED if is_prepared else EXIT_USAGE
     except KeyboardInterrupt:
         errors.print("interrupted")
         return EXIT_INTERRUPTED
@@ -71,23 +69,25 @@ def run(request: Request) -> int:
     return EXIT_INTERRUPTED if collected.is_interrupted else 0
 
 
-def _prepare(request: Request) -> tuple[Factory, Any]:
+def _prepare(request: Request) -> tuple[Factory, Any, RolloutStore | None]:
     """Refuse at once what cannot work."""
     factory = factory_for(request.env, with_frames=request.wants_frames)
     make_policy = None if request.policy is None else callable_at(request.policy, f"--policy {request.policy}")
     if request.wants_frames:
         require_pillow()
-    return factory, make_policy
+    store = None if request.out is None else RolloutStore(request.out, request.steps)
+    return factory, make_policy, store
 
 
-def _run(request: Request, factory: Factory, make_policy: Any, console: Console) -> Collected:
+def _run(
+    request: Request, factory: Factory, make_policy: Any, store: RolloutStore | None, console: Console
+) -> Collected:
     """Collect, write and report."""
     if make_policy is None:
         # Only copies are left to torch here, and threads for them would wait for cores that the workers use:
         # storing 440 MB took 7-16 s with two threads on two busy cores, 1 s with one.
         torch.set_num_threads(1)
     frames = FrameLog(request.steps) if request.wants_frames else None
-    store = None if request.out is None else RolloutStore(request.out, request.steps)
     with console.status(f"starting {request.num_envs} envs"):
         executor = ParallelEnv(
             request.num_envs, factory, num_workers=request.num_workers, seed=request.seed, options=_options(request)
@@ -160,5 +160,6 @@ def _complain(console: Console, error: Exception) -> None:
     """Print an error as a reader needs it: the message, and where a worker failed, its traceback."""
     console.print(Text("error: ", "bold red").append(str(error), "default"), soft_wrap=True)
     remote = getattr(error, "remote_traceback", None)
-    if remote:
+    is_refusal = remote and "envherd.workers.errors." in remote.rstrip().rpartition("\n")[2]
+    if remote and not is_refusal:
         console.print(Text(f"\nin the worker:\n{remote}", "dim"), soft_wrap=True)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
-_MARK = "meta.json"
-
 
 class StoreError(RuntimeError):
     """The directory cannot be used for a rollout, or the disk is too small for it."""
@@ -29,11 +27,7 @@ class RolloutStore:
     """
 
     def __init__(self, directory: Path, num_steps: int) -> None:
-        if (
-            directory.exists()
-            and not (directory / _MARK).exists()
-            and (directory.is_file() or any(directory.iterdir()))
-        ):
+        if not _may_be_replaced(directory):
             raise StoreError(
                 f"writing {directory} failed: expected no such path, an empty directory or an earlier rollout, got "
                 f"something else. Name another directory."
@@ -45,13 +39,18 @@ class RolloutStore:
         self._in_memory: list[TensorDictBase] = []
 
     def add(self, td: TensorDictBase) -> None:
-        """Store a step; batch `[N]` with action and `next`, copied."""
+        """Store a step; batch `[N]` with action and `next`, copied.
+
+        Raises:
+            StoreError: with the first step: the disk has no room for `num_steps` of them.
+        """
         if self.num_stored == 0:
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            self._require_room(td.bytes() * self.num_steps)
             self._clear()
             if not has_odd_leaves(td):
-                self._on_disk = (
-                    td.unsqueeze(1).expand(td.shape[0], self.num_steps, *td.shape[1:]).memmap_like(self.directory)
-                )
+                whole = td.unsqueeze(1).expand(td.shape[0], self.num_steps, *td.shape[1:])
+                self._on_disk = whole.memmap_like(self.directory)
         if self._on_disk is None:
             self._in_memory.append(td.clone())
         else:
@@ -87,7 +86,17 @@ class RolloutStore:
     def _clear(self) -> None:
         if self.directory.exists():
             shutil.rmtree(self.directory)
-        self.directory.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _may_be_replaced(directory: Path) -> bool:
+    """Tell whether nothing is lost that was not written here: only what looks like a stored TensorDict goes."""
+    if not directory.exists():
+        return True
+    if not directory.is_dir():
+        return False
+    mark = directory / "meta.json"
+    is_stored = mark.is_file() and "tensordict." in mark.read_text(errors="replace")
+    return is_stored or not any(directory.iterdir())
 
 
 def has_odd_leaves(td: TensorDictBase) -> bool:

@@ -1,0 +1,132 @@
+"""Names of envs on the command line, and the factories they stand for."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import textwrap
+
+import pytest
+
+from envherd.executor.env_names import FORMS, callable_at, factory_for
+from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
+from envherd.workers.adapters.named import CallableFactory, DmControlFactory, GymnasiumFactory
+from envherd.workers.errors import FactoryError
+
+KNOWN = {
+    "meltingpot:clean_up": MeltingPotFactory("clean_up"),
+    "gymnasium:CartPole-v1": GymnasiumFactory("CartPole-v1"),
+    "dm_control:cartpole/balance": DmControlFactory("cartpole", "balance"),
+    "python:envherd.workers.testing:CountingEnv": CallableFactory("envherd.workers.testing", "CountingEnv"),
+    "python:collections:Counter.fromkeys": CallableFactory("collections", "Counter.fromkeys"),
+    "torchrl:torchrl.envs:GymEnv": CallableFactory("torchrl.envs", "GymEnv", must_be_torchrl=True),
+}
+
+#: What is written -> what the message must say.
+UNKNOWN = {
+    "meltingpot:clean_pu": ["'clean_pu'", "clean_up"],
+    "gymnasium:CartPol-v1": ["'CartPol-v1'", "CartPole-v1"],
+    "gymnasium:CartPole": ["CartPole-v1"],
+    "gymnasium:no_such_package_x:Thing-v0": ["no_such_package_x"],
+    "dm_control:cartpole/balanc": ["cartpole/balance"],
+    "dm_control:cartpole": ["DOMAIN/TASK", "cartpole/balance"],
+    "python:envherd.workers.testing:CountingEmv": ["CountingEnv"],
+    "python:no_such_module_x:make": ["no_such_module_x", "ModuleNotFoundError"],
+    "python:json": ["MODULE:CALLABLE"],
+    "python:json:": ["MODULE:CALLABLE"],
+    "python:sys:path": ["callable", "list"],
+    "torchrl:torchrl.envs:GymEnvv": ["GymEnv"],
+    "gym:CartPole-v1": ["gymnasium:", *FORMS],
+    "clean_up": ["meltingpot:clean_up"],
+    "meltingpot:": list(FORMS),
+    "": list(FORMS),
+}
+
+needs_dm_control = pytest.mark.slow  # importing dm_control takes a second
+
+
+def _cases(names: list[str]) -> list:
+    return [pytest.param(name, marks=needs_dm_control if "dm_c" in name or "torchrl" in name else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", _cases(list(KNOWN)))
+def test_name_becomes_picklable_factory(name):
+    factory = factory_for(name)
+    assert factory == KNOWN[name]
+    assert pickle.loads(pickle.dumps(factory)) == factory
+
+
+@pytest.mark.parametrize("name", _cases(list(UNKNOWN)))
+def test_unknown_name_is_refused_with_what_is_known(name):
+    with pytest.raises(FactoryError) as caught:
+        factory_for(name)
+    for expected in UNKNOWN[name]:
+        assert expected in str(caught.value)
+
+
+def test_only_envs_that_must_know_are_told_of_frames():
+    assert factory_for("gymnasium:CartPole-v1", with_frames=True) == GymnasiumFactory("CartPole-v1", "rgb_array")
+    assert factory_for("meltingpot:clean_up", with_frames=True) == MeltingPotFactory("clean_up")
+
+
+def test_a_module_that_raises_is_reported_with_its_exception(tmp_path, monkeypatch):
+    (tmp_path / "raises_on_import.py").write_text("raise OSError('no such device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(FactoryError, match="importing raises_on_import raised OSError: no such device"):
+        factory_for("python:raises_on_import:make")
+
+
+def test_envs_of_other_packages_are_registered_by_importing_them(tmp_path, monkeypatch):
+    (tmp_path / "registers_an_env.py").write_text(
+        textwrap.dedent("""
+            import gymnasium
+            gymnasium.register("OfAnotherPackage-v3", "gymnasium.envs.classic_control.cartpole:CartPoleEnv")
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    factory = factory_for("gymnasium:registers_an_env:OfAnotherPackage-v3")
+    assert factory == GymnasiumFactory("registers_an_env:OfAnotherPackage-v3")
+    assert factory().spec.id == "OfAnotherPackage-v3"
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)  # makes `import gymnasium` raise ImportError
+    with pytest.raises(FactoryError, match=r"pip install 'envherd\[gymnasium\]'"):
+        factory_for("gymnasium:CartPole-v1")
+
+
+def test_factories_build_what_they_name():
+    env = GymnasiumFactory("CartPole-v1", "rgb_array")()
+    assert env.spec.id == "CartPole-v1"
+    assert env.render_mode == "rgb_array"
+    env.close()
+    built = CallableFactory("envherd.workers.testing", "CountingEnv")()
+    assert type(built).__name__ == "CountingEnv"
+
+
+@needs_dm_control
+def test_dm_control_factory_builds_its_task():
+    env = DmControlFactory("cartpole", "balance")()
+    assert env.reset().observation["position"].shape == (3,)
+    env.close()
+
+
+@pytest.mark.slow
+def test_torchrl_names_refuse_envs_of_other_families():
+    with pytest.raises(FactoryError, match=r"expected a TorchRL env, got envherd\.workers\.testing\.envs\.CountingEnv"):
+        CallableFactory("envherd.workers.testing", "CountingEnv", must_be_torchrl=True)()
+
+
+def test_callables_are_found_inside_classes(tmp_path, monkeypatch):
+    (tmp_path / "has_a_class.py").write_text(
+        textwrap.dedent("""
+            class Envs:
+                @staticmethod
+                def make():
+                    return 7
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert callable_at("has_a_class:Envs.make", "--policy")() == 7
+    with pytest.raises(FactoryError, match=r"has_a_class:Envs\.mak"):
+        callable_at("has_a_class:Envs.mak", "--policy")
