@@ -10,6 +10,7 @@ Knows nothing of processes or doorbells: the worker's loop and `SerialEnv` drive
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -196,6 +197,8 @@ class Block:
                 observation = self._step(slot, sink, column)
                 if op == _STEP_RESET and slot.has_ended:
                     phase = "reset"
+                    if slot.has_side:  # the env may write to what it gave
+                        slot.side["next"][:] = copy.deepcopy(slot.side["next"])
                     self._reset(
                         slot, sink, column + sink.root_follows, slot.last_done if slot.spec.batch_shape else None
                     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import EnvSpec, Key
-from envherd.workers import seeding
+from envherd.workers import plain, seeding
 from envherd.workers.block import Block
 from envherd.workers.errors import EnvError
 from envherd.workers.factory import Builder
@@ -147,6 +147,7 @@ class BlockBatch:
             )
 
     def _take(self, frame: dict[str, Any]) -> None:
+        frame = plain.decode(plain.encode(frame))  # as on its way to another process
         if frame["kind"] == "fault":
             self._faults.append(frame)
         elif frame["kind"] == "side":

@@ -43,13 +43,12 @@ from envherd.workers.testing.traces import (
     Event,
     Trace,
     compare,
+    compare_ends,
     disturbed,
     fused,
     separate,
     take_trace,
 )
-
-_BOTH = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ class Contract:
         apart = self._spread[1]
         if self.is_deterministic:
             why = "it changed when env 0 was reset. Do the envs share state (a class attribute, a global)?"
-            compare(2, self._pair[0], apart, (1,), why)
+            compare(2, self._pair[0], apart, why, env_ids=(1,))
 
     def _check_ends(self) -> None:
         within, by_hand = self._pair
@@ -203,16 +202,16 @@ class Contract:
         within, by_hand = self._pair
         if self.is_deterministic:
             why = "new envs gave other data for the same seed and actions. Draw all randomness from reset's seed."
-            compare(7, within, self._spread[0], _BOTH, why)
+            compare(7, within, self._spread[0], why)
+            compare_ends(7, within, self._spread[0], why)
             why = "the same envs, seeded again, gave other data: something of an earlier episode outlives the reset."
-            compare(7, within, by_hand, _BOTH, why)
+            compare(7, within, by_hand, why)
 
     def _check_copies(self) -> None:
         within, by_hand = self._pair
         if self.is_deterministic:
             why = "the reset has overwritten the last observation. Does the adapter hand out what the env changes?"
-            for mine, theirs in zip(within.ends(), by_hand.ends(), strict=True):
-                demand(10, theirs.next, mine.next, f"next, {mine}", why)
+            compare_ends(10, within, by_hand, why)
         assert self._spread  # taking it has checked that masks stay as they are
 
 

@@ -1,0 +1,149 @@
+"""What every test must leave as it found it: processes, descriptors, threads, /dev/shm, signal handlers.
+
+This process adopts orphans, so that a helper or worker that outlives its owner is seen here, and is
+killed here, whichever test had started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+_PR_SET_CHILD_SUBREAPER = 36
+#: Seconds for what is ending to have ended: well above the promised one second.
+_GRACE_S = 3.0
+_TEARDOWN_S = 10.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR2)
+#: Descriptors that libraries open once and keep.
+_KEPT_OPEN = ("/dev/urandom", "/dev/null", "/dev/dri", "/dev/nvidia")
+
+settings.register_profile("steady", deadline=None, derandomize=True, database=None)
+settings.load_profile("steady")
+
+
+def pytest_configure() -> None:
+    """Adopt orphans: what a test's process leaves becomes a child of this one."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _children() -> set[int]:
+    """Return the pids of this process's living children, adopted ones too."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found.update(map(int, (task / "children").read_text().split()))
+    return {pid for pid in found if not _has_ended(pid)}
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a process is gone or waits to be reaped (adopted orphans do)."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+    return "(gone)"
+
+
+def _is_pool(thread: threading.Thread) -> bool:
+    """Return whether a thread belongs to a library's pool that lives as long as the process."""
+    return thread.name.startswith(("asyncio_", "ThreadPoolExecutor-", "pytest_timeout"))
+
+
+@dataclass
+class Possessions:
+    """What this process holds now."""
+
+    children: set[int] = field(default_factory=_children)
+    descriptors: dict[int, str] = field(default_factory=_descriptors)
+    threads: set[int] = field(default_factory=lambda: {id(thread) for thread in threading.enumerate()})
+    shm: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
+    handlers: dict[int, Any] = field(default_factory=lambda: {number: signal.getsignal(number) for number in _SIGNALS})
+    folder: str = field(default_factory=os.getcwd)
+
+    def gained(self) -> list[str]:
+        """Say what is held now and was not held then."""
+        now = Possessions()
+        found = [f"process {pid}: {_command(pid)}" for pid in sorted(now.children - self.children)]
+        found += [
+            f"descriptor {fd}: {target}"
+            for fd, target in now.descriptors.items()
+            if self.descriptors.get(fd) != target and not target.startswith(_KEPT_OPEN)
+        ]
+        found += [f"thread {t.name}" for t in threading.enumerate() if id(t) not in self.threads and not _is_pool(t)]
+        found += [f"/dev/shm/{name}" for name in sorted(now.shm - self.shm)]
+        found += [f"handler of signal {n}" for n, handler in now.handlers.items() if handler != self.handlers[n]]
+        return found + ([f"current folder {now.folder}"] if now.folder != self.folder else [])
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves anything behind; kill the processes that it left."""
+    before = Possessions()
+    yield
+    gained = before.gained()
+    if gained:
+        gc.collect()
+        gained = before.gained()
+    end = time.monotonic() + _GRACE_S
+    while gained and time.monotonic() < end:
+        time.sleep(0.02)
+        gained = before.gained()
+    for pid in _children() - before.children:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    if gained:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(gained))
+
+
+@pytest.fixture(autouse=True)
+def _loses_no_worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test that loses a worker without being marked `broken_pool`."""
+    pool = sys.modules.get("envherd.executor.pool")
+    if pool is None or request.node.get_closest_marker("broken_pool"):
+        yield
+        return
+    lost: list[str] = []
+    declare_lost = pool.WorkerPool._declare_lost
+
+    def declare(self: Any, worker_id: int, error: Exception) -> None:
+        lost.append(str(error))
+        declare_lost(self, worker_id, error)
+
+    monkeypatch.setattr(pool.WorkerPool, "_declare_lost", declare)
+    yield
+    assert not lost, "the test lost a worker; mark it `broken_pool` if it means to:\n" + "\n".join(lost)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Fail a teardown that takes long: closing is bounded."""
+    began = time.monotonic()
+    yield
+    took = time.monotonic() - began
+    assert took < _TEARDOWN_S, f"the teardown took {took:.1f} s"

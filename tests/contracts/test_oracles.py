@@ -1,0 +1,60 @@
+"""The contract on envs that are known to be right, through a bare block and through both executors."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from envherd.workers.testing import (
+    AgentsEnv,
+    Contract,
+    CountingEnv,
+    FlagsEnv,
+    PairEnv,
+    PartialResetContract,
+    TextEnv,
+    check_env_contract,
+)
+from tests.contracts.executor_batch import BATCHES
+
+ENVS = {
+    "counting": CountingEnv,
+    "one_step_episodes": partial(CountingEnv, 1),
+    "reused_buffers": partial(CountingEnv, size=5, reuses_buffers=True),
+    "agents": AgentsEnv,
+    "text": TextEnv,
+    "batch_of_two": PairEnv,
+    "switches": FlagsEnv,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("env", ENVS)
+def test_every_rule_holds(env: str, batch: str) -> None:
+    report = Contract(ENVS[env], num_steps=40, make_batch=BATCHES[batch]).check_all()
+    assert sorted(report.rules) == [1, 2, 3, 4, 6, 7, 10]
+    assert report.num_ends > 4
+    assert report.are_calls_counted
+
+
+def test_as_a_function() -> None:
+    report = check_env_contract(CountingEnv, num_steps=20, seed=3)
+    assert report.num_steps == 20
+
+
+class TestAsAClass(PartialResetContract):
+    num_steps = 30
+
+    def make_env(self) -> Any:
+        return CountingEnv()
+
+
+class TestAsAClassThroughTheExecutor(PartialResetContract):
+    num_steps = 30
+    make_batch = staticmethod(BATCHES["serial"])
+
+    def make_env(self) -> Any:
+        return AgentsEnv()

@@ -1,0 +1,174 @@
+"""The contract finds what it is there to find: for every rule an env, or a runner, that breaks it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.workers.errors import EnvError
+from envherd.workers.testing import (
+    BlockBatch,
+    Contract,
+    ContractViolation,
+    CountingEnv,
+    FaultyEnv,
+    GlobalRandomEnv,
+    PlainAdapter,
+    check_env_contract,
+)
+from tests.contracts.executor_batch import BATCHES, ExecutorBatch
+
+
+class StepsTwice(CountingEnv):
+    def step(self, action: list[Any]) -> Any:
+        values = super().step(action)
+        return self.step(action) if self.num_steps == 1 else values
+
+
+class ResetsItself(CountingEnv):
+    """As Gymnasium's vector envs in SAME_STEP mode: the last observation is the next episode's first."""
+
+    def step(self, action: list[Any]) -> Any:
+        observation, *others = super().step(action)
+        return (self.reset(self.seed) if any(others[1:]) else observation, *others)
+
+    def _observe(self, action: int) -> list[Any]:
+        return [values[-2:].repeat([1, 2]) for values in super()._observe(action)]
+
+
+class SharesState(CountingEnv):
+    total: ClassVar[np.ndarray] = np.zeros(1, np.int64)
+
+    def reset(self, *args: Any) -> list[Any]:
+        self.total += 1
+        return super().reset(*args)
+
+    def _observe(self, action: int) -> list[Any]:
+        return [values + self.total[0] for values in super()._observe(action)]
+
+
+class Remembers(CountingEnv):
+    """Lets the number of earlier episodes show."""
+
+    def _observe(self, action: int) -> list[Any]:
+        return [values + self.episode for values in super()._observe(action)]
+
+
+class OverwritesText(CountingEnv):
+    """Hands out a list over the side channel, and changes it later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        leaf = LeafSpec(("log",), dtype="", is_side=True)
+        self.spec = EnvSpec(observation=(*self.spec.observation, leaf), action=self.spec.action, family="plain")
+        self._log: list[int] = []
+
+    def _observe(self, action: int) -> list[Any]:
+        self._log[:] = [*self._log, action] if self.num_steps else []
+        return [*super()._observe(action), self._log]
+
+
+class IgnoresMasks(BlockBatch):
+    def reset(self, mask: Any) -> Any:
+        return super().reset(None)
+
+
+class WritesMasks(BlockBatch):
+    def reset(self, mask: Any) -> Any:
+        rows = super().reset(mask)
+        if mask is not None:
+            mask[:] = False
+        return rows
+
+
+class LosesEnds(BlockBatch):
+    """Hands out the reset observation as the last one."""
+
+    def step(self, actions: Any, *, resets_ended: bool) -> Any:
+        nexts, roots = super().step(actions, resets_ended=resets_ended)
+        for row, root in zip(nexts, roots, strict=True):
+            if row[("done",)].any() and resets_ended:
+                row[("observation",)] = root[("observation",)]
+        return nexts, roots
+
+
+class ForgetsToReset(BlockBatch):
+    def step(self, actions: Any, *, resets_ended: bool) -> Any:
+        nexts, roots = super().step(actions, resets_ended=resets_ended)
+        return nexts, nexts if resets_ended else roots
+
+
+class InventsDone(BlockBatch):
+    def step(self, actions: Any, *, resets_ended: bool) -> Any:
+        nexts, roots = super().step(actions, resets_ended=resets_ended)
+        for row in nexts:
+            row[("terminated",)] &= False
+        return nexts, roots
+
+
+class StepsTheEnded(ExecutorBatch):
+    def step(self, actions: Any, *, resets_ended: bool) -> Any:
+        self.env._rows.ended[:] = False
+        return super().step(actions, resets_ended=resets_ended)
+
+
+VIOLATIONS = [
+    (1, StepsTwice, None, r"expected 80 calls of env\.step and \d+ of env\.reset for 80 transitions"),
+    (1, ResetsItself, None, "The env, or its adapter, steps or resets by itself"),
+    (2, CountingEnv, IgnoresMasks, "a reset of nobody changed it"),
+    (2, SharesState, None, "Do the envs share state"),
+    (3, ResetsItself, None, "The env seems to reset itself in `step`"),
+    (3, CountingEnv, ForgetsToReset, "done of a root outlives a reset"),
+    (4, CountingEnv, partial(StepsTheEnded, BATCHES["serial"].args[0]), "had ended and were stepped"),
+    (6, CountingEnv, InventsDone, "expected done to be terminated | truncated"),
+    (7, GlobalRandomEnv, None, "Draw all randomness from reset's seed"),
+    (7, Remembers, None, "something of an earlier episode outlives the reset"),
+    (10, CountingEnv, LosesEnds, "the reset has overwritten the last observation"),
+    (10, CountingEnv, WritesMasks, "a reset changed the mask that it was given"),
+]
+
+
+@pytest.mark.parametrize(("rule", "env", "batch", "message"), VIOLATIONS)
+def test_found(rule: int, env: Any, batch: Any, message: str) -> None:
+    with pytest.raises(ContractViolation, match=f"rule {rule} is broken.*{message}"):
+        Contract(env, num_steps=40, make_batch=batch).check(rule)
+
+
+@pytest.mark.parametrize("rule", Contract.RULES)
+def test_nothing_is_proved_without_an_end(rule: int) -> None:
+    contract = Contract(partial(CountingEnv, 1000), num_steps=10)
+    if rule == 4:
+        contract.check(rule)  # a block does not enforce it
+        return
+    with pytest.raises(ContractViolation, match="expected at least one episode end, saw none in 10 steps of 2 envs"):
+        contract.check(rule)
+
+
+def test_a_side_value_is_copied_before_the_reset() -> None:
+    check_env_contract(OverwritesText, num_steps=20)
+
+
+def test_an_env_that_breaks_its_spec_is_named() -> None:
+    with pytest.raises(
+        EnvError, match=r"observation expected|writing observation failed: expected int64 \(3,\), got int64 \(2,\)"
+    ):
+        check_env_contract(lambda: FaultyEnv("wrong_shape", length=5))
+
+
+def test_an_adapter_that_returns_too_few_values_is_named() -> None:
+    class Forgetful(CountingEnv):
+        def _observe(self, action: int) -> list[Any]:
+            return []
+
+    assert PlainAdapter(Forgetful()).spec.observation
+    with pytest.raises(EnvError, match="writing observation failed: expected 1 values, got 0"):
+        check_env_contract(Forgetful)
+
+
+def test_an_undetermined_env_is_held_to_the_other_rules() -> None:
+    report = check_env_contract(GlobalRandomEnv, num_steps=30, is_deterministic=False)
+    assert report.num_ends > 0
