@@ -29,7 +29,7 @@ from envherd.workers.messages import Channel
 _PACKET = 1 << 18
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _STACK_WAIT_S = 1.0  # for a stuck worker to have written its stack; it takes well under a millisecond
-_LAST_LINES = 20
+_LAST_LINES = 60
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
     "from envherd.workers.zygote import main; main(int(sys.argv[1]))"

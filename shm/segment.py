@@ -12,10 +12,12 @@ name is unlinked by the owner in `close`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import sys
+import weakref
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -70,7 +72,7 @@ class Segment:
             os.ftruncate(fd, size)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-            mapping = mmap.mmap(fd, size)
+            mapping = _map(fd, size)
         except BaseException:
             os.close(fd)
             raise
@@ -84,7 +86,7 @@ class Segment:
         """Map an existing segment by descriptor (which becomes the segment's own) or by name."""
         if name is not None:
             return cls(nbytes, shared_memory.SharedMemory(name=name), name=name, is_owner=False)
-        return cls(nbytes, mmap.mmap(fd, nbytes), fd=fd, is_owner=False)
+        return cls(nbytes, _map(fd, nbytes), fd=fd, is_owner=False)
 
     def array(self) -> np.ndarray:
         """Return the bytes as uint8 `[nbytes]`: a VIEW that keeps the mapping alive."""
@@ -122,6 +124,24 @@ def available_bytes() -> int | None:
     """Return the bytes this process may still take: MemAvailable or the cgroup's room, whichever is less."""
     rooms = [room for room in (_meminfo_available(), _cgroup_room()) if room is not None]
     return min(rooms) if rooms else None
+
+
+def _map(fd: int, nbytes: int) -> Any:
+    """Map a descriptor and return the bytes as an object with the buffer protocol; unmapped when it is dropped.
+
+    Python's own `mmap` keeps a copy of the descriptor for as long as the mapping lives (until 3.13): a
+    program that keeps its rollouts would run out of descriptors.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"mmap of {nbytes} bytes failed")
+    block = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(block, libc.munmap, address, nbytes).atexit = False  # views may outlive everything at exit
+    return block
 
 
 def _create_memfd(label: str) -> int:

@@ -1,0 +1,167 @@
+"""However the owner ends, nothing is left; however it is interrupted, nothing stale comes back."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+from envherd.executor import Closed, ParallelEnv, ResetNeeded
+from envherd.workers.testing import CountingEnv, FaultyEnv
+
+pytestmark = pytest.mark.slow
+
+_OWNER = """
+import functools, os, sys, time
+from envherd.executor import ParallelEnv, ExecutorOptions
+from envherd.workers.testing import CountingEnv, FaultyEnv, ParentEnv
+envs = {{"idle": CountingEnv, "parent": ParentEnv, "hung": functools.partial(FaultyEnv, "gil")}}
+env = ParallelEnv(2, envs[{kind!r}], num_workers=2)
+td = env.rand_action(env.reset())
+pids = [w.pid for w in env.statistics().workers]
+pids += env.get("child") if {kind!r} == "parent" else []
+print(*pids, flush=True)
+if {kind!r} == "hung":
+    for _ in range(3):
+        td = env.rand_action(env.step_and_maybe_reset(td)[1])
+{ending}
+"""
+
+ENDINGS = {
+    "waits": "time.sleep(60)",
+    "returns": "",
+    "exits": "os._exit(0)",
+    "raises": "raise RuntimeError('over')",
+}
+
+
+def run_owner(kind, ending):
+    code = _OWNER.format(kind=kind, ending=ENDINGS[ending])
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    pids = list(map(int, owner.stdout.readline().split()))
+    return owner, pids
+
+
+def all_gone(pids, within_s):
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if not any(_runs(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _runs(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["idle", "parent", "hung"])
+def test_a_killed_owner_leaves_nothing(kind):
+    owner, pids = run_owner(kind, "waits")
+    if kind == "hung":
+        time.sleep(0.5)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert len(pids) == (4 if kind == "parent" else 2)
+    assert all_gone(pids, 5.0)
+
+
+@pytest.mark.parametrize("ending", ["returns", "exits", "raises"])
+def test_an_owner_that_ends_without_closing_leaves_nothing(ending):
+    owner, pids = run_owner("idle", ending)
+    owner.wait(30)
+    owner.stdout.close()
+    assert all_gone(pids, 5.0)
+
+
+def test_a_script_is_not_run_again(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "open(sys.argv[1], 'a').write('ran ')\n"
+        "from envherd.executor import ParallelEnv\n"
+        "import torch\n"
+        "from envherd.workers.testing import CountingEnv\n"
+        "class Mine(CountingEnv):\n"
+        "    def loaded(self):\n"
+        "        return sorted({'torch', 'tensordict'} & set(sys.modules))\n"
+        "env = ParallelEnv(2, lambda: Mine(3), num_workers=2)\n"
+        "env.rollout(5, break_when_any_done=False)\n"
+        "print(env.call('loaded'))\n"
+        "env.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "log")], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert done.stdout.strip() == "[[], []]"
+    assert (tmp_path / "log").read_text() == "ran "
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_ctrl_c_during_a_step(victim):
+    make = [functools.partial(CountingEnv, 1_000_000)] * 4
+    make[victim] = functools.partial(FaultyEnv, "slow", step=3)
+    with ParallelEnv(4, make, num_workers=2, seed=0) as env:
+        root = env.reset()
+        for _ in range(2):
+            root["action"] = torch.zeros(4, dtype=torch.int64)
+            root = env.step_and_maybe_reset(root)[1]
+        pids = [worker.pid for worker in env.statistics().workers]
+        root["action"] = torch.zeros(4, dtype=torch.int64)
+        timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            env.step_and_maybe_reset(root)
+        timer.join()
+        with pytest.raises(ResetNeeded):
+            env.step_and_maybe_reset(root)
+        root = env.reset()
+        assert root["observation"][:, 1].tolist() == [0] * 4
+        for count in range(1, 3):
+            root["action"] = torch.ones(4, dtype=torch.int64)
+            root = env.step_and_maybe_reset(root)[1]
+            assert root["observation"][:, 1].tolist() == [count] * 4
+            assert root["observation"][:, 2].tolist() == [1] * 4
+        assert [worker.pid for worker in env.statistics().workers] == pids
+
+
+def test_ctrl_c_during_recv_loses_nothing():
+    make = [functools.partial(CountingEnv, 1_000_000), functools.partial(FaultyEnv, "slow", step=1)]
+    with ParallelEnv(2, make, num_workers=2, seed=0) as env:
+        root = env.reset()
+        root["action"] = torch.zeros(2, dtype=torch.int64)
+        env.send(root)
+        timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            env.recv()
+        timer.join()
+        received = env.recv()
+        assert sorted(received["env_ids"].tolist()) == [0, 1]
+        assert received["next", "observation"][:, 1].tolist() == [1, 1]
+
+
+def test_a_forked_copy_is_not_the_owner():
+    with ParallelEnv(2, CountingEnv, num_workers=2) as env:
+        env.reset()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                env.reset()
+            except Closed:
+                env.close()
+                code = 0
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert env.reset()["observation"].shape == (2, 3)
