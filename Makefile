@@ -32,7 +32,8 @@ $(STAMP): pyproject.toml constraints.txt .ci/install_meltingpot.py
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; install it, or: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python .ci/install_meltingpot.py -c constraints.txt
-	$(PIP) install --quiet --progress-bar off -c constraints.txt -e ".[all]"
+	@echo "installing everything else, which takes some minutes"
+	$(PIP) install -qq --progress-bar off -c constraints.txt -e ".[all]"
 	@touch $@
 
 rollout: $(STAMP)

@@ -1,0 +1,317 @@
+"""The command line, run for real: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from tensordict import TensorDict
+from typer.testing import CliRunner, Result
+
+from envherd.executor.cli.app import app
+
+COUNTING = "python:envherd.workers.testing:CountingEnv"
+TEXT = "python:envherd.workers.testing:TextEnv"
+PAIR = "python:envherd.workers.testing:PairEnv"
+
+USER_MODULE = """
+    import os
+    import pathlib
+
+    from envherd.workers.testing import CountingEnv
+
+
+    class Breaks(CountingEnv):
+        def __init__(self):
+            super().__init__(length=10)
+
+        def step(self, action):
+            if self.num_steps == 4:
+                raise RuntimeError("the axle broke")
+            return super().step(action)
+
+
+    class Says(CountingEnv):
+        '''Tells the test when it has made some steps.'''
+
+        def __init__(self):
+            super().__init__()
+            self.total = 0
+
+        def step(self, action):
+            self.total += 1
+            if self.total == 20:
+                pathlib.Path(os.environ["ENVHERD_TEST_MARK"]).touch()
+            return super().step(action)
+
+
+    def refuses():
+        raise OSError("no such track")
+
+
+    def ones(env):
+        def policy(td):
+            td["action"] = env.rand_action()["action"] * 0 + 1
+            td["extra"] = td["action"] * 10
+            return td
+
+        return policy
+
+
+    def stubborn():
+        return lambda td: td.set("action", 2 * td["done"][:, 0].long() + 2)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Run in a folder of its own, which has a user's module in it."""
+    (tmp_path / "my_envs.py").write_text(textwrap.dedent(USER_MODULE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_envs", raising=False)
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+    sys.modules.pop("my_envs", None)
+
+
+def rollout(*arguments: str) -> Result:
+    """Run `envherd rollout` in this process."""
+    return CliRunner().invoke(app, ["rollout", *arguments])
+
+
+def figures_of(result: Result) -> dict:
+    """Return the JSON that a run printed, after checking that it went well."""
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_help_names_every_option():
+    result = CliRunner().invoke(app, ["rollout", "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    for option in ("--envs", "--workers", "--steps", "--seed", "--policy", "--out", "--gif", "--png", "--json"):
+        assert option in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["meltingpot:clean_pu"], "clean_up"),
+        (["gymnasium:CartPol-v1"], "CartPole-v1"),
+        (["gymnasum:CartPole-v1"], "gymnasium:"),
+        (["python:my_envs:Break"], "Breaks"),
+        ([COUNTING, "--policy", "my_envs:stubbor"], "stubborn"),
+        ([COUNTING, "--policy", "stubborn"], "MODULE:CALLABLE"),
+        ([COUNTING, "--out", "."], "expected no such path"),
+        ([COUNTING, "--envs", "0"], "--envs"),
+        ([COUNTING, "--steps", "many"], "--steps"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_refused_before_anything_starts(folder, arguments, expected):
+    result = rollout(*arguments)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert "Traceback" not in result.output
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["my_envs.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_stored_data_and_reported_figures_agree():
+    result = rollout(COUNTING, "--envs", "3", "--workers", "2", "--steps", "40", "--out", "kept", "--json", "-")
+    plain = figures_of(result)
+    data = TensorDict.load_memmap("kept")
+    assert data.batch_size == (3, 40)
+    assert (plain["num_envs"], plain["num_workers"], plain["steps_done"], plain["env_steps"]) == (3, 2, 40, 120)
+    ended = data["next", "done"].squeeze(-1)
+    assert plain["episodes"] == ended.sum() > 0
+    assert plain["resets"] == 3 + plain["episodes"]
+    returns, running = [], torch.zeros(3, dtype=torch.float64)
+    for step in range(40):
+        running += data["next", "reward"][:, step, 0]
+        returns += running[ended[:, step]].tolist()
+        running[ended[:, step]] = 0
+    assert plain["mean_return"] == {"agent": pytest.approx(sum(returns) / len(returns))}
+    assert [worker["env_ids"] for worker in plain["workers"]] == [[0, 1], [2]]
+    assert plain["memory"]["workers_pss_bytes"] > 0
+    assert plain["files"] == {"out": "kept"}
+    assert "env-steps/s" in result.stderr, "the table goes where it does not spoil the JSON"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_the_same_seed_gives_the_same_rollout_for_any_number_of_workers():
+    for workers, name in (("1", "one"), ("2", "two")):
+        done = rollout(COUNTING, "--workers", workers, "--steps", "25", "--seed", "5", "--out", name)
+        assert done.exit_code == 0
+    one, two = TensorDict.load_memmap("one"), TensorDict.load_memmap("two")
+    assert (one == two).all()
+    assert one["action"].unique().numel() > 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_a_policy_acts_and_what_it_adds_is_kept():
+    assert rollout(COUNTING, "--steps", "6", "--policy", "my_envs:ones", "--out", "kept").exit_code == 0
+    data = TensorDict.load_memmap("kept")
+    assert (data["action"] == 1).all()
+    assert (data["extra"] == 10).all()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_a_policy_factory_need_not_take_the_env():
+    assert rollout(COUNTING, "--steps", "3", "--policy", "my_envs:stubborn", "--out", "kept").exit_code == 0
+    assert (TensorDict.load_memmap("kept")["action"] == 2).all()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_values_without_a_fixed_shape_are_stored_too():
+    assert rollout(TEXT, "--envs", "2", "--steps", "5", "--out", "kept").exit_code == 0
+    data = TensorDict.load_memmap("kept")
+    assert data.batch_size == (2, 5)
+    texts = data["next", "text"]
+    assert all(isinstance(text, str) and ":" in text for row in texts for text in row)
+    assert texts[0][0] != texts[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_envs_that_are_batches_count_each_of_their_rows():
+    plain = figures_of(rollout(PAIR, "--envs", "2", "--workers", "1", "--steps", "30", "--out", "kept", "--json", "-"))
+    done = TensorDict.load_memmap("kept")["next", "done"]
+    assert done.shape[:3] == (2, 30, 2) or done.shape[:3] == (2, 2, 30)
+    assert plain["episodes"] == done.sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_an_earlier_rollout_is_replaced():
+    for steps in ("8", "5"):
+        assert rollout(COUNTING, "--steps", steps, "--out", "deep/kept", "--json", "deep/figures.json").exit_code == 0
+    assert TensorDict.load_memmap("deep/kept").batch_size == (4, 5)
+    assert json.loads(Path("deep/figures.json").read_text())["steps"] == 5
+
+
+@pytest.mark.usefixtures("folder")
+def test_data_of_others_is_never_replaced():
+    theirs = Path("theirs")
+    theirs.mkdir()
+    (theirs / "meta.json").write_text('{"measured": "with care"}')
+    result = rollout(COUNTING, "--out", "theirs")
+    assert result.exit_code == 2
+    assert (theirs / "meta.json").read_text() == '{"measured": "with care"}'
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_a_rollout_that_the_disk_has_no_room_for_is_refused():
+    result = rollout(COUNTING, "--steps", str(10**13), "--out", "kept")
+    assert result.exit_code == 1
+    assert "expected room for" in result.stderr
+    assert not Path("kept").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_an_env_that_breaks_ends_it_with_what_was_collected():
+    result = rollout("python:my_envs:Breaks", "--envs", "2", "--out", "kept", "--json", "figures.json")
+    assert result.exit_code == 1
+    assert "RuntimeError: the axle broke" in result.stderr
+    assert "my_envs.py" in result.stderr, "the worker's traceback leads to the user's line"
+    plain = json.loads(Path("figures.json").read_text())
+    assert plain["steps_done"] == 4
+    assert "the axle broke" in plain["error"]
+    assert plain["env_errors"] >= 1
+    assert TensorDict.load_memmap("kept").batch_size == (2, 4)
+    assert "4 of 200 (failed)" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_a_factory_that_raises_is_shown_with_its_traceback():
+    result = rollout("python:my_envs:refuses")
+    assert result.exit_code == 1
+    assert "OSError: no such track" in result.stderr
+    assert "my_envs.py" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_envs_without_a_picture_are_refused_before_the_first_step():
+    result = rollout(PAIR, "--steps", "1000", "--gif", "envs.gif", "--out", "kept")
+    assert result.exit_code == 1
+    assert "no picture of themselves" in result.stderr
+    assert not Path("kept").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_gymnasium_envs_are_drawn():
+    result = rollout(
+        "gymnasium:CartPole-v1", "--envs", "2", "--steps", "6", "--gif", "a/envs.gif", "--png", "a/envs.png"
+    )
+    assert result.exit_code == 0, result.output
+    with Image.open("a/envs.gif") as gif:
+        assert gif.n_frames == 7
+    with Image.open("a/envs.png") as sheet:
+        assert sheet.width > sheet.height
+    assert "a/envs.gif" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_melting_pot_is_reported_per_player_and_drawn_from_its_world_view():
+    name = "meltingpot:collaborative_cooking__cramped"
+    result = rollout(name, "--envs", "2", "--steps", "8", "--png", "envs.png", "--out", "kept", "--json", "-")
+    plain = figures_of(result)
+    assert list(plain["mean_return"]) == ["player_0", "player_1"]
+    assert plain["agent_steps_per_s"] == pytest.approx(2 * plain["env_steps_per_s"])
+    world = TensorDict.load_memmap("kept")["next", "RGB"]
+    assert world.shape == (2, 8, 40, 72, 3)
+    with Image.open("envs.png") as sheet:
+        drawn = set(sheet.convert("RGB").get_flattened_data())
+    assert {tuple(colour) for colour in world[:, -1].reshape(-1, 3).unique(dim=0).tolist()} <= drawn
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_ctrl_c_ends_it_with_what_was_collected(tmp_path):
+    mark = tmp_path / "mark"
+    command = [str(Path(sys.executable).with_name("envherd")), "rollout", "python:my_envs:Says", "--steps", "1000000"]
+    process = subprocess.Popen(
+        [*command, "--envs", "2", "--out", "kept", "--json", "-"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ENVHERD_TEST_MARK": str(mark)},
+        start_new_session=True,
+    )
+    try:
+        while not mark.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to everyone
+        printed, complaints = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "Traceback" not in complaints
+    plain = json.loads(printed)
+    assert plain["interrupted"] is True
+    assert 10 <= plain["steps_done"] < 1_000_000
+    data = TensorDict.load_memmap("kept")
+    assert data.batch_size == (2, plain["steps_done"])
+    assert data["next", "done"].sum() == plain["episodes"]

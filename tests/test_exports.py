@@ -1,0 +1,97 @@
+"""What is public is there, documented, packaged and pinned."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import envherd.executor
+from envherd.workers import errors
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
+PUBLIC = ("envherd.executor", "envherd.workers.adapters", "envherd.workers.testing")
+
+
+def normalized(requirement: str) -> str:
+    """Return the name in a requirement, as indexes compare names."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()  # type: ignore[index]  # always one
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_all_is_sorted_and_there(package):
+    module = importlib.import_module(package)
+    assert list(module.__all__) == sorted(module.__all__)
+    for name in module.__all__:
+        assert hasattr(module, name), name
+        assert set(module.__all__) <= set(dir(module))
+
+
+def test_users_see_at_most_twenty_names():
+    assert len(envherd.executor.__all__) <= 20
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_classes_and_functions_have_a_docstring(package):
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            assert inspect.getdoc(value), name
+
+
+def test_every_exception_is_exported():
+    raised = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.EnvherdError)
+    }
+    assert raised <= set(envherd.executor.__all__)
+
+
+def test_every_folder_of_code_is_packaged():
+    layers = PYPROJECT["tool"]["setuptools"]["package-dir"]
+    folders = {
+        ".".join((name, *file.parent.relative_to(ROOT / folder).parts))
+        for name, folder in layers.items()
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    assert folders == set(PYPROJECT["tool"]["setuptools"]["packages"])
+    for package in folders:
+        assert importlib.import_module(package).__file__, f"{package} has no __init__.py"
+
+
+def test_types_are_shipped():
+    for folder in PYPROJECT["tool"]["setuptools"]["package-dir"].values():
+        assert (ROOT / folder / "py.typed").is_file()
+
+
+def test_the_console_script_is_there():
+    (script,) = (s for s in importlib.metadata.entry_points(group="console_scripts") if s.name == "envherd")
+    assert callable(script.load())
+
+
+def test_the_extra_all_has_every_other_extra():
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    (everything,) = extras["all"]
+    assert set(re.fullmatch(r"envherd\[(.*)\]", everything)[1].split(",")) == set(extras) - {"all"}
+
+
+def test_constraints_are_pins_and_nothing_else():
+    for line in CONSTRAINTS:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!_]+", line), line
+    names = [normalized(line) for line in CONSTRAINTS]
+    assert len(names) == len(set(names))
+
+
+def test_every_dependency_is_pinned():
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    wanted = [*PYPROJECT["project"]["dependencies"], *(r for name, rs in extras.items() if name != "all" for r in rs)]
+    assert {normalized(requirement) for requirement in wanted} <= {normalized(line) for line in CONSTRAINTS}

@@ -1,0 +1,145 @@
+"""Imports point one way, and a worker stays light: shm <- workers <- executor."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from envherd.executor import MeltingPotFactory, ParallelEnv
+from envherd.workers.adapters.named import DmControlFactory, GymnasiumFactory
+from envherd.workers.testing import CountingEnv
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("shm", "workers", "executor")
+FILES = sorted(path.relative_to(ROOT).as_posix() for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
+
+#: A file may import what any pattern that matches it allows, anywhere in the file.
+ALLOWED = {
+    "shm/*": {"numpy", "envherd.shm"},
+    "workers/*": {"numpy", "cloudpickle", "envherd.shm", "envherd.workers"},
+    "workers/adapters/dm_env*.py": {"dm_env"},
+    "workers/adapters/envpool*.py": {"envpool", "gymnasium"},
+    "workers/adapters/gymnasium*.py": {"gymnasium"},
+    "workers/adapters/meltingpot*.py": {"dm_env", "dmlab2d", "meltingpot"},
+    "workers/adapters/named.py": {"dm_control", "gymnasium"},
+    "workers/adapters/pettingzoo*.py": {"pettingzoo", "gymnasium"},
+    "workers/adapters/torch_native*.py": {"torch", "tensordict"},
+    "workers/adapters/torchrl*.py": {"torch", "tensordict", "torchrl"},
+    "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
+    "executor/cli/*": {"typer", "rich"},
+    "executor/media.py": {"PIL"},
+    "executor/cluster.py": {"ray"},
+    "executor/facades/gymnasium*.py": {"gymnasium"},
+    "executor/facades/sb3*.py": {"stable_baselines3", "gymnasium"},
+    "executor/facades/torchrl*.py": {"torchrl"},
+}
+#: Imported by an adapter of their family when an env of it is there, and by nothing else.
+HEAVY = {
+    "dm_control",
+    "dm_env",
+    "dmlab2d",
+    "gymnasium",
+    "jax",
+    "meltingpot",
+    "stable_baselines3",
+    "tensordict",
+    "tensorflow",
+    "torch",
+    "torchrl",
+}
+FAMILY_FILES = ("dm_env", "envpool", "gymnasium", "meltingpot", "pettingzoo", "torch_native", "torchrl")
+
+
+def imported_packages(path: Path) -> Iterator[str]:
+    """Yield what a file imports that is not python's own: packages, and `envherd.LAYER`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            names = [str(node.module)]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] not in sys.stdlib_module_names:
+                yield ".".join(parts[:2]) if parts[0] == "envherd" else parts[0]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_imports_only_what_its_layer_may(file):
+    allowed = set().union(*(packages for pattern, packages in ALLOWED.items() if fnmatch(file, pattern)))
+    assert set(imported_packages(ROOT / file)) <= allowed | {"_multiprocessing"}
+
+
+def module_name(file: str) -> str:
+    """Return the module that a source file is."""
+    return "envherd." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def heavy_after_importing(modules: list[str]) -> set[str]:
+    """Return which heavy packages a fresh process has loaded after importing some modules."""
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(*sorted({HEAVY!r} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_shm_and_workers_load_no_heavy_package():
+    light = [
+        file
+        for file in FILES
+        if not file.startswith("executor/")
+        and not (file.startswith("workers/adapters/") and Path(file).name.startswith(FAMILY_FILES))
+    ]
+    assert len(light) > 20
+    assert heavy_after_importing([module_name(file) for file in light]) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapter", "loaded"),
+    [
+        ("gymnasium", {"gymnasium"}),
+        ("dm_env", {"dm_env"}),
+        ("meltingpot", set()),
+        ("meltingpot_factory", set()),
+        ("named", set()),
+    ],
+)
+def test_an_adapter_loads_only_its_family(adapter, loaded):
+    module = f"envherd.workers.adapters.{adapter}"
+    importlib.import_module(module)
+    assert heavy_after_importing([module]) <= loaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "factory",
+    [
+        CountingEnv,
+        GymnasiumFactory("CartPole-v1"),
+        DmControlFactory("cartpole", "balance"),
+        MeltingPotFactory("collaborative_cooking__cramped"),
+    ],
+    ids=["plain", "gymnasium", "dm_control", "meltingpot"],
+)
+def test_a_running_worker_has_no_torch_tensorflow_or_jax(factory):
+    with ParallelEnv(1, factory, num_workers=1, seed=0) as env:
+        env.rollout(3)
+        pid = env.statistics().workers[0].pid
+        libraries = Path(f"/proc/{pid}/maps").read_text()
+    assert "numpy" in libraries
+    assert "libtorch" in Path("/proc/self/maps").read_text(), "this is how it would show"
+    for library in ("libtorch", "tensorflow", "jaxlib"):
+        assert library not in libraries

@@ -1,0 +1,112 @@
+"""The script that installs Melting Pot: what it builds with, and that it never waits for ever."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / ".ci" / "install_meltingpot.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    """Return the script as a module."""
+    spec = importlib.util.spec_from_file_location("install_meltingpot", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_wheel(path: Path, *files: str) -> Path:
+    """Write a zip file with some empty files in it."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in files:
+            archive.writestr(file, "")
+    return path
+
+
+def test_the_empty_archive_has_the_directory_that_the_build_looks_for(script, tmp_path):
+    script.write_empty_archive(tmp_path / script.ARCHIVE)
+    with tarfile.open(tmp_path / script.ARCHIVE) as archive:
+        (member,) = archive.getmembers()
+    assert (member.name, member.isdir()) == ("assets", True)
+
+
+def test_a_supplied_archive_survives_the_build_without_models(script, tmp_path):
+    supplied = tmp_path / "theirs.tar.gz"
+    supplied.write_bytes(b"models")
+    (tmp_path / script.ARCHIVE).symlink_to(supplied)
+    script.write_empty_archive(tmp_path / script.ARCHIVE)
+    assert supplied.read_bytes() == b"models"
+
+
+def test_wheels_with_and_without_models_are_told_apart(script, tmp_path):
+    assert script.wheel_has_models(write_wheel(tmp_path / "a.whl", "meltingpot/assets/saved_models/x/saved_model.pb"))
+    assert not script.wheel_has_models(write_wheel(tmp_path / "b.whl", "meltingpot/__init__.py", "meltingpot/assets/"))
+
+
+def test_a_build_that_stands_still_is_given_up(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "STALL_S", 0.1)
+    monkeypatch.setattr(script, "POLL_S", 0.02)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        with pytest.raises(script.BuildFailed, match="stood still"):
+            script.watch(process, tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_build_that_takes_for_ever_is_given_up_although_it_moves(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "LIMIT_S", 0.15)
+    monkeypatch.setattr(script, "POLL_S", 0.02)
+    write = "import sys, time\nwhile True: open(sys.argv[1], 'a').write('x'); time.sleep(0.01)"
+    process = subprocess.Popen([sys.executable, "-c", write, str(tmp_path / "download")])
+    try:
+        with pytest.raises(script.BuildFailed, match="took more than"):
+            script.watch(process, tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_build_that_ends_is_not_waited_for(script, tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    start = time.monotonic()
+    script.watch(process, tmp_path)
+    assert process.returncode == 0
+    assert time.monotonic() - start < script.STALL_S / 2
+
+
+def test_the_reason_is_the_last_line_of_the_builds_own_output(script):
+    log = """
+      downloading assets...
+      error: <urlopen error [Errno -2] Name or service not known>
+      [end of output]
+
+      note: This error originates from a subprocess, and is likely not a problem with pip.
+    ERROR: Failed to build one or more wheels
+    """
+    assert script.reason_in(log).splitlines()[-1] == "error: <urlopen error [Errno -2] Name or service not known>"
+
+
+@pytest.mark.parametrize(
+    ("pins", "expected"),
+    [("dm-meltingpot==0.0.1\n", False), ("numpy==2.0\n", True)],
+    ids=["another version is pinned", "no pin"],
+)
+def test_what_is_installed_counts_only_in_the_pinned_version(script, tmp_path, pins, expected):
+    constraint = tmp_path / "constraints.txt"
+    constraint.write_text(pins)
+    assert script.is_installed(constraint) is expected
+
+
+def test_the_pinned_version_is_installed_here(script):
+    assert script.is_installed(SCRIPT.parents[1] / "constraints.txt")
