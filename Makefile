@@ -58,7 +58,7 @@ types: $(STAMP)
 	@mkdir -p $(TYPES)
 	@for part in shm workers executor; do ln -sfn ../../../$$part $(TYPES)/$$part; done
 	$(BIN)/mypy -p envherd
-	$(BIN)/mypy tests examples benchmarks .ci
+	$(BIN)/mypy tests examples benchmarks .ci/install_meltingpot.py
 
 examples: $(STAMP)
 	@for script in examples/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
