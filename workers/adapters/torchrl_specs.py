@@ -1,0 +1,241 @@
+"""From TorchRL's specs to ours: which leaves an env has, and where each lies in its tensordict.
+
+Guarantees: the encoding that the env declares is kept (one-hot stays one-hot); leaves come in the same
+order in every process (by depth, then by name, as TorchRL sorts its keys). Knows TorchRL's spec classes
+by name only, so that nothing is imported here, neither TorchRL nor torch.
+
+A heterogeneous stack (agents of one group with unlike specs) cannot be one array. Leaves on which all
+members agree stay dense under their own key; the others come apart, one leaf for each member, with the
+member's index in the key: `("agents", "vector")` becomes `("agents", "0", "vector")`, `("agents", "1",
+"vector")`, ... and the tensordict under `agents` then has no batch shape of its own.
+Leaves that are no tensors, or whose shape is dynamic, are side leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.specs import (
+    Binary,
+    Box,
+    Discrete,
+    Domain,
+    Key,
+    LeafSpec,
+    MultiDiscrete,
+    OneHot,
+    Unbounded,
+)
+from envherd.workers.errors import SpecError
+
+#: torch dtypes that numpy has too, by the name they share.
+_DTYPES = frozenset(
+    {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"}
+    | {"float16", "float32", "float64", "complex64", "complex128"}
+)
+
+#: Classes that are told apart; a class of a user's own counts as the first base that is listed here.
+_KINDS = frozenset(
+    {"StackedComposite", "Composite", "Stacked", "NonTensor", "Bounded"}
+    | {"MultiOneHot", "OneHot", "Binary", "MultiCategorical", "Categorical"}
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A step of a path: the member `index` of a lazy stack along dimension `dim`."""
+
+    index: int
+    dim: int
+
+
+Path = tuple[str | Member, ...]
+
+
+@dataclass(frozen=True)
+class PlacedLeaf:
+    """A leaf, and where its value is.
+
+    Attributes:
+        spec: the leaf as the executor knows it.
+        path: where the env's tensordict holds it; equals `spec.key` unless it is in a heterogeneous stack.
+        tensor_dtype: numpy dtype name of the tensor, also of dynamic (side) leaves; empty if no tensor.
+    """
+
+    spec: LeafSpec
+    path: Path
+    tensor_dtype: str
+
+    @property
+    def is_dense_side(self) -> bool:
+        """Whether it is a tensor that goes over the side channel."""
+        return self.spec.is_side and bool(self.tensor_dtype)
+
+
+def place_leaves(composite: Any) -> list[PlacedLeaf]:
+    """Return the leaves of a `Composite`, sorted by depth and name.
+
+    Raises:
+        SpecError: a leaf has a dtype that numpy lacks, or the rows of a batched env have unlike specs.
+    """
+    if _kind(composite) == "StackedComposite":
+        raise SpecError(
+            "reading the env's specs failed: expected rows of equal specs, got a heterogeneous stack at the root. "
+            "Give one factory for each row instead."
+        )
+    return sorted(_walk(composite, ()), key=lambda leaf: (len(leaf.spec.key), leaf.spec.key))
+
+
+def group_shapes(
+    composites: Iterable[Any], leaves: Iterable[PlacedLeaf], batch_shape: tuple[int, ...]
+) -> tuple[tuple[Key, tuple[int, ...]], ...]:
+    """Return the nested tensordicts whose batch shape is not that of the one around them.
+
+    Args:
+        composites: the env's full specs; where two disagree, what their shapes begin with alike counts.
+        leaves: of all of them; stacks that came apart have no batch shape.
+        batch_shape: of the env.
+    """
+    shapes: dict[Key, tuple[int, ...]] = {(): batch_shape}
+    for composite in composites:
+        for key, shape in _nested_shapes(composite, ()):
+            shapes[key] = _common_start(shapes.get(key, shape), shape)
+    for leaf in leaves:
+        for depth, step in enumerate(leaf.path):
+            if isinstance(step, Member) and depth:
+                key = leaf.spec.key[:depth]
+                shapes[key] = shapes[key[:-1]]
+    return tuple((key, shapes[key]) for key in sorted(shapes) if key and shapes[key] != shapes[key[:-1]])
+
+
+def _common_start(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    length = 0
+    while length < min(len(one), len(other)) and one[length] == other[length]:
+        length += 1
+    return one[:length]
+
+
+def _nested_shapes(composite: Any, prefix: Key) -> Iterator[tuple[Key, tuple[int, ...]]]:
+    for name, item in composite.items():
+        if _kind(item) in ("Composite", "StackedComposite"):
+            yield (*prefix, name), tuple(int(n) for n in item.shape)
+            yield from _nested_shapes(item, (*prefix, name))
+
+
+def _kind(spec: Any) -> str:
+    return next((cls.__name__ for cls in type(spec).__mro__ if cls.__name__ in _KINDS), "")
+
+
+def _walk(spec: Any, prefix: Key) -> Iterator[PlacedLeaf]:
+    if spec is None:  # a Composite may hold names that have no spec
+        return
+    kind = _kind(spec)
+    if kind == "StackedComposite":
+        yield from _walk_stack(spec, prefix)
+    elif kind == "Composite":
+        for name, item in spec.items():
+            yield from _walk(item, (*prefix, name))
+    else:
+        yield _leaf(spec, prefix)
+
+
+def _walk_stack(stack: Any, prefix: Key) -> Iterator[PlacedLeaf]:
+    dim = int(stack.stack_dim)
+    members = [{leaf.spec.key: leaf for leaf in _walk(member, ())} for member in stack.unbind(dim)]
+    for key in dict.fromkeys(key for member in members for key in member):
+        leaves = [member.get(key) for member in members]
+        if (merged := _merge([leaf for leaf in leaves if leaf], len(members), dim)) is not None:
+            yield PlacedLeaf(replace(merged, key=(*prefix, *key)), (*prefix, *key), merged.dtype)
+            continue
+        for index, leaf in enumerate(leaves):
+            if leaf is not None:
+                spec = replace(leaf.spec, key=(*prefix, str(index), *key))
+                yield PlacedLeaf(spec, (*prefix, Member(index, dim), *leaf.path), leaf.tensor_dtype)
+
+
+def _merge(leaves: list[PlacedLeaf], count: int, dim: int) -> LeafSpec | None:
+    """Return members' leaves as one dense leaf; None where they have not all the same place, shape and dtype."""
+    first = leaves[0]
+    alike = {(leaf.path, leaf.spec.shape, leaf.spec.dtype, leaf.spec.is_side) for leaf in leaves}
+    if len(leaves) < count or len(alike) > 1 or first.spec.is_side or first.path != first.spec.key:
+        return None
+    shape = (*first.spec.shape[:dim], count, *first.spec.shape[dim:])
+    return replace(first.spec, shape=shape, domain=_stack_domains([leaf.spec for leaf in leaves], dim))
+
+
+def _stack_domains(leaves: list[LeafSpec], dim: int) -> Domain:
+    domains, shape = [leaf.domain for leaf in leaves], leaves[0].shape
+    first = domains[0]
+    if all(domain == first and not _is_positional(domain) for domain in domains):
+        return first
+    boxes = [domain for domain in domains if isinstance(domain, Box)]
+    if len(boxes) == len(domains):
+        low = np.stack([np.broadcast_to(box.low, shape) for box in boxes], dim)
+        return Box(_fold(low), _fold(np.stack([np.broadcast_to(box.high, shape) for box in boxes], dim)))
+    nvecs = [_nvec(domain, shape) for domain in domains if isinstance(domain, (Discrete, MultiDiscrete))]
+    return MultiDiscrete(_nested(np.stack(nvecs, dim))) if len(nvecs) == len(domains) else Unbounded()
+
+
+def _is_positional(domain: Domain) -> bool:
+    """Return whether a domain differs from entry to entry, so that its arrays have to grow with the leaf."""
+    return isinstance(domain, MultiDiscrete) or (isinstance(domain, Box) and domain.low.ndim + domain.high.ndim > 0)
+
+
+def _nvec(domain: Discrete | MultiDiscrete, shape: tuple[int, ...]) -> np.ndarray:
+    return np.broadcast_to(domain.n if isinstance(domain, Discrete) else np.asarray(domain.nvec), shape)
+
+
+def _leaf(spec: Any, key: Key) -> PlacedLeaf:
+    shape = tuple(int(n) for n in spec.shape)
+    dtype = "" if spec.dtype is None or _kind(spec) == "NonTensor" else _dtype_name(spec.dtype, key)
+    if _kind(spec) == "Stacked":
+        dim = int(spec.stack_dim)
+        members = [_leaf(member, key) for member in spec.unbind(dim)]
+        if (merged := _merge(members, len(members), dim)) is not None:
+            return PlacedLeaf(merged, key, merged.dtype)
+        shape = (-1,)
+    if not dtype or -1 in shape:
+        return PlacedLeaf(LeafSpec(key, dtype="", is_side=True), key, dtype)
+    return PlacedLeaf(LeafSpec(key, shape, dtype, _domain(spec, shape)), key, dtype)
+
+
+def _dtype_name(dtype: Any, key: Key) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise SpecError(
+            f"reading the env's specs failed: expected a dtype that numpy has too, got {dtype} ({'/'.join(key)}). "
+            f"Append DTypeCastTransform({dtype}, torch.float32) to the env in the factory."
+        )
+    return name
+
+
+def _domain(spec: Any, shape: tuple[int, ...]) -> Domain:
+    kind = _kind(spec)
+    if kind == "Bounded" and 0 not in shape:
+        return Box(_fold(spec.space.low.cpu().numpy()), _fold(spec.space.high.cpu().numpy()))
+    if kind in ("Binary", "MultiOneHot"):
+        return Binary()
+    if kind == "OneHot":
+        return OneHot(shape[-1])
+    if kind == "MultiCategorical":
+        return MultiDiscrete(_nested(np.broadcast_to(spec.nvec.cpu().numpy(), shape)))
+    if str(spec.dtype) == "torch.bool":
+        return Binary()
+    if kind == "Categorical" and spec.space.n > 0:
+        return Discrete(int(spec.space.n))
+    return Unbounded()
+
+
+def _fold(bound: np.ndarray) -> np.ndarray:
+    """Return a bound as a scalar array where it is the same everywhere (an image has one, not 20,000)."""
+    if (bound == bound.flat[0]).all():
+        return np.array(bound.flat[0])
+    return np.ascontiguousarray(bound)
+
+
+def _nested(array: np.ndarray) -> tuple[Any, ...]:
+    return tuple(_nested(row) if row.ndim else int(row) for row in array)
