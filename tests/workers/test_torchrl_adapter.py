@@ -1,0 +1,247 @@
+"""The TorchRL adapter, on real TorchRL envs beside the same envs driven with TorchRL alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torchrl.envs import DMControlEnv, EnvBase, GymEnv, PendulumEnv, StepCounter, TransformedEnv
+from torchrl.testing import mocking_classes as torchrl_own
+
+from envherd.shm.specs import DONE_KEYS, LeafSpec
+from envherd.workers import plain
+from envherd.workers.adapters import find_adapter
+from envherd.workers.adapters.torchrl import TorchRLAdapter
+from envherd.workers.errors import ResetNeeded, SpecError
+from tests.workers import torchrl_envs
+from tests.workers.adapter_values import stored
+from tests.workers.torchrl_envs import SAME_DATA
+
+NUM_STEPS = 30
+
+
+@dataclass
+class Moment:
+    """What there is after a reset (no reward) or a step: `{key: value}`, and how the episode stands."""
+
+    values: dict[Any, Any]
+    done: np.ndarray
+    is_reset: bool
+
+
+def at(td: TensorDictBase, key: tuple[str, ...]) -> Any:
+    """Return what TorchRL has for a leaf of ours, as numpy or plain data."""
+    node: Any = td
+    for name in key:
+        if name.isdigit():
+            dim = node.stack_dim if isinstance(node, LazyStackedTensorDict) else node.batch_dims - 1
+            node = node.unbind(dim)[int(name)]
+        else:
+            node = node.get(name)
+    if isinstance(node, torch.Tensor):
+        return node.numpy().copy()
+    return node.tolist() if hasattr(node, "tolist") else node
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def reset_torchrl(env: EnvBase, seed: int) -> TensorDictBase:
+    """Reset an env as the adapter documents that it does."""
+    seed_all(seed)
+    base = env.base_env if isinstance(env, TransformedEnv) else env
+    if isinstance(base, GymEnv):
+        return env.reset(seed=seed)
+    if isinstance(base, DMControlEnv):
+        base._env.task._random = np.random.RandomState(seed)
+        return env.reset()
+    with suppress(NotImplementedError):
+        env.set_seed(seed)
+    return env.reset()
+
+
+def play_torchrl(env: EnvBase, adapter: TorchRLAdapter, actions: list[TensorDictBase]) -> list[Moment]:
+    """Play with `env.step` and `env.step_mdp`; the adapter only names the leaves."""
+    spec = adapter.spec
+
+    def moment(td: TensorDictBase, *, is_reset: bool) -> Moment:
+        leaves = (*spec.observation, *spec.done[3:], *(() if is_reset else spec.reward))
+        ends = [at(td, key) for key in DONE_KEYS if td.get(key, None) is not None]
+        ends = ends or [at(td, leaf.key) for leaf in spec.done[3:] if len(leaf.key) > 1]
+        flat = [end.reshape(*spec.batch_shape, -1).any(-1, keepdims=True) for end in ends]
+        return Moment({leaf.key: at(td, leaf.key) for leaf in leaves}, np.logical_or.reduce(flat), is_reset)
+
+    seed = 7
+    root = reset_torchrl(env, seed)
+    moments = [moment(root, is_reset=True)]
+    for action in actions:
+        stepped = env.step(root.update(action.clone()))
+        moments.append(moment(stepped["next"], is_reset=False))
+        root = env.step_mdp(stepped)
+        if moments[-1].done.any():
+            seed += 1
+            if moments[-1].done.all():
+                root = reset_torchrl(env, seed)
+            else:
+                env.any_done(root)
+                root = env.reset(root, select_reset_only=True)
+            moments.append(moment(root, is_reset=True))
+    return moments
+
+
+def play_adapter(
+    adapter: TorchRLAdapter, actions: list[TensorDictBase], state: Callable[[LeafSpec, dict], Any]
+) -> list[Moment]:
+    """Play with the adapter; other people draw from torch's generator all the time."""
+    spec = adapter.spec
+    seed = 7
+
+    def reset(mask: np.ndarray | None) -> Moment:
+        if mask is None:
+            random.seed(seed)
+        torch.rand(3)
+        values = stored(spec.observation, adapter.reset(seed, None, mask))
+        values |= stored(spec.done[3:], adapter.done_values())
+        return Moment(values, np.zeros((*spec.batch_shape, 1), bool), is_reset=True)
+
+    moments = [reset(None)]
+    for action in actions:
+        torch.rand(2)
+        given = [value_of(leaf, at(action, leaf.key)) for leaf in spec.action]
+        given += [state(leaf, moments[-1].values) for leaf in spec.state]
+        observation, reward, terminated, truncated = adapter.step(given)
+        values = stored(spec.observation, observation) | stored(spec.reward, reward)
+        values |= stored(spec.done[3:], adapter.done_values())
+        done = np.asarray(terminated | truncated).reshape(*spec.batch_shape, 1)
+        moments.append(Moment(values, done, is_reset=False))
+        if done.any():
+            seed += 1
+            moments.append(reset(None if done.all() else done))
+    return moments
+
+
+def value_of(leaf: LeafSpec, value: Any) -> Any:
+    """Return an input as the worker's block hands it to an adapter."""
+    return int(value) if not leaf.is_side and leaf.shape == () and leaf.dtype == "int64" else value
+
+
+def assert_same(ours: list[Moment], theirs: list[Moment]) -> None:
+    assert len(ours) == len(theirs)
+    for index, (mine, their) in enumerate(zip(ours, theirs, strict=True)):
+        assert mine.is_reset == their.is_reset
+        assert np.array_equal(mine.done, their.done) or mine.is_reset, (index, mine.done, their.done)
+        assert mine.values.keys() == their.values.keys()
+        for key, value in mine.values.items():
+            expected = their.values[key]
+            if isinstance(expected, np.ndarray):
+                assert (value.dtype, value.shape) == (expected.dtype, expected.shape), key
+                assert value.tobytes() == expected.tobytes(), (index, key, value, expected)
+            else:
+                assert value == expected, (index, key)
+
+
+def drawn_actions(env: EnvBase) -> list[TensorDictBase]:
+    torch.manual_seed(99)
+    return [env.full_action_spec.rand() for _ in range(NUM_STEPS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gives_state", [False, True], ids=["state kept", "state given"])
+@pytest.mark.parametrize("name", SAME_DATA)
+def test_same_data_as_torchrl(name, gives_state):
+    env = SAME_DATA[name]()
+    assert find_adapter(env) is TorchRLAdapter
+    adapter = TorchRLAdapter(env)
+    actions = drawn_actions(adapter.env)
+    theirs = play_torchrl(SAME_DATA[name](), adapter, actions)
+    ours = play_adapter(adapter, actions, (lambda leaf, root: root.get(leaf.key)) if gives_state else lambda *_: None)
+    assert sum(moment.is_reset for moment in ours) > 1, "no episode ended"
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", SAME_DATA)
+def test_specs_cross_the_wire_and_agree_between_instances(name):
+    first, second = (TorchRLAdapter(SAME_DATA[name]()).spec for _ in range(2))
+    assert type(first).from_plain(plain.decode(plain.encode(first.to_plain()))) == second
+    assert [leaf.key for leaf in first.done[:3]] == list(DONE_KEYS)
+    assert {leaf.shape for leaf in first.done[:3]} == {(*first.batch_shape, 1)}
+    for group in (first.observation, first.action, first.reward, first.done[3:], first.state):
+        keys = [leaf.key for leaf in group]
+        assert keys == sorted(keys, key=lambda key: (len(key), key))
+
+
+def test_given_state_wins_over_the_env_s_own():
+    adapter = TorchRLAdapter(PendulumEnv())
+    adapter.reset(0)
+    given: dict[Any, Any] = {("th",): np.float32(0.5), ("thdot",): np.float32(-1.0)}
+    values = [given.get(leaf.key) for leaf in adapter.spec.state]
+    ours = stored(adapter.spec.observation, adapter.step([np.ones(1, np.float32), *values])[0])
+    env = PendulumEnv()
+    root = env.reset().update({"th": torch.tensor(0.5), "thdot": torch.tensor(-1.0), "action": torch.ones(1)})
+    theirs = env.step(root)["next"]
+    assert ours["th",] == theirs["th"].item()
+    assert ours["thdot",] == theirs["thdot"].item()
+
+
+def test_recurrent_state_passes_through_a_step():
+    adapter = TorchRLAdapter(torchrl_envs.recurrent())
+    assert [leaf.key for leaf in adapter.spec.state] == [("hidden",)]
+    assert not stored(adapter.spec.observation, adapter.reset(0))["hidden",].any()
+    hidden = np.arange(4, dtype=np.float32)
+    observation = adapter.step([np.array([1, 0]), hidden])[0]
+    assert np.array_equal(stored(adapter.spec.observation, observation)["hidden",], hidden)
+
+
+def test_state_has_no_bounds():
+    spec = TorchRLAdapter(PendulumEnv()).spec
+    assert {str(leaf.domain) for leaf in spec.state} == {"any"}
+    assert str(next(leaf for leaf in spec.observation if leaf.key == ("thdot",)).domain) == "[-8.0, 8.0]"
+
+
+def test_a_single_env_that_ended_undecidedly_is_truncated():
+    adapter = TorchRLAdapter(torchrl_envs.Stalled())
+    adapter.reset(0)
+    ends = [adapter.step([np.zeros(1, np.float32)])[2:] for _ in range(3)]
+    assert ends == [(False, False), (False, False), (False, True)]
+
+
+@pytest.mark.parametrize(("at_root", "ends_at"), [(True, 3), (False, 3)])
+def test_root_done_prevails_and_nested_ones_count_without_it(at_root, ends_at):
+    adapter = TorchRLAdapter(torchrl_own.MockNestedResetEnv(num_steps=3, done_at_root=at_root))
+    nested = [leaf.key for leaf in adapter.spec.done[3:]]
+    assert ("agent_1", "done") in nested
+    adapter.reset(None)
+    ends = []
+    for _ in range(3):
+        *_, terminated, truncated = adapter.step([None] * len(adapter.spec.action))
+        ends.append(terminated or truncated)
+    assert ends == [step == ends_at for step in (1, 2, 3)]
+    assert stored(adapter.spec.done[3:], adapter.done_values())["agent_1", "done"].item() is True
+
+
+def test_step_before_reset_and_missing_leaf_are_named():
+    adapter = TorchRLAdapter(torchrl_envs.Forgetful())
+    with pytest.raises(ResetNeeded, match="expected a reset first"):
+        adapter.step([np.zeros(1, np.float32)])
+    adapter.reset(0)
+    with pytest.raises(SpecError, match=r"reading extra failed: expected extra: float32 \(2,\) in any, got nothing"):
+        adapter.step([np.zeros(1, np.float32)])
+
+
+def test_step_returns_views_and_leaves_grad_mode_alone():
+    adapter = TorchRLAdapter(TransformedEnv(GymEnv("CartPole-v1"), StepCounter()))
+    adapter.reset(0)
+    observation, reward, terminated, truncated = adapter.step([np.array([1, 0]), None])
+    (ours,) = [value for value in observation if value.shape == (4,)]
+    assert np.shares_memory(ours, adapter._latest["observation"].numpy())
+    assert [type(reward[0]), terminated, truncated] == [float, False, False]
+    assert torch.is_grad_enabled()
