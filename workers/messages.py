@@ -1,8 +1,8 @@
 """Messages on the socket between parent and worker: everything that is not the hot path.
 
 Parent to worker: one of the dataclasses below, pickled (the parent is trusted: it is the same user's
-program). Worker to parent: a plain dict (`workers.plain`), never a pickle. A frame on the wire is an
-8-byte length and the payload; file descriptors ride along as ancillary data of an `Attach`.
+program). Worker to parent: a plain dict (`workers.plain`), never a pickle. A frame on the wire is a
+head (length of the payload, number of descriptors that ride along) and the payload.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
 
-_LENGTH = struct.Struct("<Q")
+_HEAD = struct.Struct("<QI")
 _MAX_FDS = 4
 
 
@@ -125,8 +125,9 @@ class Channel:
 
     def receive_message(self) -> tuple[Message, list[int]]:
         """Wait for a message from the parent (worker's side); `EOFError` when the parent has gone."""
-        message: Message = pickle.loads(self._receive())
-        fds, self._fds = self._fds, []
+        payload, num_fds = self._receive()
+        fds, self._fds = self._fds[:num_fds], self._fds[num_fds:]
+        message: Message = pickle.loads(payload)
         return message, fds
 
     def send_plain(self, value: dict[str, Any]) -> None:
@@ -135,7 +136,7 @@ class Channel:
 
     def receive_plain(self) -> dict[str, Any]:
         """Wait for plain data from the worker (parent's side); `EOFError` when the worker has gone."""
-        value: dict[str, Any] = plain.decode(self._receive())
+        value: dict[str, Any] = plain.decode(self._receive()[0])
         return value
 
     def drain_nowait(self) -> list[dict[str, Any]]:
@@ -150,7 +151,7 @@ class Channel:
             self._received += chunk
         frames = []
         while (frame := self._take_frame()) is not None:
-            frames.append(plain.decode(frame))
+            frames.append(plain.decode(frame[0]))
         return frames
 
     def close(self) -> None:
@@ -158,14 +159,14 @@ class Channel:
         self.sock.close()
 
     def _send(self, payload: bytes, fds: list[int]) -> None:
-        head = _LENGTH.pack(len(payload))
+        head = _HEAD.pack(len(payload), len(fds))
         if fds:
             socket.send_fds(self.sock, [head], fds)
             self.sock.sendall(payload)
         else:
             self.sock.sendall(head + payload)
 
-    def _receive(self) -> bytes:
+    def _receive(self) -> tuple[bytes, int]:
         while (frame := self._take_frame()) is None:
             chunk, fds, _, _ = socket.recv_fds(self.sock, 1 << 20, _MAX_FDS)
             self._fds += fds
@@ -174,13 +175,14 @@ class Channel:
             self._received += chunk
         return frame
 
-    def _take_frame(self) -> bytes | None:
-        if len(self._received) < _LENGTH.size:
+    def _take_frame(self) -> tuple[bytes, int] | None:
+        """Return the payload of the next whole frame and how many descriptors belong to it."""
+        if len(self._received) < _HEAD.size:
             return None
-        (size,) = _LENGTH.unpack_from(self._received)
-        end = _LENGTH.size + size
+        size, num_fds = _HEAD.unpack_from(self._received)
+        end = _HEAD.size + size
         if len(self._received) < end:
             return None
-        frame = bytes(self._received[_LENGTH.size : end])
+        payload = bytes(self._received[_HEAD.size : end])
         del self._received[:end]
-        return frame
+        return payload, num_fds

@@ -38,6 +38,20 @@ def test_descriptors_ride_along(ends):
         os.close(fd)
 
 
+def test_each_message_keeps_its_own_descriptors(ends):
+    parent, worker = ends
+    pipes = [os.pipe() for _ in range(3)]
+    for number, (read, _) in enumerate(pipes):
+        parent.send_message(DetachStorage(target=number), [read] if number != 1 else [])
+        os.close(read)
+    got = [worker.receive_message() for _ in pipes]
+    assert [len(fds) for _, fds in got] == [1, 0, 1]
+    os.write(pipes[2][1], b"y")
+    assert os.read(got[2][1][0], 1) == b"y"
+    for fd in [*(write for _, write in pipes), *(fd for _, fds in got for fd in fds)]:
+        os.close(fd)
+
+
 def test_a_large_answer_comes_whole(ends):
     parent, worker = ends
     big = np.arange(1 << 20)

@@ -1,0 +1,164 @@
+"""Whatever is done in whatever order on however many workers, the data are those of `SerialEnv`, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.workers.testing import AgentsEnv, CountingEnv
+
+pytestmark = pytest.mark.slow
+
+NUM_ENVS = 5
+ENVS = {
+    "numbers": CountingEnv,
+    "pixels in reused buffers": functools.partial(CountingEnv, size=6, reuses_buffers=True),
+    "agents": AgentsEnv,
+    "different tasks": [CountingEnv, functools.partial(CountingEnv, size=4)] * 2 + [CountingEnv],
+}
+SETTINGS = [(1, True), (2, True), (3, True), (2, False)]
+
+#: One thing done to an executor: what, and a number from which masks, actions and counts are drawn.
+DEEDS = st.tuples(
+    st.sampled_from(["step", "fused", "reset", "reset", "exchange", "rollout", "breaking rollout", "seed"]),
+    st.integers(0, 2**32 - 1),
+)
+
+
+class Tape:
+    """Does deeds to one executor, and keeps every row it gets, by env."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.rows: list[tuple[int, Any]] = []
+
+    def play(self, seed: int, deeds: list[tuple[str, int]]) -> None:
+        self.rows.clear()
+        self._keep(self.env.reset(seed=seed))
+        for deed, number in deeds:
+            getattr(self, "_" + deed.replace(" ", "_"))(np.random.default_rng(number))
+
+    def of_env(self, env_id: int) -> list[Any]:
+        return [row for owner, row in self.rows if owner == env_id]
+
+    def _keep(self, td: Any, env_ids: Any = None) -> None:
+        ids = range(NUM_ENVS) if env_ids is None else env_ids.tolist()
+        self.rows += [(env_id, td[position].clone()) for position, env_id in enumerate(ids)]
+
+    def _act(self, td: Any, rng: np.random.Generator, env_ids: Any = None) -> Any:
+        """Set actions that depend on the env alone, so that the order of answers cannot matter."""
+        base = int(rng.integers(1000))
+        ids = range(NUM_ENVS) if env_ids is None else env_ids.tolist()
+        leaf = self.env.action_spec[0]
+        draws = [np.random.default_rng((base, env_id)).integers(0, leaf.domain.n, leaf.shape) for env_id in ids]
+        return td.set(leaf.key, torch.from_numpy(np.stack(draws)))
+
+    def _actions(self, rng: np.random.Generator, env_ids: Any = None) -> Any:
+        count = NUM_ENVS if env_ids is None else len(env_ids)
+        td = torch.stack([self.env.rand_action()[0].clone() for _ in range(count)])
+        return self._act(td, rng, env_ids)
+
+    def _revive(self) -> Any:
+        """Reset what has ended, so that all can be stepped."""
+        root = self.env.current()
+        done = torch.stack([root[i]["done"] for i in range(NUM_ENVS)])
+        mask = torch.stack([self.env.rand_action()[i].set("_reset", done[i]) for i in range(NUM_ENVS)])
+        return self.env.reset(mask)
+
+    def _step(self, rng: np.random.Generator) -> None:
+        self._revive()
+        self._keep(self.env.step(self._actions(rng)))
+
+    def _fused(self, rng: np.random.Generator) -> None:
+        self._revive()
+        td, root = self.env.step_and_maybe_reset(self._actions(rng))
+        self._keep(td)
+        self._keep(root)
+
+    def _reset(self, rng: np.random.Generator) -> None:
+        mask = torch.from_numpy(rng.random(NUM_ENVS) < 0.4)
+        td = torch.stack([self.env.rand_action()[i].set("_reset", mask[i : i + 1]) for i in range(NUM_ENVS)])
+        self._keep(self.env.reset(td))
+
+    def _exchange(self, rng: np.random.Generator) -> None:
+        """Send all, receive a few at a time, in whatever order they come; send those on for two more rounds."""
+        self._revive()
+        few = int(rng.integers(1, NUM_ENVS + 1))
+        base = int(rng.integers(1000))
+        self.env.send(self._actions(np.random.default_rng(base)))
+        left = np.full(NUM_ENVS, 2)
+        num_sent = NUM_ENVS
+        while num_sent:
+            td = self.env.recv(min(few, num_sent))
+            ids = td["env_ids"]
+            self._keep(td, ids)
+            self._keep(self.env.current(ids), ids)
+            again = ids[torch.from_numpy(left[ids.numpy()] > 0)]
+            left[ids.numpy()] -= 1
+            num_sent -= len(ids)
+            for env_id in again.tolist():
+                one = torch.tensor([env_id])
+                actions = self._actions(np.random.default_rng(base + int(left[env_id])), one)
+                self.env.send(actions, one)
+            num_sent += len(again)
+
+    def _rollout(self, rng: np.random.Generator) -> None:
+        policy = functools.partial(self._act, rng=rng)
+        data = self.env.rollout(int(rng.integers(1, 12)), policy, break_when_any_done=False)
+        self._keep(data)
+
+    def _breaking_rollout(self, rng: np.random.Generator) -> None:
+        self._keep(self.env.rollout(int(rng.integers(1, 12)), functools.partial(self._act, rng=rng)))
+
+    def _seed(self, rng: np.random.Generator) -> None:
+        self.env.set_seed(int(rng.integers(2**31)))
+
+
+@pytest.fixture(scope="module")
+def tapes() -> Iterator[dict[str, list[Tape]]]:
+    """Executors of every kind of env, kept for all examples: the serial one first."""
+    made: dict[str, list[Tape]] = {}
+    for name, make in ENVS.items():
+        tapes = [Tape(SerialEnv(NUM_ENVS, make, seed=0))]
+        for num_workers, copy in SETTINGS:
+            options = ExecutorOptions(poison=not copy)
+            env = ParallelEnv(NUM_ENVS, make, num_workers=num_workers, copy=copy, seed=0, options=options)
+            tapes.append(Tape(env))
+        made[name] = tapes
+    yield made
+    for tapes in made.values():
+        for tape in tapes:
+            tape.env.close()
+
+
+@pytest.mark.parametrize("name", ENVS)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**31), deeds=st.lists(DEEDS, min_size=1, max_size=6))
+def test_all_executors_give_the_same_data(tapes, name, seed, deeds):
+    serial, *others = tapes[name]
+    serial.play(seed, deeds)
+    for tape in others:
+        tape.play(seed, deeds)
+        for env_id in range(NUM_ENVS):
+            expected, got = serial.of_env(env_id), tape.of_env(env_id)
+            assert len(expected) == len(got)
+            for one, other in zip(expected, got, strict=True):
+                assert (one == other).all(), f"env {env_id} differs"
+
+
+def test_the_tapes_saw_ends_and_steps(tapes):
+    deeds = [("rollout", 3), ("exchange", 5), ("fused", 7)]
+    for group in tapes.values():
+        for tape in group:
+            tape.play(11, deeds)
+            rows = [row for _, row in tape.rows if "next" in row.keys()]  # noqa: SIM118  # a TensorDict's keys
+            assert any(row["next", "done"].any() for row in rows)
+            assert not all(row["next", "done"].any() for row in rows)
