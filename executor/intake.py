@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.options import ActionCheck
 from envherd.shm.slab import GroupSlab
-from envherd.shm.specs import Binary, Box, Discrete, LeafSpec, MultiDiscrete, OneHot
+from envherd.shm.specs import Binary, Box, Discrete, Key, LeafSpec, MultiDiscrete, OneHot
 from envherd.workers.errors import ActionError
 
 RESET_KEY = "_reset"
@@ -101,7 +101,9 @@ class GroupIntake:
         self.side_leaves = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
         self._targets = [slab.inputs["input", *leaf.key] for leaf in self.leaves]
         self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
-        self._checks = [check_for(leaf, level) for leaf in self.leaves]
+        self._checks = [check_for(leaf, level) if leaf in spec.action else None for leaf in self.leaves]
+        #: `(key, rows) -> values [k, ...]` of the envs' present roots, for state that the caller leaves out.
+        self.present: Callable[[Key, np.ndarray | None], np.ndarray | None] = lambda *_: None
 
     def read(self, td: TensorDictBase, rows: np.ndarray | None) -> list[np.ndarray]:
         """Return the checked inputs, one array `[k, ...]` per leaf.
@@ -116,7 +118,7 @@ class GroupIntake:
         num_rows = len(self._env_ids) if rows is None else len(rows)
         values = []
         for leaf, dtype, check in zip(self.leaves, self._dtypes, self._checks, strict=True):
-            value = to_numpy(self._get(td, leaf))
+            value = to_numpy(self._get(td, leaf, rows))
             if value.shape != (num_rows, *leaf.shape):
                 raise self._refuse(leaf, f"shape {(num_rows, *leaf.shape)}", f"shape {value.shape}")
             if value.dtype is not dtype and value.dtype != dtype:
@@ -140,8 +142,10 @@ class GroupIntake:
         """Return the inputs of some rows as they were last written, as fresh arrays."""
         return [target[rows] for target in self._targets]
 
-    def _get(self, td: TensorDictBase, leaf: LeafSpec) -> Any:
+    def _get(self, td: TensorDictBase, leaf: LeafSpec, rows: np.ndarray | None) -> Any:
         value = td.get(leaf.key if len(leaf.key) > 1 else leaf.key[0], None)
+        if value is None:
+            value = self.present(leaf.key, rows)
         if value is None:
             raise self._refuse(leaf, f"a key {leaf.key}", f"none among {sorted(map(str, td.keys()))}")
         return value

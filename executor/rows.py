@@ -6,6 +6,7 @@ copied to keep that true; two small arrays say which.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,6 +47,9 @@ class Rows:
             GroupBatch(group, self.num_frames, device, has_interrupted=self.has_interrupted) for group in slab.groups
         ]
         self.intakes = [GroupIntake(group, options.check_actions) for group in slab.groups]
+        for index, (batch, intake) in enumerate(zip(self.batches, self.intakes, strict=True)):
+            if batch.spec.state:
+                intake.present = functools.partial(self._present, index)
         self.columns = np.zeros(self.num_envs, np.int64)
         self.in_root = np.ones(self.num_envs, bool)
         self.ended = np.ones(self.num_envs, bool)
@@ -80,6 +84,15 @@ class Rows:
         """Return the ring column for a command to some envs: one after each env's own latest."""
         columns: np.ndarray = (self.columns[env_ids] + 1) % self.num_frames
         return columns
+
+    def _present(self, group: int, key: Name, rows: np.ndarray | None) -> np.ndarray | None:
+        """Return a leaf of the present roots of some rows of a group; None if roots have no such leaf."""
+        batch = self.batches[group]
+        if key not in batch.root_keys:
+            return None
+        rows = np.arange(batch.num_rows) if rows is None else rows
+        ids = np.array(batch.slab.plan.env_ids)[rows]
+        return batch.gather_roots(self.columns[ids], self.in_root[ids], rows)[batch.root_keys.index(key)]
 
     # ---- after a command ---------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class Box:
     __hash__ = None  # type: ignore[assignment]  # holds arrays
 
     def __str__(self) -> str:
-        return f"[{np.min(self.low)}, {np.max(self.high)}]"
+        return f"[{np.min(self.low, initial=np.inf)}, {np.max(self.high, initial=-np.inf)}]"
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,8 @@ class Slot:
 
     def writer(self, leaf: LeafSpec, arrays: Mapping[Name, np.ndarray], section: str, index: int) -> Writer:
         """Return the writer of a leaf: into its array, or into the side values."""
+        if leaf.is_side and index < 0:
+            raise SpecError(f"attach failed: expected rewards and done flags of fixed shape, got {leaf}.")
         if leaf.is_side:
             values = self.side[section]
 

@@ -89,7 +89,7 @@ class Collector:
                     num_done = step + 1
                     collect_s += stepped - start
                     keep_s += clock() - stepped
-                    bar.show(num_done, meter.num_episodes)
+                    bar.show(num_done, meter.num_episodes, collect_s)
             except KeyboardInterrupt:
                 is_interrupted = True
             except EnvherdError as error:
@@ -142,7 +142,6 @@ class _Bar:
         self._num_steps = num_steps
         self._num_envs = env.num_envs
         self._task = progress.add_task("steps", total=num_steps, rate=0.0, episodes=0)
-        self._start = time.perf_counter()
         self._shown = 0.0
 
     def __enter__(self) -> _Bar:
@@ -152,16 +151,13 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def show(self, num_done: int, episodes: int) -> None:
+    def show(self, num_done: int, episodes: int, collect_s: float) -> None:
         """Show how far it is."""
         now = time.perf_counter()
-        if num_done == 1:
-            self._start = now
         if now - self._shown < _REFRESH_S and num_done < self._num_steps:
             return
         self._shown = now
-        seconds = now - self._start
-        rate = (num_done - 1) * self._num_envs / seconds if seconds > 0 else 0.0
+        rate = num_done * self._num_envs / collect_s
         self._progress.update(self._task, completed=num_done, rate=rate, episodes=episodes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -122,28 +123,21 @@ class Tape:
         self.env.set_seed(int(rng.integers(2**31)))
 
 
-@pytest.fixture(scope="module")
-def tapes() -> Iterator[dict[str, list[Tape]]]:
-    """Executors of every kind of env, kept for all examples: the serial one first."""
-    made: dict[str, list[Tape]] = {}
-    for name, make in ENVS.items():
-        tapes = [Tape(SerialEnv(NUM_ENVS, make, seed=0))]
-        for num_workers, copy in SETTINGS:
-            options = ExecutorOptions(poison=not copy)
-            env = ParallelEnv(NUM_ENVS, make, num_workers=num_workers, copy=copy, seed=0, options=options)
-            tapes.append(Tape(env))
-        made[name] = tapes
-    yield made
-    for tapes in made.values():
-        for tape in tapes:
-            tape.env.close()
+@contextlib.contextmanager
+def tapes_of(name: str) -> Iterator[list[Tape]]:
+    """Make executors of one kind of env, the serial one first, kept for all examples."""
+    make = ENVS[name]
+    tapes = [Tape(SerialEnv(NUM_ENVS, make, seed=0))]
+    for num_workers, copy in SETTINGS:
+        options = ExecutorOptions(poison=not copy)
+        tapes.append(Tape(ParallelEnv(NUM_ENVS, make, num_workers=num_workers, copy=copy, options=options)))
+    yield tapes
+    for tape in tapes:
+        tape.env.close()
 
 
-@pytest.mark.parametrize("name", ENVS)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**31), deeds=st.lists(DEEDS, min_size=1, max_size=6))
-def test_all_executors_give_the_same_data(tapes, name, seed, deeds):
-    serial, *others = tapes[name]
+def compare(tapes: list[Tape], seed: int, deeds: list[tuple[str, int]]) -> None:
+    serial, *others = tapes
     serial.play(seed, deeds)
     for tape in others:
         tape.play(seed, deeds)
@@ -154,11 +148,18 @@ def test_all_executors_give_the_same_data(tapes, name, seed, deeds):
                 assert (one == other).all(), f"env {env_id} differs"
 
 
-def test_the_tapes_saw_ends_and_steps(tapes):
-    deeds = [("rollout", 3), ("exchange", 5), ("fused", 7)]
-    for group in tapes.values():
-        for tape in group:
-            tape.play(11, deeds)
-            rows = [row for _, row in tape.rows if "next" in row.keys()]  # noqa: SIM118  # a TensorDict's keys
-            assert any(row["next", "done"].any() for row in rows)
-            assert not all(row["next", "done"].any() for row in rows)
+@pytest.mark.parametrize("name", ENVS)
+def test_all_executors_give_the_same_data(name):
+    with tapes_of(name) as tapes:
+
+        @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+        @given(seed=st.integers(0, 2**31), deeds=st.lists(DEEDS, min_size=1, max_size=6))
+        def all_agree(seed, deeds):
+            compare(tapes, seed, deeds)
+
+        all_agree()
+        compare(tapes, 11, [("rollout", 3), ("exchange", 5), ("fused", 7)])
+        rows = [row for _, row in tapes[-1].rows if "next" in row.keys()]  # noqa: SIM118  # a TensorDict's keys
+        ends = [bool(row["next", "done"].any()) for row in rows]
+        assert any(ends)
+        assert not all(ends)
