@@ -16,6 +16,7 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.cli.interrupts import DeferredInterrupt
 from envherd.executor.cli.returns import ReturnMeter, ReturnSummary
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.media import FrameLog, MediaError
@@ -76,13 +77,14 @@ class Collector:
         num_done, collect_s, keep_s = 0, 0.0, 0.0
         is_interrupted, failure = False, None
         clock = time.perf_counter
-        with _progress(console, env, self.num_steps) as bar, torch.no_grad():
+        with _progress(console, env, self.num_steps) as bar, torch.no_grad(), DeferredInterrupt() as interrupts:
             try:
                 root = env.reset()
                 self._look(0, root)
                 for step in range(self.num_steps):
                     start = clock()
                     td, following = env.step_and_maybe_reset(act(root))
+                    interrupts.hold()
                     stepped = clock()
                     self._keep(step, td, meter)
                     root = following
@@ -90,6 +92,7 @@ class Collector:
                     collect_s += stepped - start
                     keep_s += clock() - stepped
                     bar.show(num_done, meter.num_episodes, collect_s)
+                    interrupts.release()
             except KeyboardInterrupt:
                 is_interrupted = True
             except EnvherdError as error:
