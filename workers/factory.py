@@ -151,13 +151,13 @@ class Builder:
         return adapter
 
     def _refuse_shared(self, factory: Factory, env: Any) -> None:
-        if any(env is built for built in self._built):
+        if any(env is built for built in self._built) and is_env_like(env):
             raise FactoryError(
                 f"make_env failed: the factory {describe(factory)} returned the same {_type_name(env)} twice. "
                 f"Every call must build a new env: make_env=lambda: {type(env).__name__}(...)."
             )
         captured = next((variable for variable, value in captures(factory) if value is env), None)
-        if captured is not None and env is not None:
+        if captured is not None and is_env_like(env):
             raise FactoryError(
                 f"make_env failed: the factory {describe(factory)} returned the captured variable `{captured}`, "
                 f"a {_type_name(env)} that was built elsewhere. Build it inside: lambda: {type(env).__name__}(...)."

@@ -1,0 +1,178 @@
+"""Only factories: whatever else is given is refused at once, by name, with the fix shown."""
+
+import functools
+import re
+import threading
+
+import gymnasium
+import pytest
+
+from envherd.executor import FactoryError, ParallelEnv, SerialEnv, SpecError
+from envherd.workers.testing import CountingEnv
+
+PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=1), id="parallel", marks=pytest.mark.slow)
+both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
+
+
+def cartpole():
+    return gymnasium.make("CartPole-v1")
+
+
+def said(make, make_env, num_envs=2):
+    with pytest.raises(FactoryError) as caught:
+        make(num_envs, make_env)
+    return str(caught.value)
+
+
+@both
+def test_an_env_instance(make):
+    message = said(make, cartpole())
+    assert "expected a callable that builds an env, got an env: gymnasium.wrappers.common.TimeLimit" in message
+    assert "make_env=lambda: TimeLimit(...)" in message
+
+
+@both
+def test_an_env_instance_in_a_list(make):
+    assert "got an env" in said(make, [cartpole, cartpole()])
+
+
+@both
+@pytest.mark.slow
+def test_a_torchrl_env_is_callable_and_still_no_factory(make):
+    from torchrl.envs.custom import PendulumEnv
+
+    message = said(make, PendulumEnv())
+    assert "got an env: torchrl.envs.custom.pendulum.PendulumEnv" in message
+    assert "lambda: PendulumEnv(...)" in message
+
+
+@both
+@pytest.mark.parametrize("thing", [3, None, "CartPole-v1", {"env": 1}])
+def test_something_else(make, thing):
+    assert f"got builtins.{type(thing).__name__}" in said(make, thing)
+
+
+@pytest.mark.slow
+def test_a_captured_substrate_is_named():
+    from envherd.workers.adapters.meltingpot_import import install_lazy_import
+
+    install_lazy_import()
+    from meltingpot import substrate
+
+    built = substrate.build("collaborative_cooking__cramped", roles=["default"] * 2)
+    message = said(ParallelEnv, lambda: built)
+    built.close()
+    assert "captured the variable `built`, a meltingpot.utils.substrates.substrate.Substrate, which holds a" in message
+    assert "dmlab2d.dmlab2d_pybind.Lab2d that cannot be pickled" in message
+    assert "Build it inside the factory" in message
+
+
+CAPTURED_LOCK = threading.Lock()
+
+
+class Holder:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+def defaulted(lock=CAPTURED_LOCK):
+    return lock
+
+
+def capturing(what):
+    lock = threading.Lock()
+    holder = Holder()
+    return {
+        "closure": (lambda: lock, "lock"),
+        "nested": (lambda: [lock for _ in "x"][0], "lock"),
+        "attribute": (lambda: holder, "holder"),
+        "partial": (functools.partial(cartpole, lock), "argument 0"),
+        "keyword": (functools.partial(cartpole, render=lock), "render"),
+        "method": (holder.__init__, "self"),
+    }[what]
+
+
+@pytest.mark.parametrize("what", ["closure", "nested", "attribute", "partial", "keyword", "method"])
+def test_what_cannot_be_pickled_is_named(what):
+    factory, variable = capturing(what)
+    message = said(ParallelEnv, factory)
+    assert f"captured the variable `{variable}`" in message
+    assert "_thread.lock" in message
+
+
+@both
+@pytest.mark.parametrize(
+    ("result", "shown"), [(None, "returned None"), (42, "got builtins.int"), (cartpole, "returned")]
+)
+def test_a_factory_that_returns_no_env(make, result, shown):
+    assert shown in said(make, lambda: result)
+
+
+@both
+def test_the_same_instance_twice(make):
+    kept = []
+
+    def make_env():
+        if not kept:
+            kept.append(gymnasium.make("CartPole-v1"))
+        return kept[0]
+
+    assert "returned the same gymnasium.wrappers.common.TimeLimit twice" in said(make, make_env)
+
+
+@both
+def test_an_env_that_was_built_elsewhere(make):
+    env = cartpole()
+    assert "returned the captured variable `env`" in said(make, lambda: env, num_envs=1)
+
+
+@both
+def test_a_factory_that_raises_shows_its_traceback(make):
+    def make_env():
+        raise RuntimeError("no licence")
+
+    with pytest.raises(FactoryError, match=r"the factory raised RuntimeError: no licence \(env 0") as caught:
+        make(2, make_env)
+    cause = str(caught.value.__cause__)
+    assert "no licence" in cause
+
+
+@both
+def test_one_factory_must_give_one_spec(make):
+    widths = iter([3, 3, 4])
+
+    def make_env():
+        return CountingEnv(size=next(widths))
+
+    with pytest.raises(SpecError, match=r"gave different specs for envs 0 and 2: .*pixels: uint8 \(3, 3\)"):
+        make(3, make_env)
+
+
+@both
+def test_keyword_arguments_reach_the_factory_and_are_not_changed(make):
+    kwargs = [{"length": 3, "size": 2}, {"length": 4, "size": 3}]
+    with make(2, CountingEnv, env_kwargs=kwargs) as env:
+        assert env.get("length") == [3, 4]
+        assert env.get("size") == [2, 3]
+    assert kwargs == [{"length": 3, "size": 2}, {"length": 4, "size": 3}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_envs": 0}, "expected an int of at least 1, got 0"),
+        ({"num_envs": True}, "expected an int of at least 1, got True"),
+        ({"num_envs": 2.0}, "expected an int of at least 1, got 2.0"),
+        ({"make_env": [cartpole]}, "expected 2 factories, one per env, got 1"),
+        ({"num_workers": 0}, "num_workers failed: expected an int of at least 1"),
+        ({"env_kwargs": [{}]}, "expected 2 dicts, one per env, got 1"),
+    ],
+)
+def test_wrong_numbers(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ParallelEnv(**{"num_envs": 2, "make_env": cartpole, **arguments})
+
+
+def test_an_env_among_the_keyword_arguments():
+    with pytest.raises(FactoryError, match="got an env \\(TimeLimit\\) as 'base'"):
+        ParallelEnv(2, cartpole, env_kwargs={"base": cartpole()})
