@@ -128,7 +128,7 @@ def stock_layers(env: Any) -> list[Any] | None:
     """Return the wrappers of an env that is exactly as Melting Pot builds it, outermost first; else None."""
     chain = []
     for layer in layers(env):
-        if any(name in vars(layer) for name in _OVERRIDABLE):
+        if any(name in getattr(layer, "__dict__", ()) for name in _OVERRIDABLE):
             return None
         chain.append(layer)
         if len(chain) > len(_STOCK):

@@ -43,7 +43,7 @@ class MeltingPotFactory:
             runs with an ordered `pairs`, from a copy of your own installation in your cache folder. What
             a substrate's config draws from python's `random` (coins: map size, colours) is then drawn
             from each episode's seed. A scenario is as deterministic as its bots are.
-        fast_reset: restart Melting Pot's env in place, 1.5 to 8 times faster, instead of rebuilding it.
+        fast_reset: restart Melting Pot's env in place, 1.5 to 10 times faster, instead of rebuilding it.
             What it draws while being built then stays as drawn for the first episode, for which
             reason Melting Pot itself rebuilds. Refused for substrates that break (`must_rebuild`).
 
