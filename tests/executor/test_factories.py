@@ -84,7 +84,7 @@ def capturing(what):
     holder = Holder()
     return {
         "closure": (lambda: lock, "lock"),
-        "nested": (lambda: [lock for _ in "x"][0], "lock"),
+        "nested": (lambda: next(lock for _ in "x"), "lock"),
         "attribute": (lambda: holder, "holder"),
         "partial": (functools.partial(cartpole, lock), "argument 0"),
         "keyword": (functools.partial(cartpole, render=lock), "render"),
