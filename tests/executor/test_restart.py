@@ -1,0 +1,128 @@
+"""A lost worker that is replaced: its rows are interrupted, nobody else's are touched, nothing is retried."""
+
+import functools
+
+import pytest
+import torch
+
+from envherd.executor import ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
+from envherd.workers.testing import CountingEnv, FaultyEnv
+
+pytestmark = [pytest.mark.slow, pytest.mark.broken_pool]
+
+NUM_ENVS = 4
+RESTART = ExecutorOptions(on_worker_loss="restart")
+
+
+def factories(tmp_path, fault="kill", step=3, victim=3):
+    make = [functools.partial(CountingEnv, 1_000_000)] * NUM_ENVS
+    make[victim] = functools.partial(FaultyEnv, fault, step=step, flag=str(tmp_path / "broken"))
+    return make
+
+
+def act(td):
+    return td.set("action", torch.ones(td.batch_size, dtype=torch.int64))
+
+
+def undisturbed(num_steps):
+    with SerialEnv(NUM_ENVS, functools.partial(CountingEnv, 1_000_000), seed=0) as env:
+        return env.rollout(num_steps, act)
+
+
+@pytest.mark.parametrize("fault", ["kill", "segfault", "exit"])
+def test_rows_of_a_lost_worker_are_interrupted(tmp_path, fault):
+    expected = undisturbed(6)
+    with ParallelEnv(NUM_ENVS, factories(tmp_path, fault), num_workers=2, seed=0, options=RESTART) as env:
+        root = env.reset()
+        for step in range(6):
+            td, root = env.step_and_maybe_reset(act(root))
+            lost = [False, False, step == 2, step == 2]
+            now = td["next"]
+            assert now["interrupted"].squeeze(-1).tolist() == lost
+            assert now["truncated"].squeeze(-1).tolist() == lost
+            assert now["done"].squeeze(-1).tolist() == lost
+            assert not now["terminated"].any()
+            for key in ("observation", "reward"):
+                assert torch.equal(now[key][:2], expected["next", key][:2, step])
+            if step == 2:
+                assert now["reward"][2:].tolist() == [[0.0]] * 2
+                assert torch.equal(now["observation"][2:], td["observation"][2:])
+                assert root["observation"][:, 1].tolist() == [3, 3, 0, 0]
+                assert not root["done"].any()
+        counted = env.statistics()
+    assert (counted.worker_losses, counted.interrupted) == (1, 2)
+    assert [worker.generation for worker in counted.workers] == [0, 1]
+
+
+def test_a_plain_step_leaves_the_reset_to_the_caller(tmp_path):
+    with ParallelEnv(NUM_ENVS, factories(tmp_path, step=1), num_workers=2, seed=0, options=RESTART) as env:
+        td = env.step(act(env.reset()))
+        assert td["next", "interrupted"].squeeze(-1).tolist() == [False, False, True, True]
+        mask = act(td.select()).set("_reset", td["next", "done"])
+        root = env.reset(mask)
+        assert root["observation"][:, 1].tolist() == [1, 1, 0, 0]
+        assert env.step(act(root))["next", "observation"][:, 1].tolist() == [2, 2, 1, 1]
+
+
+def test_in_a_rollout(tmp_path):
+    expected = undisturbed(8)
+    with ParallelEnv(NUM_ENVS, factories(tmp_path), num_workers=2, seed=0, options=RESTART) as env:
+        data = env.rollout(8, act, break_when_any_done=False)
+        assert torch.equal(data["next", "observation"][:2], expected["next", "observation"][:2])
+        lost = [False, False, True] + [False] * 5
+        assert data["next", "interrupted"].squeeze(-1).tolist() == [[False] * 8] * 2 + [lost] * 2
+        assert data["observation"][2:, :, 1].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]] * 2
+        assert data["next", "observation"][2:, :, 1].tolist() == [[1, 2, 2, 1, 2, 3, 4, 5]] * 2
+        assert env.rollout(2, act, auto_reset=False)["observation"][:, 0, 1].tolist() == [8, 8, 5, 5]
+
+
+def test_when_sent(tmp_path):
+    with ParallelEnv(NUM_ENVS, factories(tmp_path, step=1), num_workers=2, seed=0, options=RESTART) as env:
+        env.send(act(env.reset()))
+        interrupted = {}
+        while len(interrupted) < NUM_ENVS:
+            td = env.recv(1)
+            interrupted[int(td["env_ids"])] = bool(td["next", "interrupted"])
+        neighbour_was_faster = not interrupted.pop(2)
+        assert interrupted == {0: False, 1: False, 3: True}
+        assert env.current([0, 1, 3])["observation"][:, 1].tolist() == [1, 1, 0]
+        if neighbour_was_faster:
+            with pytest.raises(ResetNeeded):
+                env.send(act(env.current([2])))
+
+
+@pytest.mark.parametrize("at", ["reset", "step"])
+def test_a_hang_is_replaced_too(tmp_path, at):
+    options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=0.5, reset_timeout_s=2.0)
+    make = [functools.partial(CountingEnv, 1_000_000)] * NUM_ENVS
+    make[0] = functools.partial(FaultyEnv, "gil", at=at, step=1, flag=str(tmp_path / "broken"))
+    with ParallelEnv(NUM_ENVS, make, num_workers=2, seed=0, options=options) as env:
+        root = env.reset()
+        for _ in range(2):
+            root = env.step_and_maybe_reset(act(root))[1]
+        assert env.statistics().worker_losses == 1
+        assert root["observation"][2:, 1].tolist() == [2, 2]
+
+
+def test_a_crash_loop_ends_in_an_error():
+    make = [functools.partial(CountingEnv, 1_000_000)] * 3 + [functools.partial(FaultyEnv, "kill", step=1)]
+    options = ExecutorOptions(on_worker_loss="restart", max_restarts=2)
+    with ParallelEnv(NUM_ENVS, make, num_workers=2, seed=0, options=options) as env:
+        root = env.reset()
+        for _ in range(2):
+            root = env.step_and_maybe_reset(act(root))[1]
+        with pytest.raises(WorkerLost, match="SIGKILL"):
+            env.step_and_maybe_reset(act(root))
+        assert env.statistics().worker_losses == 3
+
+
+def test_episodes_go_on_counting(tmp_path):
+    """A successor does not replay the episodes of the worker it replaces."""
+    with ParallelEnv(NUM_ENVS, factories(tmp_path), num_workers=2, seed=0, options=RESTART) as env:
+        data = env.rollout(6, act, break_when_any_done=False)
+        seeds = data["observation"][3, :, 0].tolist()
+        assert seeds[0] == seeds[2]
+        assert len(set(seeds)) == 2
+        with SerialEnv(NUM_ENVS, CountingEnv, seed=0) as serial:
+            serial.reset()
+            assert serial.reset()["observation"][3, 0].item() == seeds[3]

@@ -1,0 +1,257 @@
+"""Steps, partial resets, copies and views, actions, and asynchronous stepping."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.workers.testing import AgentsEnv, CountingEnv
+
+PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
+both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
+
+long_env = functools.partial(CountingEnv, 1_000)
+NUM_ENVS = 3
+
+
+def act(td, *actions):
+    return td.set("action", torch.tensor(actions or [1] * len(td)))
+
+
+def counters(td):
+    return td["observation"][:, 1].tolist()
+
+
+@both
+def test_a_step_gives_all_keys(make):
+    with make(NUM_ENVS, long_env, seed=0) as env:
+        td = env.step(act(env.reset()))
+    next_td = td["next"]
+    assert sorted(next_td.keys()) == ["done", "observation", "reward", "terminated", "truncated"]
+    assert next_td["reward"].dtype == torch.float32
+    for key in ("reward", "done", "terminated", "truncated"):
+        assert next_td[key].shape == (NUM_ENVS, 1)
+
+
+@both
+def test_a_step_never_resets_and_fused_does(make):
+    make_envs = [functools.partial(CountingEnv, 2), long_env, long_env]
+    with make(NUM_ENVS, make_envs, seed=0) as env:
+        td = env.step(act(env.reset()))
+        td, root = env.step_and_maybe_reset(act(td["next"].exclude("reward")))
+        assert counters(td["next"]) == [2, 2, 2]
+        assert counters(root) == [0, 2, 2]
+        assert td["next", "done"].squeeze(-1).tolist() == [True, False, False]
+        assert not root["done"].any()
+        assert env.statistics().resets_per_env == (2, 1, 1)
+
+
+@both
+@pytest.mark.parametrize("shape", [(NUM_ENVS,), (NUM_ENVS, 1)])
+@pytest.mark.parametrize("key", ["_reset", ("agents", "_reset")])
+def test_a_reset_touches_the_rows_in_the_mask(make, shape, key):
+    with make(NUM_ENVS, long_env, seed=0) as env:
+        root = env.step(act(env.reset()))["next"]
+        mask = torch.tensor([True, False, True]).reshape(shape)
+        asked = TensorDict({key: mask}, [NUM_ENVS])
+        before = asked.clone()
+        root = env.reset(asked)
+        assert counters(root) == [0, 1, 0]
+        assert (asked == before).all()
+        assert counters(env.step(act(root))["next"]) == [1, 2, 1]
+
+
+@both
+def test_a_mask_of_nothing_wakes_nobody(make):
+    with make(NUM_ENVS, long_env, seed=0) as env:
+        env.step(act(env.reset()))
+        numbers = env._pool.slab.words["command_seq"].copy()
+        root = env.reset(TensorDict({"_reset": torch.zeros(NUM_ENVS, dtype=torch.bool)}, [NUM_ENVS]))
+        assert counters(root) == [1, 1, 1]
+        assert np.array_equal(env._pool.slab.words["command_seq"], numbers)
+
+
+@both
+def test_keyword_arguments_reach_the_envs_reset_unchanged(make):
+    options = {"level": [1, 2]}
+    per_env = [{"k": i} for i in range(NUM_ENVS)]
+    with make(NUM_ENVS, long_env, seed=0) as env:
+        env.reset(list_of_kwargs=per_env, options=options)
+        assert env.get("options") == [{"options": {"level": [1, 2]}, "k": i} for i in range(NUM_ENVS)]
+        env.reset()
+        assert env.get("options") == [None] * NUM_ENVS
+    assert options == {"level": [1, 2]}
+    assert per_env == [{"k": i} for i in range(NUM_ENVS)]
+
+
+@both
+def test_seeds_repeat(make):
+    with make(NUM_ENVS, long_env, seed=3) as env:
+        first = env.reset()["observation"][:, 0].tolist()
+        second = env.reset()["observation"][:, 0].tolist()
+        assert len({*first, *second}) == 2 * NUM_ENVS
+        env.set_seed(3)
+        assert env.reset()["observation"][:, 0].tolist() == first
+        assert env.reset(seed=4)["observation"][:, 0].tolist() not in (first, second)
+        assert env.seed == 4
+        assert env.reset(seed=3)["observation"][:, 0].tolist() == first
+        assert env.reset(seed=[7, 8, 9])["observation"][:, 0].tolist() == [7, 8, 9]
+
+
+ILLEGAL = [
+    (torch.tensor([0, 1, 99]), r"expected 0\.\.\d+, got 99 at \(2,\) \(env 2\)"),
+    (torch.tensor([0, -1, 0]), r"got -1 at \(1,\) \(env 1\)"),
+    (torch.tensor([0.0, 1.0, 0.5]), "expected int64, got float32"),
+    (torch.tensor([float("nan")] * 3), "expected int64, got float32"),
+    (torch.tensor([[0], [1], [0]]), r"expected shape \(3,\), got shape \(3, 1\)"),
+]
+
+
+@both
+@pytest.mark.parametrize(("action", "message"), ILLEGAL)
+def test_an_illegal_action_steps_nobody(make, action, message):
+    with make(NUM_ENVS, long_env, seed=0) as env:
+        root = env.reset()
+        with pytest.raises(ActionError, match=message + ".*No env was stepped"):
+            env.step(root.clone().set("action", action))
+        with pytest.raises(ActionError, match=r"expected a key \('action',\), got none"):
+            env.step(root.clone())
+        with pytest.raises(ValueError, match="expected a batch of 3 envs"):
+            env.step(act(root[:2].clone()))
+        assert env.statistics().env_steps == 0
+        assert env.call("state_dict") == [{"seed": s, "num_steps": 0} for s in root["observation"][:, 0].tolist()]
+
+
+@both
+def test_actions_may_need_grad_and_be_narrower(make):
+    with make(NUM_ENVS, long_env, seed=0) as env:
+        td = env.step(env.reset().set("action", torch.tensor([0, 1, 1], dtype=torch.int32)))
+        assert td["next", "observation"][:, 2].tolist() == [0, 1, 1]
+
+
+@both
+def test_random_actions_repeat_with_the_seed(make):
+    with make(NUM_ENVS, AgentsEnv, seed=1) as env:
+        leaf = env.action_spec[0]
+        first = [env.rand_action()[leaf.key].clone() for _ in range(20)]
+        env.set_seed(1)
+        assert all(torch.equal(one, env.rand_action()[leaf.key]) for one in first)
+        drawn = torch.stack(first)
+        assert drawn.min() == 0
+        assert drawn.max() == leaf.domain.n - 1
+
+
+@both
+def test_copies_are_the_callers(make):
+    with make(NUM_ENVS, long_env, seed=0) as env:
+        kept, copies = [], []
+        td = env.reset()
+        for _ in range(12):
+            td, root = env.step_and_maybe_reset(act(td))
+            kept.append(td["next"])
+            copies.append(td["next"].clone())
+            td = root
+        assert all((one == other).all() for one, other in zip(kept, copies, strict=True))
+        kept[-1]["observation"].zero_()
+        assert counters(env.current()) == [12] * NUM_ENVS
+
+
+@both
+@pytest.mark.parametrize("poison", [False, True])
+def test_views_are_valid_for_so_many_steps(make, poison):
+    options = ExecutorOptions(ring_frames=3, poison=poison)
+    with make(NUM_ENVS, long_env, seed=0, copy=False, options=options) as env:
+        td, kept = env.reset(), []
+        for step in range(1, 10):
+            td, root = env.step_and_maybe_reset(act(td))
+            kept.append(td["next", "observation"])
+            td = root
+            for age, view in enumerate(reversed(kept[-3:])):
+                assert view[:, 1].tolist() == [step - age] * NUM_ENVS
+            if poison and step > 3:
+                assert (kept[-4] == torch.iinfo(torch.int64).max).all()
+
+
+@both
+def test_first_come_first_served(make):
+    with make(NUM_ENVS, long_env, seed=0) as env:
+        env.send(act(env.reset(), 0, 1, 1))
+        seen = []
+        for _ in range(10):
+            td = env.recv(min_envs=2)
+            ids = td["env_ids"]
+            assert td.batch_size == (2,)
+            assert torch.equal(td["next", "observation"][:, 1], td["observation"][:, 1] + 1)
+            assert torch.equal(td["next", "observation"][:, 2], td["action"])
+            seen += ids.tolist()
+            env.send(act(env.current(ids), 1, 0))
+        seen += env.recv()["env_ids"].tolist()
+        steps = env.statistics().steps_per_env
+        assert tuple(seen.count(i) for i in range(NUM_ENVS)) == steps
+
+
+def test_those_sent_longest_ago_come_first():
+    with SerialEnv(NUM_ENVS, long_env, seed=0) as env:
+        root = env.reset()
+        for env_id in (2, 0, 1):
+            env.send(act(root[env_id : env_id + 1].clone()), [env_id])
+        assert env.recv(2)["env_ids"].tolist() == [2, 0]
+        env.send(act(env.current([2])))
+        assert env.recv(1)["env_ids"].tolist() == [1]
+
+
+@both
+def test_a_sent_env_that_ends_is_reset_unless_told_otherwise(make):
+    with make(NUM_ENVS, functools.partial(CountingEnv, 1), seed=0) as env:
+        env.send(act(env.reset()))
+        td = env.recv()
+        assert td["next", "done"].all()
+        assert counters(td["next"]) == [1] * NUM_ENVS
+        assert counters(env.current(td["env_ids"])) == [0] * NUM_ENVS
+        env.send(act(env.current()), maybe_reset=False)
+        td = env.recv()
+        assert sorted(td["env_ids"].tolist()) == [0, 1, 2]
+        assert counters(env.current()) == [1] * NUM_ENVS
+        assert env.current()["done"].all()
+
+
+@pytest.mark.slow
+def test_a_slow_env_holds_nobody_up_and_a_time_out_loses_nothing():
+    from envherd.workers.testing import FaultyEnv
+
+    make = [functools.partial(FaultyEnv, "slow", step=1), long_env]
+    with ParallelEnv(2, make, num_workers=2, seed=0) as env:
+        env.send(act(env.reset()))
+        assert env.recv(1)["env_ids"].tolist() == [1]
+        with pytest.raises(TimeoutError, match="Nothing is lost"):
+            env.recv(1, timeout_s=0.01)
+        td = env.recv(1)
+        assert td["env_ids"].tolist() == [0]
+        assert counters(td["next"]) == [1]
+
+
+@pytest.mark.parametrize("ids", [[0, 0], [3], [-1]])
+def test_wrong_env_ids(ids):
+    with SerialEnv(NUM_ENVS, long_env) as env:
+        root = env.reset()
+        with pytest.raises(ValueError, match=r"different env ids in 0\.\.2"):
+            env.send(act(root[: len(ids)].clone()), ids)
+
+
+@both
+def test_counts_are_exact(make):
+    with make(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0) as env:
+        env.rollout(10, act, break_when_any_done=False)
+        td = env.reset()
+        for _ in range(3):
+            td = env.step_and_maybe_reset(act(td))[1]
+        counted = env.statistics()
+    assert counted.env_steps == 13 * NUM_ENVS
+    assert counted.steps_per_env == (13,) * NUM_ENVS
+    assert counted.episodes == 2 * NUM_ENVS
+    assert counted.resets_per_env == (4,) * NUM_ENVS
+    assert counted.worker_losses == counted.env_errors == counted.interrupted == 0
+    assert all(worker.busy_s > 0 and worker.uss_bytes > 0 for worker in counted.workers)
