@@ -14,7 +14,7 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 # An installed package that mypy can follow (it cannot follow the editable install's finder).
 TYPES := build/typecheck/envherd
 
-.PHONY: help venv rollout test test-quick lint format types examples bench-quick clean
+.PHONY: help venv rollout test test-quick test-full lint format types examples bench-quick clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
@@ -22,6 +22,7 @@ help:
 	@echo "make rollout      run $(ROLLOUT_ENVS) Melting Pot envs in parallel; pictures and data go to rollouts/"
 	@echo "make test         run the whole test suite"
 	@echo "make test-quick   run the tests that take no time"
+	@echo "make test-full    and sweeps over all Melting Pot substrates (most of an hour)"
 	@echo "make venv         only make $(VENV)/, with everything installed"
 	@echo "make lint types examples bench-quick"
 
@@ -45,6 +46,9 @@ test: $(STAMP)
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not full"
+
+test-full: $(STAMP)
+	ENVHERD_FULL=1 $(BIN)/python -m pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
