@@ -175,8 +175,8 @@ class BatchedEnv:
             WorkerLost, WorkerTimeout, Busy, Closed.
         """
         with self._turn:
-            column, _ = self._engine.step_all(td, Op.STEP)
-            td.set("next", self._rows.next_td(self._rows.next_leaves(column)))
+            next_td, _ = self._engine.step_all(td, Op.STEP)
+            td.set("next", next_td)
             return td
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -188,10 +188,10 @@ class BatchedEnv:
             rest (the same tensors, as `step_mdp` shares them, when no env ended).
         """
         with self._turn:
-            column, reset_ids = self._engine.step_all(td, Op.STEP_RESET)
-            leaves = self._rows.next_leaves(column)
-            td.set("next", self._rows.next_td(leaves))
-            return td, self._rows.root_after(leaves, column, reset_ids)
+            next_td, root = self._engine.step_all(td, Op.STEP_RESET)
+            assert root is not None
+            td.set("next", next_td)
+            return td, root
 
     def rollout(self, max_steps: int, policy: Any = None, **kwargs: Any) -> TensorDictBase:
         """Collect up to `max_steps` steps; see `RolloutRunner.run` for the arguments and the result."""

@@ -96,6 +96,8 @@ class GroupBatch:
                 "itemsize": slab.plan.next_nbytes,
             }
         )
+        self._record_names = self._record.names or ()
+        self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
         self._views = [[torch.from_numpy(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
         self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
         self.root_arrays = [slab.columns["root", *key] for key in self.root_keys]
@@ -118,14 +120,16 @@ class GroupBatch:
         return self._views[column]
 
     def next_copies(self, column: int) -> Leaves:
-        """Return the `next` leaves of a frame in memory of their own: one memcpy for all of them."""
-        source = self.slab.next_bytes(column)
-        buffer = np.empty(len(source), np.uint8)
-        buffer[:] = source
-        if not self.is_on_cpu:
-            return self._split_on_device(torch.from_numpy(buffer).to(self.device))
+        """Return the `next` leaves of a frame in memory of their own, on the device."""
+        buffer, leaves = self.blank_next()
+        buffer[:] = self.next_bytes[column]
+        return leaves if self.is_on_cpu else self._split_on_device(torch.from_numpy(buffer).to(self.device))
+
+    def blank_next(self) -> tuple[np.ndarray, Leaves]:
+        """Return memory for a `next` and its leaves on the cpu, to be filled with one memcpy from `next_bytes`."""
+        buffer = np.empty(self.slab.plan.next_nbytes, np.uint8)
         record, from_numpy = np.ndarray((), self._record, buffer), torch.from_numpy
-        return [from_numpy(record[name]) for name in self._record.names or ()]
+        return buffer, [from_numpy(record[name]) for name in self._record_names]
 
     def _split_on_device(self, buffer: torch.Tensor) -> Leaves:
         leaves = []

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -35,32 +36,44 @@ from envherd.workers.seeding import draw_root_seed
 Pool = WorkerPool | SerialPool
 
 
+_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+
+def _disown_in_fork() -> None:
+    for turn in list(_turns):
+        turn.is_foreign = True
+
+
+os.register_at_fork(after_in_child=_disown_in_fork)
+
+
 class Turn:
     """Holds the engine for one call: refuses a second thread, a closed executor, a forked copy."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = threading.RLock()
-        self._owner = os.getpid()
         self.is_closed = False
+        self.is_foreign = False
+        _turns.add(self)
 
     def check(self) -> None:
         """Raise `Closed` unless the executor can be used from here."""
         if self.is_closed:
             raise Closed("the call failed: this executor is closed. Make a new one.")
-        if os.getpid() != self._owner:
+        if self.is_foreign:
             raise Closed("the call failed: this executor belongs to the process that made it. Make one here.")
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             raise Busy("the call failed: another thread is using this executor. One caller at a time.")
-        try:
-            self.check()
-            if self._engine.is_dirty:
+        if self.is_closed or self.is_foreign or self._engine.is_dirty:
+            try:
+                self.check()
                 self._engine.recover()
-        except BaseException:
-            self._lock.release()
-            raise
+            except BaseException:
+                self._lock.release()
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -159,8 +172,8 @@ class Engine:
 
     # ---- step --------------------------------------------------------------------------------
 
-    def step_all(self, td: TensorDictBase, op: Op) -> tuple[int, np.ndarray | None]:
-        """Step all envs; return the ring column of their rows, and the ids that ended or None."""
+    def step_all(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Step all envs; return the `next` batch, and the root after it if the op is STEP_RESET."""
         if td.batch_size[:1] != (self.num_envs,):
             raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {td.batch_size}.")
         if self.num_pending:
@@ -168,16 +181,23 @@ class Engine:
         if self.rows.has_ended:
             self.refuse_ended(self.all_ids)
         self.write_inputs(td)
-        column = self.rows.next_column()
-        self.run_all(op, RING, column)
+        rows, has_root = self.rows, op == Op.STEP_RESET
+        column = rows.next_column()
+        try:
+            self.pool.submit_all(op, RING, column)
+            draft = rows.draft(column, has_root=has_root)
+            self.pool.wait_all(self.options.step_timeout_s)
+        except BaseException as error:
+            self._break_off(self.all_ids, error)
+            raise
         if self.pool.outcome:
             self._settle_steps(op, column)
-        elif self.rows.has_interrupted:
-            self.rows.interrupted[:] = False
-        ended = self.rows.stepped_all(column)
-        if op == Op.STEP_RESET and ended is not None:
-            self.rows.were_reset(ended, np.full(len(ended), column))
-        return column, ended
+        elif rows.has_interrupted:
+            rows.interrupted[:] = False
+        ended = rows.stepped_all(column)
+        if has_root and ended is not None:
+            rows.were_reset(ended, np.full(len(ended), column))
+        return rows.finish(draft, column, ended, has_root=has_root)
 
     def run_all(self, op: Op, target: int, column: int) -> None:
         """Give all envs a step command and wait; if the wait is broken off, their answers are lost."""

@@ -102,6 +102,11 @@ class GroupIntake:
         self._targets = [slab.inputs["input", *leaf.key] for leaf in self.leaves]
         self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
         self._checks = [check_for(leaf, level) if leaf in spec.action else None for leaf in self.leaves]
+        #: Key, shape, dtype and check of the only input, for the common case of one action.
+        self._only: tuple[str, tuple[int, ...], np.dtype, Check | None] | None = None
+        if len(self.leaves) == 1 and len(self.leaves[0].key) == 1:
+            leaf = self.leaves[0]
+            self._only = (leaf.key[0], (len(self._env_ids), *leaf.shape), self._dtypes[0], self._checks[0])
         #: `(key, rows) -> values [k, ...]` of the envs' present roots, for state that the caller leaves out.
         self.present: Callable[[Key, np.ndarray | None], np.ndarray | None] = lambda *_: None
 
@@ -115,6 +120,13 @@ class GroupIntake:
         Raises:
             ActionError: a key is missing, or a shape, dtype or value is wrong; names the first bad env.
         """
+        if rows is None and self._only is not None:
+            key, shape, dtype, check = self._only
+            value = td.get(key, None)
+            if value is not None and value.__class__ is torch.Tensor and not value.requires_grad and value.is_cpu:
+                array = value.numpy()
+                if array.shape == shape and array.dtype is dtype and (check is None or check(array) is None):
+                    return [array]
         num_rows = len(self._env_ids) if rows is None else len(rows)
         values = []
         for leaf, dtype, check in zip(self.leaves, self._dtypes, self._checks, strict=True):

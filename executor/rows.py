@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,15 @@ from envherd.shm.layout import Name
 from envherd.shm.slab import Slab
 
 INTERRUPTED: Name = ("interrupted",)
+
+
+class Draft(NamedTuple):
+    """The batches of a step, made before their memory is filled."""
+
+    buffer: np.ndarray | None
+    leaves: Leaves
+    next_td: TensorDict
+    root_td: TensorDict | None
 
 
 class Rows:
@@ -58,6 +67,9 @@ class Rows:
         self.side_next: dict[int, list[Any]] = {}
         self.side_root: dict[int, list[Any]] = {}
         self.has_side = any(batch.side_keys for batch in self.batches)
+        self._is_plain = (
+            len(self.batches) == 1 and self.batches[0].is_on_cpu and not (self.has_side or self.has_interrupted)
+        )
         self._column = 0
         self._is_poisoning = options.poison
         self._next_done = [group.columns["next", "done"] for group in slab.groups]
@@ -184,6 +196,35 @@ class Rows:
             return td
 
         return self._by_group(env_ids, make)
+
+    def draft(self, column: int, *, has_root: bool) -> Draft | None:
+        """Make the batches of a step before its rows are there; None where that is not worth it.
+
+        The parent does it while the workers step. `finish` fills it in.
+        """
+        if not self._is_plain:
+            return None
+        batch = self.batches[0]
+        if self.is_copy:
+            buffer, leaves = batch.blank_next()
+        else:
+            buffer, leaves = None, batch.next_views(column)
+        lead = (batch.num_rows,)
+        root = batch.shell("root", lead).build([leaves[i] for i in batch.root_in_next]) if has_root else None
+        return Draft(buffer, leaves, batch.shell("next", lead).build(leaves), root)
+
+    def finish(
+        self, draft: Draft | None, column: int, reset_ids: np.ndarray | None, *, has_root: bool
+    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Return the `next` batch of a step, and the root after it if that is wanted."""
+        if draft is None:
+            leaves = self.next_leaves(column)
+            return self.next_td(leaves), self.root_after(leaves, column, reset_ids) if has_root else None
+        if draft.buffer is not None:
+            draft.buffer[:] = self.batches[0].next_bytes[column]
+        if has_root and reset_ids is not None:
+            return draft.next_td, self.root_after([draft.leaves], column, reset_ids)
+        return draft.next_td, draft.root_td
 
     def root_after(self, leaves: list[Leaves], column: int, reset_ids: np.ndarray | None) -> TensorDictBase:
         """Return the root batch `[N]` after a step whose `next` leaves are given."""

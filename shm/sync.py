@@ -6,7 +6,7 @@ only hints: what is true is said by sequence numbers in the slab, so a token too
 who looks, finds nothing, and waits again, and an interrupt can never desynchronise a step.
 
 Guarantees: `ring` never blocks; `wait` first looks, then yields the processor a bounded number of
-times, then blocks until a token, the timeout or a signal (a Python signal handler that raises, as
+times (more if the last wait was short), then blocks until a token, the timeout or a signal (a Python signal handler that raises, as
 Ctrl-C does, ends the wait). What a process wrote before `ring` is seen by whoever took that token.
 Assumes: POSIX unnamed process-shared semaphores, and CPython's `_multiprocessing.SemLock`, which can
 be laid over any `sem_t` and is by far the fastest binding (60 ns against 300 ns for ctypes); `create`
@@ -26,9 +26,15 @@ import numpy as np
 #: Bytes of one doorbell; `sizeof(sem_t)` is 32 on Linux, and a line of its own avoids false sharing.
 DOORBELL_BYTES = 128
 
-#: `sched_yield` calls before blocking. 20 measured best: 25x a blocking wake across cores, and a
-#: waste of at most 10-20 us per wait (benchmarks/step_overhead.py).
-YIELDS_BEFORE_BLOCKING = 20
+#: `sched_yield` calls before blocking, after a wait that was long (a policy that thinks, an env that
+#: takes its time): a waste of at most 10 us per wait.
+FEW_YIELDS = 20
+#: The same after a wait that was short: about 60 us. A wake-up that had to go through the kernel costs
+#: 15 us and leaves both sides with cold caches; with 20 yields everywhere a batch of 8 tiny envs took
+#: 150 us instead of 65 (benchmarks/step_overhead.py, 2 cores).
+MANY_YIELDS = 150
+#: Seconds; a blocked wait below it counts as short.
+SHORT_WAIT_S = 200e-6
 
 _SEMAPHORE_KIND = 1  # Modules/_multiprocessing/semaphore.c: SEMAPHORE
 _MAX_TOKENS = 2**31 - 1
@@ -40,13 +46,14 @@ _SLICE_S = 60.0
 class Doorbell:
     """One counting semaphore in shared memory; make it with `create` (once) or `attach` (elsewhere)."""
 
-    __slots__ = ("_acquire", "_keep", "ring")
+    __slots__ = ("_acquire", "_keep", "_yields", "ring")
 
     def __init__(self, buffer: np.ndarray, offset: int) -> None:
         address = buffer.ctypes.data + offset
         lock = _multiprocessing.SemLock._rebuild(address, _SEMAPHORE_KIND, _MAX_TOKENS, None)
         self._keep: tuple[Any, ...] = (buffer, lock)
         self._acquire = lock.acquire
+        self._yields = FEW_YIELDS
         #: Add a token; wakes one waiter. About 60 ns when nobody waits.
         self.ring = lock.release
 
@@ -79,13 +86,18 @@ class Doorbell:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Take a token, waiting for one up to `timeout_s` seconds (None: for ever); False on timeout."""
         acquire = self._acquire
-        for _ in range(YIELDS_BEFORE_BLOCKING):
+        sched_yield = os.sched_yield
+        for _ in range(self._yields):
             if acquire(False):
                 return True
-            os.sched_yield()
+            sched_yield()
+        began = time.perf_counter()
         if timeout_s is not None and timeout_s < _SLICE_S:
-            return bool(acquire(True, timeout_s))
-        return self._wait_in_slices(timeout_s)
+            is_taken = bool(acquire(True, timeout_s))
+        else:
+            is_taken = self._wait_in_slices(timeout_s)
+        self._yields = MANY_YIELDS if time.perf_counter() - began < SHORT_WAIT_S else FEW_YIELDS
+        return is_taken
 
     def _wait_in_slices(self, timeout_s: float | None) -> bool:
         end = None if timeout_s is None else time.monotonic() + timeout_s

@@ -63,20 +63,21 @@ class Loop:
             words["command_seq"], words["command"], words["reply_seq"], words["status"]
         )  # fmt: skip
         mail, worker_id = words["mail_seq"], self._block.worker_id
-        owes_ring = False
-        found = False
-        for env_id in sorted((e for e in latest if numbers[e] != latest[e]), key=numbers.__getitem__):
+        owes_ring, execute = False, self._block.execute
+        pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
+        if len(pending) > 1 and commands[pending[0]] & _EACH:
+            pending.sort(key=numbers.__getitem__)  # sent one by one: the longest waiting first
+        for env_id in pending:
             if self._mail_read != mail[worker_id] and not self._check_mail():
                 return False
             number, command = numbers[env_id], commands[env_id]
-            status[env_id] = self._block.execute(env_id, command)
+            status[env_id] = execute(env_id, command)
             latest[env_id] = number
             replies[env_id] = number
-            found = True
             if command & _EACH:
                 self._done.ring()
             else:
                 owes_ring = True
         if owes_ring:
             self._done.ring()
-        return found
+        return bool(pending)
