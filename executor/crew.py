@@ -148,12 +148,25 @@ class Crew:
 
     def mail(self, worker_id: int, message: messages.Message, fds: list[int] | None = None) -> None:
         """Send a message to a worker that serves commands; its turn comes before any later command."""
+        worker = self.workers[worker_id]
         with contextlib.suppress(ConnectionError):  # a death is noticed where it matters
-            self.workers[worker_id].channel.send_message(message, fds)
-            self._knock(worker_id)
+            worker.channel.queue_message(message, fds)
+            self._knock(worker_id)  # before all is sent: it reads only when it is told to
+            while not worker.channel.flush_nowait() and not worker.has_exited():
+                poller = select.poll()
+                poller.register(worker.channel.sock, select.POLLIN | select.POLLOUT)
+                poller.register(worker.pidfd, select.POLLIN)
+                poller.poll()
+                self.drain(worker_id)  # it may be writing itself, and read again only when that is read
 
-    def await_frame(self, worker_id: int, phase: str, timeout_s: float | None) -> Frame:
+    def await_frame(self, worker_id: int, phase: str, timeout_s: float | None, number: int | None = None) -> Frame:
         """Wait for a worker's next answer.
+
+        Args:
+            worker_id: whose.
+            phase: what it is about, for messages.
+            timeout_s: seconds; None waits for ever.
+            number: of the question; answers to earlier ones, whose asker was interrupted, are thrown away.
 
         Raises:
             WorkerLost: it died instead.
@@ -164,7 +177,10 @@ class Crew:
         poller = select.poll()
         poller.register(worker.channel.sock, select.POLLIN)
         poller.register(worker.pidfd, select.POLLIN)
-        while not self._inbox[worker_id]:
+        while not self._inbox[worker_id] or self._inbox[worker_id][0].get("number") != number:
+            if self._inbox[worker_id]:
+                self._inbox[worker_id].pop(0)
+                continue
             left = None if end is None else max(0.0, end - time.monotonic()) * 1000 + 1
             if not poller.poll(left):
                 raise worker_late(worker, self.blueprint.blocks[worker_id], phase, timeout_s or 0.0)
@@ -181,7 +197,10 @@ class Crew:
 
     def drain(self, worker_id: int) -> None:
         """Read what a worker has written, without blocking."""
-        for frame in self.workers[worker_id].channel.drain_nowait():
+        channel = self.workers[worker_id].channel
+        with contextlib.suppress(ConnectionError):
+            channel.flush_nowait()  # what an interrupt had left
+        for frame in channel.drain_nowait():
             is_row = frame["kind"] in _ROW_KINDS or (frame["kind"] == "fault" and frame["phase"] in ("reset", "step"))
             if is_row:
                 self.on_row_frame(frame)
@@ -227,8 +246,9 @@ class Crew:
     def _ask_to_close(self, end: float) -> None:
         for worker in self.workers:
             with contextlib.suppress(OSError):
-                worker.channel.sock.settimeout(max(0.01, end - time.monotonic()))
-                self.mail(worker.worker_id, messages.Close())
+                worker.channel.queue_message(messages.Close())
+                self._knock(worker.worker_id)
+                worker.channel.flush_nowait()
         for worker in self.workers:
             worker.wait_exit(max(0.0, end - time.monotonic()))
             with contextlib.suppress(Exception):

@@ -77,6 +77,7 @@ class WorkerPool:
         self.crew.on_row_frame = self._take_row_frame
         self._all_ids = np.arange(self.num_envs)
         self._number = 0
+        self._asked = 0
         self._rebuilding: set[int] = set()
         self._restarts: list[list[float]] = [[] for _ in blueprint.blocks]
 
@@ -184,6 +185,8 @@ class WorkerPool:
             kill_late: whether a worker that is late is killed (a `WorkerTimeout` in `outcome`), or the
                 wait just ends with fewer.
         """
+        while self._done.try_wait():
+            pass  # tokens are hints; those of answers that nobody waited for must not pile up
         ready = self._ready(env_ids)
         if len(ready) < count:
             self._wait_slowly(env_ids, count, timeout_s, kill_late=kill_late)
@@ -265,10 +268,12 @@ class WorkerPool:
         """Read the messages that the status words announce into `outcome`."""
         if not np.count_nonzero(self._status):
             return
-        for worker_id in set(self.worker_of[np.flatnonzero(self._status)].tolist()):
+        answered = self._ready(self._all_ids)  # before reading: what these envs have written is there
+        announced = answered[self._status[answered] != 0]
+        for worker_id in set(self.worker_of[announced].tolist()):
             if worker_id not in self._rebuilding:
                 self.crew.drain(worker_id)
-        self._status[self._ready(self._all_ids)] = 0
+        self._status[announced] = 0
 
     def take_outcome(self) -> Outcome:
         """Return what happened since the last call, and forget it."""
@@ -310,9 +315,11 @@ class WorkerPool:
             by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
         self._revive(by_worker)
         args = question.pop("args", ())
+        self._asked += 1
         for worker_id, ids in by_worker.items():
             own = tuple(args[env_ids.index(i)] for i in ids) if what in ("set", "load_state_dict") else args
-            self.crew.mail(worker_id, messages.Ask(what=what, env_ids=tuple(ids), args=own, **question))
+            ask = messages.Ask(what=what, env_ids=tuple(ids), args=own, number=self._asked, **question)
+            self.crew.mail(worker_id, ask)
         return self._answers(by_worker, what)
 
     def _answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
@@ -320,7 +327,7 @@ class WorkerPool:
         errors: list[EnvherdError] = []
         for worker_id, ids in by_worker.items():
             try:
-                frame = self.crew.await_frame(worker_id, what, self.options.reset_timeout_s)
+                frame = self.crew.await_frame(worker_id, what, self.options.reset_timeout_s, self._asked)
             except EnvherdError as error:
                 self._declare_lost(worker_id, error)
                 errors.insert(0, error)

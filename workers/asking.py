@@ -13,7 +13,11 @@ from envherd.workers.reply import Fault
 
 
 def answer(message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bool) -> dict[str, Any]:
-    """Return the plain answer: one value per env, in the order asked, or the first env's fault."""
+    """Return the plain answer: one value per env, in the order asked, or the first env's fault; and the number."""
+    return {**_answer(message, adapters, pickle_replies=pickle_replies), "number": message.number}
+
+
+def _answer(message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bool) -> dict[str, Any]:
     values = []
     for position, env_id in enumerate(message.env_ids):
         try:

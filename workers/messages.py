@@ -10,6 +10,8 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
+from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +95,8 @@ class Prepare:
 class Ask:
     """Do something with envs that is not a step; answered by one value per env.
 
-    `what` is "call", "get", "set", "render", "state_dict" or "load_state_dict".
+    `what` is "call", "get", "set", "render", "state_dict" or "load_state_dict"; `number` comes back with the
+    answer, so that the answer to a question whose asker was interrupted is not taken for the next one's.
     """
 
     what: str
@@ -101,6 +104,7 @@ class Ask:
     name: str = ""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +122,30 @@ class Channel:
         self.sock = sock
         self._fds: list[int] = []
         self._received = bytearray()
+        self._unsent: deque[tuple[memoryview, list[int]]] = deque()
+
+    def queue_message(self, message: Message, fds: list[int] | None = None) -> None:
+        """Take a message that `flush_nowait` will send; its descriptors stay open until then (parent's side)."""
+        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        fds = fds or []
+        self._unsent.append((memoryview(_HEAD.pack(len(payload), len(fds)) + payload), fds))
+
+    def flush_nowait(self) -> bool:
+        """Send what is queued, as far as the socket takes it now; return whether all of it is sent."""
+        while self._unsent:
+            data, fds = self._unsent[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+            try:
+                num_sent = self.sock.sendmsg([data], rights, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            self._unsent[0] = (data[num_sent:], [])
+            if num_sent == len(data):
+                self._unsent.popleft()
+        return True
 
     def send_message(self, message: Message, fds: list[int] | None = None) -> None:
-        """Send a message to a worker (parent's side)."""
+        """Send a message to a worker that is waiting for one (parent's side); blocks until all of it is sent."""
         self._send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), fds or [])
 
     def receive_message(self) -> tuple[Message, list[int]]:
