@@ -82,6 +82,7 @@ class SerialPool:
             isolate_rng=self.options.isolate_rng,
             check_finite=self.options.check_finite,
         )
+        self._block.passes = (KeyboardInterrupt,)
         self._block.attach(self.slab)
 
     def _build(self, builder: Builder, env_id: int, factory: Factory) -> None:

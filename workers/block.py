@@ -134,6 +134,9 @@ class Block:
         report: called with plain messages for the parent (faults, side values, notices).
         isolate_rng: swap the global generators' state in and out around every call of an env.
         check_finite: refuse NaN and infinities in observations and rewards.
+
+    Attributes:
+        passes: exceptions that are the caller's and not an env's: a Ctrl-C, where the envs run in its process.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class Block:
         isolate_rng: bool = False,
         check_finite: bool = False,
     ) -> None:
+        self.passes: tuple[type[BaseException], ...] = ()
         self.worker_id = worker_id
         self.root_seed = root_seed
         self.slots = {env_id: Slot(env_id, adapter, check_finite=check_finite) for env_id, adapter in adapters.items()}
@@ -213,6 +217,9 @@ class Block:
                 slot.has_news = False
                 return _SIDE
             return _OK
+        except self.passes:
+            slot.prepared = None
+            raise
         except BaseException as error:  # whatever it is, SystemExit too, it is this env's and not the worker's
             slot.prepared = None
             if isinstance(error, SpecError) and slot.adapter.origin:

@@ -165,7 +165,7 @@ class Worker:
         self._block.attach(self._slab)
         done = Doorbell.attach(buffer, message.plan.bells_offset)
         go = Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id))
-        self._loop = Loop(self._block, self._slab, go, done, self._read_mail)
+        self._loop = Loop(self._block, self._slab, (go, done), self._read_mail, self._trim_log)
         self._channel.send_plain({"kind": "attached"})
 
     def _on_attach_storage(self, message: messages.AttachStorage) -> None:

@@ -18,16 +18,33 @@ from envherd.workers.block import Block
 from envherd.workers.protocol import Flag
 
 _EACH = Flag.EACH << 4
+_TIDY_EVERY = 64  # wakes; a look at the log costs a microsecond, and an env may print a megabyte per step
 
 
 class Loop:
-    """Serves one block; `read_mail(count)` must handle that many messages and return False to leave."""
+    """Serves one block.
 
-    def __init__(self, block: Block, slab: Slab, go: Doorbell, done: Doorbell, read_mail: Callable[[], bool]) -> None:
+    Args:
+        block: carries commands out.
+        slab: where commands are read and answers are written.
+        bells: `go`, which wakes this loop, and `done`, which wakes the parent.
+        read_mail: handles one message; returns False to leave.
+        tidy: called now and then.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        slab: Slab,
+        bells: tuple[Doorbell, Doorbell],
+        read_mail: Callable[[], bool],
+        tidy: Callable[[], None],
+    ) -> None:
         self._block = block
-        self._go = go
-        self._done = done
+        self._go, self._done = bells
         self._read_mail = read_mail
+        self._tidy = tidy
+        self._is_leaving = False
         self._words = {name: array.data for name, array in slab.words.items()}
         replies = self._words["reply_seq"]
         self._latest = {env_id: replies[env_id] for env_id in block.slots}
@@ -36,14 +53,15 @@ class Loop:
     def run(self) -> None:
         """Serve until a message says to leave."""
         wait = self._go.wait
-        while True:
+        num_wakes = 0
+        while not self._is_leaving:
             wait()
+            num_wakes += 1
+            if num_wakes % _TIDY_EVERY == 0:
+                self._tidy()
             began = time.perf_counter_ns()
-            if not self._check_mail():
-                return
-            while self._scan():
-                if not self._check_mail():
-                    return
+            while self._check_mail() and self._scan():
+                pass
             self._words["phase"][self._block.worker_id] = 0
             self._words["busy_ns"][self._block.worker_id] += time.perf_counter_ns() - began
 
@@ -53,6 +71,7 @@ class Loop:
         while self._mail_read < sent[worker_id]:
             self._mail_read += 1
             if not self._read_mail():
+                self._is_leaving = True
                 return False
         return True
 

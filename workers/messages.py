@@ -15,6 +15,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import cloudpickle
+
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
 
@@ -115,6 +117,11 @@ class Close:
 Message = Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Close
 
 
+def _dumps(message: Message) -> bytes:
+    """Return a message as bytes; arguments that the user's script defines travel by value."""
+    return bytes(cloudpickle.dumps(message))
+
+
 class Channel:
     """One end of the socket: whole frames in, whole frames out."""
 
@@ -126,7 +133,7 @@ class Channel:
 
     def queue_message(self, message: Message, fds: list[int] | None = None) -> None:
         """Take a message that `flush_nowait` will send; its descriptors stay open until then (parent's side)."""
-        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        payload = _dumps(message)
         fds = fds or []
         self._unsent.append((memoryview(_HEAD.pack(len(payload), len(fds)) + payload), fds))
 
@@ -146,7 +153,7 @@ class Channel:
 
     def send_message(self, message: Message, fds: list[int] | None = None) -> None:
         """Send a message to a worker that is waiting for one (parent's side); blocks until all of it is sent."""
-        self._send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), fds or [])
+        self._send(_dumps(message), fds or [])
 
     def receive_message(self) -> tuple[Message, list[int]]:
         """Wait for a message from the parent (worker's side); `EOFError` when the parent has gone."""

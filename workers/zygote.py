@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -23,10 +24,15 @@ import select
 import signal
 import socket
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _PACKET = 1 << 18  # bytes; larger than any request
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_F_SETSIG = 10  # fcntl.h; not in python's fcntl module
+_ORPHANS_S = 1.0  # to kill what envs had started in sessions of their own
 
 
 def main(fd: int) -> None:
@@ -39,7 +45,8 @@ def main(fd: int) -> None:
     if start is None:
         return
     sys.path[:] = start["path"]
-    failed = _preload(start["preload"])
+    with _ended_with_owner(sock):
+        failed = _preload(start["preload"])
     num_threads = len(os.listdir("/proc/self/task"))
     gc.collect()
     gc.freeze()
@@ -51,6 +58,22 @@ def _adopt_orphans() -> None:
     """Become the parent of what dead workers leave behind, so that it can be killed and reaped."""
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def _ended_with_owner(sock: socket.socket) -> Iterator[None]:
+    """Have the kernel kill this process if the owner goes while it imports; nobody listens to the socket then."""
+    fd = sock.fileno()
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(fd, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC)
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    if poller.poll(0):  # it went before that
+        os._exit(1)
+    yield
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
 
 def _preload(names: list[str]) -> dict[str, str]:
@@ -172,9 +195,24 @@ class Zygote:
                         os.killpg(pid, signal.SIGKILL)  # what its envs had started
 
     def _kill_all(self) -> None:
+        """Kill the workers with their process groups, and then what had left these: orphans come to this process."""
         for pid in self._alive:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
+        end = time.monotonic() + _ORPHANS_S
+        while (children := _children()) and time.monotonic() < end:
+            for pid in children:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+
+
+def _children() -> list[int]:
+    """Return the pids of this process's children, adopted ones too."""
+    with contextlib.suppress(OSError):
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
 
 
 _EXEC = (
