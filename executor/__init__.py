@@ -5,24 +5,30 @@ with ParallelEnv(8, make_env, seed=0) as env:
     data = env.rollout(200, policy)
 """
 
-from envherd.executor.options import ExecutorOptions
-from envherd.executor.parallel import ParallelEnv
-from envherd.executor.serial import SerialEnv
-from envherd.executor.statistics import Statistics, WorkerStatistics
-from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
-from envherd.workers.errors import (
-    ActionError,
-    Busy,
-    Closed,
-    EnvError,
-    EnvherdError,
-    FactoryError,
-    InternalError,
-    ResetNeeded,
-    SpecError,
-    WorkerLost,
-    WorkerTimeout,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from envherd.executor.options import ExecutorOptions
+    from envherd.executor.parallel import ParallelEnv
+    from envherd.executor.serial import SerialEnv
+    from envherd.executor.statistics import Statistics, WorkerStatistics
+    from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
+    from envherd.workers.errors import (
+        ActionError,
+        Busy,
+        Closed,
+        EnvError,
+        EnvherdError,
+        FactoryError,
+        InternalError,
+        ResetNeeded,
+        SpecError,
+        WorkerLost,
+        WorkerTimeout,
+    )
 
 __all__ = [
     "ActionError",
@@ -43,3 +49,27 @@ __all__ = [
     "WorkerStatistics",
     "WorkerTimeout",
 ]
+
+#: Where each name is. They are imported when they are first used (PEP 562): torch takes seconds, and
+#: neither `envherd --help` nor a worker that unpickles a factory should pay for it.
+_HOMES = {
+    "ExecutorOptions": "envherd.executor.options",
+    "MeltingPotFactory": "envherd.workers.adapters.meltingpot_factory",
+    "ParallelEnv": "envherd.executor.parallel",
+    "SerialEnv": "envherd.executor.serial",
+    "Statistics": "envherd.executor.statistics",
+    "WorkerStatistics": "envherd.executor.statistics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES.get(name, "envherd.workers.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

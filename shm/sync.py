@@ -6,8 +6,9 @@ only hints: what is true is said by sequence numbers in the slab, so a token too
 who looks, finds nothing, and waits again, and an interrupt can never desynchronise a step.
 
 Guarantees: `ring` never blocks; `wait` first looks, then yields the processor a bounded number of
-times (more if the last wait was short), then blocks until a token, the timeout or a signal (a Python signal handler that raises, as
-Ctrl-C does, ends the wait). What a process wrote before `ring` is seen by whoever took that token.
+times (more if the last wait was short), then blocks until a token, the timeout or a signal (a Python
+signal handler that raises, as Ctrl-C does, ends the wait). What a process wrote before `ring` is seen
+by whoever took that token.
 Assumes: POSIX unnamed process-shared semaphores, and CPython's `_multiprocessing.SemLock`, which can
 be laid over any `sem_t` and is by far the fastest binding (60 ns against 300 ns for ctypes); `create`
 tests that it can. Platforms: Linux (glibc); elsewhere `create` raises and only `SerialEnv` serves.

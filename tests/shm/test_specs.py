@@ -27,8 +27,8 @@ DOMAINS = [
 ]
 
 
-def make_spec(domain=Unbounded(), **changes):
-    leaf = LeafSpec(("observation",), (3,), "float32", domain)
+def make_spec(domain=None, **changes):
+    leaf = LeafSpec(("observation",), (3,), "float32", domain or Unbounded())
     given = {"observation": (leaf,), "action": (LeafSpec(("action",), (), "int64", Discrete(2)),)}
     return EnvSpec(**{**given, **changes})
 

@@ -47,7 +47,9 @@ class Adapter(ABC):
     origin: str = ""
 
     @abstractmethod
-    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
+    ) -> list[Any]:
         """Start a new episode and return its first observation.
 
         Args:

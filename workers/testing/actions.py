@@ -23,8 +23,8 @@ def draw(leaf: LeafSpec, rng: np.random.Generator) -> Any:
     if leaf.is_side:
         raise ValueError(f"drawing an action failed: {leaf} has no uniform distribution. Give `actions`.")
     if np.dtype(leaf.dtype).kind in "iub":
-        low, high = (domain.low, domain.high) if isinstance(domain, Box) else (0, 1)
-        return rng.integers(low, high, endpoint=True, size=leaf.shape).astype(leaf.dtype)
-    low, high = (domain.low, domain.high) if isinstance(domain, Box) else (np.float64(-1), np.float64(1))
+        least, most = (domain.low, domain.high) if isinstance(domain, Box) else (np.array(0), np.array(1))
+        return rng.integers(least, most, endpoint=True, size=leaf.shape).astype(leaf.dtype)
+    low, high = (domain.low, domain.high) if isinstance(domain, Box) else (np.array(-1.0), np.array(1.0))
     low, high = np.maximum(low, -_WIDEST, dtype=np.float64), np.minimum(high, _WIDEST, dtype=np.float64)
     return rng.uniform(low, high, size=leaf.shape).astype(leaf.dtype)

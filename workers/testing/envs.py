@@ -91,8 +91,8 @@ class PlainAdapter(Adapter):
 
     def load_state_dict(self, state: Any) -> None:
         """Put back what `state_dict` returned."""
-        load = getattr(self.env, "load_state_dict", None)
-        return load(state) if load is not None else super().load_state_dict(state)
+        load = getattr(self.env, "load_state_dict", super().load_state_dict)
+        load(state)
 
 
 register(PlainEnv, PlainAdapter)
@@ -129,7 +129,7 @@ class CountingEnv(PlainEnv):
         self.episode = -1
         self.num_steps = 0
         self.seed = 0
-        self._buffers = [np.zeros(3, np.int64), np.zeros((size, size), np.uint8)]
+        self._buffers: list[np.ndarray] = [np.zeros(3, np.int64), np.zeros((size, size), np.uint8)]
         pixels = (LeafSpec(("pixels",), (size, size), "uint8"),) if size else ()
         self.spec = EnvSpec(
             observation=(LeafSpec(("observation",), (3,), "int64"), *pixels), action=(action_leaf(),), family="plain"
@@ -161,7 +161,9 @@ class CountingEnv(PlainEnv):
         return 2 + self.seed % 5 if self.length is None else self.length
 
     def _observe(self, action: int) -> list[Any]:
-        values = self._buffers if self.reuses_buffers else [np.zeros_like(buffer) for buffer in self._buffers]
+        values: list[np.ndarray] = self._buffers
+        if not self.reuses_buffers:
+            values = [np.zeros_like(buffer) for buffer in self._buffers]
         values[0][:] = self.seed, self.num_steps, action
         values[1].fill(self.num_steps % 256)
         return values if self.size else values[:1]

@@ -180,7 +180,7 @@ class FaultyEnv(CountingEnv):
         """Count one step, or break."""
         observation, *others = super().step(action)
         is_due = self.episode >= self._fault_episode and self.num_steps == self._fault_step
-        return (self._break("step", observation) if is_due else observation, *others)  # type: ignore[return-value]  # three others
+        return (self._break("step", observation) if is_due else observation, *others)
 
     def close(self) -> None:
         """Close, or break."""
