@@ -219,7 +219,7 @@ class _Opened:
     """A batch that is closed at the end."""
 
     def __init__(self, contract: Contract, *, num_workers: int) -> None:
-        make: Callable[..., Batch] = contract.make_batch or BlockBatch
+        make: Callable[..., Any] = contract.make_batch or BlockBatch
         self._batch = make(contract.make_env, NUM_ENVS, num_workers, contract.seed)
 
     def __enter__(self) -> Batch:
