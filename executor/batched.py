@@ -147,11 +147,12 @@ class BatchedEnv:
         """
         engine = self._engine
         with self._turn:
+            engine.refuse_rolling()
             mask = reset_mask(td, tuple(self.batch_size))
             env_ids = engine.all_ids if mask is None else np.flatnonzero(mask.reshape(self.num_envs, -1).any(1))
             engine.refuse_pending(env_ids)
-            if isinstance(seed, int):
-                engine.set_seed(seed)
+            if isinstance(seed, (int, np.integer)):
+                engine.set_seed(int(seed))
                 seed = None
             if len(env_ids):
                 engine.prepare_resets(env_ids, seed, list_of_kwargs, kwargs)
@@ -249,6 +250,7 @@ class BatchedEnv:
     def set_seed(self, seed: int) -> int:
         """Use a new root seed: the next reset of every env begins its episode 0. Returns the seed."""
         with self._turn:
+            self._engine.refuse_rolling()
             self._engine.set_seed(seed)
             return self._engine.seed
 
@@ -295,7 +297,7 @@ class BatchedEnv:
 
     def _ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:
         with self._turn:
-            ids = list(range(self.num_envs)) if env_ids is None else [int(i) for i in env_ids]
+            ids = self._exchange.as_ids(None if env_ids is None else list(env_ids)).tolist()
             answers = self._pool.ask(what, env_ids=ids, **question)
             return [_crossed(answers[i]) for i in ids]
 

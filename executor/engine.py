@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -79,6 +79,8 @@ class Turn:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lock.release()
+        if self.is_closed and isinstance(error, Exception) and not isinstance(error, Closed):
+            raise Closed("the call failed: this executor was closed while it waited. Make a new one.") from error
 
 
 class Engine:
@@ -89,6 +91,8 @@ class Engine:
         rows: where every env is.
         pending: bool `[N]`, envs that were sent and not received.
         is_dirty: a wait was broken off; answers that nobody wants are still to come.
+        is_rolling: a rollout is in progress; its policy and callback may ask the envs things, but not step them.
+        end_sent: deals with envs that were sent, and lost while something else was waited for.
     """
 
     def __init__(
@@ -104,9 +108,12 @@ class Engine:
         self.pending = np.zeros(self.num_envs, bool)
         self.num_pending = 0
         self.is_dirty = False
+        self.is_rolling = False
+        self.end_sent: Callable[..., None] = _nobody_was_sent
         self.num_errors = 0
         self.num_interrupted = 0
         self.turn = Turn(self)
+        self._prepared: dict[int, messages.Prepare] = {}
         self._intake = self.rows.intakes[0] if len(self.rows.intakes) == 1 else None
         self._ready_at = time.monotonic()
         self.use_seed(seed)
@@ -124,6 +131,11 @@ class Engine:
         if self.num_pending and self.pending[env_ids].any():
             busy = env_ids[self.pending[env_ids]].tolist()
             raise Busy(f"the call failed: envs {busy} still owe an answer. recv() them first.", env_ids=tuple(busy))
+
+    def refuse_rolling(self) -> None:
+        """Raise `Busy` inside a rollout."""
+        if self.is_rolling:
+            raise Busy("the call failed: a rollout is in progress. Its policy and callback cannot step or reset envs.")
 
     def refuse_ended(self, env_ids: np.ndarray) -> None:
         """Raise `ResetNeeded` if any of the envs has ended or was never reset."""
@@ -164,11 +176,14 @@ class Engine:
 
     def add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Add the inputs of the envs' latest steps to a batch."""
-        if self._intake is None:
-            return
-        values = self._intake.current(self.rows.row_of[env_ids])
-        for leaf, value in zip(self._intake.leaves, values, strict=True):
-            td.set(leaf.key, torch.from_numpy(value))
+        rows = self.rows
+        groups = np.unique(rows.group_of[env_ids])
+        tds = [td] if len(groups) == 1 else [td[position] for position in range(len(env_ids))]
+        for own, ids in zip(tds, [env_ids] if len(groups) == 1 else env_ids[:, None], strict=True):
+            intake = rows.intakes[rows.group_of[ids[0]]]
+            for leaf, value in zip(intake.leaves, intake.current(rows.row_of[ids]), strict=True):
+                values = torch.from_numpy(value)
+                own.set(leaf.key, values if own is td else values[0])
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -176,6 +191,7 @@ class Engine:
         """Step all envs; return the `next` batch, and the root after it if the op is STEP_RESET."""
         if td.batch_size[:1] != (self.num_envs,):
             raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {td.batch_size}.")
+        self.refuse_rolling()
         if self.num_pending:
             self.refuse_pending(self.all_ids)
         if self.rows.has_ended:
@@ -216,7 +232,8 @@ class Engine:
         """After an interrupt: let what is under way finish, and forget its answers."""
         idle = np.flatnonzero(~self.pending)
         self.pool.wait_some(idle, len(idle), self.options.reset_timeout_s)
-        self.pool.take_outcome()
+        losses = self.pool.take_outcome(idle).losses
+        self.pool.outcome.losses.update(losses)  # these are not over
         self.is_dirty = False
 
     def _settle_steps(self, op: Op, column: int) -> None:
@@ -230,15 +247,26 @@ class Engine:
         for env_id in [*lost.tolist(), *failed]:
             self.end_in_ring(env_id, column)
         error = self.first_error(outcome.losses, outcome.faults)
-        if error is not None:
-            rows.stepped_all(column)
-            rows.mark_ended([*lost.tolist(), *outcome.faults])
-            error.partial = rows.next_td(rows.next_leaves(column))
-            raise error
-        if len(lost):
+        dead = [*lost.tolist(), *outcome.faults]
+        if error is None and len(lost):
             self.note_interrupted(lost)
             if op == Op.STEP_RESET:
-                self.reset_at(lost, np.full(len(lost), column))
+                try:
+                    self.reset_at(lost, np.full(len(lost), column))
+                except EnvherdError as reset_error:
+                    error = reset_error
+        if error is not None:
+            self._note_partial(op, column, dead)
+            error.partial = rows.next_td(rows.next_leaves(column))
+            raise error
+
+    def _note_partial(self, op: Op, column: int, dead: list[int]) -> None:
+        """Note where all envs are after a step that some of them did not survive."""
+        ended = self.rows.stepped_all(column)
+        if op == Op.STEP_RESET and ended is not None:
+            reset_ids = ended[~np.isin(ended, dead)]
+            self.rows.were_reset(reset_ids, np.full(len(reset_ids), column))
+        self.rows.mark_ended(dead)
 
     def envs_of(self, worker_ids: Any) -> np.ndarray:
         """Return the ids of all envs of some workers, ascending."""
@@ -277,26 +305,50 @@ class Engine:
             columns = np.full(self.num_envs, self.rows.next_column())
         else:
             columns = self.rows.next_columns(env_ids)
-        self.reset_at(env_ids, columns)
+        try:
+            self.reset_at(env_ids, columns)
+        finally:
+            self._prepared = {}
 
     def reset_at(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
         """Reset some envs at ring columns; replaces lost workers and tries again, as often as the options allow."""
         rows, pool = self.rows, self.pool
         while len(env_ids):
+            self._replace_lost(env_ids)
             with self._may_break_off(env_ids):
+                for env_id in env_ids.tolist() if self._prepared else ():
+                    pool.prepare(self._prepared[env_id])
                 pool.submit(env_ids, Op.RESET, RING, columns)
                 pool.wait_some(env_ids, len(env_ids), self.options.reset_timeout_s)
-            outcome = pool.take_outcome()
+            outcome = pool.take_outcome(env_ids)
             rows.note_side(outcome.side)
             self.num_errors += len(outcome.faults)
             lost = self.envs_of(outcome.losses)
             dead = np.isin(env_ids, [*lost.tolist(), *outcome.faults])
             rows.were_reset(env_ids[~dead], columns[~dead])
-            rows.mark_ended([*lost.tolist(), *outcome.faults])
             error = self.first_error(outcome.losses, outcome.faults)
+            if outcome.faults:
+                rows.mark_ended([*outcome.faults])
+            self._lose(lost, is_replaced=error is None)
             if error is not None:
                 raise error
             env_ids, columns = env_ids[dead], columns[dead]
+
+    def _replace_lost(self, env_ids: np.ndarray) -> None:
+        """Begin to replace workers that had been lost before, if they may be, now that their envs are to be reset."""
+        lost = [w for w in self.pool.lost if np.isin(self.pool.blueprint.blocks[w], env_ids).any()]
+        for worker_id in lost if self.options.on_worker_loss == "restart" else ():
+            self.pool.begin_restart(worker_id)
+            self._lose(self.envs_of([worker_id]), is_replaced=True)
+
+    def _lose(self, lost: np.ndarray, *, is_replaced: bool) -> None:
+        """Note that envs have lost their episodes, those that were sent too."""
+        if len(lost):
+            self.rows.mark_lost(lost[~self.pending[lost]])
+            self.end_sent(lost[self.pending[lost]], is_replaced=is_replaced)
+            for group in self.rows.slab.groups:  # of an env that is a batch, all must be reset, whoever had asked
+                if ("reset_mask",) in group.inputs:
+                    group.inputs["reset_mask",][np.isin(group.plan.env_ids, lost)] = True
 
     @contextlib.contextmanager
     def _may_break_off(self, env_ids: np.ndarray) -> Iterator[None]:
@@ -313,7 +365,8 @@ class Engine:
         per_env: Sequence[dict[str, Any]] | None,
         common: dict[str, Any],
     ) -> None:
-        """Send seeds and keyword arguments ahead of resets."""
+        """Keep seeds and keyword arguments for the resets that come; `reset_at` sends them ahead of each try."""
+        self._prepared = {}
         if seeds is None and not per_env and not common:
             return
         for given, name in ((seeds, "seed"), (per_env, "list_of_kwargs")):
@@ -322,8 +375,9 @@ class Engine:
         for env_id in env_ids.tolist():
             options = {**common, **(per_env[env_id] if per_env else {})} or None
             seed = None if seeds is None else int(seeds[env_id])
-            prepare = messages.Prepare(env_id=env_id, seed=seed, has_seed=seeds is not None, options=options)
-            self.pool.prepare(prepare)
+            self._prepared[env_id] = messages.Prepare(
+                env_id=env_id, seed=seed, has_seed=seeds is not None, options=options
+            )
 
     def write_reset_masks(self, mask: np.ndarray | None) -> None:
         """Tell envs that are batches themselves which of their rows to reset: bool `[N, *B]`, None for all."""
@@ -346,6 +400,10 @@ class Engine:
     def statistics(self) -> Statistics:
         """Return what was done so far."""
         return count(self.pool, self.specs, self._ready_at, self.num_errors, self.num_interrupted)
+
+
+def _nobody_was_sent(lost: np.ndarray, *, is_replaced: bool) -> None:
+    assert not len(lost), is_replaced
 
 
 def _plain(value: Any) -> Any:

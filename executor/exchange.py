@@ -28,6 +28,8 @@ class Exchange:
         self._engine = engine
         self._ops = np.zeros(engine.num_envs, np.int64)
         self._columns = np.zeros(engine.num_envs, np.int64)
+        self._side: dict[int, Any] = {}
+        engine.end_sent = self._end_sent
 
     def ids_of(self, td: TensorDictBase, env_ids: Any) -> np.ndarray:
         """Return which envs a batch is for: as said, else its own `env_ids`, else all.
@@ -57,6 +59,7 @@ class Exchange:
     def send(self, td: TensorDictBase, env_ids: np.ndarray, op: Op) -> None:
         """Check a batch of actions and start the steps."""
         engine = self._engine
+        engine.refuse_rolling()
         engine.refuse_pending(env_ids)
         engine.refuse_ended(env_ids)
         engine.write_inputs(td, env_ids)
@@ -87,17 +90,20 @@ class Exchange:
                 ready = ready[~np.isin(ready, pool.outstanding())]
             if len(ready) >= wanted:
                 return ready
-            if timeout_s is not None and end is not None and time.monotonic() >= end:
+            if end is None or time.monotonic() < end:
+                continue
+            if timeout_s is not None:
                 raise TimeoutError(
                     f"recv failed: expected {wanted} envs within {timeout_s:g} s, got {len(ready)}. "
                     f"Nothing is lost: recv again."
                 )
+            end = time.monotonic() + (deadline or 0.0)  # who was late is gone; its successor has as long again
 
     def _settle(self) -> None:
         """Deal with what happened to envs that were sent: raise, or let a successor reset what was lost."""
         engine = self._engine
         outcome = engine.pool.take_outcome()
-        engine.rows.note_side(outcome.side)
+        self._side.update(outcome.side)  # not yet where the envs are: see `_take`
         engine.num_errors += len(outcome.faults)
         lost = engine.envs_of(outcome.losses)
         error = engine.first_error(outcome.losses, outcome.faults)
@@ -106,8 +112,15 @@ class Exchange:
             self._forget(dead)
             engine.rows.mark_ended(dead)
             raise error
-        engine.rows.mark_ended(lost[~engine.pending[lost]])
-        lost = lost[engine.pending[lost]]
+        engine.rows.mark_lost(lost[~engine.pending[lost]])
+        self._end_sent(lost[engine.pending[lost]], is_replaced=True)
+
+    def _end_sent(self, lost: np.ndarray, *, is_replaced: bool) -> None:
+        """End the episodes of envs that were sent and lost; if they are not replaced, they are no longer sent."""
+        engine = self._engine
+        if not is_replaced:
+            self._forget(lost)
+            return
         columns = self._columns[lost]
         for env_id, column in zip(lost.tolist(), columns.tolist(), strict=True):
             engine.end_in_ring(env_id, column)
@@ -121,6 +134,7 @@ class Exchange:
         engine, rows = self._engine, self._engine.rows
         columns = self._columns[ready]
         td = rows.current(ready)
+        rows.note_side({i: self._side.pop(i) for i in ready.tolist() if i in self._side})
         engine.add_inputs(td, ready)
         td.set("next", rows.next_of(ready, columns))
         rows.interrupted[ready] = False
@@ -132,5 +146,7 @@ class Exchange:
         return td.set(ENV_IDS, torch.from_numpy(ready.copy()))
 
     def _forget(self, env_ids: np.ndarray) -> None:
+        for env_id in env_ids.tolist() if self._side else ():
+            self._side.pop(env_id, None)
         self._engine.pending[env_ids] = False
         self._engine.num_pending = int(self._engine.pending.sum())

@@ -25,7 +25,7 @@ from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages
-from envherd.workers.errors import EnvherdError, InternalError
+from envherd.workers.errors import EnvherdError, InternalError, WorkerLost
 from envherd.workers.protocol import Op, describe_phase, pack
 
 #: Seconds between looks at the workers' pidfds while waiting: bounds how late a death is noticed.
@@ -49,6 +49,15 @@ class Outcome:
     def __bool__(self) -> bool:
         """Return whether anything happened."""
         return bool(self.faults or self.side or self.losses)
+
+    def split_off(self, env_ids: np.ndarray) -> Outcome:
+        """Remove and return what is about other envs than these; losses stay."""
+        mine = set(env_ids.tolist())
+        other = Outcome()
+        for kept, given in ((self.faults, other.faults), (self.side, other.side)):
+            for env_id in [i for i in kept if i not in mine]:
+                given[env_id] = kept.pop(env_id)
+        return other
 
     def take(self, frame: Frame) -> None:
         """Keep a message that came with rows."""
@@ -78,7 +87,7 @@ class WorkerPool:
         self._all_ids = np.arange(self.num_envs)
         self._number = 0
         self._asked = 0
-        self._rebuilding: set[int] = set()
+        self._rebuilding: dict[int, float] = {}
         self._restarts: list[list[float]] = [[] for _ in blueprint.blocks]
 
     def _take_row_frame(self, frame: Frame) -> None:
@@ -125,6 +134,8 @@ class WorkerPool:
         self._command_seq[:] = self._number
         for ring in self._rings:
             ring()
+        if self.lost:
+            self._answer_for_lost()
 
     def submit(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """Give some envs a command each, at columns of their own.
@@ -143,6 +154,16 @@ class WorkerPool:
         self._command_seq[env_ids] = self._number
         for worker_id in worker_ids:
             self._rings[worker_id]()
+        if self.lost:
+            self._answer_for_lost()
+
+    def _answer_for_lost(self) -> None:
+        """Let commands to workers that had been lost before end in that loss at once."""
+        for worker_id, error in self.lost.items():
+            env_ids = list(self.blueprint.blocks[worker_id])
+            if (self._command_seq[env_ids] != self._reply_seq[env_ids]).any():
+                self._reply_seq[env_ids] = self._command_seq[env_ids]
+                self.outcome.losses[worker_id] = error
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, for envs of a worker that is being rebuilt: its successor finds the commands when it comes."""
@@ -230,9 +251,14 @@ class WorkerPool:
 
     def _look_around(self) -> None:
         """Notice deaths and successors, and read what workers have written so that none blocks on a full socket."""
-        for worker_id in list(self._rebuilding):
-            if self.crew.has_answered(worker_id):
-                self._finish_restart(worker_id)
+        for worker_id, began in list(self._rebuilding.items()):
+            limit = self.options.build_timeout_s
+            is_late = limit is not None and time.monotonic() > began + limit
+            if self.crew.has_answered(worker_id) or is_late:
+                try:
+                    self._finish_restart(worker_id)
+                except EnvherdError as error:
+                    self.outcome.losses[worker_id] = error
                 self._rings[worker_id]()
         for worker_id in self._owing():
             if worker_id in self._rebuilding or worker_id in self.lost:
@@ -275,9 +301,15 @@ class WorkerPool:
                 self.crew.drain(worker_id)
         self._status[announced] = 0
 
-    def take_outcome(self) -> Outcome:
-        """Return what happened since the last call, and forget it."""
+    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
+        """Return what happened since the last call, and forget it.
+
+        Args:
+            env_ids: keep what other envs have said for later, but not losses; None takes all.
+        """
         outcome, self.outcome = self.outcome, Outcome()
+        if env_ids is not None:
+            self.outcome = outcome.split_off(env_ids)
         return outcome
 
     # ---- mail --------------------------------------------------------------------------------
@@ -292,6 +324,8 @@ class WorkerPool:
         """Use a new root seed in every worker."""
         self.crew.root_seed = root_seed
         self._revive(range(self.num_workers))
+        for worker_id in self.lost:  # a successor starts with the new seed, and must start at the beginning
+            self.slab.words["episode"][list(self.blueprint.blocks[worker_id])] = 0
         for worker_id in range(self.num_workers):
             self.crew.mail(worker_id, messages.Seed(root_seed=root_seed))
 
@@ -308,12 +342,16 @@ class WorkerPool:
 
         Raises:
             EnvError: an env raised.
-            WorkerLost: a worker died; the others have answered.
+            WorkerLost: a worker died; the others have answered. Or it had died before: then a step or a reset
+                of its envs comes first.
         """
         by_worker: dict[int, list[int]] = {}
         for env_id in env_ids:
             by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
         self._revive(by_worker)
+        for worker_id in by_worker:
+            if worker_id in self.lost:
+                raise self.lost[worker_id]
         args = question.pop("args", ())
         self._asked += 1
         for worker_id, ids in by_worker.items():
@@ -379,6 +417,7 @@ class WorkerPool:
             WorkerLost, WorkerTimeout: too many restarts within the window (a crash loop).
         """
         now = time.monotonic()
+        self.outcome.losses.pop(worker_id, None)
         recent = [t for t in self._restarts[worker_id] if now - t < self.options.restart_window_s]
         if len(recent) >= self.options.max_restarts:
             raise self.lost[worker_id]
@@ -389,11 +428,13 @@ class WorkerPool:
         while self._go[worker_id].try_wait():
             pass  # tokens that its predecessor did not take
         self.crew.replace(worker_id)
-        self._rebuilding.add(worker_id)
+        self._rebuilding[worker_id] = now
         del self.lost[worker_id]
 
     def _revive(self, worker_ids: Iterable[int]) -> None:
         """Make sure that workers are in service before they are given something to do.
+
+        Those that are lost but may be replaced are left as they are: their loss is their answer.
 
         Raises:
             WorkerLost, WorkerTimeout: a worker is lost and stays so.
@@ -401,25 +442,30 @@ class WorkerPool:
         if not (self.lost or self._rebuilding):
             return
         for worker_id in worker_ids:
-            if worker_id in self.lost:
+            if worker_id in self.lost and self.options.on_worker_loss != "restart":
                 raise self.lost[worker_id]
             if worker_id in self._rebuilding:
                 self._finish_restart(worker_id)
 
     def _finish_restart(self, worker_id: int) -> None:
-        self._rebuilding.discard(worker_id)
+        self._rebuilding.pop(worker_id)
         try:
-            specs = self.crew.collect_specs(worker_id)
-            for env_id, spec in zip(self.blueprint.blocks[worker_id], specs, strict=True):
-                if spec != self.specs[env_id]:
-                    difference = self.specs[env_id].difference(spec)
-                    raise InternalError(f"restart failed: env {env_id} came back with another spec: {difference}.")
+            self._check_specs(worker_id, self.crew.collect_specs(worker_id))
             self.crew.attach(worker_id)
-        except EnvherdError as error:
+        except BaseException as error:
+            if not isinstance(error, EnvherdError):
+                said = f"restart failed: the wait for worker {worker_id} was broken off by {type(error).__name__}."
+                self._declare_lost(worker_id, WorkerLost(said, worker_id=worker_id))
+                raise
             self._declare_lost(worker_id, error)
-            self.outcome.losses.pop(worker_id)  # made good below, or raised from there
             self.begin_restart(worker_id)
             self._finish_restart(worker_id)
+
+    def _check_specs(self, worker_id: int, specs: list[EnvSpec]) -> None:
+        for env_id, spec in zip(self.blueprint.blocks[worker_id], specs, strict=True):
+            if spec != self.specs[env_id]:
+                difference = self.specs[env_id].difference(spec)
+                raise InternalError(f"restart failed: env {env_id} came back with another spec: {difference}.")
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the envs and end the workers within `timeout_s` in all (default: the option's). Never raises."""

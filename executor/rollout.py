@@ -81,23 +81,24 @@ class RolloutRunner:
         if out is not None:
             max_steps = min(max_steps, out.batch_size[1])
         with engine.turn, torch.no_grad():
+            engine.refuse_rolling()
             engine.refuse_pending(engine.all_ids)
             reused = None if out is None else self._shelf.find(out)
             lease = reused or self._shelf.lend(max_steps)
             watch = None if callback is None else functools.partial(callback, env)
             run = _Run(engine, lease, policy or env.rand_action, watch, break_when_any_done=break_when_any_done)
+            engine.is_rolling = True
             try:
                 run.start(auto_reset=auto_reset)
                 num_steps = run.go(max_steps)
-                data = run.result(num_steps, set_truncated=set_truncated)
+                data = run.result(num_steps)
             finally:
+                engine.is_rolling = False
                 run.park()
                 self._shelf.settle(lease)
-        if out is None:
-            return data
-        if reused is None:
-            out[:, :num_steps].update_(data)
-        return out if num_steps == out.batch_size[1] else out[:, :num_steps]
+        if set_truncated:
+            _mark_truncated(data)
+        return data if out is None else _fill(out, data)
 
 
 class _Run:
@@ -207,9 +208,9 @@ class _Run:
             lost = engine.envs_of(outcome.losses)
             for env_id in [*lost.tolist(), *outcome.faults]:
                 self._end_row(env_id, step)
+            self._section = "next"
             error = engine.first_error(outcome.losses, outcome.faults)
             if error is not None:
-                self._section = "next"
                 raise error
             if len(lost):
                 engine.note_interrupted(lost)
@@ -259,12 +260,8 @@ class _Run:
         if ended is not None:
             rows.mark_ended(ended)
 
-    def result(self, num_steps: int, *, set_truncated: bool) -> TensorDictBase:
+    def result(self, num_steps: int) -> TensorDictBase:
         """Return the collected batch `[N, num_steps]`."""
-        if set_truncated:
-            for group in self._lease.storage.columns:
-                for key in ("done", "truncated"):
-                    group["next", key][:, num_steps - 1] = True
         tds: list[TensorDictBase] = []
         for tensors, batch in zip(self._lease.tensors, self._rows.batches, strict=True):
             cut = {
@@ -305,6 +302,36 @@ class _Run:
             return tds[0]
         rows = [tds[group][row] for group, row in self._rows.places]
         return LazyStackedTensorDict(*rows, stack_dim=0)
+
+
+def _mark_truncated(data: TensorDictBase) -> None:
+    """Mark the last step of every env as truncated, in the data alone: the envs go on."""
+    rows = data.tensordicts if isinstance(data, LazyStackedTensorDict) else [data]
+    for row in rows:
+        last = -1 if row is not data else (slice(None), -1)
+        for key in ("done", "truncated"):
+            row["next", key][last] = True
+
+
+def _fill(out: TensorDictBase, data: TensorDictBase) -> TensorDictBase:
+    """Put a rollout's data into the caller's batch; return as much of it as was filled."""
+    num_steps = data.batch_size[1]
+    part = out if num_steps == out.batch_size[1] else out[:, :num_steps]
+    if isinstance(data, LazyStackedTensorDict):
+        for place, row in zip(part.unbind(0), data.unbind(0), strict=True):
+            _copy(place, row)
+    else:
+        _copy(part, data)
+    return part
+
+
+def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
+    for key in data.keys(include_nested=True, leaves_only=True):
+        value, place = data.get(key), out.get(key, None)
+        if not isinstance(value, torch.Tensor) or place is None:
+            out.set(key, value)
+        elif place.data_ptr() != value.data_ptr():  # the workers have not written it there
+            place.copy_(value)
 
 
 def _row(array: np.ndarray, row: int, column: int) -> np.ndarray:

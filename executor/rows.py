@@ -147,6 +147,14 @@ class Rows:
         self.ended[env_ids] = True
         self.has_ended = True
 
+    def mark_lost(self, env_ids: np.ndarray) -> None:
+        """Note that envs have lost their episodes: their present rows say truncated from now on."""
+        for env_id in env_ids.tolist():
+            row = self.latest_root(env_id)
+            for leaf in self.batches[self.group_of[env_id]].spec.done:
+                row[leaf.key][...] = leaf.key[-1] != "terminated"
+        self.mark_ended(env_ids)
+
     def _done_at(self, arrays: list[np.ndarray], env_id: int, column: int) -> bool:
         return bool(arrays[self.group_of[env_id]][column, self.row_of[env_id]].any())
 

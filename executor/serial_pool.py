@@ -53,6 +53,7 @@ class SerialPool:
         self.num_losses = 0
         self.worker_of = np.zeros(self.num_envs, np.int64)
         self.outcome = Outcome()
+        self.lost: dict[int, EnvherdError] = {}
         self.workers: list[Any] = []
         self._factories = factories
         self._number = 0
@@ -134,9 +135,11 @@ class SerialPool:
         """Return the env ids that owe an answer: none, ever."""
         return np.zeros(0, np.int64)
 
-    def take_outcome(self) -> Outcome:
-        """Return what happened since the last call, and forget it."""
+    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
+        """Return what happened since the last call, and forget it; see `WorkerPool.take_outcome`."""
         outcome, self.outcome = self.outcome, Outcome()
+        if env_ids is not None:
+            self.outcome = outcome.split_off(env_ids)
         return outcome
 
     def prepare(self, message: messages.Prepare) -> None:
