@@ -5,10 +5,10 @@ and no owner (a process that dies can hold none). `ring` adds a token, `wait` ta
 only hints: what is true is said by sequence numbers in the slab, so a token too many wakes somebody
 who looks, finds nothing, and waits again, and an interrupt can never desynchronise a step.
 
-Guarantees: `ring` never blocks; `wait` first looks, then yields the processor a bounded number of
-times (more if the last wait was short), then blocks until a token, the timeout or a signal (a Python
-signal handler that raises, as Ctrl-C does, ends the wait). What a process wrote before `ring` is seen
-by whoever took that token.
+Guarantees: `ring` never blocks; `wait` first looks, then yields the processor for a bounded time (longer
+if the last wait was short, not at all while others want the processor), then blocks until a token, the
+timeout or a signal (a Python signal handler that raises, as Ctrl-C does, ends the wait). What a process
+wrote before `ring` is seen by whoever took that token.
 Assumes: POSIX unnamed process-shared semaphores, and CPython's `_multiprocessing.SemLock`, which can
 be laid over any `sem_t` and is by far the fastest binding (60 ns against 300 ns for ctypes); `create`
 tests that it can. Platforms: Linux (glibc); elsewhere `create` raises and only `SerialEnv` serves.
@@ -27,15 +27,20 @@ import numpy as np
 #: Bytes of one doorbell; `sizeof(sem_t)` is 32 on Linux, and a line of its own avoids false sharing.
 DOORBELL_BYTES = 128
 
-#: `sched_yield` calls before blocking, after a wait that was long (a policy that thinks, an env that
-#: takes its time): a waste of at most 10 us per wait.
-FEW_YIELDS = 20
-#: The same after a wait that was short: about 60 us. A wake-up that had to go through the kernel costs
-#: 15 us and leaves both sides with cold caches; with 20 yields everywhere a batch of 8 tiny envs took
-#: 150 us instead of 65 (benchmarks/step_overhead.py, 2 cores).
-MANY_YIELDS = 150
+#: Seconds of yielding before blocking, after a wait that was long (a policy that thinks, an env that takes
+#: its time).
+BRIEF_SPIN_S = 8e-6
+#: The same after a wait that was short. A wake-up that had to go through the kernel costs 15 us and leaves
+#: both sides with cold caches: with brief spins everywhere a batch of 8 tiny envs took 150 us instead of 65
+#: (benchmarks/step_overhead.py, 2 cores).
+LONG_SPIN_S = 60e-6
 #: Seconds; a blocked wait below it counts as short.
 SHORT_WAIT_S = 200e-6
+#: Seconds by which a spin may overrun before it is clear that a yield has handed the processor to somebody
+#: else for a scheduler's slice (milliseconds). A sleeper is woken at once; who yields waits for its turn.
+OVERRUN_S = 100e-6
+#: Waits without any yielding after that.
+WAITS_WITHOUT_SPIN = 200
 
 _SEMAPHORE_KIND = 1  # Modules/_multiprocessing/semaphore.c: SEMAPHORE
 _MAX_TOKENS = 2**31 - 1
@@ -47,14 +52,15 @@ _SLICE_S = 60.0
 class Doorbell:
     """One counting semaphore in shared memory; make it with `create` (once) or `attach` (elsewhere)."""
 
-    __slots__ = ("_acquire", "_keep", "_yields", "ring")
+    __slots__ = ("_acquire", "_keep", "_spin_s", "_waits_without_spin", "ring")
 
     def __init__(self, buffer: np.ndarray, offset: int) -> None:
         address = buffer.ctypes.data + offset
         lock = _multiprocessing.SemLock._rebuild(address, _SEMAPHORE_KIND, _MAX_TOKENS, None)
         self._keep: tuple[Any, ...] = (buffer, lock)
         self._acquire = lock.acquire
-        self._yields = FEW_YIELDS
+        self._spin_s = BRIEF_SPIN_S
+        self._waits_without_spin = 0
         #: Add a token; wakes one waiter. About 60 ns when nobody waits.
         self.ring = lock.release
 
@@ -86,18 +92,29 @@ class Doorbell:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Take a token, waiting for one up to `timeout_s` seconds (None: for ever); False on timeout."""
-        acquire = self._acquire
-        sched_yield = os.sched_yield
-        for _ in range(self._yields):
-            if acquire(False):
-                return True
-            sched_yield()
+        if self._acquire(False) or (not self._waits_without_spin and self._spin()):
+            return True
         began = time.perf_counter()
         if timeout_s is not None and timeout_s < _SLICE_S:
-            is_taken = bool(acquire(True, timeout_s))
+            is_taken = bool(self._acquire(True, timeout_s))
         else:
             is_taken = self._wait_in_slices(timeout_s)
-        self._yields = MANY_YIELDS if time.perf_counter() - began < SHORT_WAIT_S else FEW_YIELDS
+        self._spin_s = LONG_SPIN_S if time.perf_counter() - began < SHORT_WAIT_S else BRIEF_SPIN_S
+        if self._waits_without_spin:
+            self._waits_without_spin -= 1
+        return is_taken
+
+    def _spin(self) -> bool:
+        """Yield the processor for a bounded time, looking for a token in between; return whether one came."""
+        acquire, sched_yield, clock = self._acquire, os.sched_yield, time.perf_counter
+        limit = clock() + self._spin_s
+        is_taken, now = False, 0.0
+        while not is_taken and now < limit:
+            sched_yield()
+            is_taken = acquire(False)
+            now = clock()
+        if now > limit + OVERRUN_S:
+            self._waits_without_spin = WAITS_WITHOUT_SPIN
         return is_taken
 
     def _wait_in_slices(self, timeout_s: float | None) -> bool:
