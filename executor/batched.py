@@ -298,7 +298,7 @@ class BatchedEnv:
     def _ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:
         with self._turn:
             ids = self._exchange.as_ids(None if env_ids is None else list(env_ids)).tolist()
-            answers = self._pool.ask(what, env_ids=ids, **question)
+            answers = self._engine.ask(what, ids, **question)
             return [_crossed(answers[i]) for i in ids]
 
 

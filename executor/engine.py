@@ -233,8 +233,24 @@ class Engine:
         idle = np.flatnonzero(~self.pending)
         self.pool.wait_some(idle, len(idle), self.options.reset_timeout_s)
         losses = self.pool.take_outcome(idle).losses
-        self.pool.outcome.losses.update(losses)  # these are not over
+        self.pool.outcome.losses.update(losses)
+        self._accept_losses()
         self.is_dirty = False
+
+    def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
+        """Ask envs for something that is not a step; see `WorkerPool.ask`."""
+        try:
+            return self.pool.ask(what, env_ids=env_ids, **question)
+        except EnvherdError:
+            self._accept_losses()
+            raise
+
+    def _accept_losses(self) -> None:
+        """Note losses that came up outside of any step; those that are made good wait for the next one to tell."""
+        if self.options.on_worker_loss != "restart":
+            lost = self.envs_of(self.pool.outcome.losses)
+            self.pool.outcome.losses.clear()
+            self._lose(lost, is_replaced=False)
 
     def _settle_steps(self, op: Op, column: int) -> None:
         """Deal with what happened besides the rows of a step of all envs."""

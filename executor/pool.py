@@ -324,8 +324,7 @@ class WorkerPool:
         """Use a new root seed in every worker."""
         self.crew.root_seed = root_seed
         self._revive(range(self.num_workers))
-        for worker_id in self.lost:  # a successor starts with the new seed, and must start at the beginning
-            self.slab.words["episode"][list(self.blueprint.blocks[worker_id])] = 0
+        self.slab.words["episode"][:] = 0  # the workers will do so too; one that has died unnoticed would not
         for worker_id in range(self.num_workers):
             self.crew.mail(worker_id, messages.Seed(root_seed=root_seed))
 

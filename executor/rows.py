@@ -71,6 +71,7 @@ class Rows:
             len(self.batches) == 1 and self.batches[0].is_on_cpu and not (self.has_side or self.has_interrupted)
         )
         self._column = 0
+        self._is_mixed = False  # whether latest rows may be in several columns
         self._is_poisoning = options.poison
         self._next_done = [group.columns["next", "done"] for group in slab.groups]
         self._root_done = [group.columns["root", "done"] for group in slab.groups]
@@ -80,9 +81,21 @@ class Rows:
     def next_column(self) -> int:
         """Return the ring column for a command to all envs."""
         self._column = (self._column + 1) % self.num_frames
+        if self._is_mixed:
+            self._keep_latest(self._column)
         if self._is_poisoning:
             self._poison((self._column + 1) % self.num_frames)
         return self._column
+
+    def _keep_latest(self, column: int) -> None:
+        """Put aside the latest rows in a column that is to be written: they are needed should the step fail."""
+        for env_id in np.flatnonzero((self.columns == column) & ~self.in_root).tolist():
+            row = self.ring_row(env_id, column)
+            for name in [name for name in row if name[0] == "root"]:
+                row[name][...] = row["next", *name[1:]]
+            if env_id in self.side_next:
+                self.side_root[env_id] = self.side_next[env_id]
+            self.in_root[env_id] = True
 
     def _poison(self, column: int) -> None:
         """Make a frame that is no longer valid unusable, unless it still says where some env is."""
@@ -94,6 +107,7 @@ class Rows:
 
     def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the ring column for a command to some envs: one after each env's own latest."""
+        self._is_mixed = True
         columns: np.ndarray = (self.columns[env_ids] + 1) % self.num_frames
         return columns
 
@@ -111,6 +125,7 @@ class Rows:
     def stepped_all(self, column: int) -> np.ndarray | None:
         """Note that all envs were stepped to a column; return the ids that ended, or None."""
         self.columns.fill(column)
+        self._is_mixed = False
         self.in_root[:] = False
         ended = None
         for batch, done in zip(self.batches, self._next_done, strict=True):

@@ -29,7 +29,7 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "command": ("env", "parent", "what to do: see workers.protocol.pack"),
     "reply_seq": ("env", "worker", "number of the latest command that is finished; written last"),
     "status": ("env", "worker", "how it ended: see workers.protocol.Status"),
-    "episode": ("env", "worker", "resets since the root seed was set; the next reset begins this episode"),
+    "episode": ("env", "worker", "resets since the root seed was set (which zeroes it); the next begins this episode"),
     "env_steps": ("env", "worker", "calls of env.step that returned, ever"),
     "resets": ("env", "worker", "resets that returned, ever"),
     "ends": ("env", "worker", "steps after which the env (or a part of it) had ended, ever"),

@@ -265,6 +265,10 @@ class PairEnv(PlainEnv):
                 self._observation[index] = row.reset(None if seed is None else seed + index, options)[0]
         return [self._observation]
 
+    def state(self) -> list[int]:
+        """Return the rows' step counters."""
+        return [row.num_steps for row in self.rows]
+
     def step(self, action: list[Any]) -> StepValues:
         """Count one step of both rows."""
         steps = [row.step([act]) for row, act in zip(self.rows, action[0].tolist(), strict=True)]

@@ -1,0 +1,123 @@
+"""Send and receive at the edges: what comes between, what fails, what is large."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import EnvError, ParallelEnv, SerialEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = functools.partial(CountingEnv, 1_000_000)
+EXECUTORS = [SerialEnv, functools.partial(ParallelEnv, num_workers=2)]
+
+
+def act(env: Any, count: int | None = None) -> TensorDict:
+    count = env.num_envs if count is None else count
+    return TensorDict({"action": torch.ones(count, dtype=torch.int64)}, [count])
+
+
+def only(env: Any, *env_ids: int) -> TensorDict:
+    mask = torch.zeros(env.num_envs, dtype=torch.bool)
+    mask[list(env_ids)] = True
+    return TensorDict({"_reset": mask}, [env.num_envs])
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+def test_text_belongs_to_its_own_row(make):
+    with make(2, functools.partial(TextEnv, 3), seed=0) as env:
+        env.reset()
+        for step in range(3):
+            env.send(act(env))
+            td = env.recv()
+            assert [td[i]["text"].split(":")[1] for i in range(2)] == [str(step)] * 2
+            assert [td[i]["next", "text"].split(":")[1] for i in range(2)] == [str(step + 1)] * 2
+        assert [env.current()[i]["text"].split(":")[1] for i in range(2)] == ["0"] * 2
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+def test_different_tasks_come_back_with_their_actions(make):
+    with make(3, [CountingEnv, functools.partial(CountingEnv, size=3), CountingEnv]) as env:
+        env.reset()
+        env.send(act(env))
+        td = env.recv()
+        assert td["action"].tolist() == [1, 1, 1]
+        env.send(act(env, 1), [1])
+        assert env.recv()["action"].tolist() == [1]
+
+
+def test_no_row_of_an_env_that_raised_is_handed_out():
+    """All raise at about the same time: each is reported exactly once, whenever its message is read."""
+    with ParallelEnv(6, functools.partial(FaultyEnv, "value_error", step=1), num_workers=3) as env:
+        for _ in range(30):
+            env.reset()
+            env.send(act(env))
+            raised: list[int] = []
+            while len(raised) < 6:
+                with pytest.raises(EnvError) as caught:
+                    env.recv(1)
+                raised += caught.value.env_ids
+            assert sorted(raised) == list(range(6))
+        assert env.statistics().env_errors == 30 * 6
+
+
+def test_a_reset_of_others_leaves_a_fault_to_its_receiver():
+    with ParallelEnv(2, [functools.partial(FaultyEnv, "value_error", step=1), ENDLESS], num_workers=2) as env:
+        env.reset()
+        env.send(act(env, 1), [0])
+        time.sleep(0.2)
+        assert env.reset(only(env, 1))["observation"][1, 1] == 0
+        with pytest.raises(EnvError, match=r"\(env 0, "):
+            env.recv(1)
+        env.reset(only(env, 0))
+
+
+def test_wake_ups_that_nobody_waited_for_do_not_pile_up():
+    with ParallelEnv(4, ENDLESS, num_workers=2) as env:
+        env.reset()
+        for _ in range(50):
+            env.send(act(env))
+            time.sleep(0.002)  # all have answered before they are asked for
+            env.recv()
+        num_tokens = 0
+        while env._pool._done.try_wait():
+            num_tokens += 1
+        assert num_tokens <= 2 * env.num_envs
+
+
+def test_large_questions_meet_large_answers():
+    """Both ends of a socket write more than it holds: neither waits for the other for ever."""
+
+    class Measures(TextEnv):
+        def measure(self, data: bytes) -> int:
+            return len(data)
+
+    with ParallelEnv(2, functools.partial(Measures, 1_000_000, padding=2_000_000), num_workers=1) as env:
+        env.reset()
+        assert env.call("measure", b"x" * 3_000_000) == [3_000_000] * 2
+        env.send(act(env))
+        assert env.call("measure", b"x" * 3_000_000) == [3_000_000] * 2
+        assert len(env.recv()[0]["next", "text"]) > 2_000_000
+
+
+def test_closing_does_not_wait_for_what_was_sent():
+    env = ParallelEnv(4, functools.partial(FaultyEnv, "slow", step=1), num_workers=1)
+    env.reset()
+    env.send(act(env))
+    began = time.monotonic()
+    env.close()
+    assert time.monotonic() - began < 2  # one step of 0.3 s, not four, and far from the five seconds allowed
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+@pytest.mark.parametrize("env_ids", [[2], [-1], [0, 0]])
+def test_questions_name_real_envs(make, env_ids):
+    with make(2, CountingEnv) as env, pytest.raises(ValueError, match=r"expected different env ids in 0\.\.1"):
+        env.call("pid", env_ids=env_ids)

@@ -1,0 +1,229 @@
+"""After a loss, a fault or an interrupt: what is said about every env is true, and the executor goes on."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
+from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = functools.partial(CountingEnv, 1_000_000)
+RESTART = ExecutorOptions(on_worker_loss="restart")
+
+
+def act(env: Any) -> TensorDict:
+    leaf = env.action_spec[0]
+    return TensorDict({leaf.key: torch.ones((env.num_envs, *leaf.shape), dtype=torch.int64)}, env.batch_size)
+
+
+def only(env: Any, *env_ids: int) -> TensorDict:
+    mask = torch.zeros(env.num_envs, dtype=torch.bool)
+    mask[list(env_ids)] = True
+    return TensorDict({"_reset": mask}, [env.num_envs])
+
+
+def kill(env: Any, worker_id: int) -> None:
+    pid = env.statistics().workers[worker_id].pid
+    os.kill(pid, signal.SIGKILL)
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        time.sleep(0.005)
+
+
+def counters(td: Any) -> list[int]:
+    return td["observation"][..., 1].tolist()
+
+
+def flags(td: Any, key: str) -> list[bool]:
+    return td["next", key].flatten().tolist()
+
+
+class TestFaults:
+    def test_a_failed_fused_step_knows_who_was_reset(self):
+        make = [functools.partial(FaultyEnv, "value_error"), functools.partial(CountingEnv, 2), ENDLESS]
+        with ParallelEnv(3, make, num_workers=1) as env:
+            env.reset()
+            env.step_and_maybe_reset(act(env))
+            with pytest.raises(EnvError) as caught:
+                env.step_and_maybe_reset(act(env))
+            assert counters(caught.value.partial) == [1, 2, 2]
+            assert counters(env.reset(only(env, 0))) == [0, 0, 2]
+            _, root = env.step_and_maybe_reset(act(env))
+            assert counters(root) == [1, 1, 3]
+
+    def test_a_failed_reset_leaves_the_others_reset(self):
+        make = [ENDLESS, functools.partial(FaultyEnv, "value_error", at="reset", episode=1)]
+        with ParallelEnv(2, make, num_workers=1) as env:
+            env.reset()
+            env.step(act(env))
+            with pytest.raises(EnvError, match="reset failed"):
+                env.reset()
+            assert counters(env.current())[0] == 0
+            with pytest.raises(ResetNeeded) as caught:
+                env.step(act(env))
+            assert caught.value.env_ids == (1,)
+
+
+class TestInterrupts:
+    def test_an_answer_to_an_interrupted_question_is_not_the_next_ones(self):
+        class Slow(CountingEnv):
+            def slowly(self, value: int) -> int:
+                time.sleep(0.3)
+                return value
+
+        with ParallelEnv(2, Slow, num_workers=2) as env:
+            timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                env.call("slowly", 1)
+            timer.join()
+            assert env.call("echo", 2) == [[[2], {}]] * 2
+
+    def test_ctrl_c_in_an_env_of_this_process_is_ctrl_c(self):
+        with SerialEnv(2, [functools.partial(FaultyEnv, "keyboard_interrupt", step=1), ENDLESS]) as env:
+            env.reset()
+            with pytest.raises(KeyboardInterrupt):
+                env.step(act(env))
+            with pytest.raises(ResetNeeded):
+                env.step(act(env))
+            assert counters(env.reset()) == [0, 0]
+
+
+@pytest.mark.broken_pool
+class TestLosses:
+    def test_a_loss_noticed_by_a_question_still_interrupts_the_rows(self):
+        with ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART) as env:
+            env.reset()
+            env.step_and_maybe_reset(act(env))
+            kill(env, 0)
+            for _ in range(2):
+                with pytest.raises(WorkerLost, match="SIGKILL"):
+                    env.call("pid")
+            td, root = env.step_and_maybe_reset(act(env))
+            assert flags(td, "interrupted") == [True, True, False, False]
+            assert counters(td["next"]) == [1, 1, 2, 2]
+            assert counters(root) == [0, 0, 2, 2]
+            assert len(set(env.call("pid"))) == 2
+            assert env.statistics().worker_losses == 1
+
+    @pytest.mark.parametrize("seeds", [7, [7, 8, 9, 10]])
+    def test_a_reset_of_a_lost_worker_has_its_seeds(self, seeds):
+        with (
+            ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART, seed=0) as env,
+            SerialEnv(4, ENDLESS, seed=0) as serial,
+        ):
+            for one in (env, serial):
+                one.reset()
+            kill(env, 0)
+            for _ in range(2):
+                assert torch.equal(env.reset(seed=seeds)["observation"], serial.reset(seed=seeds)["observation"])
+
+    def test_a_worker_that_dies_in_a_reset_is_reset_with_the_same_arguments(self, tmp_path):
+        faulty = functools.partial(FaultyEnv, "kill", at="reset", episode=1, flag=str(tmp_path / "flag"))
+        with ParallelEnv(2, [faulty, ENDLESS], num_workers=2, options=RESTART) as env:
+            env.reset()
+            env.reset(seed=[5, 6], level=3)
+            assert env.get("seed") == [5, 6]
+            assert env.get("options") == [{"level": 3}] * 2
+
+    def test_bystanders_of_a_death_in_a_reset_are_said_to_have_ended(self, tmp_path):
+        faulty = functools.partial(FaultyEnv, "kill", at="reset", episode=1, flag=str(tmp_path / "flag"))
+        with ParallelEnv(3, [faulty, ENDLESS, ENDLESS], num_workers=2, options=RESTART) as env:
+            env.reset()
+            env.step(act(env))
+            root = env.reset(only(env, 0))
+            assert root["done"].flatten().tolist() == [False, True, False]
+            assert root["truncated"].flatten().tolist() == [False, True, False]
+            with pytest.raises(ResetNeeded) as caught:
+                env.step(act(env))
+            assert caught.value.env_ids == (1,)
+            assert counters(env.reset(only(env, 1))) == [0, 0, 1]
+
+    def test_a_reset_that_meets_the_loss_of_a_sent_env(self, tmp_path):
+        faulty = functools.partial(FaultyEnv, "kill", step=1, flag=str(tmp_path / "flag"))
+        with ParallelEnv(2, [faulty, ENDLESS], num_workers=1, options=RESTART) as env:
+            env.reset()
+            env.send(act(env)[:1], [0])
+            time.sleep(0.2)
+            assert counters(env.reset(only(env, 1)))[1] == 0
+            td = env.recv(1)
+            assert (td["env_ids"].tolist(), flags(td, "interrupted"), counters(td["next"])) == ([0], [True], [0])
+            assert counters(env.step(act(env))["next"]) == [1, 1]
+
+    def test_a_late_env_that_was_sent_is_replaced(self, tmp_path):
+        faulty = functools.partial(FaultyEnv, "gil", step=1, flag=str(tmp_path / "flag"))
+        options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=0.3)
+        with ParallelEnv(2, [faulty, ENDLESS], num_workers=2, options=options) as env:
+            env.reset()
+            env.send(act(env))
+            td = env.recv()
+            assert dict(zip(td["env_ids"].tolist(), flags(td, "interrupted"), strict=True)) == {0: True, 1: False}
+            assert env.statistics().worker_losses == 1
+            assert counters(env.current()) == [0, 1]
+
+    def test_without_restarts_the_others_go_on_alone(self):
+        with ParallelEnv(4, ENDLESS, num_workers=2) as env:
+            env.reset()
+            kill(env, 0)
+            with pytest.raises(WorkerLost):
+                env.call("pid")
+            assert counters(env.reset(only(env, 2)))[2] == 0
+            env.send(act(env)[2:], [2, 3])
+            assert counters(env.recv()["next"]) == [1, 1]
+            with pytest.raises(WorkerLost):
+                env.reset()
+
+    def test_an_env_that_is_a_batch_is_reset_whole_when_it_was_lost(self):
+        with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:
+            env.reset()
+            env.step(act(env))
+            kill(env, 0)
+            mask = torch.tensor([[True, False], [False, False]])
+            root = env.reset(TensorDict({"_reset": mask}, [2, 2]))
+            assert counters(root) == [[0, 0], [1, 1]]
+            assert env.call("state") == [[0, 0], [1, 1]]
+
+    def test_storages_given_back_while_a_worker_is_replaced(self):
+        with ParallelEnv(2, ENDLESS, num_workers=2, options=RESTART) as env:
+            kept = [env.rollout(length) for length in range(1, 6)]
+            kill(env, 0)
+            data = env.rollout(1, auto_reset=False)
+            assert flags(data, "interrupted") == [True, False]
+            del kept, data
+            gc.collect()
+            assert env.rollout(9)["next", "observation"][:, -1, 1].tolist() == [9, 9]
+
+    @pytest.mark.parametrize("fault", ["wrong_reward", "kill"])
+    def test_the_last_true_observation_survives_what_was_sent_before(self, fault, tmp_path):
+        """Sends move an env to a ring column that the next step of all may write to."""
+
+        class Breaks(FaultyEnv):
+            def step(self, action: list[Any]) -> Any:
+                observation, reward, *ends = super().step(action)
+                is_due = fault == "wrong_reward" and self.num_steps == 2
+                return observation, ["much"] if is_due else reward, *ends
+
+        faulty = functools.partial(Breaks, fault if fault == "kill" else None, step=2, flag=str(tmp_path / "flag"))
+        with ParallelEnv(2, [faulty, ENDLESS], num_workers=2, options=RESTART) as env:
+            env.reset()
+            env.send(act(env)[:1], [0])
+            env.recv()
+            if fault == "kill":
+                nexts = env.step(act(env))["next"]
+            else:
+                with pytest.raises(EnvError, match="reward") as caught:
+                    env.step(act(env))
+                nexts = caught.value.partial
+            assert counters(nexts) == [1, 1]
