@@ -66,7 +66,7 @@ def _stack(leaf: LeafSpec, values: list[Any]) -> Any:
 
 
 #: What the contract is run through, everywhere in this folder.
-BATCHES = {
+BATCHES: dict[str, Any] = {
     "block": BlockBatch,
     "serial": partial(ExecutorBatch, SerialEnv),
     "parallel": partial(ExecutorBatch, ParallelEnv),

@@ -19,7 +19,7 @@ from envherd.workers.testing import (
 )
 from tests.contracts.executor_batch import BATCHES
 
-ENVS = {
+ENVS: dict[str, Any] = {
     "counting": CountingEnv,
     "one_step_episodes": partial(CountingEnv, 1),
     "reused_buffers": partial(CountingEnv, size=5, reuses_buffers=True),

@@ -44,7 +44,7 @@ class SharesState(CountingEnv):
     total: ClassVar[np.ndarray] = np.zeros(1, np.int64)
 
     def reset(self, *args: Any) -> list[Any]:
-        self.total += 1
+        np.add(self.total, 1, out=self.total)
         return super().reset(*args)
 
     def _observe(self, action: int) -> list[Any]:

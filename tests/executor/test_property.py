@@ -19,7 +19,7 @@ from envherd.workers.testing import AgentsEnv, CountingEnv
 pytestmark = pytest.mark.slow
 
 NUM_ENVS = 5
-ENVS = {
+ENVS: dict[str, Any] = {
     "numbers": CountingEnv,
     "pixels in reused buffers": functools.partial(CountingEnv, size=6, reuses_buffers=True),
     "agents": AgentsEnv,
