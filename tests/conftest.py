@@ -35,7 +35,11 @@ settings.load_profile("steady")
 
 
 def pytest_configure() -> None:
-    """Adopt orphans: what a test's process leaves becomes a child of this one."""
+    """Adopt orphans: what a test's process leaves becomes a child of this one; and let Ctrl-C through.
+
+    A shell that runs tests in the background has it ignored, by them and by all that they start.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
