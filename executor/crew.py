@@ -150,8 +150,9 @@ class Crew:
         """Send a message to a worker that serves commands; its turn comes before any later command."""
         worker = self.workers[worker_id]
         with contextlib.suppress(ConnectionError):  # a death is noticed where it matters
-            worker.channel.queue_message(message, fds)
-            self._knock(worker_id)  # before all is sent: it reads only when it is told to
+            with messages.uninterrupted():
+                worker.channel.queue_message(message, fds)
+                self._knock(worker_id)  # before all is sent: it reads only when it is told to
             while not worker.channel.flush_nowait() and not worker.has_exited():
                 poller = select.poll()
                 poller.register(worker.channel.sock, select.POLLIN | select.POLLOUT)
@@ -198,14 +199,15 @@ class Crew:
     def drain(self, worker_id: int) -> None:
         """Read what a worker has written, without blocking."""
         channel = self.workers[worker_id].channel
-        with contextlib.suppress(ConnectionError):
-            channel.flush_nowait()  # what an interrupt had left
-        for frame in channel.drain_nowait():
-            is_row = frame["kind"] in _ROW_KINDS or (frame["kind"] == "fault" and frame["phase"] in ("reset", "step"))
-            if is_row:
-                self.on_row_frame(frame)
-            else:
-                self._inbox[worker_id].append(frame)
+        with messages.uninterrupted():
+            with contextlib.suppress(ConnectionError):
+                channel.flush_nowait()  # what an interrupt had left
+            for frame in channel.drain_nowait():
+                is_fault = frame["kind"] == "fault" and frame["phase"] in ("reset", "step")
+                if is_fault or frame["kind"] in _ROW_KINDS:
+                    self.on_row_frame(frame)
+                else:
+                    self._inbox[worker_id].append(frame)
 
     # ---- rollout storages --------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.engine import Engine
 from envherd.executor.intake import to_numpy
+from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RING, Flag, Op
 
 ENV_IDS = "env_ids"
@@ -29,7 +30,9 @@ class Exchange:
         self._ops = np.zeros(engine.num_envs, np.int64)
         self._columns = np.zeros(engine.num_envs, np.int64)
         self._side: dict[int, Any] = {}
+        self._sending: tuple[np.ndarray, int] | None = None
         engine.end_sent = self._end_sent
+        engine.settle_sends = self._settle_sends
 
     def ids_of(self, td: TensorDictBase, env_ids: Any) -> np.ndarray:
         """Return which envs a batch is for: as said, else its own `env_ids`, else all.
@@ -66,9 +69,29 @@ class Exchange:
         columns = engine.rows.next_columns(env_ids)
         self._ops[env_ids] = op
         self._columns[env_ids] = columns
+        self._sending = env_ids, engine.pool.number
         engine.pending[env_ids] = True
         engine.num_pending += len(env_ids)
-        engine.pool.submit(env_ids, op, RING, columns, Flag.EACH)
+        try:
+            engine.pool.submit(env_ids, op, RING, columns, Flag.EACH)
+        except EnvherdError:
+            self._forget(env_ids)
+            raise
+        self._sending = None
+
+    def _settle_sends(self) -> None:
+        """After a call was broken off: forget what was not sent, and what was received in part."""
+        engine = self._engine
+        if self._sending is not None:
+            env_ids, number = self._sending
+            is_sent = engine.pool.was_given(env_ids, number)
+            engine.pending[env_ids] = is_sent
+            in_doubt = env_ids[~is_sent & (engine.pool.number > number)]
+            engine.rows.mark_ended(in_doubt)
+        elif engine.in_flight is not None:
+            engine.pending[engine.in_flight] = False
+        self._sending = None
+        engine.num_pending = int(engine.pending.sum())
 
     def recv(self, min_envs: int | None, timeout_s: float | None) -> TensorDictBase:
         """Wait for the first `min_envs` (None: all that were sent) and return their transitions."""
@@ -132,6 +155,7 @@ class Exchange:
     def _take(self, ready: np.ndarray) -> TensorDictBase:
         """Make the batch for envs that have answered, and take them off the list of those sent."""
         engine, rows = self._engine, self._engine.rows
+        engine.in_flight = ready
         columns = self._columns[ready]
         td = rows.current(ready)
         rows.note_side({i: self._side.pop(i) for i in ready.tolist() if i in self._side})
@@ -143,6 +167,7 @@ class Exchange:
         resets = ended & (self._ops[ready] == Op.STEP_RESET)
         if resets.any():
             rows.were_reset(ready[resets], columns[resets])
+        engine.in_flight = None
         return td.set(ENV_IDS, torch.from_numpy(ready.copy()))
 
     def _forget(self, env_ids: np.ndarray) -> None:

@@ -124,14 +124,25 @@ class WorkerPool:
         self.slab.words["mail_seq"][worker_id] += 1
         self._rings[worker_id]()
 
+    def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
+        """Return which envs were given a command after that of number `since`, bool `[k]`."""
+        given: np.ndarray = self._command_seq[env_ids] > since
+        return given
+
+    @property
+    def number(self) -> int:
+        """Number of the latest command."""
+        return self._number
+
     # ---- commands ----------------------------------------------------------------------------
 
     def submit_all(self, op: Op, target: int, column: int) -> None:
         """Give every env the same command."""
-        self._revive(range(self.num_workers))
+        if self.lost or self._rebuilding:
+            self._revive(range(self.num_workers))
         self._number += 1
-        self._command[:] = pack(op, target, column)
-        self._command_seq[:] = self._number
+        self._command.fill(pack(op, target, column))
+        self._command_seq.fill(self._number)
         for ring in self._rings:
             ring()
         if self.lost:
@@ -156,6 +167,11 @@ class WorkerPool:
             self._rings[worker_id]()
         if self.lost:
             self._answer_for_lost()
+
+    def nudge(self) -> None:
+        """Have every worker look for commands."""
+        for ring in self._rings:
+            ring()
 
     def _answer_for_lost(self) -> None:
         """Let commands to workers that had been lost before end in that loss at once."""

@@ -93,8 +93,8 @@ class RolloutRunner:
                 num_steps = run.go(max_steps)
                 data = run.result(num_steps)
             finally:
-                engine.is_rolling = False
                 run.park()
+                engine.is_rolling = False
                 self._shelf.settle(lease)
         if set_truncated:
             _mark_truncated(data)
@@ -121,6 +121,7 @@ class _Run:
         self._breaks = break_when_any_done
         self._step = -1
         self._section = "root"
+        self._is_under_way = False
         self._extra_keys: list[Any] | None = None
         self._extras: list[TensorDictBase] = []
         self._interrupted: list[np.ndarray] = []
@@ -144,6 +145,7 @@ class _Run:
                 group["root", *key][:, 0] = array
         for env_id in np.flatnonzero(~self._rows.in_root).tolist() if self._rows.has_side else ():
             self._rows.side_root[env_id] = self._rows.side_next[env_id]
+        engine.in_flight = engine.all_ids
         self._rows.in_root[:] = True  # from here on the storage says where the envs are; see `park`
         self._step = 0
 
@@ -156,9 +158,11 @@ class _Run:
                 self._side_roots.append(dict(self._rows.side_root))
             acted = self._act(step)
             op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
+            self._is_under_way = True
             self._engine.run_all(op, self._lease.target, step)
             self._settle(op, step, is_last=is_last)
             self._section = "next"
+            self._is_under_way = False
             if self._rows.has_side:
                 self._side_nexts.append(dict(self._rows.side_next))
             if self._callback is not None:
@@ -253,12 +257,13 @@ class _Run:
         for group, batch in zip(self._lease.storage.columns, rows.batches, strict=True):
             for key in batch.root_keys:
                 batch.slab.columns["root", *key][column] = group[section, *key][:, step]
-        ended = rows.ended.copy() if self._engine.is_dirty else None
+        is_lost = self._is_under_way and section == "root"  # broken off before its answers were noted
         rows.were_reset(self._engine.all_ids, np.full(rows.num_envs, column))
         if rows.has_side and section == "next":
             rows.side_root = dict(rows.side_next)
-        if ended is not None:
-            rows.mark_ended(ended)
+        if is_lost:
+            rows.mark_ended(self._engine.all_ids)
+        self._engine.in_flight = None
 
     def result(self, num_steps: int) -> TensorDictBase:
         """Return the collected batch `[N, num_steps]`."""

@@ -122,6 +122,20 @@ class SerialPool:
     def _take(self, frame: dict[str, Any]) -> None:
         self.outcome.take(plain.decode(plain.encode(frame)))  # what could not cross to a parent must not pass here
 
+    def nudge(self) -> None:
+        """What was submitted is done, or was broken off."""
+        self.slab.words["reply_seq"][:] = self.slab.words["command_seq"]
+
+    def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
+        """Return which envs have carried out a command since that of number `since`, bool `[k]`."""
+        given: np.ndarray = self.slab.words["reply_seq"][env_ids] > since
+        return given
+
+    @property
+    def number(self) -> int:
+        """Number of the latest command."""
+        return self._number
+
     def wait_all(self, timeout_s: float | None) -> None:
         """Everything submitted is done already."""
 

@@ -50,7 +50,13 @@ class Lease:
 
     def shut(self) -> None:
         """Let go of the arrays: whoever holds tensors of them keeps them."""
-        del self.storage, self.tensors, self.columns
+        for name in ("storage", "tensors", "columns"):
+            vars(self).pop(name, None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a rollout is using it."""
+        return hasattr(self, "columns")
 
     @property
     def address(self) -> int:
@@ -70,6 +76,8 @@ class StorageShelf:
 
     def lend(self, num_columns: int) -> Lease:
         """Return an open storage of so many columns, used before if one is free."""
+        for broken_off in [one for one in self._lent.values() if one.is_open]:
+            self.settle(broken_off)
         lease = next((one for one in self._free if one.num_columns == num_columns), None)
         if lease is not None:
             self._free.remove(lease)
@@ -107,7 +115,14 @@ class StorageShelf:
         address = lease.address
         self._lent[address] = lease
         if not self._is_serial:
-            weakref.finalize(buffer, _come_back, self._lent, self._free, address, lease).atexit = False
+            weakref.finalize(buffer, _come_back, weakref.ref(self), address, lease.target).atexit = False
+
+    def take_back(self, address: int, target: int) -> None:
+        """Note that nobody holds tensors of a storage any more."""
+        lease = self._lent.get(address)
+        if lease is not None and lease.target == target:
+            del self._lent[address]
+            self._free.append(lease)
 
     def _make_room(self) -> None:
         """Have workers forget the oldest storages, free ones first."""
@@ -116,8 +131,8 @@ class StorageShelf:
             self._pool.detach_storage(oldest.target)
 
 
-def _come_back(lent: dict[int, Lease], free: deque[Lease], address: int, lease: Lease) -> None:
+def _come_back(shelf: weakref.ref[StorageShelf], address: int, target: int) -> None:
     """Runs when the last tensor of a storage has gone, in whatever thread that happens."""
-    if lent.get(address) is lease:
-        del lent[address]
-        free.append(lease)
+    owner = shelf()
+    if owner is not None:
+        owner.take_back(address, target)

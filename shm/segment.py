@@ -49,6 +49,8 @@ class Segment:
         self._is_owner = is_owner
         self._mapping = mapping
         self._is_closed = False
+        #: Also runs when a segment is dropped without `close`, as an interrupt may leave it.
+        self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
 
     @classmethod
     def create(cls, nbytes: int, label: str = "envherd", *, is_prefaulted: bool = True) -> Segment:
@@ -98,8 +100,8 @@ class Segment:
         if self._is_closed:
             return
         self._is_closed = True
-        if self.fd >= 0:
-            os.close(self.fd)
+        if self._close_fd is not None:
+            self._close_fd()
             self.fd = -1
         if isinstance(self._mapping, shared_memory.SharedMemory):
             with contextlib.suppress(BufferError):

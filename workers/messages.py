@@ -7,11 +7,14 @@ head (length of the payload, number of descriptors that ride along) and the payl
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import signal
 import socket
 import struct
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +120,16 @@ class Close:
 Message = Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Close
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put Ctrl-C off for as long as this lasts; nothing inside may wait."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _dumps(message: Message) -> bytes:
     """Return a message as bytes; arguments that the user's script defines travel by value."""
     return bytes(cloudpickle.dumps(message))
@@ -139,16 +152,19 @@ class Channel:
 
     def flush_nowait(self) -> bool:
         """Send what is queued, as far as the socket takes it now; return whether all of it is sent."""
-        while self._unsent:
-            data, fds = self._unsent[0]
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-            try:
-                num_sent = self.sock.sendmsg([data], rights, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return False
-            self._unsent[0] = (data[num_sent:], [])
-            if num_sent == len(data):
-                self._unsent.popleft()
+        if not self._unsent:
+            return True
+        with uninterrupted():
+            while self._unsent:
+                data, fds = self._unsent[0]
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+                try:
+                    num_sent = self.sock.sendmsg([data], rights, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return False
+                self._unsent[0] = (data[num_sent:], [])
+                if num_sent == len(data):
+                    self._unsent.popleft()
         return True
 
     def send_message(self, message: Message, fds: list[int] | None = None) -> None:

@@ -1,0 +1,133 @@
+"""Ctrl-C at every line of the executor: afterwards nothing is stale, nothing is skipped unsaid, nothing hangs."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import envherd.executor.engine
+import envherd.workers.messages
+from envherd.executor import ParallelEnv, ResetNeeded, SerialEnv
+from envherd.workers.testing import CountingEnv
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+NUM_ENVS = 3
+EXECUTOR = str(Path(envherd.executor.engine.__file__).parent)
+MESSAGES = envherd.workers.messages.__file__
+
+
+class Interrupt:
+    """A trace function that raises KeyboardInterrupt at the n-th line, unless signals are put off there."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+        self.where = ""
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        file = frame.f_code.co_filename
+        if not (file.startswith(EXECUTOR) or file == MESSAGES):
+            return None
+        if event == "line" and not self.where:
+            self.left -= 1
+            is_code = linecache.getline(file, frame.f_lineno).strip() != "try:"  # where no signal is ever handled
+            if self.left <= 0 and is_code and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, []):
+                self.where = f"{Path(file).name}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def actions(value: int = 1) -> TensorDict:
+    return TensorDict({"action": torch.full((NUM_ENVS,), value)}, [NUM_ENVS])
+
+
+def only(*env_ids: int) -> TensorDict:
+    mask = torch.zeros(NUM_ENVS, dtype=torch.bool)
+    mask[list(env_ids)] = True
+    return TensorDict({"_reset": mask}, [NUM_ENVS])
+
+
+def policy(td: Any) -> Any:
+    return td.set("action", torch.ones(NUM_ENVS, dtype=torch.int64))
+
+
+def send_and_receive(env: Any) -> None:
+    env.send(actions())
+    env.recv()
+
+
+#: name -> (what is interrupted, every how many lines)
+CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "step": (lambda env: env.step(actions()), 1),
+    "fused": (lambda env: env.step_and_maybe_reset(actions()), 1),
+    "reset": (lambda env: env.reset(), 1),
+    "reset of one": (lambda env: env.reset(only(1)), 1),
+    "send and receive": (send_and_receive, 1),
+    "question": (lambda env: env.call("echo", 5), 1),
+    "new seed": (lambda env: env.set_seed(4), 1),
+    "rollout": (lambda env: env.rollout(3, policy, break_when_any_done=False), 5),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)], ids=["serial", "parallel"])
+def test_at_every_line(make, name):
+    call, stride = CALLS[name]
+    with make(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0) as env:
+        env.reset()
+        line = 0
+        while True:
+            line += stride
+            for env_id in _ended(env):
+                env.reset(only(env_id))
+            interrupt = Interrupt(line)
+            sys.settrace(interrupt)
+            try:
+                call(env)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            _check(env, f"interrupted at {interrupt.where}")
+            if not interrupt.where:
+                break
+        assert line > 20 * stride
+
+
+def _ended(env: Any) -> list[int]:
+    return env.current()["done"].flatten().nonzero().flatten().tolist()
+
+
+def _check(env: Any, where: str) -> None:
+    """Demand that every transition follows from the row before it, whichever rows need a reset first."""
+    began = time.monotonic()
+    assert env.call("echo", 7) == [[[7], {}]] * NUM_ENVS, where  # its own answer, and not an earlier one
+    if env._engine.num_pending:
+        td = env.recv()
+        assert torch.equal(td["next", "observation"][:, 1], td["observation"][:, 1] + 1), where
+    root = env.current()
+    for value in (2, 3):
+        try:
+            td, after = env.step_and_maybe_reset(actions(value))
+        except ResetNeeded as error:
+            before = root["observation"].clone()
+            root = env.reset(only(*error.env_ids))
+            before[list(error.env_ids), 1:] = torch.tensor([0, -1])
+            assert torch.equal(root["observation"][:, 1:], before[:, 1:]), where
+            td, after = env.step_and_maybe_reset(actions(value))
+        expected = root["observation"] + torch.tensor([0, 1, 0])
+        expected[:, 2] = value
+        assert torch.equal(td["next", "observation"], expected), where
+        root = after
+    assert time.monotonic() - began < 5, where
