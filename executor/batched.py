@@ -28,6 +28,7 @@ from envherd.executor.intake import reset_mask
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.rollout import RolloutRunner
 from envherd.executor.statistics import Statistics
+from envherd.executor.tensordict_access import set_next
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.protocol import Op
 
@@ -177,7 +178,7 @@ class BatchedEnv:
         """
         with self._turn:
             next_td, _ = self._engine.step_all(td, Op.STEP)
-            td.set("next", next_td)
+            set_next(td, next_td)
             return td
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -191,7 +192,7 @@ class BatchedEnv:
         with self._turn:
             next_td, root = self._engine.step_all(td, Op.STEP_RESET)
             assert root is not None
-            td.set("next", next_td)
+            set_next(td, next_td)
             return td, root
 
     def rollout(self, max_steps: int, policy: Any = None, **kwargs: Any) -> TensorDictBase:

@@ -79,6 +79,8 @@ class Turn:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lock.release()
+        if error is not None and not isinstance(error, EnvherdError):
+            self._engine.is_dirty = True
         if self.is_closed and isinstance(error, Exception) and not isinstance(error, Closed):
             raise Closed("the call failed: this executor was closed while it waited. Make a new one.") from error
 
@@ -90,9 +92,11 @@ class Engine:
         turn: entered for the length of every call.
         rows: where every env is.
         pending: bool `[N]`, envs that were sent and not received.
-        is_dirty: a wait was broken off; answers that nobody wants are still to come.
+        is_dirty: a call was broken off; the next one begins with `recover`.
+        in_flight: envs that are given a command, or whose answers are being noted; None between calls.
         is_rolling: a rollout is in progress; its policy and callback may ask the envs things, but not step them.
         end_sent: deals with envs that were sent, and lost while something else was waited for.
+        settle_sends: after a call was broken off, finds out what was really sent.
     """
 
     def __init__(
@@ -109,6 +113,8 @@ class Engine:
         self.num_pending = 0
         self.is_dirty = False
         self.is_rolling = False
+        self.in_flight: np.ndarray | None = None
+        self.settle_sends: Callable[[], None] = lambda: None
         self.end_sent: Callable[..., None] = _nobody_was_sent
         self.num_errors = 0
         self.num_interrupted = 0
@@ -189,8 +195,9 @@ class Engine:
 
     def step_all(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Step all envs; return the `next` batch, and the root after it if the op is STEP_RESET."""
-        if td.batch_size[:1] != (self.num_envs,):
-            raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {td.batch_size}.")
+        batch_size = td.batch_size
+        if not batch_size or batch_size[0] != self.num_envs:
+            raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {batch_size}.")
         self.refuse_rolling()
         if self.num_pending:
             self.refuse_pending(self.all_ids)
@@ -199,6 +206,7 @@ class Engine:
         self.write_inputs(td)
         rows, has_root = self.rows, op == Op.STEP_RESET
         column = rows.next_column()
+        self.in_flight = self.all_ids
         try:
             self.pool.submit_all(op, RING, column)
             draft = rows.draft(column, has_root=has_root)
@@ -213,6 +221,7 @@ class Engine:
         ended = rows.stepped_all(column)
         if has_root and ended is not None:
             rows.were_reset(ended, np.full(len(ended), column))
+        self.in_flight = None
         return rows.finish(draft, column, ended, has_root=has_root)
 
     def run_all(self, op: Op, target: int, column: int) -> None:
@@ -225,16 +234,23 @@ class Engine:
             raise
 
     def _break_off(self, env_ids: np.ndarray, error: BaseException) -> None:
-        self.is_dirty = self.is_dirty or not isinstance(error, EnvherdError)
         self.rows.mark_ended(env_ids)
+        if isinstance(error, EnvherdError):
+            self.in_flight = None
 
     def recover(self) -> None:
-        """After an interrupt: let what is under way finish, and forget its answers."""
+        """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""
+        self.is_rolling = False
+        self.settle_sends()
+        self.pool.nudge()  # it may have been broken off between a command and its announcement
         idle = np.flatnonzero(~self.pending)
         self.pool.wait_some(idle, len(idle), self.options.reset_timeout_s)
         losses = self.pool.take_outcome(idle).losses
         self.pool.outcome.losses.update(losses)
         self._accept_losses()
+        if self.in_flight is not None:
+            self.rows.mark_ended(self.in_flight)
+            self.in_flight = None
         self.is_dirty = False
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
@@ -273,6 +289,7 @@ class Engine:
                     error = reset_error
         if error is not None:
             self._note_partial(op, column, dead)
+            self.in_flight = None
             error.partial = rows.next_td(rows.next_leaves(column))
             raise error
 
@@ -329,6 +346,7 @@ class Engine:
     def reset_at(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
         """Reset some envs at ring columns; replaces lost workers and tries again, as often as the options allow."""
         rows, pool = self.rows, self.pool
+        before, self.in_flight = self.in_flight, self.all_ids[~self.pending]
         while len(env_ids):
             self._replace_lost(env_ids)
             with self._may_break_off(env_ids):
@@ -347,8 +365,10 @@ class Engine:
                 rows.mark_ended([*outcome.faults])
             self._lose(lost, is_replaced=error is None)
             if error is not None:
+                self.in_flight = before
                 raise error
             env_ids, columns = env_ids[dead], columns[dead]
+        self.in_flight = before
 
     def _replace_lost(self, env_ids: np.ndarray) -> None:
         """Begin to replace workers that had been lost before, if they may be, now that their envs are to be reset."""

@@ -14,11 +14,15 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.options import ActionCheck
+from envherd.executor.tensordict_access import get_leaf
 from envherd.shm.slab import GroupSlab
 from envherd.shm.specs import Binary, Box, Discrete, Key, LeafSpec, MultiDiscrete, OneHot
 from envherd.workers.errors import ActionError
 
 RESET_KEY = "_reset"
+
+#: Up to so many values python's own min and max are faster than numpy's (0.5 us against 1.4 for 8).
+_FEW = 48
 
 #: Returns where values are illegal, bool like the values, or None where all are legal.
 Check = Callable[[np.ndarray], np.ndarray | None]
@@ -40,6 +44,10 @@ def _unsigned_below(limit: int | np.ndarray, dtype: np.dtype) -> Check:
     unsigned = np.dtype(f"u{dtype.itemsize}")
 
     def check(values: np.ndarray) -> np.ndarray | None:
+        if isinstance(limit, int) and values.ndim == 1 and 0 < values.size <= _FEW:
+            few = values.tolist()
+            if min(few) >= 0 and max(few) < limit:
+                return None
         read = values.view(unsigned)
         if isinstance(limit, int) and read.max(initial=0) < limit:
             return None
@@ -122,8 +130,8 @@ class GroupIntake:
         """
         if rows is None and self._only is not None:
             key, shape, dtype, check = self._only
-            value = td.get(key, None)
-            if value is not None and value.__class__ is torch.Tensor and not value.requires_grad and value.is_cpu:
+            value = get_leaf(td, key)
+            if value.__class__ is torch.Tensor and not value.requires_grad and value.is_cpu:
                 array = value.numpy()
                 if array.shape == shape and array.dtype is dtype and (check is None or check(array) is None):
                     return [array]

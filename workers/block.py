@@ -16,16 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from envherd.shm.layout import Name
 from envherd.shm.slab import Slab, Storage
-from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter
-from envherd.workers.checks import Writer, writer_for
 from envherd.workers.errors import SpecError
 from envherd.workers.messages import Prepare
-from envherd.workers.protocol import RING, Op, Status, pack_phase, unpack
+from envherd.workers.protocol import RING, Op, Status, unpack
 from envherd.workers.reply import Fault, Notice, SideValues
+from envherd.workers.slot import Sink, Slot, compile_step, store, wrong_count
 
 #: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
 _MAX_REMEMBERED = 4096
@@ -35,93 +33,6 @@ _STEP_RESET, _RESET = int(Op.STEP_RESET), int(Op.RESET)
 _OK, _FAILED, _SIDE = int(Status.OK), int(Status.FAILED), int(Status.SIDE)
 
 Report = Callable[[dict[str, Any]], None]
-
-
-class Sink:
-    """Where one env writes: a writer per leaf, all indexed by column (of the ring or of a storage)."""
-
-    def __init__(self, slot: Slot, arrays: Mapping[Name, np.ndarray], *, root_follows: bool) -> None:
-        spec = slot.spec
-        self.root_follows = root_follows
-        self.num_columns = len(arrays["next", "done"])
-        self.next_observation = [slot.writer(leaf, arrays, "next", i) for i, leaf in enumerate(spec.observation)]
-        self.root_observation = [slot.writer(leaf, arrays, "root", i) for i, leaf in enumerate(spec.observation)]
-        self.reward = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.reward]
-        self.next_done = [_flags(spec, arrays["next", *leaf.key]) for leaf in spec.done[:3]]
-        self.root_done = [_flags(spec, arrays["root", *leaf.key]) for leaf in spec.done[:3]]
-        self.next_nested = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.done[3:]]
-        self.root_nested = [slot.writer(leaf, arrays, "root", -1) for leaf in spec.done[3:]]
-
-
-def _flags(spec: EnvSpec, array: np.ndarray) -> np.ndarray:
-    """Return a root done leaf so that a single env stores one bool per column."""
-    return array if spec.batch_shape else array[:, 0]
-
-
-class Slot:
-    """One env with its adapter, its inputs and its sinks."""
-
-    def __init__(self, env_id: int, adapter: Adapter, *, check_finite: bool) -> None:
-        self.env_id = env_id
-        self.adapter = adapter
-        self.spec = adapter.spec
-        self.check_finite = check_finite
-        self.place = (0, 0)
-        self.sinks: dict[int, Sink] = {}
-        self.action_readers: list[Callable[[], Any]] = []
-        self.reset_mask: np.ndarray | None = None
-        self.prepared: Prepare | None = None
-        self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
-        self.rng_state: tuple[Any, ...] | None = None
-        self.unwatched = {"reset", "step"}
-        self.last_done: Any = False
-        self.has_ended = False
-        self.has_news = False
-        self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
-        self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
-
-    def writer(self, leaf: LeafSpec, arrays: Mapping[Name, np.ndarray], section: str, index: int) -> Writer:
-        """Return the writer of a leaf: into its array, or into the side values."""
-        if leaf.is_side and index < 0:
-            raise SpecError(f"attach failed: expected rewards and done flags of fixed shape, got {leaf}.")
-        if leaf.is_side:
-            values = self.side[section]
-
-            def write(_column: int, value: Any) -> None:
-                values[index] = value
-
-            return write
-        return writer_for(leaf, arrays[section, *leaf.key], check_finite=self.check_finite)
-
-    def bind_inputs(self, inputs: Mapping[Name, np.ndarray], row: int) -> None:
-        """Prepare to read this env's action and state."""
-        self.action_readers = []
-        side_index = 0
-        for leaf in (*self.spec.action, *self.spec.state):
-            if leaf.is_side:
-                self.action_readers.append(_side_reader(self, side_index))
-                side_index += 1
-            else:
-                self.action_readers.append(_input_reader(leaf, inputs["input", *leaf.key], row))
-        mask = inputs.get(("reset_mask",))
-        self.reset_mask = None if mask is None else mask[row]
-
-
-def _input_reader(leaf: LeafSpec, array: np.ndarray, row: int) -> Callable[[], Any]:
-    if isinstance(leaf.domain, Discrete) and leaf.shape == ():
-        values = array.data
-        return lambda: values[row]
-    source = array[row]
-    return source.copy if leaf.shape else lambda: array[row]
-
-
-def _side_reader(slot: Slot, index: int) -> Callable[[], Any]:
-    def read() -> Any:
-        if slot.prepared is None or slot.prepared.side is None:
-            raise SpecError("step failed: expected a value for a non-tensor action, got none.")
-        return slot.prepared.side[index]
-
-    return read
 
 
 class Block:
@@ -167,11 +78,19 @@ class Block:
             group = slab.groups[group_index]
             slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
             slot.bind_inputs(group.inputs, row)
+            self._compile(slot)
 
     def attach_storage(self, target: int, storage: Storage) -> None:
         """Take these envs' rows of a rollout storage, addressed as `target` from now on."""
         for slot in self.slots.values():
             slot.sinks[target] = Sink(slot, storage.of_row(*slot.place), root_follows=True)
+            self._compile(slot)
+
+    def _compile(self, slot: Slot) -> None:
+        """Give an env's sinks the quick step, where it can be used from now on."""
+        if not (slot.unwatched or self._isolate_rng or slot.spec.batch_shape):
+            for sink in slot.sinks.values():
+                sink.step = sink.step or compile_step(slot, sink, self._words)
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""
@@ -200,7 +119,7 @@ class Block:
             if op == _RESET:
                 self._reset(slot, sink, column, slot.reset_mask)
             else:
-                observation = self._step(slot, sink, column)
+                observation = self._step(slot, sink, column) if sink.step is None else sink.step(column)
                 if op == _STEP_RESET and slot.has_ended:
                     phase = "reset"
                     if slot.has_side:  # the env may write to what it gave
@@ -245,7 +164,7 @@ class Block:
         observation, reward, terminated, truncated = values
         self._env_steps[slot.env_id] += 1
         if len(observation) != len(sink.next_observation) or len(reward) != len(sink.reward):
-            raise _wrong_count(slot, observation, reward)
+            raise wrong_count(slot.spec, observation, reward)
         for write, value in zip(sink.next_observation, observation):  # noqa: B905  # lengths were compared
             write(column, value)
         for write, value in zip(sink.reward, reward):  # noqa: B905
@@ -256,7 +175,7 @@ class Block:
         done[column] = slot.last_done = terminated | truncated
         slot.has_ended = bool(slot.last_done.any()) if slot.spec.batch_shape else slot.last_done
         if sink.next_nested:
-            _store(sink.next_nested, column, adapter.done_values(), "done")
+            store(sink.next_nested, column, adapter.done_values(), "done")
         if slot.has_ended:
             self._words["ends"][slot.env_id] += 1
         return observation
@@ -280,11 +199,11 @@ class Block:
             self._write_root(slot, sink, column, observation)
 
     def _write_root(self, slot: Slot, sink: Sink, column: int, observation: list[Any]) -> None:
-        _store(sink.root_observation, column, observation, "observation")
+        store(sink.root_observation, column, observation, "observation")
         for flag, source in zip(sink.root_done, self._root_flags(slot, sink, column), strict=True):
             flag[column] = source
         if sink.root_nested:
-            _store(sink.root_nested, column, slot.adapter.done_values(), "done")
+            store(sink.root_nested, column, slot.adapter.done_values(), "done")
 
     def _root_flags(self, slot: Slot, sink: Sink, column: int) -> list[Any]:
         """Return done, terminated, truncated of a root: all False unless (part of) the env has ended."""
@@ -300,6 +219,7 @@ class Block:
         if not (is_watched or self._isolate_rng):
             return call()
         slot.unwatched.discard(phase)
+        self._compile(slot)
         outer = before = seeding.globals_state()
         if self._isolate_rng:
             if slot.rng_state is None:
@@ -317,18 +237,3 @@ class Block:
             slot.has_news = True
             self._report(Notice(slot.env_id, phase, drawn).to_plain())
         return result
-
-
-def _wrong_count(slot: Slot, observation: list[Any], reward: list[Any]) -> SpecError:
-    expected = len(slot.spec.observation), len(slot.spec.reward)
-    return SpecError(
-        f"step failed: expected {expected[0]} observation and {expected[1]} reward values from the adapter, "
-        f"got {len(observation)} and {len(reward)}."
-    )
-
-
-def _store(writers: list[Writer], column: int, values: list[Any], group: str) -> None:
-    if len(values) != len(writers):
-        raise SpecError(f"writing {group} failed: expected {len(writers)} values, got {len(values)}.")
-    for write, value in zip(writers, values):  # noqa: B905  # lengths were compared
-        write(column, value)

@@ -1,0 +1,75 @@
+"""Four uses of TensorDict's inner functions, where the public ones cost as much as a whole small step.
+
+Each does what the public way does when its arguments are known to be right, which the callers see to
+(tests hold them to it), and each falls back to the public way where this version of TensorDict is not
+built as expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+_new_unsafe = TensorDict._new_unsafe  # noqa: SLF001
+_INNER = {"_tensordict", "_batch_size", "_device", "_td_dim_names"}
+
+Make = Callable[[dict[str, Any]], TensorDict]
+
+
+def _is_as_expected() -> bool:
+    try:
+        example = _new_unsafe({"a": torch.zeros(1)}, batch_size=torch.Size([1]), device=None)
+        has_functions = hasattr(TensorDict, "_get_str") and hasattr(TensorDict, "_set_str")
+        return set(vars(example)) == _INNER and vars(example)["_tensordict"].__class__ is dict and has_functions
+    except Exception:  # whatever another version of it does
+        return False
+
+
+IS_AS_EXPECTED = _is_as_expected()
+
+
+def maker(batch_size: torch.Size, device: torch.device | None) -> Make:
+    """Return a constructor of TensorDicts (0.4 us; the public one takes 11).
+
+    Returns:
+        dict of leaves and TensorDicts that have this batch size and device -> TensorDict, which owns the dict.
+    """
+    if not IS_AS_EXPECTED:
+        return lambda source: _new_unsafe(source, batch_size=batch_size, device=device)
+    new, kind = object.__new__, TensorDict
+
+    def make(source: dict[str, Any]) -> TensorDict:
+        td = new(kind)
+        inner = td.__dict__
+        inner["_tensordict"] = source
+        inner["_batch_size"] = batch_size
+        inner["_device"] = device
+        inner["_td_dim_names"] = None
+        return td
+
+    return make
+
+
+def get_leaf(td: TensorDictBase, key: str) -> Any:
+    """Return an entry at the root, or None (0.1 us; `get` takes 1.3)."""
+    if IS_AS_EXPECTED and td.__class__ is TensorDict:
+        return td._get_str(key, None)  # noqa: SLF001
+    return td.get(key, None)
+
+
+def set_next(td: TensorDictBase, next_td: TensorDictBase) -> None:
+    """Set `next` to a batch whose batch size and device are known to fit (0.3 us; `set` takes 2)."""
+    if (
+        IS_AS_EXPECTED
+        and td.__class__ is TensorDict
+        and next_td.__class__ is TensorDict
+        and td._batch_size == next_td._batch_size  # noqa: SLF001
+        and td._device is next_td._device  # noqa: SLF001
+        and td._td_dim_names is None  # noqa: SLF001
+    ):
+        td._set_str("next", next_td, inplace=False, validated=True)  # noqa: SLF001
+    else:
+        td.set("next", next_td)
