@@ -129,6 +129,12 @@ class _Run:
         self._side_nexts: list[dict[int, Any]] = []
         self._next_done = [group["next", "done"] for group in lease.storage.columns]
         self._known = {leaf.key for spec in engine.specs for leaf in spec.leaves()}
+        #: Where the inputs of a step are kept, and where they are read from.
+        self._kept_inputs = [
+            (columns["input", *leaf.key], group.inputs["input", *leaf.key])
+            for group, columns in zip(self._rows.slab.groups, lease.storage.columns, strict=True)
+            for leaf in input_leaves(group.spec)
+        ]
 
     def start(self, *, auto_reset: bool) -> None:
         """Fill column 0 of the root."""
@@ -172,15 +178,10 @@ class _Run:
         return num_steps
 
     def _act(self, step: int) -> TensorDictBase:
-        lease = self._lease
-        root = self._root(step)
-        acted = self._policy(root)
+        acted = self._policy(self._root(step))
         self._engine.write_inputs(acted)
-        for group, columns, batch in zip(
-            self._rows.slab.groups, lease.storage.columns, self._rows.batches, strict=True
-        ):
-            for leaf in input_leaves(batch.spec):
-                columns["input", *leaf.key][:, step] = group.inputs["input", *leaf.key]
+        for kept, given in self._kept_inputs:
+            kept[:, step] = given
         if self._extra_keys is None:
             keys = acted.keys(include_nested=True, leaves_only=True)
             self._extra_keys = [
@@ -191,20 +192,22 @@ class _Run:
         return acted
 
     def _root(self, step: int) -> TensorDictBase:
+        rows = self._rows
+        if rows.is_plain:
+            return rows.root_shell.build(self._lease.roots[0][step])
         tds: list[TensorDictBase] = []
-        for columns, batch in zip(self._lease.columns, self._rows.batches, strict=True):
-            leaves = [columns["root", *key][step] for key in batch.root_keys]
-            if not batch.is_on_cpu:
-                leaves = [leaf.to(batch.device) for leaf in leaves]
+        for roots, batch in zip(self._lease.roots, rows.batches, strict=True):
+            leaves = roots[step] if batch.is_on_cpu else [leaf.to(batch.device) for leaf in roots[step]]
             td = batch.shell("root", (batch.num_rows,)).build(leaves)
-            self._rows.add_root_side(td, batch, batch.slab.plan.env_ids)
+            rows.add_root_side(td, batch, batch.slab.plan.env_ids)
             tds.append(td)
-        return stack_groups(tds, self._rows.places)
+        return stack_groups(tds, rows.places)
 
     def _settle(self, op: Op, step: int, *, is_last: bool) -> None:
         """Deal with what happened besides the rows."""
         engine, rows = self._engine, self._rows
-        rows.interrupted[:] = False
+        if rows.has_interrupted:
+            rows.interrupted[:] = False
         if engine.pool.outcome:
             outcome = engine.pool.take_outcome()
             rows.note_side(outcome.side)

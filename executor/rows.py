@@ -40,6 +40,8 @@ class Rows:
         in_root: bool `[N]`, whether that row is a reset's root rather than a step's next.
         ended: bool `[N]`, whether the env must be reset before it can be stepped.
         interrupted: bool `[N, 1]`, rows of the last step that a loss has ended.
+        is_plain: one group of equal envs on the cpu, with nothing besides the slab's leaves.
+        root_shell, _next_shell, _root_shell_over_next: for all envs of that group.
         side_next, side_root: env id -> values of side-channel leaves, as of the latest row.
     """
 
@@ -67,10 +69,11 @@ class Rows:
         self.side_next: dict[int, list[Any]] = {}
         self.side_root: dict[int, list[Any]] = {}
         self.has_side = any(batch.side_keys for batch in self.batches)
-        self._is_plain = (
+        self.is_plain = (
             len(self.batches) == 1 and self.batches[0].is_on_cpu and not (self.has_side or self.has_interrupted)
         )
         first = self.batches[0]
+        self.root_shell = first.shell("root", (first.num_rows,))
         self._next_shell = first.shell("next", (first.num_rows,))
         self._root_shell_over_next = first.root_shell_over_next()
         self._column = 0
@@ -228,7 +231,7 @@ class Rows:
 
         The parent does it while the workers step. `finish` fills it in.
         """
-        if not self._is_plain:
+        if not self.is_plain:
             return None
         batch = self.batches[0]
         if self.is_copy:

@@ -31,7 +31,7 @@ class Lease:
         target: the number by which workers know it.
         storage: its arrays.
         tensors: per group, name -> tensor `[n, T, ...]` over the same memory.
-        columns: per group, name -> T tensors `[n, ...]` (VIEWS).
+        roots: per group, T tuples of the root's leaves `[n, ...]` (VIEWS), in the order of `root_leaves`.
     """
 
     def __init__(self, target: int, num_columns: int, memory: Any, plan: Any) -> None:
@@ -45,18 +45,20 @@ class Lease:
         buffer: np.ndarray = self.memory.array()
         self.storage = Storage(self.plan, buffer)
         self.tensors = [{n: torch.from_numpy(a) for n, a in group.items()} for group in self.storage.columns]
-        self.columns = [{n: t.unbind(1) for n, t in group.items()} for group in self.tensors]
+        self.roots = [
+            list(zip(*(t.unbind(1) for n, t in group.items() if n[0] == "root"), strict=True)) for group in self.tensors
+        ]
         return buffer
 
     def shut(self) -> None:
         """Let go of the arrays: whoever holds tensors of them keeps them."""
-        for name in ("storage", "tensors", "columns"):
+        for name in ("storage", "tensors", "roots"):
             vars(self).pop(name, None)
 
     @property
     def is_open(self) -> bool:
         """Whether a rollout is using it."""
-        return hasattr(self, "columns")
+        return hasattr(self, "roots")
 
     @property
     def address(self) -> int:

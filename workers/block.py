@@ -119,7 +119,9 @@ class Block:
             if op == _RESET:
                 self._reset(slot, sink, column, slot.reset_mask)
             else:
-                observation = self._step(slot, sink, column) if sink.step is None else sink.step(column)
+                step = sink.step
+                observation = self._step(slot, sink, column) if step is None else step(column)
+                is_followed = step is not None and not slot.has_ended
                 if op == _STEP_RESET and slot.has_ended:
                     phase = "reset"
                     if slot.has_side:  # the env may write to what it gave
@@ -127,7 +129,7 @@ class Block:
                     self._reset(
                         slot, sink, column + sink.root_follows, slot.last_done if slot.spec.batch_shape else None
                     )
-                elif sink.root_follows and column + 1 < sink.num_columns:
+                elif sink.root_follows and not is_followed and column + 1 < sink.num_columns:
                     self._write_root(slot, sink, column + 1, observation)
             if slot.has_side:
                 self._report(SideValues(env_id, slot.side["next"], slot.side["root"]).to_plain())

@@ -18,6 +18,9 @@ from envherd.workers.errors import SpecError
 
 Writer = Callable[[int, Any], None]
 
+#: Up to so many columns an array's writer keeps a view of each, which saves it a lookup of 100 ns per value.
+_MAX_ROWS = 1024
+
 
 def coerce(leaf: LeafSpec, value: Any) -> Any:
     """Return a value as what the leaf's array takes.
@@ -76,10 +79,11 @@ def writer_for(leaf: LeafSpec, array: np.ndarray, *, check_finite: bool = False)
 
 def _array_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
     shape, dtype, ndarray = leaf.shape, np.dtype(leaf.dtype), np.ndarray
+    rows = list(array) if len(array) <= _MAX_ROWS else array
 
     def write(column: int, value: Any) -> None:
         if value.__class__ is ndarray and value.dtype is dtype and value.shape == shape:
-            array[column] = value
+            rows[column][...] = value
         else:
             array[column] = coerce(leaf, value)
 

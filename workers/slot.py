@@ -123,6 +123,8 @@ def compile_step(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Ste
     observe_only = observe[0] if num_observations == 1 else None
     reward_only = give_reward[0] if num_rewards == 1 else None
 
+    follow = _follower(slot, sink) if sink.root_follows else None
+
     def run(column: int) -> list[Any]:
         action = [read() for read in readers] if read_only is None else [read_only()]
         slot.prepared = None
@@ -147,9 +149,33 @@ def compile_step(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Ste
             store(nested, column, done_values(), "done")
         if ended:
             ends[env_id] += 1
+        elif follow is not None:
+            follow(column + 1, observation)
         return observation
 
     return run
+
+
+def _follower(slot: Slot, sink: Sink) -> Callable[[int, list[Any]], None]:
+    """Return the function that writes the root after a step that ended nothing."""
+    observe, nested, num_columns = sink.root_observation, sink.root_nested, sink.num_columns
+    done, terminated, truncated = (flags.data for flags in sink.root_done)
+    observe_only = observe[0] if len(observe) == 1 else None
+    done_values = slot.adapter.done_values
+
+    def follow(column: int, observation: list[Any]) -> None:
+        if column == num_columns:
+            return
+        if observe_only is None:
+            for write, value in zip(observe, observation):  # noqa: B905  # lengths were compared
+                write(column, value)
+        else:
+            observe_only(column, observation[0])
+        done[column] = terminated[column] = truncated[column] = False
+        if nested:
+            store(nested, column, done_values(), "done")
+
+    return follow
 
 
 def wrong_count(spec: EnvSpec, observation: list[Any], reward: list[Any]) -> SpecError:
