@@ -157,6 +157,8 @@ class Engine:
 
     def write_inputs(self, td: TensorDictBase, env_ids: np.ndarray | None = None) -> None:
         """Check and write the actions of a batch (for all envs, or for some); all of it or nothing."""
+        if env_ids is None and self._intake is not None and self._intake.take(td):
+            return
         if self._intake is None:
             self._write_mixed_inputs(td, self.all_ids if env_ids is None else env_ids)
             return

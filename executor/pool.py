@@ -118,6 +118,7 @@ class WorkerPool:
         words = self.slab.words
         self._command, self._command_seq = words["command"], words["command_seq"]
         self._reply_seq, self._status = words["reply_seq"], words["status"]
+        self._no_status = bytes(self._status.nbytes)
         self.crew.hand_over(self.plan, segment, self._knock)
 
     def _knock(self, worker_id: int) -> None:
@@ -308,7 +309,7 @@ class WorkerPool:
 
     def _collect(self) -> None:
         """Read the messages that the status words announce into `outcome`."""
-        if not np.count_nonzero(self._status):
+        if self._status.tobytes() == self._no_status:
             return
         answered = self._ready(self._all_ids)  # before reading: what these envs have written is there
         announced = answered[self._status[answered] != 0]

@@ -60,8 +60,8 @@ class Loop:
             if num_wakes % _TIDY_EVERY == 0:
                 self._tidy()
             began = time.perf_counter_ns()
-            while self._check_mail() and self._scan():
-                pass
+            if self._check_mail():  # one look per token is enough: every command and message is followed by one
+                self._scan()
             self._words["phase"][self._block.worker_id] = 0
             self._words["busy_ns"][self._block.worker_id] += time.perf_counter_ns() - began
 
@@ -75,8 +75,8 @@ class Loop:
                 return False
         return True
 
-    def _scan(self) -> bool:
-        """Carry out the commands that are there; return whether there were any."""
+    def _scan(self) -> None:
+        """Carry out the commands that are there."""
         words, latest = self._words, self._latest
         numbers, commands, replies, status = (
             words["command_seq"], words["command"], words["reply_seq"], words["status"]
@@ -88,7 +88,7 @@ class Loop:
             pending.sort(key=numbers.__getitem__)  # sent one by one: the longest waiting first
         for env_id in pending:
             if self._mail_read != mail[worker_id] and not self._check_mail():
-                return False
+                return
             number, command = numbers[env_id], commands[env_id]
             status[env_id] = execute(env_id, command)
             latest[env_id] = number
@@ -99,4 +99,3 @@ class Loop:
                 owes_ring = True
         if owes_ring:
             self._done.ring()
-        return bool(pending)
