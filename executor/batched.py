@@ -16,7 +16,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -125,7 +125,7 @@ class BatchedEnv:
         self,
         td: TensorDictBase | None = None,
         *,
-        seed: int | Sequence[int] | None = None,
+        seed: int | Sequence[int | None] | None = None,
         list_of_kwargs: Sequence[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> TensorDictBase:
@@ -136,7 +136,7 @@ class BatchedEnv:
                 only those envs are reset, the others come back as they truly are. Without one, all
                 are. Never changed.
             seed: one root seed for everything from here on (as `set_seed`), or one seed per env for
-                this reset alone.
+                this reset alone (None: its own generator goes on).
             list_of_kwargs: keyword arguments for each env's own reset.
             **kwargs: keyword arguments for every env's own reset, e.g. gymnasium's `options={...}`.
 
@@ -280,6 +280,18 @@ class BatchedEnv:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
         self._ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
+
+    def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
+        """Return what each env said beside its observation in its latest command; empty where it said nothing.
+
+        Only with `options.infos` other than "drop". Rollouts do not keep them.
+
+        Args:
+            section: "next": in the step; "root": in the reset, if the command was or included one.
+        """
+        self._turn.check()
+        said = self._rows.infos[section]
+        return [said.get(i, {}) for i in range(self.num_envs)]
 
     def statistics(self) -> Statistics:
         """Return what was done so far, and each worker's load and memory."""

@@ -25,7 +25,7 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 
 #: Frames that belong to the rows of a command, and not to whoever waits for an answer.
-_ROW_KINDS = ("side", "notice")
+_ROW_KINDS = ("side", "infos", "notice")
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,7 @@ class Crew:
             factories=tuple(self.blueprint.factories[i] for i in env_ids),
             env_kwargs=tuple(self.blueprint.env_kwargs[i] for i in env_ids),
             root_seed=self.root_seed,
-            isolate_rng=self.options.isolate_rng,
-            check_finite=self.options.check_finite,
+            block=self.options.for_block(),
             pickle_replies=self.options.pickle_replies,
         )
         with contextlib.suppress(ConnectionError):  # its death is noticed by whoever waits for it

@@ -119,6 +119,7 @@ class Engine:
         self.num_errors = 0
         self.num_interrupted = 0
         self.turn = Turn(self)
+        self.has_infos = options.infos != "drop"
         self._prepared: dict[int, messages.Prepare] = {}
         self._intake = self.rows.intakes[0] if len(self.rows.intakes) == 1 else None
         self._ready_at = time.monotonic()
@@ -218,8 +219,11 @@ class Engine:
             raise
         if self.pool.outcome:
             self._settle_steps(op, column)
-        elif rows.has_interrupted:
-            rows.interrupted[:] = False
+        else:
+            if rows.has_interrupted:
+                rows.interrupted[:] = False
+            if self.has_infos:
+                rows.note_infos({}, self.all_ids.tolist())
         ended = rows.stepped_all(column)
         if has_root and ended is not None:
             rows.were_reset(ended, np.full(len(ended), column))
@@ -274,6 +278,7 @@ class Engine:
         """Deal with what happened besides the rows of a step of all envs."""
         rows, outcome = self.rows, self.pool.take_outcome()
         rows.note_side(outcome.side)
+        rows.note_infos(outcome.infos, self.all_ids.tolist())
         rows.interrupted[:] = False
         self.num_errors += len(outcome.faults)
         lost = self.envs_of(outcome.losses)
@@ -358,6 +363,7 @@ class Engine:
                 pool.wait_some(env_ids, len(env_ids), self.options.reset_timeout_s)
             outcome = pool.take_outcome(env_ids)
             rows.note_side(outcome.side)
+            rows.note_infos(outcome.infos, env_ids.tolist())
             self.num_errors += len(outcome.faults)
             lost = self.envs_of(outcome.losses)
             dead = np.isin(env_ids, [*lost.tolist(), *outcome.faults])
@@ -399,7 +405,7 @@ class Engine:
     def prepare_resets(
         self,
         env_ids: np.ndarray,
-        seeds: Sequence[int] | None,
+        seeds: Sequence[int | None] | None,
         per_env: Sequence[dict[str, Any]] | None,
         common: dict[str, Any],
     ) -> None:
@@ -412,7 +418,8 @@ class Engine:
                 raise ValueError(f"reset failed: expected {self.num_envs} items in {name}, got {len(given)}.")
         for env_id in env_ids.tolist():
             options = {**common, **(per_env[env_id] if per_env else {})} or None
-            seed = None if seeds is None else int(seeds[env_id])
+            given_seed = None if seeds is None else seeds[env_id]
+            seed = None if given_seed is None else int(given_seed)
             self._prepared[env_id] = messages.Prepare(
                 env_id=env_id, seed=seed, has_seed=seeds is not None, options=options
             )

@@ -30,6 +30,7 @@ class Exchange:
         self._ops = np.zeros(engine.num_envs, np.int64)
         self._columns = np.zeros(engine.num_envs, np.int64)
         self._side: dict[int, Any] = {}
+        self._infos: dict[int, Any] = {}
         self._sending: tuple[np.ndarray, int] | None = None
         engine.end_sent = self._end_sent
         engine.settle_sends = self._settle_sends
@@ -126,6 +127,7 @@ class Exchange:
         """Deal with what happened to envs that were sent: raise, or let a successor reset what was lost."""
         engine = self._engine
         outcome = engine.pool.take_outcome()
+        self._infos.update(outcome.infos)
         self._side.update(outcome.side)  # not yet where the envs are: see `_take`
         engine.num_errors += len(outcome.faults)
         lost = engine.envs_of(outcome.losses)
@@ -159,6 +161,7 @@ class Exchange:
         columns = self._columns[ready]
         td = rows.current(ready)
         rows.note_side({i: self._side.pop(i) for i in ready.tolist() if i in self._side})
+        rows.note_infos({i: self._infos.pop(i) for i in ready.tolist() if i in self._infos}, ready.tolist())
         engine.add_inputs(td, ready)
         td.set("next", rows.next_of(ready, columns))
         rows.interrupted[ready] = False
@@ -171,7 +174,8 @@ class Exchange:
         return td.set(ENV_IDS, torch.from_numpy(ready.copy()))
 
     def _forget(self, env_ids: np.ndarray) -> None:
-        for env_id in env_ids.tolist() if self._side else ():
-            self._side.pop(env_id, None)
+        for kept in (self._side, self._infos):
+            for env_id in env_ids.tolist() if kept else ():
+                kept.pop(env_id, None)
         self._engine.pending[env_ids] = False
         self._engine.num_pending = int(self._engine.pending.sum())

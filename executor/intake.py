@@ -125,6 +125,7 @@ class GroupIntake:
         leaf, check, target = self.leaves[0], self._checks[0], self._targets[0]
         key, shape, dtype = leaf.key[0], torch.Size(target.shape), torch.from_numpy(target).dtype
         limit = leaf.domain.n if isinstance(leaf.domain, Discrete) and target.ndim == 1 else None
+        memory = target.data
         pack = struct.Struct(f"{len(target)}q").pack_into
 
         def is_plain(value: Any) -> bool:
@@ -143,7 +144,7 @@ class GroupIntake:
             values = value.tolist()
             if check is not None and not (min(values) >= 0 and max(values) < limit):
                 return False
-            pack(target, 0, *values)
+            pack(memory, 0, *values)
             return True
 
         def take(td: TensorDictBase) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from envherd.workers.infos import InfoPolicy
+from envherd.workers.messages import BlockOptions
+
 StartMethod = Literal["zygote", "spawn", "fork"]
 LossPolicy = Literal["raise", "restart"]
 ActionCheck = Literal["strict", "finite", "off"]
@@ -43,6 +46,10 @@ class ExecutorOptions:
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
         nice: added to the workers' niceness.
         env_vars: further environment variables for the workers.
+        infos: what becomes of what envs say beside their observations: "drop", "plain" (see
+            `BatchedEnv.infos`; entries that are not plain data are left out) or "pickle" (as they are).
+        episode_seeds: seed every reset from (root seed, env id, episode); False leaves envs their own
+            generators, except where `reset` is given seeds.
         pickle_replies: let `call` and `get` bring back arbitrary objects by pickle; off by default,
             plain data and arrays always work.
     """
@@ -67,7 +74,18 @@ class ExecutorOptions:
     affinity: tuple[int, ...] | None = None
     nice: int = 0
     env_vars: tuple[tuple[str, str], ...] = ()
+    infos: InfoPolicy = "drop"
+    episode_seeds: bool = True
     pickle_replies: bool = False
+
+    def for_block(self) -> BlockOptions:
+        """Return what concerns the envs themselves."""
+        return BlockOptions(
+            isolate_rng=self.isolate_rng,
+            check_finite=self.check_finite,
+            infos=self.infos,
+            episode_seeds=self.episode_seeds,
+        )
 
     @property
     def num_frames(self) -> int:
@@ -87,6 +105,7 @@ class ExecutorOptions:
             ("on_worker_loss", get_args(LossPolicy)),
             ("check_actions", get_args(ActionCheck)),
             ("worker_output", get_args(WorkerOutput)),
+            ("infos", get_args(InfoPolicy)),
         )
         for name, allowed in choices:
             if getattr(self, name) not in allowed:

@@ -7,7 +7,7 @@ copied to keep that true; two small arrays say which.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from envherd.executor.intake import GroupIntake
 from envherd.executor.options import ExecutorOptions
 from envherd.shm.layout import Name
 from envherd.shm.slab import Slab
+from envherd.workers.infos import unpack
 
 INTERRUPTED: Name = ("interrupted",)
 
@@ -40,6 +41,7 @@ class Rows:
         interrupted: bool `[N, 1]`, rows of the last step that a loss has ended.
         is_plain: one group of equal envs on the cpu, with nothing besides the slab's leaves.
         root_shell, _next_shell, _root_shell_over_next: for all envs of that group.
+        infos: "next" and "root" -> what envs said in the step and in the reset of their latest command.
         side_next, side_root: env id -> values of side-channel leaves, as of the latest row.
     """
 
@@ -67,6 +69,8 @@ class Rows:
         self.interrupted = np.zeros((self.num_envs, 1), bool)
         self.side_next: dict[int, list[Any]] = {}
         self.side_root: dict[int, list[Any]] = {}
+        self.infos: dict[str, dict[int, dict[str, Any]]] = {"next": {}, "root": {}}
+        self._info_policy = options.infos
         self.has_side = any(batch.side_keys for batch in self.batches)
         self.is_plain = (
             len(self.batches) == 1 and self.batches[0].is_on_cpu and not (self.has_side or self.has_interrupted)
@@ -203,6 +207,22 @@ class Rows:
         for env_id, frame in frames.items():
             self.side_next[env_id] = frame["next"]
             self.side_root[env_id] = frame["root"]
+
+    def note_infos(self, frames: Mapping[int, Mapping[str, Any]], env_ids: Iterable[int]) -> None:
+        """Keep what envs said in their latest command, and forget what they had said before.
+
+        Args:
+            frames: env id -> infos message, of those that said something.
+            env_ids: who was given the command.
+        """
+        if not frames and not any(self.infos.values()):
+            return
+        for env_id in env_ids:
+            frame = frames.get(env_id)
+            for section, kept in self.infos.items():
+                kept.pop(env_id, None)
+                if frame is not None and frame[section] is not None:
+                    kept[env_id] = unpack(frame[section], self._info_policy)
 
     # ---- hand-outs ---------------------------------------------------------------------------
 

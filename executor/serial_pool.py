@@ -80,8 +80,7 @@ class SerialPool:
             self._adapters,
             self.blueprint.root_seed,
             self._take,
-            isolate_rng=self.options.isolate_rng,
-            check_finite=self.options.check_finite,
+            self.options.for_block(),
         )
         self._block.passes = (KeyboardInterrupt,)
         self._block.attach(self.slab)

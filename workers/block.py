@@ -20,9 +20,10 @@ from envherd.shm.slab import Slab, Storage
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.errors import SpecError
-from envherd.workers.messages import Prepare
+from envherd.workers.infos import packer
+from envherd.workers.messages import BlockOptions, Prepare
 from envherd.workers.protocol import RING, Op, Status, unpack
-from envherd.workers.reply import Fault, Notice, SideValues
+from envherd.workers.reply import Fault, Infos, Notice, SideValues
 from envherd.workers.slot import Sink, Slot, compile_step, store, wrong_count
 
 #: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
@@ -43,8 +44,7 @@ class Block:
         adapters: env id -> adapter, ascending by env id.
         root_seed: see `workers.seeding`.
         report: called with plain messages for the parent (faults, side values, notices).
-        isolate_rng: swap the global generators' state in and out around every call of an env.
-        check_finite: refuse NaN and infinities in observations and rewards.
+        options: see `BlockOptions`.
 
     Attributes:
         passes: exceptions that are the caller's and not an env's: a Ctrl-C, where the envs run in its process.
@@ -56,16 +56,16 @@ class Block:
         adapters: Mapping[int, Adapter],
         root_seed: int,
         report: Report,
-        *,
-        isolate_rng: bool = False,
-        check_finite: bool = False,
+        options: BlockOptions,
     ) -> None:
         self.passes: tuple[type[BaseException], ...] = ()
         self.worker_id = worker_id
         self.root_seed = root_seed
-        self.slots = {env_id: Slot(env_id, adapter, check_finite=check_finite) for env_id, adapter in adapters.items()}
+        self.slots = {i: Slot(i, adapter, check_finite=options.check_finite) for i, adapter in adapters.items()}
         self._report = report
-        self._isolate_rng = isolate_rng
+        self._isolate_rng = options.isolate_rng
+        self._has_episode_seeds = options.episode_seeds
+        self._pack_info = packer(options.infos)
         self._words: dict[str, memoryview] = {}
         self._unpacked: dict[int, tuple[int, int, int, int]] = {}
 
@@ -113,40 +113,44 @@ class Block:
         op, target, column, _ = self._unpacked.get(command) or self._unpack(command)
         slot = self.slots[env_id]
         self._phase[self.worker_id] = slot.phase_words[op]
-        phase = "reset" if op == _RESET else "step"
         try:
-            sink = slot.sinks[target]
-            if op == _RESET:
-                self._reset(slot, sink, column, slot.reset_mask)
-            else:
-                step = sink.step
-                observation = self._step(slot, sink, column) if step is None else step(column)
-                is_followed = step is not None and not slot.has_ended
-                if op == _STEP_RESET and slot.has_ended:
-                    phase = "reset"
-                    if slot.has_side:  # the env may write to what it gave
-                        slot.side["next"][:] = copy.deepcopy(slot.side["next"])
-                    self._reset(
-                        slot, sink, column + sink.root_follows, slot.last_done if slot.spec.batch_shape else None
-                    )
-                elif sink.root_follows and not is_followed and column + 1 < sink.num_columns:
-                    self._write_root(slot, sink, column + 1, observation)
-            if slot.has_side:
-                self._report(SideValues(env_id, slot.side["next"], slot.side["root"]).to_plain())
-                return _SIDE
-            if slot.has_news:
-                slot.has_news = False
-                return _SIDE
-            return _OK
+            self._carry_out(slot, slot.sinks[target], op, column)
+            return self._tell(slot) if slot.has_news or slot.has_side or slot.infos else _OK
         except self.passes:
             slot.prepared = None
             raise
         except BaseException as error:  # whatever it is, SystemExit too, it is this env's and not the worker's
             slot.prepared = None
+            slot.infos.clear()
             if isinstance(error, SpecError) and slot.adapter.origin:
                 error = SpecError(f"{error} Built by {slot.adapter.origin}.").with_traceback(error.__traceback__)
-            self._report(Fault.from_exception(env_id, phase, error).to_plain())
+            self._report(Fault.from_exception(env_id, slot.phase, error).to_plain())
             return _FAILED
+
+    def _carry_out(self, slot: Slot, sink: Sink, op: int, column: int) -> None:
+        if op == _RESET:
+            self._reset(slot, sink, column, slot.reset_mask)
+            return
+        slot.phase = "step"
+        step = sink.step
+        observation = self._step(slot, sink, column) if step is None else step(column)
+        if self._pack_info is not None:
+            self._note_info(slot, "next")
+        if op == _STEP_RESET and slot.has_ended:
+            if slot.has_side:  # the env may write to what it gave
+                slot.side["next"][:] = copy.deepcopy(slot.side["next"])
+            self._reset(slot, sink, column + sink.root_follows, slot.last_done if slot.spec.batch_shape else None)
+        elif sink.root_follows and (step is None or slot.has_ended) and column + 1 < sink.num_columns:
+            self._write_root(slot, sink, column + 1, observation)
+
+    def _tell(self, slot: Slot) -> int:
+        """Report what an env has for the parent besides its rows."""
+        if slot.infos:
+            self._report(Infos(slot.env_id, slot.infos.pop("next", None), slot.infos.pop("root", None)).to_plain())
+        if slot.has_side:
+            self._report(SideValues(slot.env_id, slot.side["next"], slot.side["root"]).to_plain())
+        slot.has_news = False
+        return _SIDE
 
     def _unpack(self, command: int) -> tuple[int, int, int, int]:
         """Unpack a command, and remember it: the same few come again and again."""
@@ -183,10 +187,11 @@ class Block:
         return observation
 
     def _reset(self, slot: Slot, sink: Sink, column: int, mask: np.ndarray | None) -> None:
+        slot.phase = "reset"
         prepared, slot.prepared = slot.prepared, None
         episodes = self._words["episode"]
         episode = episodes[slot.env_id]
-        seed: int | None = seeding.episode_seed(self.root_seed, slot.env_id, episode)
+        seed = seeding.episode_seed(self.root_seed, slot.env_id, episode) if self._has_episode_seeds else None
         if prepared is not None and prepared.has_seed:
             seed = prepared.seed
         options = None if prepared is None else prepared.options
@@ -195,10 +200,19 @@ class Block:
         episodes[slot.env_id] = episode + 1
         observation = self._with_own_rng(slot, "reset", lambda: adapter.reset(seed, options, inner))
         self._words["resets"][slot.env_id] += 1
+        if self._pack_info is not None:
+            self._note_info(slot, "root")
         slot.last_done = False if inner is None else slot.last_done & ~inner
         slot.has_ended = inner is not None and bool(slot.last_done.any())
         if column < sink.num_columns:
             self._write_root(slot, sink, column, observation)
+
+    def _note_info(self, slot: Slot, section: str) -> None:
+        """Keep what the env said in the step or reset just made."""
+        assert self._pack_info is not None
+        slot.infos.pop(section, None)
+        if slot.adapter.info:
+            slot.infos[section] = self._pack_info(slot.adapter.info)
 
     def _write_root(self, slot: Slot, sink: Sink, column: int, observation: list[Any]) -> None:
         store(sink.root_observation, column, observation, "observation")

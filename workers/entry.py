@@ -152,8 +152,7 @@ class Worker:
             adapters,
             message.root_seed,
             self._channel.send_plain,
-            isolate_rng=message.isolate_rng,
-            check_finite=message.check_finite,
+            message.block,
         )
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
         self._channel.send_plain({"kind": "specs", "specs": specs})

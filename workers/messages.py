@@ -22,9 +22,27 @@ import cloudpickle
 
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
+from envherd.workers.infos import InfoPolicy
 
 _HEAD = struct.Struct("<QI")
 _MAX_FDS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions:
+    """How a worker runs its envs.
+
+    Attributes:
+        isolate_rng: swap the global generators' state in and out around every call of an env.
+        check_finite: refuse NaN and infinities in observations and rewards.
+        infos: what becomes of the envs' infos.
+        episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
+    """
+
+    isolate_rng: bool = False
+    check_finite: bool = False
+    infos: InfoPolicy = "drop"
+    episode_seeds: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +55,7 @@ class Build:
         factories: one pickled callable for each env; equal objects are unpickled once.
         env_kwargs: keyword arguments for each factory call.
         root_seed: seeds the global generators before each factory runs, and the episodes.
-        isolate_rng: keep the global generators' state per env.
-        check_finite: refuse NaN and infinities in observations and rewards.
+        block: how the envs are run.
         pickle_replies: answers to calls may be pickled.
     """
 
@@ -47,8 +64,7 @@ class Build:
     factories: tuple[bytes, ...]
     env_kwargs: tuple[dict[str, Any], ...]
     root_seed: int
-    isolate_rng: bool = False
-    check_finite: bool = False
+    block: BlockOptions
     pickle_replies: bool = False
 
 

@@ -53,6 +53,20 @@ class SideValues:
 
 
 @dataclass(frozen=True)
+class Infos:
+    """What an env said in a command's step and reset, packed (see `workers.infos`); None where it said nothing."""
+
+    kind: ClassVar[str] = "infos"
+    env_id: int
+    next: bytes | None
+    root: bytes | None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the message."""
+        return {"kind": self.kind, **vars(self)}
+
+
+@dataclass(frozen=True)
 class Notice:
     """An env drew from global generators; see `ExecutorOptions.isolate_rng`."""
 

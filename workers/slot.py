@@ -65,6 +65,8 @@ class Slot:
         self.last_done: Any = False
         self.has_ended = False
         self.has_news = False
+        self.phase = "step"
+        self.infos: dict[str, bytes] = {}
         self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
         self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
 

@@ -43,6 +43,8 @@ class Adapter(ABC):
 
     env: Any
     spec: EnvSpec
+    #: What the env said beside its values in its last reset or step (VIEW); families without infos leave it empty.
+    info: Mapping[str, Any] = {}  # never written to
     #: The factory that built the env, for messages; set by whoever called it.
     origin: str = ""
 

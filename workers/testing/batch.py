@@ -13,7 +13,7 @@ from envherd.workers import plain, seeding
 from envherd.workers.block import Block
 from envherd.workers.errors import EnvError
 from envherd.workers.factory import Builder
-from envherd.workers.messages import Prepare
+from envherd.workers.messages import BlockOptions, Prepare
 from envherd.workers.protocol import RING, Op, pack
 
 #: One env's leaves: copies of arrays, and side-channel values.
@@ -81,7 +81,7 @@ class BlockBatch:
         self._places = [plan.place(env_id) for env_id in range(num_envs)]
         self._block_of: dict[int, Block] = {}
         for worker_id, ids in enumerate(blocks):
-            block = Block(worker_id, {i: adapters[i] for i in ids.tolist()}, root_seed, self._take)
+            block = Block(worker_id, {i: adapters[i] for i in ids.tolist()}, root_seed, self._take, BlockOptions())
             block.attach(self._slab)
             self._block_of.update(dict.fromkeys(ids.tolist(), block))
 

@@ -1,0 +1,126 @@
+"""Infos: what envs say beside their observations, at the right env, step and reset, or not at all."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, SerialEnv
+
+NUM_ENVS = 3
+
+
+class Telling(gymnasium.Env):
+    """Ends every third step; says its step count in every info but the second step's, which is empty."""
+
+    observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, what="plain"):
+        self.what = what
+        self.count = 0
+        self.seeds = []
+        self.reused = {"count": 0}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seeds.append(seed)
+        self.count = 0
+        return np.zeros(1, np.float32), {"fresh": True, "options": options}
+
+    def step(self, action):
+        self.count += 1
+        self.reused["count"] = self.count
+        info = {} if self.count == 2 else self.reused
+        if self.what == "object" and info:
+            info = {"count": self.count, "space": self.action_space}
+        if self.what == "lock":
+            info = {"fine": 1, "lock": threading.Lock()}
+        return np.full(1, self.count, np.float32), 0.0, self.count == 3, False, info
+
+
+def actions():
+    return TensorDict({"action": torch.zeros(NUM_ENVS, dtype=torch.int64)}, [NUM_ENVS])
+
+
+@pytest.fixture(params=["serial", "parallel"])
+def make(request):
+    kind = SerialEnv if request.param == "serial" else functools.partial(ParallelEnv, num_workers=2)
+
+    def build(what="plain", **options):
+        return kind(NUM_ENVS, functools.partial(Telling, what), seed=0, options=ExecutorOptions(**options))
+
+    return build
+
+
+def test_of_steps_and_resets(make):
+    with make(infos="plain") as env:
+        env.reset(options={"level": 2})
+        assert env.infos("root") == [{"fresh": True, "options": {"level": 2}}] * NUM_ENVS
+        assert env.infos() == [{}] * NUM_ENVS
+        env.step_and_maybe_reset(actions())
+        assert env.infos() == [{"count": 1}] * NUM_ENVS
+        assert env.infos("root") == [{}] * NUM_ENVS
+        env.step_and_maybe_reset(actions())
+        assert env.infos() == [{}] * NUM_ENVS
+        env.step_and_maybe_reset(actions())
+        assert env.infos() == [{"count": 3}] * NUM_ENVS
+        assert env.infos("root") == [{"fresh": True, "options": None}] * NUM_ENVS
+
+
+def test_of_a_partial_reset(make):
+    with make(infos="plain") as env:
+        env.reset()
+        env.step(actions())
+        env.reset(TensorDict({"_reset": torch.tensor([False, True, False])}, [NUM_ENVS]))
+        assert env.infos() == [{"count": 1}, {}, {"count": 1}]
+        assert env.infos("root") == [{}, {"fresh": True, "options": None}, {}]
+
+
+def test_of_envs_received_one_by_one(make):
+    with make(infos="plain") as env:
+        env.reset()
+        env.send(actions())
+        for _ in range(NUM_ENVS):
+            env_id = env.recv(1)["env_ids"].item()
+            assert env.infos()[env_id] == {"count": 1}
+
+
+def test_what_is_not_plain_is_left_out_or_pickled(make):
+    with make("object", infos="plain") as env:
+        env.reset()
+        env.step(actions())
+        assert env.infos() == [{"count": 1}] * NUM_ENVS
+    with make("object", infos="pickle") as env:
+        env.reset()
+        env.step(actions())
+        assert env.infos() == [{"count": 1, "space": gymnasium.spaces.Discrete(2)}] * NUM_ENVS
+
+
+def test_what_cannot_be_pickled_is_named(make):
+    with make("lock", infos="pickle") as env:
+        env.reset()
+        with pytest.raises(EnvError, match=r"'lock' \(TypeError: cannot pickle"):
+            env.step(actions())
+
+
+def test_they_are_dropped_unless_asked_for(make):
+    with make() as env:
+        env.reset()
+        env.step(actions())
+        assert env.infos() == [{}] * NUM_ENVS
+
+
+def test_seeds_are_the_callers_alone_if_asked(make):
+    with make(episode_seeds=False, infos="plain") as env:
+        env.reset(seed=[5, None, 7])
+        for _ in range(3):
+            env.step_and_maybe_reset(actions())
+        env.reset()
+        assert env.get("seeds") == [[5, None, None], [None, None, None], [7, None, None]]
