@@ -32,8 +32,8 @@ DOORBELL_BYTES = 128
 BRIEF_SPIN_S = 8e-6
 #: The same after a wait that was short. A wake-up that had to go through the kernel costs 15 us and leaves
 #: both sides with cold caches: with brief spins everywhere a batch of 8 tiny envs took 150 us instead of 65
-#: (benchmarks/step_overhead.py, 2 cores).
-LONG_SPIN_S = 60e-6
+#: (benchmarks/step_overhead.py, 2 cores); with 60 us it was 77 where 100 us gave 65, on a busy machine.
+LONG_SPIN_S = 100e-6
 #: Seconds; a blocked wait below it counts as short.
 SHORT_WAIT_S = 200e-6
 #: Seconds by which a spin may overrun before it is clear that a yield has handed the processor to somebody

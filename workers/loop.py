@@ -81,14 +81,14 @@ class Loop:
         numbers, commands, replies, status = (
             words["command_seq"], words["command"], words["reply_seq"], words["status"]
         )  # fmt: skip
-        mail, worker_id = words["mail_seq"], self._block.worker_id
         owes_ring, execute = False, self._block.execute
         pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
         if len(pending) > 1 and commands[pending[0]] & _EACH:
             pending.sort(key=numbers.__getitem__)  # sent one by one: the longest waiting first
+        # What came by mail for these commands was sent before their numbers were written.
+        if self._mail_read != self._words["mail_seq"][self._block.worker_id] and not self._check_mail():
+            return
         for env_id in pending:
-            if self._mail_read != mail[worker_id] and not self._check_mail():
-                return
             number, command = numbers[env_id], commands[env_id]
             status[env_id] = execute(env_id, command)
             latest[env_id] = number
