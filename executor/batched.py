@@ -93,6 +93,11 @@ class BatchedEnv:
         return self._engine.batch_size
 
     @property
+    def engine(self) -> Engine:
+        """The protocol below this API, for facades that hand out something else than TensorDicts."""
+        return self._engine
+
+    @property
     def seed(self) -> int:
         """The root seed in use; drawn from the system's entropy if none was given."""
         return self._engine.seed

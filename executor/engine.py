@@ -208,11 +208,34 @@ class Engine:
             self.refuse_ended(self.all_ids)
         self.write_inputs(td)
         rows, has_root = self.rows, op == Op.STEP_RESET
-        column = rows.next_column()
+        column = self.begin_step(op)
+        draft = rows.draft(column, has_root=has_root)
+        ended = self.end_step(op, column)
+        return rows.finish(draft, column, ended, has_root=has_root)
+
+    def begin_step(self, op: Op) -> int:
+        """Have all envs take the step whose inputs are written; `end_step` must come next.
+
+        Returns:
+            The ring column that the rows go to.
+        """
+        column = self.rows.next_column()
         self.in_flight = self.all_ids
         try:
             self.pool.submit_all(op, RING, column)
-            draft = rows.draft(column, has_root=has_root)
+        except BaseException as error:
+            self._break_off(self.all_ids, error)
+            raise
+        return column
+
+    def end_step(self, op: Op, column: int) -> np.ndarray | None:
+        """Wait for the step that was begun, and note where the envs are.
+
+        Returns:
+            The ids of the envs whose episodes ended (reset by now, if the op is STEP_RESET), or None.
+        """
+        rows = self.rows
+        try:
             self.pool.wait_all(self.options.step_timeout_s)
         except BaseException as error:
             self._break_off(self.all_ids, error)
@@ -225,10 +248,10 @@ class Engine:
             if self.has_infos:
                 rows.note_infos({}, self.all_ids.tolist())
         ended = rows.stepped_all(column)
-        if has_root and ended is not None:
+        if op == Op.STEP_RESET and ended is not None:
             rows.were_reset(ended, np.full(len(ended), column))
         self.in_flight = None
-        return rows.finish(draft, column, ended, has_root=has_root)
+        return ended
 
     def run_all(self, op: Op, target: int, column: int) -> None:
         """Give all envs a step command and wait; if the wait is broken off, their answers are lost."""

@@ -191,6 +191,11 @@ class Rows:
         self.ended[env_ids] = True
         self.has_ended = True
 
+    def allow_steps(self) -> None:
+        """Let envs be stepped whether or not they were reset, where a facade leaves that to the envs themselves."""
+        self.ended[:] = False
+        self.has_ended = False
+
     def mark_lost(self, env_ids: np.ndarray) -> None:
         """Note that envs have lost their episodes: their present rows say truncated from now on."""
         for env_id in env_ids.tolist():
@@ -198,6 +203,15 @@ class Rows:
             for leaf in self.batches[self.group_of[env_id]].spec.done:
                 row[leaf.key][...] = leaf.key[-1] != "terminated"
         self.mark_ended(env_ids)
+
+    def ended_parts(self) -> np.ndarray | None:
+        """Return which parts of envs that are batches themselves are to be reset, bool `[N, *B]`; None for all."""
+        if not any(spec.batch_shape for spec in (batch.spec for batch in self.batches)):
+            return None
+        done = self.current(np.arange(self.num_envs))["done"].cpu().numpy()[..., 0]
+        is_unknown = self.ended & ~done.reshape(self.num_envs, -1).any(1)  # never reset, or lost
+        done[is_unknown] = True
+        return done
 
     def _done_at(self, arrays: list[np.ndarray], env_id: int, column: int) -> bool:
         return bool(arrays[self.group_of[env_id]][column, self.row_of[env_id]].any())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from typing import Any
+
+import cloudpickle
 
 from envherd.workers import plain
 from envherd.workers.adapters import Adapter
@@ -31,8 +32,14 @@ def _answer(message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bo
 def _answer_one(message: Ask, adapter: Adapter, position: int) -> Any:
     if message.what == "call":
         return _find(adapter.env, message.name)(*message.args, **message.kwargs)
+    if message.what == "each":
+        return _find(adapter.env, message.name)(message.args[position])
     if message.what == "get":
         return _find(adapter.env, message.name)
+    if message.what == "has":
+        return _has(adapter.env, message.name)
+    if message.what == "layers":
+        return _layers(adapter.env)
     if message.what == "set":
         setattr(adapter.env, message.name, message.args[position])
         return None
@@ -53,13 +60,32 @@ def _find(env: Any, name: str) -> Any:
     return env
 
 
+def _has(env: Any, name: str) -> bool:
+    try:
+        _find(env, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _layers(env: Any) -> list[list[str]]:
+    """Return, from the outermost wrapper inwards, the `module.QualName` of each layer's class and its bases."""
+    layers = []
+    while True:
+        layers.append([f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__])
+        inner = vars(env).get("env") if hasattr(env, "__dict__") else None
+        if inner is None or inner is env:
+            return layers
+        env = inner
+
+
 def _cross(value: Any, message: Ask, *, pickle_replies: bool) -> Any:
     """Return a value in the form in which it crosses: as it is if plain, else pickled if that is allowed."""
     try:
         plain.encode(value)
     except plain.NotPlain as error:
         if pickle_replies:
-            return {"pickled": pickle.dumps(value)}
+            return {"pickled": cloudpickle.dumps(value)}  # by value where the class came so with the factory
         raise TypeError(
             f"{message.what} {message.name!r} failed: {error}. Return numbers, text, arrays or lists and dicts of "
             f"them, or allow pickles with ExecutorOptions(pickle_replies=True)."

@@ -137,15 +137,17 @@ class Builder:
         return self.adopt(self._factories[pickled], kwargs)
 
     def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
-        """Call a factory and return its env's adapter; see `build`."""
-        env = factory(**kwargs)
+        """Call a factory and return its env's adapter, which the factory may have made already; see `build`."""
+        made = factory(**kwargs)
+        env = made.env if isinstance(made, Adapter) else made
         self._refuse_shared(factory, env)
         if env is None or (inspect.isroutine(env) or isinstance(env, type)):
             raise FactoryError(
                 f"make_env failed: the factory {describe(factory)} returned {_describe_result(env)}, expected an env. "
                 f"Call what it returns, or return the env that it builds."
             )
-        adapter = find_adapter(env)(env)  # type: ignore[call-arg]  # every family's constructor takes the env
+        # every family's constructor takes the env
+        adapter = made if isinstance(made, Adapter) else find_adapter(env)(env)  # type: ignore[call-arg]
         adapter.origin = describe(factory)
         self._built.append(env)
         return adapter

@@ -112,12 +112,18 @@ class Prepare:
     side: list[Any] | None = None
 
 
+#: The questions whose `args` hold one item for each env that is asked.
+PER_ENV = frozenset({"set", "each", "load_state_dict"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """Do something with envs that is not a step; answered by one value per env.
 
-    `what` is "call", "get", "set", "render", "state_dict" or "load_state_dict"; `number` comes back with the
-    answer, so that the answer to a question whose asker was interrupted is not taken for the next one's.
+    `what` is "call", "each" (a call with one argument, each env its own), "get", "has" (whether a "get"
+    would find something), "set", "layers" (the classes of an env and its wrappers), "render", "state_dict" or
+    "load_state_dict"; `number` comes back with the answer, so that the answer to a question whose asker was
+    interrupted is not taken for the next one's.
     """
 
     what: str
