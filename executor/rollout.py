@@ -56,7 +56,7 @@ class RolloutRunner:
                 batch with the action, and whatever else should be kept (log-probabilities, hidden
                 states); None draws random actions. Runs without grad.
             callback: called with the executor and each step's batch.
-            auto_reset: reset all envs first. False goes on from where they are.
+            auto_reset: reset all envs first. False goes on from where they are, and resets those that have ended.
             break_when_any_done: stop after the first step at which an env ends. False resets the envs
                 that end, and always collects `max_steps`.
             tensordict: with `auto_reset=False`, the root that the caller holds; only used to check
@@ -142,8 +142,9 @@ class _Run:
         if auto_reset:
             engine.write_reset_masks(None)
             engine.reset_envs(engine.all_ids)
-        else:
-            engine.refuse_ended(engine.all_ids)
+        elif self._rows.has_ended:
+            engine.write_reset_masks(self._rows.ended_parts())
+            engine.reset_envs(np.flatnonzero(self._rows.ended))
         for group, batch in zip(self._lease.storage.columns, self._rows.batches, strict=True):
             ids = np.array(batch.slab.plan.env_ids)
             arrays = batch.gather_roots(self._rows.columns[ids], self._rows.in_root[ids], self._rows.row_of[ids])

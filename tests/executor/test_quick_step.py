@@ -1,0 +1,84 @@
+"""The compiled step of a slot and the short intake do what the general ways do."""
+
+from __future__ import annotations
+
+import functools
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import ActionError, ExecutorOptions, SerialEnv
+from envherd.workers.testing import AgentsEnv, CountingEnv, TextEnv
+
+NUM_ENVS = 3
+
+ENVS = {
+    "one leaf": functools.partial(CountingEnv, 3),
+    "agents": AgentsEnv,
+    "side values": TextEnv,
+    "cartpole": functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=7),
+}
+
+
+def transitions(make_env, **options):
+    """Return what 12 steps and two rollouts give; `isolate_rng` keeps every step on the general way."""
+    with SerialEnv(NUM_ENVS, make_env, seed=3, options=ExecutorOptions(**options)) as env:
+        root, seen = env.reset(), []
+        for _ in range(12):
+            td, root = env.step_and_maybe_reset(env.rand_action(root))
+            seen.append(td.clone())
+        seen += env.rollout(7, break_when_any_done=False).unbind(1)
+        seen += env.rollout(5, auto_reset=False, break_when_any_done=False).unbind(1)
+        counts = [vars(one) for one in env.statistics().envs] if hasattr(env.statistics(), "envs") else []
+        return seen, counts
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_compiled_and_general_steps_agree(name):
+    quick, quick_counts = transitions(ENVS[name])
+    general, general_counts = transitions(ENVS[name], isolate_rng=True)
+    assert quick_counts == general_counts
+    assert any(bool(one["next", "done"].any()) for one in general)
+    for ours, theirs in zip(quick, general, strict=True):
+        assert set(ours.keys(include_nested=True)) == set(theirs.keys(include_nested=True))
+        for key in ours.keys(include_nested=True, leaves_only=True):
+            if isinstance(ours[key], torch.Tensor):
+                assert torch.equal(ours[key], theirs[key]), key
+            else:
+                assert ours[key] == theirs[key], key
+
+
+def batch(action):
+    return TensorDict({"action": action}, [NUM_ENVS])
+
+
+@pytest.fixture
+def env():
+    with SerialEnv(NUM_ENVS, functools.partial(CountingEnv, 50), seed=0) as env:
+        env.reset()
+        yield env
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        torch.tensor([0, 1, 0]),
+        torch.tensor([0, 1, 0], dtype=torch.int32),
+        torch.tensor([0, 9, 1, 9, 0, 9])[::2],
+        torch.nn.Parameter(torch.tensor([0.0, 1.0, 0.0])).detach().long(),
+    ],
+    ids=["plain", "int32", "strided", "from a parameter"],
+)
+def test_every_form_of_legal_actions_arrives(env, action):
+    td = env.step(batch(action))
+    assert td["next", "observation"][:, 2].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("bad", [-1, 2**40, np.iinfo(np.int64).min])
+def test_illegal_ones_are_refused_and_nothing_is_written(env, bad):
+    with pytest.raises(ActionError, match="env 1"):
+        env.step(batch(torch.tensor([1, bad, 1])))
+    assert env.step(batch(torch.tensor([0, 0, 0])))["next", "observation"][:, 2].tolist() == [0, 0, 0]
