@@ -157,12 +157,14 @@ class WorkerPool:
         if self.lost:
             self._answer_for_lost()
 
-    def submit(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
+    def submit(
+        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
+    ) -> None:
         """Give some envs a command each, at columns of their own.
 
         Args:
             env_ids: int `[k]`, no duplicates.
-            op: for all of them.
+            op: for all of them, or int `[k]`.
             target: see `workers.protocol`.
             columns: int `[k]`.
             flags: see `workers.protocol.Flag`.
@@ -170,7 +172,7 @@ class WorkerPool:
         worker_ids = np.unique(self.worker_of[env_ids]).tolist()
         self._revive(worker_ids)
         self._number += 1
-        self._command[env_ids] = [pack(op, target, column, flags) for column in columns.tolist()]
+        self._command[env_ids] = pack(op, target, columns, flags)
         self._command_seq[env_ids] = self._number
         for worker_id in worker_ids:
             self._rings[worker_id]()
@@ -359,7 +361,7 @@ class WorkerPool:
         Args:
             what: see `messages.Ask`.
             env_ids: whom to ask.
-            **question: `name`, `args`, `kwargs`; `args` has one item per env for "set" and "load_state_dict".
+            **question: `name`, `args`, `kwargs`; `args` has one item per env for "set", "each" and "load_state_dict".
 
         Returns:
             env id -> value as it crossed (`{"plain": ...}` or `{"pickled": ...}`).
@@ -369,6 +371,10 @@ class WorkerPool:
             WorkerLost: a worker died; the others have answered. Or it had died before: then a step or a reset
                 of its envs comes first.
         """
+        return self.answers(self.question(what, env_ids, **question), what)
+
+    def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
+        """Ask as `ask` does, and do not wait; return worker id -> whom it asks, for `answers`."""
         by_worker: dict[int, list[int]] = {}
         for env_id in env_ids:
             by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
@@ -379,12 +385,13 @@ class WorkerPool:
         args = question.pop("args", ())
         self._asked += 1
         for worker_id, ids in by_worker.items():
-            own = tuple(args[env_ids.index(i)] for i in ids) if what in ("set", "load_state_dict") else args
+            own = tuple(args[env_ids.index(i)] for i in ids) if what in messages.PER_ENV else args
             ask = messages.Ask(what=what, env_ids=tuple(ids), args=own, number=self._asked, **question)
             self.crew.mail(worker_id, ask)
-        return self._answers(by_worker, what)
+        return by_worker
 
-    def _answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
+    def answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
+        """Wait for the answers to the latest question."""
         values: dict[int, Any] = {}
         errors: list[EnvherdError] = []
         for worker_id, ids in by_worker.items():

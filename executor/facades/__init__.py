@@ -1,0 +1,1 @@
+"""Drop-in replacements for other libraries' vector envs, on top of the executor; import the one you need."""

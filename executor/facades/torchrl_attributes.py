@@ -1,0 +1,63 @@
+"""Attributes of envs that live elsewhere: asked of all of them at once, answered by a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+#: From a path and the arguments of a call to one result per env.
+CallAll = Callable[[tuple[str, ...], tuple[Any, ...], dict[str, Any]], list[Any]]
+#: From a path to what the envs have there.
+FindAll = Callable[[tuple[str, ...]], Any]
+
+
+class Attributes(list[Any]):
+    """The value of an attribute in each env, in env order; its own attributes are theirs.
+
+    It can also be called, without arguments, as TorchRL's dispatchers of plain attributes can.
+    """
+
+    def __init__(self, values: list[Any], path: tuple[str, ...], find: FindAll) -> None:
+        super().__init__(values)
+        self._path = path
+        self._find = find
+
+    def __call__(self) -> list[Any]:
+        """Return the values."""
+        return list(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"private attribute {name!r} of {'.'.join(self._path)} cannot be dispatched.")
+        return self._find((*self._path, name))
+
+
+class Dispatcher:
+    """A method of each env, or an object in it that cannot travel; calls give one result per env."""
+
+    def __init__(self, path: tuple[str, ...], find: FindAll, call: CallAll) -> None:
+        self._path = path
+        self._find = find
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call it in all envs."""
+        return self._call(self._path, args, kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"private attribute {name!r} of {'.'.join(self._path)} cannot be dispatched.")
+        return self._find((*self._path, name))
+
+    def __repr__(self) -> str:
+        return f"<{'.'.join(self._path)} of each env>"
+
+
+class NotStarted(AttributeError, RuntimeError):
+    """An attribute of envs was asked for that are not there (yet, or any more).
+
+    An AttributeError, so that `hasattr` is honest; a RuntimeError, as TorchRL raises.
+    """

@@ -1,0 +1,163 @@
+"""Where the envs of a TorchRL facade live: in worker processes, or in this one.
+
+A crew answers by name (`tell`), steps all envs through the slab where that can be done (`step`), and knows
+where every env is (`current`). Guarantees: an env that raises is an `EnvError` after all others have answered;
+`close` never raises.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+
+from envherd.executor.blueprint import choose_workers, draw
+from envherd.executor.diagnosis import env_error
+from envherd.executor.engine import Engine
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pool import WorkerPool
+from envherd.workers.adapters.torchrl_crossing import dumps, loads
+from envherd.workers.adapters.torchrl_guest import Guest, GuestFactory, own_env
+from envherd.workers.factory import describe, modules_of, pickle_factory
+from envherd.workers.protocol import Op
+from envherd.workers.reply import Fault
+
+#: What a helper process imports on top of the factories' own modules, by a module that they refer to.
+_BACKENDS = {"torchrl.envs.libs.gym": "gymnasium", "torchrl.envs.libs.dm_control": "dm_control.suite"}
+
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+class ProcessCrew:
+    """Guests in worker processes.
+
+    Args:
+        factories: one callable per env.
+        env_kwargs: keyword arguments of each call.
+        num_processes: None for one per usable core, at most one per env.
+        options: of the executor.
+
+    Attributes:
+        num_envs: how many there are.
+        is_dense: whether `step` can be used.
+    """
+
+    def __init__(
+        self,
+        factories: Sequence[Callable[..., Any]],
+        env_kwargs: Sequence[dict[str, Any]],
+        num_processes: int | None,
+        options: ExecutorOptions,
+    ) -> None:
+        self.num_envs = len(factories)
+        guests = {id(factory): _guest_factory(factory) for factory in factories}
+        workers = choose_workers(self.num_envs, num_processes)
+        blueprint = draw([guests[id(f)] for f in factories], list(env_kwargs), workers, None, options)
+        self.pool = pool = WorkerPool(blueprint, options)
+        self._finalizer = weakref.finalize(self, _close, pool, os.getpid())
+        pool.start()
+        try:
+            self._engine = Engine(pool, seed=blueprint.root_seed, device=None, copy=True, options=options)
+        except BaseException:
+            self.close()
+            raise
+        first = pool.specs[0]
+        self.is_dense = bool(first.metadata["is_dense"]) and all(spec == first for spec in pool.specs)
+
+    def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
+        """Have each env perform a call of its own; return the results in that order.
+
+        Raises:
+            EnvError: an env raised; all others have done what they were told.
+            WorkerLost, WorkerTimeout, Busy, Closed.
+        """
+        with self._engine.turn:
+            asked = tuple(dumps(call) for call in calls)
+            answers = self._engine.ask("each", list(env_ids), name="perform", args=asked)
+        results, faults = [], []
+        for env_id, call in zip(env_ids, calls, strict=True):
+            has_worked, value = loads(answers[env_id]["plain"])
+            if not has_worked:
+                faults.append(Fault(env_id, call[0], *value).to_plain())
+            results.append(value)
+        if faults:
+            worker_id = int(self.pool.worker_of[faults[0]["env_id"]])
+            raise env_error(faults, worker_id, self.pool.pid_of(worker_id))
+        return results
+
+    def current(self, env_ids: Sequence[int]) -> list[TensorDictBase]:
+        """Return where envs are, one tensordict each."""
+        return self.tell(env_ids, [("current", (), {})] * len(env_ids))
+
+    def step(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Step all envs through the slab.
+
+        Returns:
+            `(next, root)`: batches `[N]` with the leaves under their flat names; the root is None unless the op is
+            STEP_RESET, and shares its leaves with `next` if no env was reset.
+        """
+        engine = self._engine
+        with engine.turn:
+            if engine.rows.has_ended:  # TorchRL leaves it to the caller whether to step an env that has ended
+                engine.rows.ended[:] = False
+                engine.rows.has_ended = False
+            return engine.step_all(td, op)
+
+    def close(self) -> None:
+        """Close the envs and end the workers. Idempotent, never raises."""
+        self._engine_closed()
+        self._finalizer()
+
+    def _engine_closed(self) -> None:
+        engine = self.__dict__.get("_engine")
+        if engine is not None:
+            engine.turn.is_closed = True
+
+
+def _close(pool: WorkerPool, owner: int) -> None:
+    if os.getpid() == owner:
+        pool.close()
+
+
+def _guest_factory(factory: Callable[..., Any]) -> GuestFactory:
+    modules = modules_of(factory)
+    backends = [backend for module, backend in _BACKENDS.items() if module in modules]
+    preload = (*modules, "envherd.workers.adapters.torchrl_guest", *backends)
+    return GuestFactory(pickle_factory(factory), describe(factory), preload)
+
+
+class LocalCrew:
+    """Guests in this process, called directly: gradients pass, and generators are the caller's."""
+
+    is_dense = False
+
+    def __init__(self, factories: Sequence[Callable[..., Any]], env_kwargs: Sequence[dict[str, Any]]) -> None:
+        self.num_envs = len(factories)
+        self.guests: list[Guest] = []
+        for factory, kwargs in zip(factories, env_kwargs, strict=True):
+            self.guests.append(Guest(own_env(factory(**kwargs), describe(factory)), has_own_generator=False))
+
+    @property
+    def envs(self) -> list[EnvBase]:
+        """The envs themselves."""
+        return [guest.env for guest in self.guests]
+
+    def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
+        """Have each env perform a call of its own; return the results in that order."""
+        return [
+            getattr(self.guests[env_id], name)(*args, **kwargs)
+            for env_id, (name, args, kwargs) in zip(env_ids, calls, strict=True)
+        ]
+
+    def current(self, env_ids: Sequence[int]) -> list[TensorDictBase]:
+        """Return where envs are, one tensordict each."""
+        return self.tell(env_ids, [("current", (), {})] * len(env_ids))
+
+    def close(self) -> None:
+        """Close the envs."""
+        for guest in self.guests:
+            guest.close()
