@@ -65,6 +65,7 @@ def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
         f"{said} (env {env_id}, worker {worker.worker_id}, pid {worker.pid}, phase build).",
         remote_traceback=fault["traceback"],
         type_name=fault["type_name"],
+        type_module=fault["type_module"],
         **_context(worker, (env_id,), "build", env_id),
     )
 
@@ -84,6 +85,7 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:
         pid=pid,
         phase=fault["phase"],
         type_name=fault["type_name"],
+        type_module=fault["type_module"],
     )
 
 

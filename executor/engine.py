@@ -380,8 +380,7 @@ class Engine:
         while len(env_ids):
             self._replace_lost(env_ids)
             with self._may_break_off(env_ids):
-                for env_id in env_ids.tolist() if self._prepared else ():
-                    pool.prepare(self._prepared[env_id])
+                self.send_prepared(env_ids)
                 pool.submit(env_ids, Op.RESET, RING, columns)
                 pool.wait_some(env_ids, len(env_ids), self.options.reset_timeout_s)
             outcome = pool.take_outcome(env_ids)
@@ -446,6 +445,11 @@ class Engine:
             self._prepared[env_id] = messages.Prepare(
                 env_id=env_id, seed=seed, has_seed=seeds is not None, options=options
             )
+
+    def send_prepared(self, env_ids: np.ndarray) -> None:
+        """Send what was kept for resets ahead of them."""
+        for env_id in env_ids.tolist() if self._prepared else ():
+            self.pool.prepare(self._prepared[env_id])
 
     def write_reset_masks(self, mask: np.ndarray | None) -> None:
         """Tell envs that are batches themselves which of their rows to reset: bool `[N, *B]`, None for all."""

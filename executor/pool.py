@@ -135,8 +135,7 @@ class WorkerPool:
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs were given a command after that of number `since`, bool `[k]`."""
-        given: np.ndarray = self._command_seq[env_ids] > since
-        return given
+        return np.asarray(self._command_seq[env_ids] > since)
 
     @property
     def number(self) -> int:
@@ -368,8 +367,7 @@ class WorkerPool:
 
         Raises:
             EnvError: an env raised.
-            WorkerLost: a worker died; the others have answered. Or it had died before: then a step or a reset
-                of its envs comes first.
+            WorkerLost: a worker died; the others have answered. If it had died before, step or reset its envs first.
         """
         return self.answers(self.question(what, env_ids, **question), what)
 
@@ -379,9 +377,8 @@ class WorkerPool:
         for env_id in env_ids:
             by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
         self._revive(by_worker)
-        for worker_id in by_worker:
-            if worker_id in self.lost:
-                raise self.lost[worker_id]
+        if gone := [worker_id for worker_id in by_worker if worker_id in self.lost]:
+            raise self.lost[gone[0]]
         args = question.pop("args", ())
         self._asked += 1
         for worker_id, ids in by_worker.items():

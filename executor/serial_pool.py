@@ -102,9 +102,11 @@ class SerialPool:
         """Carry out the same command for every env."""
         self._run(range(self.num_envs), [pack(op, target, column)] * self.num_envs)
 
-    def submit(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
+    def submit(
+        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
+    ) -> None:
         """Carry out a command for some envs."""
-        self._run(env_ids.tolist(), [pack(op, target, column, flags) for column in columns.tolist()])
+        self._run(env_ids.tolist(), pack(op, target, columns, flags).tolist())
 
     submit_later = submit
 

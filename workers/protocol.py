@@ -16,6 +16,7 @@ only by a reset (otherwise the new root IS the `next` of that column); in a stor
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from typing import Any
 
 
 class Op(IntEnum):
@@ -49,8 +50,8 @@ RING = 0
 _OP_BITS, _FLAG_BITS, _TARGET_BITS = 4, 4, 24
 
 
-def pack(op: int, target: int, column: int, flags: int = 0) -> int:
-    """Return the command word for an op on a column of a target."""
+def pack(op: Any, target: int, column: Any, flags: int = 0) -> Any:
+    """Return the command word for an op on a column of a target; of int arrays, an int array."""
     return op | flags << _OP_BITS | target << (_OP_BITS + _FLAG_BITS) | column << (_OP_BITS + _FLAG_BITS + _TARGET_BITS)
 
 

@@ -19,6 +19,7 @@ class Fault:
     type_name: str
     message: str
     traceback: str
+    type_module: str = ""
 
     @classmethod
     def from_exception(cls, env_id: int, phase: str, error: BaseException) -> Fault:
@@ -31,7 +32,8 @@ class Fault:
             text = "".join(traceback.format_exception(error))
         except Exception:
             text = "".join(traceback.format_tb(error.__traceback__))
-        return cls(env_id, phase, type(error).__name__, message[:_MAX_TEXT], text[-_MAX_TEXT:])
+        kind = type(error)
+        return cls(env_id, phase, kind.__qualname__, message[:_MAX_TEXT], text[-_MAX_TEXT:], kind.__module__)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the message."""
