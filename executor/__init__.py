@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from envherd.executor.collector import Collector
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
     from envherd.executor.serial import SerialEnv
@@ -34,6 +35,7 @@ __all__ = [
     "ActionError",
     "Busy",
     "Closed",
+    "Collector",
     "EnvError",
     "EnvherdError",
     "ExecutorOptions",
@@ -53,6 +55,7 @@ __all__ = [
 #: Where each name is. They are imported when they are first used (PEP 562): torch takes seconds, and
 #: neither `envherd --help` nor a worker that unpickles a factory should pay for it.
 _HOMES = {
+    "Collector": "envherd.executor.collector",
     "ExecutorOptions": "envherd.executor.options",
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot_factory",
     "ParallelEnv": "envherd.executor.parallel",

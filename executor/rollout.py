@@ -16,8 +16,10 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
 
 from envherd.executor.batching import stack_groups
+from envherd.executor.carry import Carried, leaf_keys
 from envherd.executor.storage import Lease, StorageShelf
 from envherd.shm.slab import input_leaves
+from envherd.shm.specs import Key
 from envherd.workers.protocol import Op
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class RolloutRunner:
         tensordict: TensorDictBase | None = None,
         set_truncated: bool = False,
         out: TensorDictBase | None = None,
+        primer: TensorDictBase | None = None,
     ) -> TensorDictBase:
         """Collect up to `max_steps` steps of all envs.
 
@@ -54,16 +57,19 @@ class RolloutRunner:
             max_steps: T, at least 1.
             policy: takes a root batch `[N]` (VIEWS of the rollout: read, do not write) and returns a
                 batch with the action, and whatever else should be kept (log-probabilities, hidden
-                states); None draws random actions. Runs without grad.
+                states); None draws random actions. Runs without grad. What it puts into `next` besides
+                the envs' keys is in the root that it is given next, untouched.
             callback: called with the executor and each step's batch.
             auto_reset: reset all envs first. False goes on from where they are, and resets those that have ended.
             break_when_any_done: stop after the first step at which an env ends. False resets the envs
                 that end, and always collects `max_steps`.
-            tensordict: with `auto_reset=False`, the root that the caller holds; only used to check
-                that nothing was left out (the executor knows where the envs are).
+            tensordict: with `auto_reset=False`, the root that the caller holds. Of it only what is not
+                the envs' is used: the policy's state before the first step.
             set_truncated: mark the last step of every env `truncated` and `done`.
             out: batch `[N, T]` to fill; no more steps are made than it has room for. One that an earlier
                 rollout returned is written by the workers in place; any other by a copy at the end.
+            primer: batch `[N]` of the policy's state at the begin of an episode; the rows of envs that
+                are reset get it.
 
         Returns:
             Batch `[N, t]`, time last: root observation, action, `next`. Memory of the caller's own
@@ -87,6 +93,7 @@ class RolloutRunner:
             lease = reused or self._shelf.lend(max_steps)
             watch = None if callback is None else functools.partial(callback, env)
             run = _Run(engine, lease, policy or env.rand_action, watch, break_when_any_done=break_when_any_done)
+            run.carried = Carried(run.known, None if auto_reset else tensordict, primer)
             engine.is_rolling = True
             try:
                 run.start(auto_reset=auto_reset)
@@ -128,7 +135,9 @@ class _Run:
         self._side_roots: list[dict[int, Any]] = []
         self._side_nexts: list[dict[int, Any]] = []
         self._next_done = [group["next", "done"] for group in lease.storage.columns]
-        self._known = {leaf.key for spec in engine.specs for leaf in spec.leaves()}
+        self.known = {leaf.key for spec in engine.specs for leaf in spec.leaves()}
+        self.carried = Carried(self.known, None, None)
+        self._fresh = np.ones(engine.num_envs, bool)
         #: Where the inputs of a step are kept, and where they are read from.
         self._kept_inputs = [
             (columns["input", *leaf.key], group.inputs["input", *leaf.key])
@@ -137,14 +146,21 @@ class _Run:
         ]
 
     def start(self, *, auto_reset: bool) -> None:
-        """Fill column 0 of the root."""
+        """Reset what is to be reset, and fill column 0 of the root."""
         engine = self._engine
         if auto_reset:
             engine.write_reset_masks(None)
             engine.reset_envs(engine.all_ids)
-        elif self._rows.has_ended:
+            return self._begin()
+        self._fresh = self._rows.ended.copy()
+        if self._rows.has_ended:
             engine.write_reset_masks(self._rows.ended_parts())
             engine.reset_envs(np.flatnonzero(self._rows.ended))
+        return self._begin()
+
+    def _begin(self) -> None:
+        """Put where the envs are into column 0."""
+        engine = self._engine
         for group, batch in zip(self._lease.storage.columns, self._rows.batches, strict=True):
             ids = np.array(batch.slab.plan.env_ids)
             arrays = batch.gather_roots(self._rows.columns[ids], self._rows.in_root[ids], self._rows.row_of[ids])
@@ -174,23 +190,41 @@ class _Run:
                 self._side_nexts.append(dict(self._rows.side_next))
             if self._callback is not None:
                 self._callback(acted)
+            if self.carried.is_in_use:
+                self._fresh = self._ended_at(step) & (op == Op.STEP_RESET)
             if self._breaks and any(done[:, step].any() for done in self._next_done):
                 return step + 1
         return num_steps
 
+    def _ended_at(self, step: int) -> np.ndarray:
+        """Return which envs ended at a step, bool `[N]`."""
+        ended = np.zeros(self._rows.num_envs, bool)
+        for batch, done in zip(self._rows.batches, self._next_done, strict=True):
+            ended[list(batch.slab.plan.env_ids)] = done[:, step].reshape(batch.num_rows, -1).any(1)
+        return ended
+
     def _act(self, step: int) -> TensorDictBase:
-        acted = self._policy(self._root(step))
+        root = self._root(step)
+        self.carried.hand_over(root, self._fresh)
+        acted = self._policy(root)
+        if not isinstance(acted, TensorDictBase):
+            raise TypeError(
+                f"rollout failed: expected the policy to return a TensorDict with the action, got "
+                f"{type(acted).__name__}. Wrap it: TensorDictModule(policy, in_keys=[...], out_keys=['action'])."
+            )
+        self.carried.keep(acted)
         self._engine.write_inputs(acted)
         for kept, given in self._kept_inputs:
             kept[:, step] = given
         if self._extra_keys is None:
-            keys = acted.keys(include_nested=True, leaves_only=True)
-            self._extra_keys = [
-                k for k in keys if _as_key(k) not in self._known and _as_key(k)[0] not in ("next", "env_ids")
-            ]
+            self._extra_keys = [key for key in leaf_keys(acted) if self._is_extra(key)]
         if self._extra_keys:
             self._extras.append(acted.select(*self._extra_keys).clone())
         return acted
+
+    def _is_extra(self, key: Key) -> bool:
+        own = key[1:] if key[0] == "next" else key
+        return own not in self.known and own[0] != "env_ids"
 
     def _root(self, step: int) -> TensorDictBase:
         rows = self._rows
@@ -346,10 +380,6 @@ def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
 def _row(array: np.ndarray, row: int, column: int) -> np.ndarray:
     """Return one env's row at a column (VIEW, also of scalars)."""
     return array[row, column : column + 1].reshape(array.shape[2:])
-
-
-def _as_key(key: Any) -> tuple[str, ...]:
-    return key if isinstance(key, tuple) else (key,)
 
 
 def _non_tensor(values: list[list[Any]]) -> Any:

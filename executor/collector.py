@@ -1,0 +1,178 @@
+"""`Collector`: an iterator of rollouts, for training loops.
+
+Guarantees: batches follow each other without a gap (each begins where the one before it ended, episodes
+and the policy's own state included), every transition in them was really made, and the policy is never
+copied, pickled or moved unless `policy_device` asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, Self
+
+import torch
+from tensordict import TensorDictBase
+
+from envherd.executor.carry import leaf_keys
+from envherd.executor.policy import Placed, Policy
+from envherd.shm.specs import EnvSpec
+
+
+class Rolls(Protocol):
+    """What a collector needs of an executor: `ParallelEnv`, `SerialEnv`, or the same batch over a cluster."""
+
+    num_envs: int
+    specs: tuple[EnvSpec, ...]
+
+    def rollout(self, max_steps: int, policy: Any = None, **kwargs: Any) -> TensorDictBase:
+        """Collect up to `max_steps` steps."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Collector:
+    """Iterates batches `[N, T]` of `frames_per_batch` transitions (N envs, T = `frames_per_batch` / N).
+
+    Args:
+        env: the executor.
+        policy: takes a root batch `[N]` and returns it with the action (and whatever else shall be kept);
+            None draws random actions. What it writes into `next` comes back to it in the next root.
+        frames_per_batch: env steps per batch, all envs together; rounded up to a multiple of N.
+        total_frames: stop after so many; -1 never stops. Rounded up to whole batches.
+        policy_factory: builds the policy here, when the first batch is asked for; instead of `policy`.
+        policy_device: where the policy shall run. None leaves it where it is. Another device means a
+            copy there, which gets the original's weights before every batch; a policy that cannot be
+            copied (or says `copyable = False`) stays, the data goes to it, and a warning names why.
+        storing_device: where batches are kept; None: where the envs' are.
+        init_random_frames: draw random actions for the first so many frames.
+        reset_at_each_iter: reset all envs before every batch.
+        primer: batch `[N]`, the policy's state at the begin of an episode (a recurrent state).
+        postproc: applied to every batch.
+        close_env: close the executor with the collector.
+
+    Attributes:
+        num_frames: transitions collected so far.
+        policy: what is called, or None.
+
+    Raises:
+        ValueError: no frames are asked for, or both a policy and a factory are given.
+    """
+
+    def __init__(  # noqa: PLR0913  # the arguments of TorchRL's collectors
+        self,
+        env: Rolls,
+        policy: Policy | None = None,
+        *,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        policy_factory: Callable[[], Policy] | None = None,
+        policy_device: torch.device | str | None = None,
+        storing_device: torch.device | str | None = None,
+        init_random_frames: int = 0,
+        reset_at_each_iter: bool = False,
+        primer: TensorDictBase | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        close_env: bool = True,
+    ) -> None:
+        if frames_per_batch < 1:
+            raise ValueError(f"Collector failed: expected frames_per_batch of at least 1, got {frames_per_batch}.")
+        if policy is not None and policy_factory is not None:
+            raise ValueError("Collector failed: expected a policy or a policy_factory, got both. Leave one out.")
+        self.env = env
+        self.total_frames = total_frames
+        self.num_steps = math.ceil(frames_per_batch / env.num_envs)
+        self.frames_per_batch = self.num_steps * env.num_envs
+        self.num_frames = 0
+        self._policy_factory = policy_factory
+        self._policy_device = policy_device
+        self._placed = None if policy is None else Placed(policy, policy_device)
+        self._storing_device = None if storing_device is None else torch.device(storing_device)
+        self._init_random_frames = init_random_frames
+        self._resets_always = reset_at_each_iter
+        self._primer = primer
+        self._postproc = postproc
+        self._closes_env = close_env
+        self._has_begun = False
+        self._state: TensorDictBase | None = None
+        self._warn_of_rounding(frames_per_batch)
+
+    def _warn_of_rounding(self, asked: int) -> None:
+        said = []
+        if self.frames_per_batch != asked:
+            said.append(f"frames_per_batch={asked} is not a multiple of {self.env.num_envs} envs")
+        if self.total_frames > 0 and self.total_frames % self.frames_per_batch:
+            said.append(
+                f"total_frames={self.total_frames} is not a multiple of {self.frames_per_batch} frames per batch"
+            )
+        if said:
+            warnings.warn(f"{' and '.join(said)}: rounded up.", UserWarning, stacklevel=3)
+
+    @property
+    def policy(self) -> Any:
+        """What is called: the policy itself, or its copy; None for random actions."""
+        return None if self._placed is None else self._placed.policy
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Collect until `total_frames` are there; a loop that was left goes on where it was."""
+        while self.total_frames < 0 or self.num_frames < self.total_frames:
+            yield self.collect()
+
+    def collect(self) -> TensorDictBase:
+        """Return the next batch `[N, T]`, in memory of the caller's own.
+
+        Raises:
+            EnvError, WorkerLost, WorkerTimeout: the batch is lost; the next one resets the envs concerned.
+        """
+        data = self.env.rollout(
+            self.num_steps,
+            self._policy_now(),
+            auto_reset=self._resets_always or not self._has_begun,
+            break_when_any_done=False,
+            tensordict=self._state,
+            primer=self._primer,
+        )
+        self._has_begun = True
+        self._state = self._state_after(data)
+        self.num_frames += self.frames_per_batch
+        if self._storing_device is not None:
+            data = data.to(self._storing_device)
+        return data if self._postproc is None else self._postproc(data)
+
+    def _policy_now(self) -> Placed | None:
+        if self.num_frames < self._init_random_frames:
+            return None
+        if self._placed is None and self._policy_factory is not None:
+            self._placed = Placed(self._policy_factory(), self._policy_device)
+        if self._placed is not None:
+            self._placed.follow()
+        return self._placed
+
+    def update_policy_weights_(self) -> None:
+        """Give the policy's copy, if there is one, the original's present weights; done before every batch anyway."""
+        if self._placed is not None:
+            self._placed.follow()
+
+    def _state_after(self, data: TensorDictBase) -> TensorDictBase | None:
+        """Return the policy's own state after a batch `[N]`, in memory of its own; None if it has none."""
+        last = data.get("next")[:, -1]
+        known = {leaf.key for spec in self.env.specs for leaf in spec.leaves()}
+        keys = [key for key in leaf_keys(last) if key not in known and key != ("interrupted",)]
+        return last.select(*keys).clone() if keys else None
+
+    def close(self) -> None:
+        """Close the executor, unless it is the caller's (`close_env=False`). Idempotent."""
+        if self._closes_env:
+            self.env.close()
+
+    shutdown = close  # TorchRL's name
+
+    def __enter__(self) -> Self:
+        """Return itself; closed at the end of the `with`."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()

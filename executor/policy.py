@@ -1,0 +1,167 @@
+"""Policies as they are: run where they live, never copied, pickled or moved unless somebody asked.
+
+Guarantees:
+- A policy that need not move is called as it is, the very object. One that shall move and can be copied
+  is copied once, and the copy follows the original's weights (`Placed.follow`). One that cannot be
+  copied stays where it is; the data goes to it instead, and a warning names what stands in the way.
+- `uncopied` and `swapped_parameters` let losses that copy modules, or run them with other parameters,
+  use a policy that must not be copied.
+Does not know: what the policy does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class Placed:
+    """A policy and the device that its inputs go to.
+
+    Args:
+        policy: takes a root batch `[N]` and returns it with the action.
+        device: where it shall run; None: where it is.
+
+    Attributes:
+        policy: what is called: the policy itself, or its copy.
+        device: of its inputs; None if it takes them as they come.
+        is_copy: whether it is a copy.
+    """
+
+    def __init__(self, policy: Policy, device: torch.device | str | None = None) -> None:
+        wanted = None if device is None else torch.device(device)
+        self._original = policy
+        self.policy = policy
+        self.is_copy = False
+        self.device = home = _device_of(policy)
+        if wanted is None or wanted == home:
+            return
+        self.device = wanted
+        if home is None:
+            return  # nothing of it is on any device
+        clone, obstacle = _try_copy(policy)
+        if clone is None:
+            self.device = home
+            warnings.warn(
+                f"policy_device={str(wanted)!r} was not followed: {obstacle}. The policy stays on {home} and is not "
+                f"copied; batches are moved to it instead.",
+                UserWarning,
+                stacklevel=3,
+            )
+        else:
+            self.policy, self.is_copy = clone.to(wanted), True
+
+    def __call__(self, root: TensorDictBase) -> TensorDictBase:
+        """Run the policy; what it adds comes back on the device of the batch."""
+        home = root.device or torch.device("cpu")
+        if self.device is None or self.device == home:
+            return self.policy(root)
+        acted = self.policy(root.to(self.device))
+        added = [key for key in acted.keys(include_nested=True, leaves_only=True) if root.get(key, None) is None]
+        return root.update(acted.select(*added).to(home))
+
+    def follow(self) -> None:
+        """Give a copy the original's present weights and buffers."""
+        if not self.is_copy:
+            return
+        ours, theirs = self._tensors(self.policy), self._tensors(self._original)
+        with torch.no_grad():
+            for mine, other in zip(ours, theirs, strict=True):
+                mine.copy_(other)
+
+    @staticmethod
+    def _tensors(policy: Any) -> list[torch.Tensor]:
+        return [*policy.parameters(), *policy.buffers()]
+
+
+def _device_of(policy: Any) -> torch.device | None:
+    """Return the device of a module's parameters and buffers; None if it has none, or is no module."""
+    if not isinstance(policy, nn.Module):
+        return None
+    first = next((tensor for tensor in (*policy.parameters(), *policy.buffers())), None)
+    return None if first is None else first.device
+
+
+def _try_copy(policy: Any) -> tuple[Any, str]:
+    """Return a deep copy, or None and why there is none."""
+    if getattr(policy, "copyable", True) is False:
+        return None, f"{type(policy).__name__} says that it cannot be copied (copyable = False)"
+    for name, parameter in policy.named_parameters():
+        if is_lazy(parameter):
+            return None, f"{name} is not initialised yet, and a copy would initialise itself differently"
+    try:
+        return copy.deepcopy(policy), ""
+    except Exception as error:  # whatever the copying of its parts raises
+        return None, f"{_find_obstacle(policy)} cannot be copied ({type(error).__name__}: {error})"
+
+
+def _find_obstacle(policy: nn.Module) -> str:
+    """Return the name and type of the first attribute that cannot be copied."""
+    for prefix, module in policy.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value)
+            except Exception:
+                path = f"{prefix}.{name}" if prefix else name
+                return f"the attribute {path} ({type(value).__module__}.{type(value).__qualname__})"
+    return type(policy).__name__
+
+
+@contextlib.contextmanager
+def uncopied(*modules: nn.Module) -> Iterator[None]:
+    """Let `copy.deepcopy` give these modules themselves, for as long as this lasts.
+
+    For losses that copy the modules they are given and run them with parameters of their own, as
+    TorchRL's do in their constructor: `with uncopied(policy): loss = ClipPPOLoss(actor, critic)`, where
+    `policy` is `actor` or a part of it. The loss then runs the very module, its parameters swapped in
+    and out as TensorDict does it.
+
+    Thread-safety: one thread at a time may run the loss or the policy.
+    """
+    present = [module for module in modules if "__deepcopy__" not in vars(module)]
+    for module in present:
+        vars(module)["__deepcopy__"] = lambda _memo, module=module: module
+    try:
+        yield
+    finally:
+        for module in present:
+            del vars(module)["__deepcopy__"]
+
+
+@contextlib.contextmanager
+def swapped_parameters(module: nn.Module, parameters: TensorDictBase) -> Iterator[nn.Module]:
+    """Run a module with other parameters, for as long as this lasts; its own come back, whatever happens.
+
+    Args:
+        module: is neither copied nor changed for good.
+        parameters: as `TensorDict.from_module(module)` gives them: a target network's, an averaged
+            copy, a functional call's (grads flow to them).
+
+    Yields:
+        The module itself.
+
+    Raises:
+        KeyError: a parameter of that name is not there.
+    """
+    own = TensorDict.from_module(module)
+    names = set(own.keys(include_nested=True, leaves_only=True))
+    missing = sorted(map(str, names - set(parameters.keys(include_nested=True, leaves_only=True))))
+    if missing:
+        raise KeyError(f"swapped_parameters failed: expected all parameters of the module, got none for {missing[0]}.")
+    parameters.to_module(module)
+    try:
+        yield module
+    finally:
+        own.to_module(module)  # TensorDict's own context manager leaves the others in place after an exception

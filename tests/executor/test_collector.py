@@ -1,0 +1,282 @@
+"""`Collector`: batches without a gap, policies as they are, state that passes through untouched."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import socket
+import threading
+import warnings
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from envherd.executor import Collector, EnvError, ParallelEnv, SerialEnv
+from envherd.executor.policy import Placed, swapped_parameters, uncopied
+from envherd.workers.testing import CountingEnv, FaultyEnv
+
+NUM_ENVS = 3
+
+
+@pytest.fixture(params=["serial", "parallel"])
+def env(request):
+    kind = SerialEnv if request.param == "serial" else functools.partial(ParallelEnv, num_workers=2)
+    with kind(NUM_ENVS, CountingEnv, seed=0) as env:
+        yield env
+
+
+def ones(td):
+    return td.set("action", torch.ones(td.shape[0], dtype=torch.int64))
+
+
+class Holding(nn.Module):
+    """A policy that holds something that can neither be copied nor pickled."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.inner = nn.Module()
+        self.inner.held = held
+        self.num_calls = 0
+
+    def forward(self, td):
+        self.num_calls += 1
+        return td.set("action", self.linear(td["observation"].to(self.linear.weight.dtype)).argmax(-1))
+
+    def __reduce__(self):
+        raise TypeError("pickled after all")
+
+
+HELD = {
+    "socket": socket.socket,
+    "lock": threading.Lock,
+    "handle": lambda: ctypes.pointer(ctypes.c_int(3)),
+    "generator": lambda: (i for i in range(3)),
+}
+
+
+@pytest.fixture(params=HELD)
+def holding(request):
+    held = HELD[request.param]()
+    yield Holding(held)
+    if isinstance(held, socket.socket):
+        held.close()
+
+
+# ---- batches ---------------------------------------------------------------------------------
+
+
+def test_batches_are_as_one_long_rollout(env):
+    collector = Collector(env, ones, frames_per_batch=12, total_frames=60, close_env=False)
+    batches = [batch.clone() for batch in collector]
+    assert [tuple(batch.shape) for batch in batches] == [(NUM_ENVS, 4)] * 5
+    assert collector.num_frames == 60
+    env.set_seed(0)
+    whole = env.rollout(20, ones, break_when_any_done=False)
+    joined = torch.cat(batches, 1)
+    assert whole["next", "done"].any()
+    for key in whole.keys(include_nested=True, leaves_only=True):
+        assert torch.equal(joined[key], whole[key]), key
+
+
+def test_counts_are_rounded_up_and_it_says_so(env):
+    with pytest.warns(UserWarning, match="frames_per_batch=10 is not a multiple of 3 envs and total_frames=20"):
+        collector = Collector(env, frames_per_batch=10, total_frames=20, close_env=False)
+    assert sum(batch.numel() for batch in collector) == 24
+
+
+def test_a_loop_that_was_left_goes_on(env):
+    collector = Collector(env, ones, frames_per_batch=3, close_env=False)
+    first = next(iter(collector))["observation"][:, 0, 1].clone()
+    second = next(iter(collector))["observation"][:, 0, 1]
+    assert torch.equal(second, first + 1)
+
+
+def test_random_frames_come_first(env):
+    calls = []
+    collector = Collector(
+        env, lambda td: calls.append(1) or ones(td), frames_per_batch=6, init_random_frames=12, close_env=False
+    )
+    collector.collect()
+    collector.collect()
+    assert not calls
+    collector.collect()
+    assert len(calls) == 2
+
+
+def test_every_batch_begins_with_a_reset_if_asked(env):
+    collector = Collector(env, ones, frames_per_batch=3, reset_at_each_iter=True, close_env=False)
+    for _ in range(3):
+        assert (collector.collect()["observation"][:, 0, 1] == 0).all()
+
+
+def test_it_closes_what_is_its_own():
+    env = SerialEnv(2, CountingEnv)
+    with Collector(env, frames_per_batch=2) as collector:
+        collector.collect()
+    assert env.is_closed
+    collector.shutdown()
+
+
+def test_it_goes_on_after_an_env_has_raised():
+    with SerialEnv(2, functools.partial(FaultyEnv, "raise", at="step")) as env:
+        collector = Collector(env, frames_per_batch=8)
+        with pytest.raises(EnvError):
+            for _ in range(20):
+                collector.collect()
+
+
+def test_what_is_no_tensordict_is_refused(env):
+    collector = Collector(env, lambda td: td["observation"], frames_per_batch=3, close_env=False)
+    with pytest.raises(TypeError, match="expected the policy to return a TensorDict.*got Tensor"):
+        collector.collect()
+    with pytest.raises(ValueError, match="got both"):
+        Collector(env, ones, policy_factory=lambda: ones, frames_per_batch=3)
+
+
+# ---- policies --------------------------------------------------------------------------------
+
+
+def test_a_policy_is_called_itself(env, holding):
+    collector = Collector(env, holding, frames_per_batch=6, close_env=False)
+    assert collector.policy is holding
+    collector.collect()
+    assert holding.num_calls == 2
+
+
+def test_what_cannot_be_copied_stays_and_is_named(holding):
+    with pytest.warns(UserWarning, match=r"the attribute inner\.held \(.*cannot be copied.*stays on cpu") as caught:
+        placed = Placed(holding, "meta")
+    assert len(caught) == 1
+    assert placed.policy is holding
+    assert placed.device == torch.device("cpu")
+
+
+def test_a_policy_may_say_so_itself():
+    policy = nn.Linear(3, 2)
+    policy.copyable = False
+    with pytest.warns(UserWarning, match="copyable = False"):
+        assert Placed(policy, "meta").policy is policy
+
+
+def test_lazy_weights_are_not_copied_before_they_are_there():
+    policy = nn.LazyLinear(2)
+    with pytest.warns(UserWarning, match="weight is not initialised yet"):
+        assert Placed(policy, "meta").policy is policy
+
+
+def test_the_data_goes_to_the_policy():
+    class OnMeta(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, device="meta"))
+
+        def forward(self, td):
+            assert td.device == torch.device("meta")
+            return td.set("extra", td["observation"] * 2)
+
+    root = TensorDict({"observation": torch.zeros(2, 3)}, [2], device="cpu")
+    seen = []
+    placed = Placed(OnMeta())
+    placed.policy.register_forward_hook(lambda _module, args, _out: seen.append(args[0].device))
+    assert placed.device == torch.device("meta")
+    with pytest.raises(NotImplementedError, match="meta"):  # values cannot come back from there: they were sent there
+        placed(root)
+    assert seen == [torch.device("meta")]
+
+
+def test_a_copy_follows_the_original(monkeypatch):
+    policy = Holding(None)
+    policy.__class__ = type("Copyable", (Holding,), {"__reduce__": nn.Module.__reduce__})
+    placed = Placed(policy, "cpu")
+    assert placed.policy is policy
+    monkeypatch.setattr("envherd.executor.policy._device_of", lambda _policy: torch.device("meta"))
+    placed = Placed(policy, "cpu")
+    assert placed.is_copy
+    assert placed.policy is not policy
+    with torch.no_grad():
+        policy.linear.weight.add_(1)
+    assert not torch.equal(placed.policy.linear.weight, policy.linear.weight)
+    placed.follow()
+    assert torch.equal(placed.policy.linear.weight, policy.linear.weight)
+
+
+def test_a_factory_builds_the_policy_when_it_is_needed(env):
+    built = []
+
+    def build():
+        built.append(Holding(threading.Lock()))
+        return built[0]
+
+    collector = Collector(env, policy_factory=build, frames_per_batch=3, close_env=False)
+    assert not built
+    collector.collect()
+    collector.collect()
+    assert len(built) == 1
+    assert collector.policy is built[0]
+
+
+def test_nothing_is_said_about_policies_that_may_stay(env, holding):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Collector(env, holding, frames_per_batch=3, policy_device="cpu", close_env=False).collect()
+
+
+# ---- state -----------------------------------------------------------------------------------
+
+
+def recurrent(td):
+    """Add up the steps of the episode, or of all time if nobody primes."""
+    hidden = td.get("hidden", None)
+    hidden = torch.zeros(td.shape[0], 2) if hidden is None else hidden
+    td["next", "hidden"] = hidden + 1
+    return ones(td)
+
+
+def test_state_passes_through_untouched(env):
+    collector = Collector(env, recurrent, frames_per_batch=15, close_env=False)
+    states = torch.cat([collector.collect()["next", "hidden"].clone() for _ in range(3)], 1)
+    assert torch.equal(states, torch.arange(1.0, 16.0).reshape(1, 15, 1).expand(NUM_ENVS, 15, 2))
+
+
+def test_state_begins_anew_with_every_episode_if_primed(env):
+    primer = TensorDict({"hidden": torch.full((NUM_ENVS, 2), 10.0)}, [NUM_ENVS])
+    collector = Collector(env, recurrent, frames_per_batch=15, primer=primer, close_env=False)
+    data = torch.cat([collector.collect().clone() for _ in range(3)], 1)
+    assert data["next", "done"][:, :-1].any()
+    expected = data["observation"][..., 1:2].float() + 10
+    assert torch.equal(data["hidden"], expected.expand(NUM_ENVS, 15, 2))
+    assert torch.equal(data["next", "hidden"], data["hidden"] + 1)
+    assert (primer["hidden"] == 10).all()
+
+
+# ---- losses ----------------------------------------------------------------------------------
+
+
+def test_other_parameters_for_a_while(holding):
+    own = holding.linear.weight
+    other = TensorDict.from_module(holding).apply(lambda p: torch.zeros_like(p, requires_grad=True))
+    td = TensorDict({"observation": torch.ones(2, 3)}, [2])
+    with swapped_parameters(holding, other) as module:
+        assert module is holding
+        loss = module.linear(td["observation"]).sum()
+    loss.backward()
+    assert holding.linear.weight is own
+    assert own.grad is None
+    assert (other["linear", "weight"].grad == 2).all()
+    with pytest.raises(RuntimeError), swapped_parameters(holding, other):
+        raise RuntimeError
+    assert holding.linear.weight is own
+    with pytest.raises(KeyError, match="got none for"), swapped_parameters(holding, other.exclude(("linear", "weight"))):
+        pass
+
+
+def test_copies_give_the_module_itself_for_a_while(holding):
+    import copy
+
+    with uncopied(holding):
+        assert copy.deepcopy(nn.Sequential(holding))[0] is holding
+    with pytest.raises((TypeError, ValueError)):
+        copy.deepcopy(holding)
