@@ -10,8 +10,6 @@ Trusts its workers: attributes, specs and odd leaves cross as pickles, as in Tor
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,12 +22,17 @@ from torchrl.envs import EnvBase, EnvCreator
 from torchrl.envs.batched_envs import BatchedEnvBase, _PEnvMeta
 
 from envherd.executor.facades.torchrl_attributes import Attributes, Dispatcher, NotStarted
-from envherd.executor.facades.torchrl_crew import LocalCrew, ProcessCrew
+from envherd.executor.facades.torchrl_crew import LocalCrew, ProcessCrew, WorkerHandle
 from envherd.executor.facades.torchrl_data import BatchedData
 from envherd.executor.options import ExecutorOptions
+from envherd.workers.errors import FactoryError
 from envherd.workers.factory import check_factory
 
 MakeEnv = Callable[..., EnvBase]
+
+
+class BuildFailed(FactoryError, RuntimeError):
+    """The factory raised, or its env was refused; a RuntimeError too, as TorchRL raises."""
 
 
 class BatchedFacade(BatchedData):
@@ -56,7 +59,12 @@ class BatchedFacade(BatchedData):
         """Return the crew; it is there before the env counts as started, since it knows the specs."""
         crew: ProcessCrew | LocalCrew | None = self.__dict__["_crew"]
         if crew is None:
-            crew = self.__dict__["_crew"] = self._hire()
+            try:
+                crew = self.__dict__["_crew"] = self._hire()
+            except FactoryError as error:
+                if "type_name" in error.context:
+                    raise BuildFailed(error.message, remote_traceback=error.remote_traceback, **error.context) from error
+                raise
         return crew
 
     def _dismiss(self) -> None:
@@ -257,6 +265,10 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
             )
         options = replace(options, episode_seeds=False)
         return ProcessCrew(self.create_env_fn, self.create_env_kwargs, self._num_processes, options)
+
+    @property
+    def _workers(self) -> list[WorkerHandle]:
+        return [WorkerHandle(process) for process in self._crew_at_work().pool.crew.workers]
 
     def _find_all(self, path: tuple[str, ...]) -> Any:
         ids = self._worker_indices

@@ -18,16 +18,18 @@ from torchrl.envs import EnvBase
 from envherd.executor.blueprint import choose_workers, draw
 from envherd.executor.diagnosis import env_error
 from envherd.executor.engine import Engine
+from envherd.executor.lifecycle import WorkerProcess
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import WorkerPool
 from envherd.workers.adapters.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.torchrl_guest import Guest, GuestFactory, own_env
 from envherd.workers.factory import describe, modules_of, pickle_factory
 from envherd.workers.protocol import Op
-from envherd.workers.reply import Fault
 
 #: What a helper process imports on top of the factories' own modules, by a module that they refer to.
-_BACKENDS = {"torchrl.envs.libs.gym": "gymnasium", "torchrl.envs.libs.dm_control": "dm_control.suite"}
+_BACKENDS = {"torchrl.envs.libs.gym": ("gymnasium", "stable_baselines3.common.vec_env.base_vec_env")}
+
+_ADAPTERS = "envherd.workers.adapters"
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
@@ -79,10 +81,10 @@ class ProcessCrew:
             asked = tuple(dumps(call) for call in calls)
             answers = self._engine.ask("each", list(env_ids), name="perform", args=asked)
         results, faults = [], []
-        for env_id, call in zip(env_ids, calls, strict=True):
+        for env_id in env_ids:
             has_worked, value = loads(answers[env_id]["plain"])
             if not has_worked:
-                faults.append(Fault(env_id, call[0], *value).to_plain())
+                faults.append({**value, "env_id": env_id})
             results.append(value)
         if faults:
             worker_id = int(self.pool.worker_of[faults[0]["env_id"]])
@@ -125,8 +127,8 @@ def _close(pool: WorkerPool, owner: int) -> None:
 
 def _guest_factory(factory: Callable[..., Any]) -> GuestFactory:
     modules = modules_of(factory)
-    backends = [backend for module, backend in _BACKENDS.items() if module in modules]
-    preload = (*modules, "envherd.workers.adapters.torchrl_guest", *backends)
+    backends = [name for module in modules for name in _BACKENDS.get(module, ())]
+    preload = (f"{_ADAPTERS}.torchrl_light", *modules, f"{_ADAPTERS}.torchrl_guest", *backends)
     return GuestFactory(pickle_factory(factory), describe(factory), preload)
 
 
@@ -161,3 +163,19 @@ class LocalCrew:
         """Close the envs."""
         for guest in self.guests:
             guest.close()
+
+
+class WorkerHandle:
+    """A worker process as TorchRL's programs look at theirs.
+
+    Attributes:
+        pid: its process id.
+    """
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def is_alive(self) -> bool:
+        """Return whether it runs."""
+        return not self._process.has_exited()

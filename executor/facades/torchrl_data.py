@@ -209,7 +209,9 @@ class BatchedData(BatchedEnvBase):
         calls: list[Any] = []
         for i in range(self.num_workers):
             if mask[i]:
-                calls.append(("reset", (None if tensordict is None else self._reset_row(tensordict[i]), own_kwargs[i]), {}))
+                calls.append(
+                    ("reset", (None if tensordict is None else self._reset_row(tensordict[i]), own_kwargs[i]), {})
+                )
             else:
                 calls.append(("current", (), {}))
         return self._stacked(crew.tell(ids, calls))

@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import pickle
-import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -31,7 +31,9 @@ from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.registry import register
 from envherd.workers.adapters.torchrl_crossing import dumps, loads
+from envherd.workers.adapters.torchrl_gym import DirectGym, direct_gym
 from envherd.workers.errors import FactoryError
+from envherd.workers.reply import Fault
 
 #: Dtypes that the slab can hold.
 _DTYPES = frozenset(
@@ -58,6 +60,7 @@ class GuestFactory:
     def __call__(self, **kwargs: Any) -> Guest:
         """Build an env and return it as a guest."""
         if self._make is None:
+            importlib.import_module("envherd.workers.adapters.torchrl_light")
             self._make = pickle.loads(self._pickled)
         return Guest(own_env(self._make(**kwargs), self.__qualname__))
 
@@ -91,15 +94,18 @@ class Guest:
         root: its present root tensordict, or None before the first reset.
         reset_names: what a reset hands out: the keys of observation and done leaves.
         step_names: what a step hands out: those and the rewards.
+        generator: its own state of torch's generator, or None if it has the caller's.
+        direct: steps it without tensordicts, where that can be done.
     """
 
     def __init__(self, env: EnvBase, *, has_own_generator: bool = True) -> None:
         check_worker_env(env)
         self.env = env.set_spec_lock_()
         self.root: TensorDictBase | None = None
+        self.direct: DirectGym | None = None
         self.reset_names = [*env.observation_keys, *env.done_keys]
         self.step_names = [*self.reset_names, *env.reward_keys]
-        self._generator = OwnGenerator() if has_own_generator else None
+        self.generator = OwnGenerator() if has_own_generator else None
 
     def perform(self, request: bytes) -> bytes:
         """Call one of the methods below by name; what it raises is the answer, too."""
@@ -108,13 +114,14 @@ class Guest:
             with self.on_stage():
                 return dumps((True, getattr(self, name)(*args, **kwargs)))
         except Exception as error:
-            said = (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
-            return dumps((False, said))
+            return dumps((False, Fault.from_exception(-1, name, error).to_plain()))
 
     @contextlib.contextmanager
     def on_stage(self) -> Any:
         """Run as if the process were this env's own: no gradients, and its own random generator."""
-        with torch.no_grad(), self._generator or contextlib.nullcontext():
+        if self.direct is not None and self.direct.is_ahead:
+            self.root = self.direct.root()
+        with torch.no_grad(), self.generator or contextlib.nullcontext():
             yield
 
     # ---- what it is --------------------------------------------------------------------------
@@ -174,13 +181,13 @@ class Guest:
         return row.clear_device_() if self.env.device is None else row.to(self.env.device)
 
     def _given(self, td: TensorDictBase) -> TensorDictBase:
-        return td.clone() if self._generator is None else td  # what crosses to another process is a copy in any case
+        return td.clone() if self.generator is None else td  # what crosses to another process is a copy in any case
 
     # ---- everything else ---------------------------------------------------------------------
 
     def seed(self, seed: int | None, *, static: bool) -> int | None:
         """Seed the env as TorchRL's workers do; return the seed for the next env."""
-        if self._generator is not None and seed is not None:
+        if self.generator is not None and seed is not None:
             torch.default_generator.manual_seed(seed)
         return self.env.set_seed(seed, static_seed=static)
 
@@ -316,12 +323,17 @@ class GuestAdapter(Adapter):
             metadata={"is_dense": leaves is not None},
         )
         self._is_on_cpu = env.device is None or env.device.type == "cpu"
+        if leaves is not None:
+            guest.direct = direct_gym(env, [key for key, _ in self._inputs], self._observed, self._rewards)
 
     def reset(
         self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
     ) -> list[Any]:
         """Reset what has ended of the env (all of it, if it was never reset); see `Adapter.reset`."""
         guest, env = self.env, self._torchrl_env
+        if guest.direct is not None:
+            with guest.generator:
+                return guest.direct.reset()
         with guest.on_stage():
             root = guest.root
             guest.root = env.reset() if root is None or not env.any_done(root) else env.reset(root, select_reset_only=True)
@@ -330,6 +342,9 @@ class GuestAdapter(Adapter):
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; see `Adapter.step`. It counts as terminated when TorchRL would reset the env."""
         guest, env = self.env, self._torchrl_env
+        if guest.direct is not None:
+            with guest.generator:
+                return guest.direct.step(action)
         with guest.on_stage():
             root = TensorDict({}, env.batch_size, device=env.device) if guest.root is None else guest.root.copy()
             for (key, like), value in zip(self._inputs, action, strict=True):
