@@ -1,0 +1,14 @@
+"""Imported in workers and their helper process: makes what TorchRL imports later light.
+
+TorchRL's Gym wrappers import Stable-Baselines3 where it is installed, which imports TensorBoard, which imports
+TensorFlow (6 s and 400 MB in every process, 2-core x86, 2026-11) unless a module of this name says that there is
+none. TensorBoard's writers work without it. A process that has TensorFlow already keeps it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+if "tensorflow" not in sys.modules:
+    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
