@@ -27,16 +27,20 @@ class Commands:
 
     Attributes:
         faults: env id -> what it raised in the latest commands.
-        was_reset: bool `[N]`, the envs that the latest commands have reset.
+        dead: int `[k]`, the envs that raised or were lost in the latest commands.
+        column: the ring column of the latest commands that were for all envs.
+        has_resets: whether the latest commands have reset any env.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._ops = np.zeros(engine.num_envs, np.int64)
         self._columns = np.zeros(engine.num_envs, np.int64)
-        self._uniform: tuple[Op, int] | None = None
+        self._uniform: Op | None = None  # what all envs do, if they all step
         self.faults: dict[int, Frame] = {}
-        self.was_reset = np.zeros(engine.num_envs, bool)
+        self.dead = engine.all_ids[:0]
+        self.column = 0
+        self.has_resets = False
 
     def take_for_running(self) -> None:
         """Let envs that were never reset be stepped, where their family allows that."""
@@ -59,21 +63,23 @@ class Commands:
         engine.refuse_rolling()
         if engine.num_pending:
             engine.refuse_pending(ids)
-        if not isinstance(op, np.ndarray):
-            engine.refuse_ended(ids if op != Op.RESET else ids[:0])
-        else:
+        if isinstance(op, np.ndarray):
             engine.refuse_ended(ids[op != _RESET])
-        is_uniform = env_ids is None and isinstance(op, Op)
-        column = engine.rows.next_column() if len(ids) == engine.num_envs else engine.rows.next_columns(ids)
+        elif op != Op.RESET:
+            engine.refuse_ended(ids)
+        if len(ids) == engine.num_envs:
+            self.column = engine.rows.next_column()
+            self._columns[:] = self.column
+        else:
+            self._columns[ids] = engine.rows.next_columns(ids)
         self._ops[ids] = op
-        self._columns[ids] = column
-        self._uniform = (op, column) if is_uniform else None
+        self._uniform = op if env_ids is None and isinstance(op, Op) and op != Op.RESET else None
         engine.in_flight = ids
         engine.pending[ids] = True
         engine.num_pending = len(ids)
         try:
-            if is_uniform and op != Op.RESET:
-                engine.pool.submit_all(op, RING, column)
+            if self._uniform is not None:
+                engine.pool.submit_all(self._uniform, RING, self.column)
             else:
                 engine.send_prepared(ids)
                 engine.pool.submit(ids, op, RING, self._columns[ids])
@@ -103,15 +109,15 @@ class Commands:
             self._let_go(ids)
             engine.rows.mark_ended(ids)
             raise
-        if self._uniform is None or self._uniform[0] == Op.RESET or engine.pool.outcome:
+        if self._uniform is None or engine.pool.outcome:
             self._note(ids)
         else:
-            self._note_uniform(*self._uniform)
+            self._note_uniform(self._uniform)
         self._let_go(ids)
 
     def _wait(self, ids: np.ndarray, timeout_s: float | None) -> None:
         engine = self._engine
-        if timeout_s is None and self._uniform is not None and self._uniform[0] != Op.RESET:
+        if timeout_s is None and self._uniform is not None:
             engine.pool.wait_all(engine.options.step_timeout_s)
             return
         has_resets = bool((self._ops[ids] == _RESET).any())
@@ -126,19 +132,19 @@ class Commands:
         self._engine.num_pending = int(self._engine.pending.sum())
         self._engine.in_flight = None
 
-    def _note_uniform(self, op: Op, column: int) -> None:
+    def _note_uniform(self, op: Op) -> None:
         """Note that all envs were stepped, and nothing else happened."""
         engine, rows = self._engine, self._engine.rows
-        self.faults = {}
+        self.faults, self.dead = {}, engine.all_ids[:0]
         if rows.has_interrupted:
             rows.interrupted[:] = False
         if engine.has_infos:
             rows.note_infos({}, engine.all_ids.tolist())
-        ended = rows.stepped_all(column)
-        self.was_reset[:] = False
+        ended = rows.stepped_all(self.column)
+        self.has_resets = False
         if op == Op.STEP_RESET and ended is not None:
-            rows.were_reset(ended, np.full(len(ended), column))
-            self.was_reset[ended] = True
+            rows.were_reset(ended, self._columns[ended])
+            self.has_resets = True
 
     def _note(self, ids: np.ndarray) -> None:
         """Note what became of the commands, whatever did."""
@@ -150,7 +156,7 @@ class Commands:
         engine.num_errors += len(outcome.faults)
         self.faults = outcome.faults
         lost = np.intersect1d(engine.envs_of(outcome.losses), ids)
-        dead = np.union1d(lost, np.array([*outcome.faults], np.int64))
+        self.dead = dead = np.union1d(lost, np.array([*outcome.faults], np.int64))
         self._end_rows(lost, outcome.faults)
         self._note_rows(ids, dead)
         self._let_go(ids)
@@ -177,8 +183,7 @@ class Commands:
             ended[~is_reset] = rows.stepped(stepped, self._columns[stepped])
         was_reset = ids[(is_reset | ended & (self._ops[ids] == _STEP_RESET)) & ~is_dead]
         rows.were_reset(was_reset, self._columns[was_reset])
-        self.was_reset[:] = False
-        self.was_reset[was_reset] = True
+        self.has_resets = bool(len(was_reset))
 
     def _make_good(self, lost: np.ndarray) -> None:
         """Reset, in the successors of lost workers, the envs whose commands would have left them reset."""
@@ -187,4 +192,4 @@ class Commands:
         to_reset = lost[self._ops[lost] != int(Op.STEP)]
         if len(to_reset):
             engine.reset_at(to_reset, self._columns[to_reset])
-            self.was_reset[to_reset] = True
+            self.has_resets = True
