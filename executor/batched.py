@@ -262,29 +262,29 @@ class BatchedEnv:
 
     def call(self, name: str, *args: Any, env_ids: Iterable[int] | None = None, **kwargs: Any) -> list[Any]:
         """Call a method of each env (dotted names reach further) and return the results in env order."""
-        return self._ask("call", env_ids, name=name, args=args, kwargs=kwargs)
+        return self.ask("call", env_ids, name=name, args=args, kwargs=kwargs)
 
     def get(self, name: str, env_ids: Iterable[int] | None = None) -> list[Any]:
         """Return an attribute of each env, in env order."""
-        return self._ask("get", env_ids, name=name)
+        return self.ask("get", env_ids, name=name)
 
     def set(self, name: str, value: Any, env_ids: Iterable[int] | None = None) -> None:
         """Set an attribute of each env: to `value`, or to `value[i]` if it is a list with one item per env."""
         ids = list(range(self.num_envs)) if env_ids is None else list(env_ids)
         values = value if isinstance(value, list) and len(value) == len(ids) else [value] * len(ids)
-        self._ask("set", ids, name=name, args=tuple(values))
+        self.ask("set", ids, name=name, args=tuple(values))
 
     def render(self) -> list[Any]:
         """Return a picture of each env now, uint8 `[H, W, 3]`, or None where an env cannot draw itself."""
-        return self._ask("render", None)
+        return self.ask("render", None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return each env's own state, `{"env0": ..., ...}`; raises EnvError where envs have none."""
-        return {f"env{i}": state for i, state in enumerate(self._ask("state_dict", None))}
+        return {f"env{i}": state for i, state in enumerate(self.ask("state_dict", None))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self._ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
+        self.ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
         """Return what each env said beside its observation in its latest command; empty where it said nothing.
@@ -311,9 +311,20 @@ class BatchedEnv:
     def close(self) -> None:
         """Close the envs and end the workers, within `options.close_timeout_s`. Idempotent, never raises."""
         self._turn.is_closed = True
+        if self._rows.mover is not None:
+            self._rows.mover.close()
         self._finalizer()
 
-    def _ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:
+    def ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:
+        """Ask envs for something that is not a step; what `call`, `get`, `set` and facades are made of.
+
+        Args:
+            what, question: see `messages.Ask`.
+            env_ids: whom to ask; None for all.
+
+        Returns:
+            One answer per env, in the order asked.
+        """
         with self._turn:
             ids = self._exchange.as_ids(None if env_ids is None else list(env_ids)).tolist()
             answers = self._engine.ask(what, ids, **question)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from envherd.executor.device import Mover
 from envherd.executor.tensordict_access import maker
 from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
 from envherd.shm.specs import Key
@@ -95,6 +96,8 @@ class GroupBatch:
         )
         self._record_names = self._record.names or ()
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
+        self.mover: Mover | None = None
+        self._sources = [torch.from_numpy(frame) for frame in self.next_bytes]
         self._views = [[torch.from_numpy(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
         self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
         self.root_arrays = [slab.columns["root", *key] for key in self.root_keys]
@@ -123,9 +126,11 @@ class GroupBatch:
 
     def next_copies(self, column: int) -> Leaves:
         """Return the `next` leaves of a frame in memory of their own, on the device."""
+        if self.mover is not None:
+            return self._split_on_device(self.mover.move(self._sources[column], column))
         buffer, leaves = self.blank_next()
         buffer[:] = self.next_bytes[column]
-        return leaves if self.is_on_cpu else self._split_on_device(torch.from_numpy(buffer).to(self.device))
+        return leaves
 
     def blank_next(self) -> tuple[np.ndarray, Leaves]:
         """Return memory for a `next` and its leaves on the cpu, to be filled with one memcpy from `next_bytes`."""

@@ -7,7 +7,6 @@ values where there is a primer, and otherwise keep the old ones (policies that w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,11 @@ class Carried:
         self._known = known
         self._primer = primer
         self._state = None if start is None else self._unknown(start)
+
+    @property
+    def state(self) -> TensorDictBase | None:
+        """What the policy has handed on last, by root key."""
+        return self._state
 
     @property
     def is_in_use(self) -> bool:
@@ -63,9 +67,23 @@ class Carried:
         return td.select(*keys) if keys else None
 
 
-def leaf_keys(td: TensorDictBase) -> Iterable[Key]:
+def check_acted(acted: Any) -> TensorDictBase:
+    """Return what a policy returned.
+
+    Raises:
+        TypeError: it is no TensorDict.
+    """
+    if not isinstance(acted, TensorDictBase):
+        raise TypeError(
+            f"rollout failed: expected the policy to return a TensorDict with the action, got "
+            f"{type(acted).__name__}. Wrap it: TensorDictModule(policy, in_keys=[...], out_keys=['action'])."
+        )
+    return acted
+
+
+def leaf_keys(td: TensorDictBase) -> list[Key]:
     """Return the keys of a batch's leaves, each as a tuple."""
-    keys: Iterable[Any] = td.keys(include_nested=True, leaves_only=True)
+    keys: Any = td.keys(include_nested=True, leaves_only=True)
     return [key if isinstance(key, tuple) else (key,) for key in keys]
 
 

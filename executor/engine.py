@@ -8,12 +8,8 @@ loss) leaves every env in a known state. `BatchedEnv`, rollouts and the exchange
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -27,62 +23,14 @@ from envherd.executor.rows import Rows
 from envherd.executor.sampling import ActionSampler
 from envherd.executor.serial_pool import SerialPool
 from envherd.executor.statistics import Statistics, count
+from envherd.executor.turn import Turn
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
-from envherd.workers.errors import Busy, Closed, EnvherdError, ResetNeeded
+from envherd.workers.errors import Busy, EnvherdError, ResetNeeded
 from envherd.workers.protocol import RING, Op
 from envherd.workers.seeding import draw_root_seed
 
 Pool = WorkerPool | SerialPool
-
-
-_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
-
-
-def _disown_in_fork() -> None:
-    for turn in list(_turns):
-        turn.is_foreign = True
-
-
-os.register_at_fork(after_in_child=_disown_in_fork)
-
-
-class Turn:
-    """Holds the engine for one call: refuses a second thread, a closed executor, a forked copy."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._lock = threading.RLock()
-        self.is_closed = False
-        self.is_foreign = False
-        _turns.add(self)
-
-    def check(self) -> None:
-        """Raise `Closed` unless the executor can be used from here."""
-        if self.is_closed:
-            raise Closed("the call failed: this executor is closed. Make a new one.")
-        if self.is_foreign:
-            raise Closed("the call failed: this executor belongs to the process that made it. Make one here.")
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise Busy("the call failed: another thread is using this executor. One caller at a time.")
-        if self.is_closed or self.is_foreign or self._engine.is_dirty:
-            try:
-                self.check()
-                self._engine.recover()
-            except BaseException:
-                self._lock.release()
-                raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.release()
-        if error is not None and not isinstance(error, EnvherdError):
-            self._engine.is_dirty = True
-        if self.is_closed and isinstance(error, Exception) and not isinstance(error, Closed):
-            raise Closed("the call failed: this executor was closed while it waited. Make a new one.") from error
 
 
 class Engine:
@@ -95,6 +43,7 @@ class Engine:
         is_dirty: a call was broken off; the next one begins with `recover`.
         in_flight: envs that are given a command, or whose answers are being noted; None between calls.
         is_rolling: a rollout is in progress; its policy and callback may ask the envs things, but not step them.
+        known: keys of the envs' leaves, without `next`.
         end_sent: deals with envs that were sent, and lost while something else was waited for.
         settle_sends: after a call was broken off, finds out what was really sent.
     """
@@ -107,6 +56,7 @@ class Engine:
         self.device = device
         self.specs: tuple[EnvSpec, ...] = tuple(pool.specs)
         self.num_envs = pool.num_envs
+        self.known = {leaf.key for spec in self.specs for leaf in spec.leaves()}
         self.all_ids = np.arange(self.num_envs)
         self.rows = Rows(pool.slab, options, device, is_copy=copy)
         self.pending = np.zeros(self.num_envs, bool)
@@ -143,6 +93,15 @@ class Engine:
         """Raise `Busy` inside a rollout."""
         if self.is_rolling:
             raise Busy("the call failed: a rollout is in progress. Its policy and callback cannot step or reset envs.")
+
+    @contextlib.contextmanager
+    def rolling(self) -> Iterator[None]:
+        """Let the policy or callback of a rollout run, which must not step envs."""
+        self.is_rolling = True
+        try:
+            yield
+        finally:
+            self.is_rolling = False
 
     def refuse_ended(self, env_ids: np.ndarray) -> None:
         """Raise `ResetNeeded` if any of the envs has ended or was never reset."""
@@ -423,6 +382,18 @@ class Engine:
         except BaseException as error:
             self._break_off(env_ids, error)
             raise
+
+    def reset_for_rollout(self, *, auto_reset: bool) -> np.ndarray:
+        """Reset all envs, or those that have ended; return which were reset, bool `[N]`."""
+        if auto_reset:
+            self.write_reset_masks(None)
+            self.reset_envs(self.all_ids)
+            return np.ones(self.num_envs, bool)
+        fresh = self.rows.ended.copy()
+        if fresh.any():
+            self.write_reset_masks(self.rows.ended_parts())
+            self.reset_envs(np.flatnonzero(fresh))
+        return fresh
 
     def prepare_resets(
         self,

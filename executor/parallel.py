@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from envherd.executor.agreement import check_agreement
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.blueprint import EnvKwargs, MakeEnv, as_factories, choose_workers, draw
+from envherd.executor.device import as_device
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import WorkerPool
 
@@ -48,13 +47,13 @@ class ParallelEnv(BatchedEnv):
         options: ExecutorOptions | None = None,
     ) -> None:
         options = options or ExecutorOptions()
+        where = as_device(device)
         factories = as_factories(num_envs, make_env)
         blueprint = draw(factories, env_kwargs, choose_workers(num_envs, num_workers), seed, options)
         pool = WorkerPool(blueprint, options)
         pool.start()
         try:
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
-            where = None if device is None else torch.device(device)
             super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
         except BaseException:
             pool.close(timeout_s=0)

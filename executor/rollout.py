@@ -16,7 +16,8 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
 
 from envherd.executor.batching import stack_groups
-from envherd.executor.carry import Carried, leaf_keys
+from envherd.executor.carry import Carried, check_acted, leaf_keys
+from envherd.executor.stepwise import StepwiseRun
 from envherd.executor.storage import Lease, StorageShelf
 from envherd.shm.slab import input_leaves
 from envherd.shm.specs import Key
@@ -86,14 +87,26 @@ class RolloutRunner:
             raise ValueError(f"rollout failed: expected a root of {engine.num_envs} envs, got {tensordict.batch_size}.")
         if out is not None:
             max_steps = min(max_steps, out.batch_size[1])
+
+        def finish(data: TensorDictBase) -> TensorDictBase:
+            if set_truncated:
+                _mark_truncated(data)
+            return data if out is None else _fill(out, data)
+
         with engine.turn, torch.no_grad():
             engine.refuse_rolling()
             engine.refuse_pending(engine.all_ids)
+            watch = None if callback is None else functools.partial(callback, env)
+            if engine.rows.mover is not None:
+                carried = Carried(engine.known, None if auto_reset else tensordict, primer)
+                stepwise = StepwiseRun(
+                    engine, policy or env.rand_action, carried, watch, break_when_any_done=break_when_any_done
+                )
+                return finish(stepwise.collect(max_steps, auto_reset=auto_reset))
             reused = None if out is None else self._shelf.find(out)
             lease = reused or self._shelf.lend(max_steps)
-            watch = None if callback is None else functools.partial(callback, env)
             run = _Run(engine, lease, policy or env.rand_action, watch, break_when_any_done=break_when_any_done)
-            run.carried = Carried(run.known, None if auto_reset else tensordict, primer)
+            run.carried = Carried(engine.known, None if auto_reset else tensordict, primer)
             engine.is_rolling = True
             try:
                 run.start(auto_reset=auto_reset)
@@ -103,9 +116,7 @@ class RolloutRunner:
                 run.park()
                 engine.is_rolling = False
                 self._shelf.settle(lease)
-        if set_truncated:
-            _mark_truncated(data)
-        return data if out is None else _fill(out, data)
+        return finish(data)
 
 
 class _Run:
@@ -135,8 +146,7 @@ class _Run:
         self._side_roots: list[dict[int, Any]] = []
         self._side_nexts: list[dict[int, Any]] = []
         self._next_done = [group["next", "done"] for group in lease.storage.columns]
-        self.known = {leaf.key for spec in engine.specs for leaf in spec.leaves()}
-        self.carried = Carried(self.known, None, None)
+        self.carried = Carried(engine.known, None, None)
         self._fresh = np.ones(engine.num_envs, bool)
         #: Where the inputs of a step are kept, and where they are read from.
         self._kept_inputs = [
@@ -148,19 +158,7 @@ class _Run:
     def start(self, *, auto_reset: bool) -> None:
         """Reset what is to be reset, and fill column 0 of the root."""
         engine = self._engine
-        if auto_reset:
-            engine.write_reset_masks(None)
-            engine.reset_envs(engine.all_ids)
-            return self._begin()
-        self._fresh = self._rows.ended.copy()
-        if self._rows.has_ended:
-            engine.write_reset_masks(self._rows.ended_parts())
-            engine.reset_envs(np.flatnonzero(self._rows.ended))
-        return self._begin()
-
-    def _begin(self) -> None:
-        """Put where the envs are into column 0."""
-        engine = self._engine
+        self._fresh = engine.reset_for_rollout(auto_reset=auto_reset)
         for group, batch in zip(self._lease.storage.columns, self._rows.batches, strict=True):
             ids = np.array(batch.slab.plan.env_ids)
             arrays = batch.gather_roots(self._rows.columns[ids], self._rows.in_root[ids], self._rows.row_of[ids])
@@ -206,12 +204,7 @@ class _Run:
     def _act(self, step: int) -> TensorDictBase:
         root = self._root(step)
         self.carried.hand_over(root, self._fresh)
-        acted = self._policy(root)
-        if not isinstance(acted, TensorDictBase):
-            raise TypeError(
-                f"rollout failed: expected the policy to return a TensorDict with the action, got "
-                f"{type(acted).__name__}. Wrap it: TensorDictModule(policy, in_keys=[...], out_keys=['action'])."
-            )
+        acted = check_acted(self._policy(root))
         self.carried.keep(acted)
         self._engine.write_inputs(acted)
         for kept, given in self._kept_inputs:
@@ -224,7 +217,7 @@ class _Run:
 
     def _is_extra(self, key: Key) -> bool:
         own = key[1:] if key[0] == "next" else key
-        return own not in self.known and own[0] != "env_ids"
+        return own not in self._engine.known and own[0] != "env_ids"
 
     def _root(self, step: int) -> TensorDictBase:
         rows = self._rows

@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batching import GroupBatch, Leaves, add_side, stack_groups
+from envherd.executor.device import Mover
 from envherd.executor.intake import GroupIntake
 from envherd.executor.options import ExecutorOptions
 from envherd.shm.layout import Name
@@ -57,6 +58,12 @@ class Rows:
         self.batches = [
             GroupBatch(group, self.num_frames, device, has_interrupted=self.has_interrupted) for group in slab.groups
         ]
+        self.mover = None
+        if not self.batches[0].is_on_cpu:
+            assert device is not None
+            self.mover = Mover(slab.buffer, device, self.num_frames)
+            for batch in self.batches:
+                batch.mover = self.mover
         self.intakes = [GroupIntake(group, options.check_actions) for group in slab.groups]
         for index, (batch, intake) in enumerate(zip(self.batches, self.intakes, strict=True)):
             if batch.spec.state:
@@ -109,6 +116,8 @@ class Rows:
     def next_column(self) -> int:
         """Return the ring column for a command to all envs."""
         self._column = (self._column + 1) % self.num_frames
+        if self.mover is not None:
+            self.mover.await_frame(self._column)
         if self._is_mixed:
             self._keep_latest(self._column)
         if self._is_poisoning:
@@ -242,7 +251,7 @@ class Rows:
 
     def next_leaves(self, column: int) -> list[Leaves]:
         """Return the `next` leaves of each group at a column: copies, or views if the executor hands out views."""
-        if self.is_copy:
+        if self.is_copy or self.mover is not None:
             return [batch.next_copies(column) for batch in self.batches]
         return [list(batch.next_views(column)) for batch in self.batches]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from envherd.executor.agreement import check_agreement
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.blueprint import EnvKwargs, MakeEnv, as_factories, serial_blueprint
+from envherd.executor.device import as_device
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.serial_pool import SerialPool
 
@@ -38,10 +37,10 @@ class SerialEnv(BatchedEnv):
     ) -> None:
         del num_workers
         options = options or ExecutorOptions()
+        where = as_device(device)
         factories = as_factories(num_envs, make_env)
         blueprint = serial_blueprint(factories, env_kwargs, seed)
         pool = SerialPool(factories, blueprint, options)
         pool.start()
         check_agreement(pool.specs, factories, blueprint.env_kwargs)
-        where = None if device is None else torch.device(device)
         super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)

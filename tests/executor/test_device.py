@@ -1,0 +1,162 @@
+"""Batches on a device: the right bytes, one transfer per batch, and a clear word where there is no such device.
+
+What needs no GPU is tested with the meta device (shapes, dtypes, number of transfers) and with the cpu in
+the device's place (values); the tests marked so run where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import Collector, ParallelEnv, SerialEnv
+from envherd.executor.carry import Carried
+from envherd.executor.device import Mover, as_device
+from envherd.executor.stepwise import StepwiseRun
+from envherd.workers.testing import AgentsEnv, CountingEnv
+
+NUM_ENVS = 3
+META = torch.device("meta")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(params=["serial", "parallel"])
+def kind(request):
+    return SerialEnv if request.param == "serial" else functools.partial(ParallelEnv, num_workers=2)
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    """Count transfers."""
+    found = []
+    real = Mover.move
+    monkeypatch.setattr(Mover, "move", lambda self, frame, column: found.append(column) or real(self, frame, column))
+    return found
+
+
+def actions():
+    return torch.ones(NUM_ENVS, dtype=torch.int64)
+
+
+def act_alone(_root=None):
+    """Return a batch that holds the action alone: on the meta device it would lose its values."""
+    return TensorDict({"action": actions()}, [NUM_ENVS])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_said_before_anything_starts(kind):
+    with pytest.raises(ValueError, match=r"got 'cuda', but there is no GPU that torch can use"):
+        kind(NUM_ENVS, CountingEnv, device="cuda")
+
+
+def test_names_of_devices():
+    assert as_device(None) is None
+    assert as_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="expected a name such as"):
+        as_device("gpu")
+    with pytest.raises(ValueError, match="cuda:99"):
+        as_device("cuda:99")
+
+
+@pytest.mark.parametrize("make_env", [CountingEnv, AgentsEnv])
+def test_a_batch_crosses_in_one_transfer(kind, moves, make_env):
+    with kind(NUM_ENVS, make_env, seed=0, device=META) as env, kind(NUM_ENVS, make_env, seed=0) as on_cpu:
+        env.reset()
+        other = on_cpu.reset()
+        for _ in range(6):
+            drawn = on_cpu.rand_action(other)
+            given = drawn.select(*[leaf.key for leaf in on_cpu.action_spec])
+            moves.clear()
+            td, root = env.step_and_maybe_reset(given)
+            assert len(moves) == 1
+            td_cpu, other = on_cpu.step_and_maybe_reset(drawn)
+            for ours, theirs in ((td["next"], td_cpu["next"]), (root, other)):
+                assert ours.device == META
+                for key in theirs.keys(include_nested=True, leaves_only=True):
+                    assert ours[key].device == META
+                    assert ours[key].shape == theirs[key].shape
+                    assert ours[key].dtype == theirs[key].dtype
+
+
+def test_what_is_moved_are_the_right_bytes(kind):
+    with kind(NUM_ENVS, AgentsEnv, seed=0) as env:
+        td, batch = env.reset(), env._rows.batches[0]
+        td = env.step(env.rand_action(td))
+        column = env._rows.columns[0]
+        mover = Mover(env._rows.slab.buffer, torch.device("cpu"), env._rows.num_frames)
+        batch.mover = mover
+        moved = batch.next_copies(column)
+        batch.mover = None
+        for key, leaf in zip(batch.next_keys, moved, strict=True):
+            assert torch.equal(leaf, td["next", *key])
+            assert not np.shares_memory(leaf.numpy(), env._rows.slab.buffer)
+        mover.close()
+        mover.close()
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+@pytest.mark.parametrize("make_env", [CountingEnv, AgentsEnv])
+def test_rollouts_step_by_step_are_as_all_others(kind, make_env, breaks):
+    with kind(NUM_ENVS, make_env, seed=0) as env:
+        engine = env._engine
+
+        def act(td):
+            td["next", "count"] = td.get("count", torch.zeros(NUM_ENVS, 1)) + 1
+            return env.rand_action(td)
+
+        results = []
+        for stepwise in (False, True):
+            env.set_seed(3)
+            if stepwise:
+                with env._turn:
+                    run = StepwiseRun(engine, act, Carried(engine.known, None, None), None, break_when_any_done=breaks)
+                    results.append(run.collect(15, auto_reset=True))
+            else:
+                results.append(env.rollout(15, act, break_when_any_done=breaks))
+        expected, got = results
+        assert got.batch_size == expected.batch_size
+        assert expected["next", "done"].any()
+        assert got.names == expected.names
+        for key in expected.keys(include_nested=True, leaves_only=True):
+            assert torch.equal(got[key], expected[key]), key
+
+
+def test_a_rollout_and_a_collector_on_a_device(kind, moves):
+    with kind(NUM_ENVS, CountingEnv, seed=0, device=META) as env:
+        data = env.rollout(4, act_alone, break_when_any_done=False)
+        assert data.batch_size == (NUM_ENVS, 4)
+        assert data["next", "observation"].device == META
+        assert len(moves) == 4
+        batch = Collector(env, act_alone, frames_per_batch=6, close_env=False).collect()
+        assert batch["observation"].shape == (NUM_ENVS, 2, 3)
+
+
+def test_views_are_no_longer_views_on_a_device(kind):
+    with kind(NUM_ENVS, CountingEnv, seed=0, device=META, copy=False) as env:
+        env.reset()
+        td = env.step(act_alone())
+        assert td["next", "observation"].device == META
+
+
+@needs_gpu
+def test_values_and_pinning_on_a_gpu(kind):
+    with kind(NUM_ENVS, CountingEnv, seed=0, device="cuda") as env, kind(NUM_ENVS, CountingEnv, seed=0) as on_cpu:
+        root, other = env.reset(), on_cpu.reset()
+        assert env._rows.mover.is_pinned
+        for _ in range(20):
+            td, root = env.step_and_maybe_reset(root.set("action", actions().cuda()))
+            td_cpu, other = on_cpu.step_and_maybe_reset(other.set("action", actions()))
+            assert (td["next"].cpu() == td_cpu["next"]).all()
+            assert (root.cpu() == other).all()
+
+
+def test_the_action_may_be_anywhere_but_nowhere():
+    with SerialEnv(NUM_ENVS, CountingEnv, seed=0) as env:
+        root = env.reset()
+        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+            env.step(TensorDict({"action": actions().to(META)}, [NUM_ENVS]))
+        assert torch.equal(env.current()["observation"], root["observation"])
