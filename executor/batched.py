@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.carry import own_leaves
 from envherd.executor.engine import Engine, Pool
 from envherd.executor.exchange import ENV_IDS, Exchange
 from envherd.executor.intake import reset_mask
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.rollout import RolloutRunner
 from envherd.executor.statistics import Statistics
-from envherd.executor.tensordict_access import set_next
+from envherd.executor.tensordict_access import get_leaf, set_next
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.protocol import Op
 
@@ -170,7 +171,8 @@ class BatchedEnv:
         """Step every env once.
 
         Args:
-            td: batch `[N]` with the action (and state, where the envs have one). Gets the key `next`.
+            td: batch `[N]` with the action (and state, where the envs have one). Gets the key `next`; what a
+                policy has put there already (its own state) stays.
 
         Returns:
             `td` itself, with `next`: observation, reward, done, terminated, truncated (float32 reward
@@ -183,7 +185,7 @@ class BatchedEnv:
         """
         with self._turn:
             next_td, _ = self._engine.step_all(td, Op.STEP)
-            set_next(td, next_td)
+            self._join(td, next_td, None)
             return td
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -197,8 +199,18 @@ class BatchedEnv:
         with self._turn:
             next_td, root = self._engine.step_all(td, Op.STEP_RESET)
             assert root is not None
-            set_next(td, next_td)
+            self._join(td, next_td, root)
             return td, root
+
+    def _join(self, td: TensorDictBase, next_td: TensorDictBase, root: TensorDictBase | None) -> None:
+        """Set `next`; what a policy had put there stays, and goes on into the root."""
+        written = get_leaf(td, "next")
+        own = None if written is None else own_leaves(written, self._engine.known)
+        if own is not None:
+            next_td.update(own)
+            if root is not None:
+                root.update(own)
+        set_next(td, next_td)
 
     def rollout(self, max_steps: int, policy: Any = None, **kwargs: Any) -> TensorDictBase:
         """Collect up to `max_steps` steps; see `RolloutRunner.run` for the arguments and the result."""

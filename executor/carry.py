@@ -17,6 +17,10 @@ from envherd.executor.tensordict_access import get_leaf
 from envherd.shm.specs import Key
 
 
+#: Root names that are neither the envs' nor the policy's.
+_NOT_STATE = ("next", "env_ids", "interrupted")
+
+
 class Carried:
     """The state of one policy over one rollout.
 
@@ -29,7 +33,7 @@ class Carried:
     def __init__(self, known: set[Key], start: TensorDictBase | None, primer: TensorDictBase | None) -> None:
         self._known = known
         self._primer = primer
-        self._state = None if start is None else self._unknown(start)
+        self._state = None if start is None else own_leaves(start, known)
 
     @property
     def state(self) -> TensorDictBase | None:
@@ -60,11 +64,13 @@ class Carried:
     def keep(self, acted: TensorDictBase) -> None:
         """Take the state out of what the policy returned."""
         written = get_leaf(acted, "next")
-        self._state = None if written is None else self._unknown(written)
+        self._state = None if written is None else own_leaves(written, self._known)
 
-    def _unknown(self, td: TensorDictBase) -> TensorDictBase | None:
-        keys = [key for key in leaf_keys(td) if key not in self._known and key[0] not in ("next", "env_ids")]
-        return td.select(*keys) if keys else None
+
+def own_leaves(td: TensorDictBase, known: set[Key]) -> TensorDictBase | None:
+    """Return what in a batch is the policy's and not the envs' (VIEW); None if there is nothing."""
+    keys = [key for key in leaf_keys(td) if key not in known and key[0] not in _NOT_STATE]
+    return td.select(*keys) if keys else None
 
 
 def check_acted(acted: Any) -> TensorDictBase:

@@ -252,6 +252,18 @@ def test_state_begins_anew_with_every_episode_if_primed(env):
     assert (primer["hidden"] == 10).all()
 
 
+def test_steps_let_it_pass_too(env):
+    td = env.reset()
+    for step in range(1, 8):
+        td, root = env.step_and_maybe_reset(recurrent(td))
+        assert (td["next", "hidden"] == step).all()
+        assert (root["hidden"] == step).all()
+        td = root
+    td = env.step(recurrent(td))
+    assert (td["next", "hidden"] == 8).all()
+    assert set(td["next"].keys()) == {"observation", "reward", "done", "terminated", "truncated", "hidden"}
+
+
 # ---- losses ----------------------------------------------------------------------------------
 
 
@@ -269,7 +281,10 @@ def test_other_parameters_for_a_while(holding):
     with pytest.raises(RuntimeError), swapped_parameters(holding, other):
         raise RuntimeError
     assert holding.linear.weight is own
-    with pytest.raises(KeyError, match="got none for"), swapped_parameters(holding, other.exclude(("linear", "weight"))):
+    with (
+        pytest.raises(KeyError, match="got none for"),
+        swapped_parameters(holding, other.exclude(("linear", "weight"))),
+    ):
         pass
 
 
