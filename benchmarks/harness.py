@@ -1,0 +1,265 @@
+"""What all benchmarks share: pools that are alive together and take turns, and what is said of them.
+
+All pools are alive at the same time and take turns in short slots, in random order, so that whatever
+else the machine does hits all of them alike; what is compared is the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+NUM_ENVS, NUM_WORKERS = 8, 2
+NOISY_SHARE = 0.1  # a slot is noisy if others used more than this share of the machine meanwhile
+RESULTS = Path(__file__).parent / "results"
+
+#: One call, what ends the pool, and how many batches of `NUM_ENVS` steps a call makes.
+Pool = tuple[Callable[[], Any], Callable[[], None], int]
+
+
+class Plan(NamedTuple):
+    """How much to measure."""
+
+    num_rounds: int
+    slot_s: float
+    num_tries: int
+
+
+class Slot(NamedTuple):
+    """What one slot of one pool took.
+
+    Attributes:
+        batch_us: wall microseconds per batch, median.
+        steps_per_s: env steps per second of wall time.
+        cpu_us: processor microseconds per env step, this process and all of the pool's together.
+        others: share of the machine that was used by processes that are not ours, 0..1.
+    """
+
+    batch_us: float
+    steps_per_s: float
+    cpu_us: float
+    others: float
+
+
+@dataclass
+class Contender:
+    """One pool, and the slot of it that was kept of every round."""
+
+    name: str
+    call: Callable[[], Any]
+    close: Callable[[], None]
+    num_batches: int
+    pids: set[int]
+    slots: list[Slot] = field(default_factory=list)
+    num_discarded: int = 0
+
+    def run_round(self, seconds: float, num_tries: int) -> None:
+        """Run a slot, again while others use the machine and tries are left; keep the quietest."""
+        tries = [self._run(seconds)]
+        while tries[-1].others > NOISY_SHARE and len(tries) < num_tries:
+            tries.append(self._run(seconds))
+        self.slots.append(min(tries, key=lambda slot: slot.others))
+        self.num_discarded += len(tries) - 1
+
+    def column(self, name: str) -> list[float]:
+        """Return one field of the slots."""
+        return [getattr(slot, name) for slot in self.slots]
+
+    def _run(self, seconds: float) -> Slot:
+        call, clock = self.call, time.perf_counter_ns
+        ticks: list[int] = []
+        ran, busy = self._ran_ns(), _busy_ns()
+        began = clock()
+        end = began + int(seconds * 1e9)
+        while not ticks or ticks[-1] < end:
+            call()
+            ticks.append(clock())
+        ran, busy = self._ran_ns() - ran, _busy_ns() - busy
+        num_batches, wall_ns = len(ticks) * self.num_batches, ticks[-1] - began
+        return Slot(
+            batch_us=float(np.median(np.diff([began, *ticks]))) / self.num_batches / 1e3,
+            steps_per_s=num_batches * NUM_ENVS / wall_ns * 1e9,
+            cpu_us=ran / 1e3 / (num_batches * NUM_ENVS),
+            others=max(0.0, (busy - ran) / (wall_ns * (os.cpu_count() or 1))),
+        )
+
+    def _ran_ns(self) -> int:
+        """Return the nanoseconds that this process and the pool's have run."""
+        tasks = [task for pid in (os.getpid(), *self.pids) for task in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+
+
+def _busy_ns() -> int:
+    """Return the nanoseconds that all processors have worked, for whomever (in steps of 10 ms)."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) * 10**9 // os.sysconf("SC_CLK_TCK")
+
+
+def measure(builders: Mapping[str, Callable[[], Pool]], plan: Plan) -> list[Contender]:
+    """Start every pool, let them take turns, and end them."""
+    contenders: list[Contender] = []
+    try:
+        for name, build in builders.items():
+            before = _descendants()
+            call, close, num_batches = build()
+            contenders.append(Contender(name, call, close, num_batches, _descendants() - before))
+        for contender in contenders:
+            for _ in range(3):
+                contender.call()
+        order = random.Random(0)
+        for _ in range(plan.num_rounds):
+            for contender in order.sample(contenders, len(contenders)):
+                contender.run_round(plan.slot_s, plan.num_tries)
+    finally:
+        for contender in contenders:
+            contender.close()
+    return contenders
+
+
+def _descendants() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def summarise(contenders: list[Contender], rival_of: Callable[[str], str]) -> dict[str, dict[str, Any]]:
+    """Return, per contender, medians over rounds and the quartiles of our throughput over its own.
+
+    Args:
+        contenders: after `measure`.
+        rival_of: name of a contender -> name of ours that it is compared with.
+    """
+    by_name = {one.name: one for one in contenders}
+    summary = {}
+    for one in contenders:
+        ours = by_name[rival_of(one.name)]
+        faster = np.divide(ours.column("steps_per_s"), one.column("steps_per_s"))
+        cheaper = np.divide(one.column("cpu_us"), ours.column("cpu_us"))
+        others = one.column("others")
+        summary[one.name] = {
+            "rival": ours.name,
+            "processes": len(one.pids),
+            "batch_us": statistics.median(one.column("batch_us")),
+            "steps_per_s": statistics.median(one.column("steps_per_s")),
+            "cpu_us_per_step": statistics.median(one.column("cpu_us")),
+            "ours_is_faster": np.quantile(faster, (0.25, 0.5, 0.75)).tolist(),
+            "ours_needs_less_cpu": np.quantile(cheaper, (0.25, 0.5, 0.75)).tolist(),
+            "others_share": statistics.median(others),
+            "noisy_slots": sum(share > NOISY_SHARE for share in others),
+            "discarded_slots": one.num_discarded,
+        }
+    return summary
+
+
+def show(console: Console, title: str, summary: dict[str, dict[str, Any]]) -> None:
+    """Print a table of a summary."""
+    table = Table(title=title, title_justify="left")
+    columns = (
+        "",
+        "us/batch",
+        "env steps/s",
+        "CPU us/step",
+        "envherd is faster",
+        "uses less CPU",
+        "others",
+        "noisy slots",
+    )
+    for index, header in enumerate(columns):
+        table.add_column(header, justify="right" if index else "left", no_wrap=True)
+    for name, row in summary.items():
+        (low, mid, high), cpu = row["ours_is_faster"], row["ours_needs_less_cpu"][1]
+        table.add_row(
+            name,
+            f"{row['batch_us']:.1f}",
+            f"{row['steps_per_s']:,.0f}",
+            f"{row['cpu_us_per_step']:.2f}",
+            "" if name == row["rival"] else f"{mid:.1f}x ({low:.1f}-{high:.1f})",
+            "" if name == row["rival"] else f"{cpu:.1f}x",
+            f"{row['others_share']:.0%}",
+            f"{row['noisy_slots']}",
+            style="bold" if name == row["rival"] else "",
+        )
+    console.print(table)
+
+
+def pressure() -> str:
+    """Return the kernel's own account of how busy the processors are, or an empty string."""
+    path = Path("/proc/pressure/cpu")
+    return path.read_text().splitlines()[0] if path.exists() else ""
+
+
+def machine() -> dict[str, Any]:
+    """Return what the numbers were measured on."""
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ": ?")
+    packages = ("envherd", "torch", "tensordict", "numpy", "gymnasium", "stable-baselines3", "torchrl")
+    return {
+        "cpu": model.split(":", 1)[1].strip(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+class Run:
+    """One run of a benchmark: its arguments, its plan, and the report that it writes.
+
+    Args:
+        name: of the benchmark, and of its JSON.
+        parser: with the benchmark's own arguments.
+    """
+
+    def __init__(self, name: str, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--quick", action="store_true", help="3 rounds of 0.1 s slots instead of 12 of 0.2 s, no second tries"
+        )
+        parser.add_argument("--out", type=Path, help="where to write the JSON (default: benchmarks/results/)")
+        self.arguments = parser.parse_args()
+        quick, full = Plan(num_rounds=3, slot_s=0.1, num_tries=1), Plan(num_rounds=12, slot_s=0.2, num_tries=4)
+        self.plan = quick if self.arguments.quick else full
+        self.console = Console(width=132)
+        self.report: dict[str, Any] = {"machine": machine(), "plan": self.plan._asdict(), "pressure": [pressure()]}
+        self._name = name
+        warnings.simplefilter("ignore")  # of the peers, about themselves
+        sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]  # peers import it, and TensorFlow by it
+        torch.set_num_threads(1)
+
+    def add(self, workload: str, title: str, summary: dict[str, dict[str, Any]]) -> None:
+        """Print a summary and keep it for the report."""
+        self.report[workload] = summary
+        self.report["pressure"].append(pressure())
+        show(self.console, f"{title}, {self.plan.num_rounds} rounds", summary)
+
+    def judge(self, summary: dict[str, dict[str, Any]], targets: Mapping[str, float]) -> None:
+        """Say which targets are met: peer -> how many times its throughput is wanted."""
+        for peer, target in targets.items():
+            times = summary[peer]["ours_is_faster"][1]
+            verdict = "met" if times >= target else "MISSED"
+            self.console.print(
+                f"target {verdict}: {times:.1f} times the throughput of {peer}, at least {target:g} wanted"
+            )
+
+    def finish(self) -> None:
+        """Write the report."""
+        before, after = self.report["pressure"][0] or "unknown", self.report["pressure"][-1]
+        self.console.print(f"CPU pressure before and after: {before} | {after}")
+        out = self.arguments.out or RESULTS / f"{self._name}{'-quick' if self.arguments.quick else ''}.json"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(self.report, indent=2) + "\n")
+        self.console.print(f"written to {out}")
