@@ -331,8 +331,9 @@ class BatchedEnv:
         """Ask envs for something that is not a step; what `call`, `get`, `set` and facades are made of.
 
         Args:
-            what, question: see `messages.Ask`.
+            what: see `messages.Ask`.
             env_ids: whom to ask; None for all.
+            **question: `name`, `args` and `kwargs`, as `messages.Ask` has them.
 
         Returns:
             One answer per env, in the order asked.

@@ -1,0 +1,113 @@
+"""Which Gymnasium spaces an env's rows have for Stable-Baselines3, and how its arrays become observations.
+
+A *row* is what SB3 calls an env: one env, or one agent of an env whose agents are stacked in a single
+group. Agents see what is theirs; what the env shows of the world as a whole is left to `render`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from envherd.shm.specs import Binary, Box, Discrete, Domain, EnvSpec, Key, LeafSpec, MultiDiscrete
+
+Space = spaces.Space[Any]
+#: Arrays `[N, ...]` in the order of the leaves -> what SB3 calls an observation.
+Compose = Callable[[Sequence[Any]], Any]
+
+
+def num_agents(spec: EnvSpec) -> int:
+    """Return how many rows an env has: 1, or its agents.
+
+    Raises:
+        ValueError: agents in several groups, or an env that is itself a batch.
+    """
+    if spec.batch_shape or len(spec.groups) > 1 or any(len(shape) != 1 for _, shape in spec.groups):
+        raise ValueError(
+            f"reading the env failed: expected one env or one group of equal agents, got batch shape "
+            f"{spec.batch_shape} and groups {spec.groups}. Stable-Baselines3 has no place for more."
+        )
+    return spec.groups[0][1][0] if spec.groups else 1
+
+
+def observed_leaves(spec: EnvSpec) -> list[tuple[int, LeafSpec]]:
+    """Return `(index, leaf)` of the observation leaves that a row sees."""
+    return [(i, leaf) for i, leaf in enumerate(spec.observation) if _is_of_agents(spec, leaf.key)]
+
+
+def compose_for(space: Space) -> Compose:
+    """Return how the leaves of an observation space are put together: array, dict or tuple.
+
+    Raises:
+        NotImplementedError: a space inside a space inside a space, or one without fixed shapes.
+    """
+    inner = _inner_spaces(space)
+    for sub in inner:
+        if not isinstance(sub, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+            raise NotImplementedError(
+                f"reading observation_space failed: expected Box, Discrete, MultiDiscrete or MultiBinary, alone or in "
+                f"one Dict or Tuple, got {type(sub).__name__} in {space}. Nested observation spaces and those "
+                f"without a fixed shape are not supported by Stable-Baselines3: flatten them in a wrapper."
+            )
+    if isinstance(space, spaces.Dict):
+        keys = tuple(space.spaces)
+        return lambda leaves: dict(zip(keys, leaves, strict=True))
+    return tuple if isinstance(space, spaces.Tuple) else lambda leaves: leaves[0]
+
+
+def row_shapes(space: Space) -> list[tuple[int, ...]]:
+    """Return the shape of each leaf of an observation space, as SB3 expects it."""
+    return [tuple(sub.shape or ()) for sub in _inner_spaces(space)]
+
+
+def _inner_spaces(space: Space) -> list[Space]:
+    if isinstance(space, spaces.Dict):
+        return list(space.spaces.values())
+    return list(space.spaces) if isinstance(space, spaces.Tuple) else [space]
+
+
+def spaces_of(spec: EnvSpec) -> tuple[Space, Space]:
+    """Return the observation and action space of a row of an env that has none of its own (no Gymnasium env)."""
+    lead = 1 if spec.groups else 0
+    observed = {_name(spec, leaf.key): _space(leaf, lead) for _, leaf in observed_leaves(spec) if not leaf.is_side}
+    acted = {_name(spec, leaf.key): _space(leaf, lead) for leaf in spec.action}
+    return _single_or_dict(observed), _single_or_dict(acted)
+
+
+def _single_or_dict(found: dict[str, Space]) -> Space:
+    return next(iter(found.values())) if len(found) == 1 else spaces.Dict(found)
+
+
+def _name(spec: EnvSpec, key: Key) -> str:
+    prefix = (*spec.groups[0][0], "observation") if spec.groups else ()
+    return "/".join(key[len(prefix) :] if prefix and key[: len(prefix)] == prefix else key)
+
+
+def _is_of_agents(spec: EnvSpec, key: Key) -> bool:
+    return not spec.groups or key[: len(spec.groups[0][0])] == spec.groups[0][0]
+
+
+def _space(leaf: LeafSpec, lead: int) -> Space:
+    """Return the space of a leaf without its agents' dimension."""
+    shape, dtype, domain = leaf.shape[lead:], np.dtype(leaf.dtype), leaf.domain
+    if isinstance(domain, Discrete) and shape == ():
+        return spaces.Discrete(domain.n, start=domain.start)
+    if isinstance(domain, MultiDiscrete) and dtype.kind in "iu":
+        return spaces.MultiDiscrete(np.broadcast_to(np.asarray(domain.nvec), leaf.shape)[(0,) * lead])
+    if isinstance(domain, Binary) and dtype.kind in "iu":
+        return spaces.MultiBinary(shape)
+    low, high = (np.broadcast_to(bound, leaf.shape)[(0,) * lead] for bound in _bounds(domain, dtype))
+    return spaces.Box(low.astype(dtype), high.astype(dtype), shape, dtype.type)
+
+
+def _bounds(domain: Domain, dtype: np.dtype) -> tuple[Any, Any]:
+    if isinstance(domain, Box):
+        return domain.low, domain.high
+    if isinstance(domain, Discrete):
+        return domain.start, domain.start + domain.n - 1
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).min, np.iinfo(dtype).max
+    return (0, 1) if dtype.kind == "b" else (-np.inf, np.inf)
