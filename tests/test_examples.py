@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TESTED = {"async_rollout", "custom_env", "meltingpot_rollout", "ppo_cartpole"}
+TESTED = {"async_rollout", "custom_env", "meltingpot_rollout", "ppo_cartpole", "uncopyable_policy"}
 
 
 def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 240) -> str:
@@ -53,6 +53,15 @@ def test_ppo_says_when_it_fails(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1, done.stderr
     assert "not solved" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_policy_that_cannot_be_copied_is_trained(tmp_path):
+    printed = run_example("uncopyable_policy", tmp_path, timeout_s=380)
+    returns = [float(number) for number in re.findall(r"mean return +([\d.]+)", printed)]
+    assert len(returns) == 4
+    assert returns[-1] > 100
 
 
 @pytest.mark.slow
