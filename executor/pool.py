@@ -25,11 +25,13 @@ from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages
-from envherd.workers.errors import EnvherdError, InternalError, WorkerLost
+from envherd.workers.errors import EnvherdError, FactoryError, InternalError, WorkerLost
 from envherd.workers.protocol import Op, describe_phase, pack
 
 #: Seconds between looks at the workers' pidfds while waiting: bounds how late a death is noticed.
 _LOOK_S = 0.01
+#: Seconds for workers to close the envs they have built when another's factory has failed.
+_FAREWELL_S = 1.0
 
 
 @dataclass
@@ -111,6 +113,9 @@ class WorkerPool:
         try:
             self.specs = self.crew.start()
             self._make_slab()
+        except FactoryError:
+            self.close(min(_FAREWELL_S, self.options.close_timeout_s))  # the other workers' envs end as envs should
+            raise
         except BaseException:
             self.close(timeout_s=0)
             raise

@@ -25,7 +25,7 @@ from envherd.executor.facades.torchrl_attributes import Attributes, Dispatcher, 
 from envherd.executor.facades.torchrl_crew import LocalCrew, ProcessCrew, WorkerHandle
 from envherd.executor.facades.torchrl_data import BatchedData
 from envherd.executor.options import ExecutorOptions
-from envherd.workers.errors import FactoryError
+from envherd.workers.errors import EnvError, FactoryError
 from envherd.workers.factory import check_factory
 
 MakeEnv = Callable[..., EnvBase]
@@ -101,14 +101,16 @@ class BatchedFacade(BatchedData):
         Raises:
             RuntimeError: it is a view of an env that was closed.
         """
-        if self.is_closed or not self._owns_workers:
-            if self._owns_workers:
+        if self._owns_workers:
+            if self.is_closed:
                 self._start_workers()
-            elif self.is_closed or self._parent_env is None or self._parent_env.is_closed:
-                raise RuntimeError(
-                    "Cannot use an indexed batched environment view after it or its parent environment has been closed. "
-                    "Create a new view from the parent environment instead."
-                )
+        elif self.is_closed:
+            raise RuntimeError("the call failed: this is a closed indexed view of an env. Index its parent again.")
+        elif self._parent_env is None or self._parent_env.is_closed:
+            raise RuntimeError(
+                "the call failed: this is a view of an env, used after its parent environment has been closed. "
+                "Index the parent again."
+            )
         crew: ProcessCrew | LocalCrew = self.__dict__["_crew"]
         return crew
 
@@ -193,7 +195,12 @@ class BatchedFacade(BatchedData):
         indices = self._indices(item)
         sources = self._indexed_snapshot_sources(source, len(indices))
         ids = [self._worker_indices[i] for i in indices]
-        crew.tell(ids, [("become", (one,), {}) for one in sources])
+        try:
+            crew.tell(ids, [("become", (one,), {}) for one in sources])
+        except EnvError as error:
+            if error.context.get("type_name") == "NotImplementedError":
+                raise NotImplementedError(error.message) from error
+            raise
 
     # ---- attributes --------------------------------------------------------------------------
 
