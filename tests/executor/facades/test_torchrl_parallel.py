@@ -1,0 +1,288 @@
+"""The TorchRL facade's `ParallelEnv` over real workers, beside TorchRL's own classes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torchrl.envs
+from tensordict import TensorDict, TensorDictBase, assert_close
+from torchrl.envs import Compose, EnvBase, GymEnv, PendulumEnv, RewardSum, StepCounter, TransformedEnv, check_env_specs
+from torchrl.testing import mocking_classes as own
+
+from envherd.executor.facades.torchrl import BuildFailed, ParallelEnv, SerialEnv
+from envherd.workers.errors import EnvError, FactoryError, WorkerLost
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def started(*args: Any, **kwargs: Any) -> Iterator[ParallelEnv]:
+    env = ParallelEnv(*args, **kwargs)
+    try:
+        yield env
+    finally:
+        env.close(raise_if_closed=False)
+
+
+def cartpole() -> EnvBase:
+    return GymEnv("CartPole-v1")
+
+
+def counting() -> EnvBase:
+    return TransformedEnv(own.CountingEnv(max_steps=3), StepCounter())
+
+
+class Troubled(own.CountingEnv):
+    """Raises on a wrong action, and dies on a worse one."""
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if (action := int(tensordict["action"].sum())) == 5:
+            raise ArithmeticError("five is too much")
+        if action == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._step(tensordict)
+
+    def fail(self) -> None:
+        raise LookupError("as asked")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+FAMILIES: dict[str, Callable[[], EnvBase]] = {
+    "gym": cartpole,
+    "transformed": counting,
+    "nested, batched": lambda: own.NestedCountingEnv(max_steps=3),
+    "unlike agents": own.HeterogeneousCountingEnv,
+    "text": own.CountingEnvWithString,
+    "dynamic": own.EnvWithDynamicSpec,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rollouts_are_torchrls_serial_ones(family: str) -> None:
+    rollouts = []
+    theirs = torchrl.envs.SerialEnv(2, FAMILIES[family])
+    with started(2, FAMILIES[family]) as ours:
+        assert ours.specs == theirs.specs or family == "text"  # its own specs hold random examples
+        for env in (theirs, ours):
+            assert env.set_seed(0) == torchrl.envs.SerialEnv.set_seed(theirs, 0)
+            torch.manual_seed(0)
+            rollouts.append(
+                [
+                    env.rollout(20, break_when_any_done=False),
+                    env.rollout(20, break_when_all_done=True, break_when_any_done=False),
+                    env.rollout(8),
+                ]
+            )
+        check_env_specs(ours)
+    theirs.close()
+    for their, our in zip(*rollouts, strict=True):
+        assert type(their) is type(our)
+        assert_close(their, our)
+
+
+def test_no_env_is_built_here_and_threads_stay(tmp_path: Any) -> None:
+    def make() -> EnvBase:
+        (tmp_path / f"built-{os.getpid()}-{time.monotonic_ns()}").touch()
+        return own.CountingEnv()
+
+    num_threads = torch.get_num_threads()
+    with started(3, make, num_processes=2) as env:
+        assert isinstance(env, torchrl.envs.ParallelEnv)
+        assert env.is_closed
+        env.rollout(2)
+        assert torch.get_num_threads() == num_threads
+        pids = [name.split("-")[1] for name in os.listdir(tmp_path)]
+        assert len(pids) == 3
+        assert len(set(pids)) == 2
+        assert str(os.getpid()) not in pids
+    assert torch.get_num_threads() == num_threads
+
+
+def test_an_env_that_raises_is_alone_in_it() -> None:
+    with started(2, Troubled, num_processes=1) as env:
+        td = env.reset()
+        td["action"] = torch.tensor([[5], [1]], dtype=env.action_spec.dtype)
+        with pytest.raises(EnvError, match="five is too much") as caught:
+            env.step(td)
+        assert "in _step" in str(caught.value.__cause__)
+        td = env.reset(TensorDict({"_reset": torch.tensor([[True], [False]])}, [2]))
+        assert td["observation"].tolist() == [[0], [1]]
+        with pytest.raises(EnvError, match="as asked"):
+            env.fail()
+        with pytest.raises(AttributeError, match="misspelt"):
+            env.misspelt()
+        assert not hasattr(env, "misspelt")
+        with pytest.raises(EnvError):  # cannot be seeded with this; the worker lives
+            env.set_seed("no seed")
+        env.rollout(2)
+
+
+@pytest.mark.broken_pool
+def test_a_lost_worker_is_named_and_the_env_starts_again() -> None:
+    with started(2, Troubled) as env:
+        td = env.reset()
+        td["action"] = torch.tensor([[6], [1]], dtype=env.action_spec.dtype)
+        with pytest.raises(WorkerLost, match="SIGKILL"):
+            env.step(td)
+        env.close()
+        assert env.is_closed
+        assert env.rollout(3).shape == (2, 3)
+
+
+def test_steps_after_other_commands_are_never_stale() -> None:
+    with started(2, counting) as env:
+        td = env.reset()
+        action = torch.ones(2, 1, dtype=env.action_spec.dtype)
+        td = env.step_mdp(env.step(td.set("action", action)))
+        env.load_state_dict(env.state_dict())
+        assert list(env.state_dict()) == ["worker0", "worker1"]
+        stepped = env.step(td.set("action", action))
+        assert stepped["next", "observation"].tolist() == [[2], [2]]
+        assert env[0].rollout(2).shape == (1, 2)
+
+
+def test_attributes() -> None:
+    with started(2, Troubled) as env:
+        with pytest.raises(RuntimeError):
+            env.max_steps  # noqa: B018
+        env.start()
+        assert list(env.max_steps) == [5, 5]
+        assert len(set(env.pid())) == 2
+        assert env.batch_locked
+    with started(2, cartpole) as env:
+        env.start()
+        assert [entry == "CartPole-v1" for entry in env.spec.id] == [True, True]
+
+
+def test_lifecycle_views_and_pickling() -> None:
+    with started(3, counting) as env:
+        env.update_kwargs({})
+        again = copy.deepcopy(env)
+        with pytest.raises(RuntimeError, match="closed environment"):
+            env.close()
+        env.start()
+        with pytest.raises(RuntimeError, match="not closed"):
+            env.start()
+        view = env[[0, 2]]
+        td = view.rollout(2)
+        assert td.shape == (2, 2)
+        rows = env.reset(TensorDict({"_reset": torch.zeros(3, 1, dtype=torch.bool)}, [3]))["observation"]
+        last = td["next", "observation"][:, -1].flatten().tolist()
+        assert rows.flatten().tolist() == [last[0], 0, last[1]]
+        view.close()
+        assert not env.is_closed
+        left = env[1]
+        env.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            left.reset()
+        assert env.rollout(2).shape == (3, 2)
+        assert again.rollout(2).shape == (3, 2)
+        again.close()
+
+
+def test_both_placements_of_transforms_agree() -> None:
+    def transformed(env: EnvBase) -> EnvBase:
+        return TransformedEnv(env, Compose(StepCounter(3), RewardSum()))
+
+    outer = transformed(ParallelEnv(2, own.CountingEnv))
+    inner = ParallelEnv(2, lambda: transformed(own.CountingEnv()))
+    try:
+        rollouts = []
+        for env in (outer, inner):
+            env.set_seed(0)
+            torch.manual_seed(0)
+            rollouts.append(env.rollout(11, break_when_any_done=False))
+        assert rollouts[0]["next", "done"].any()
+        assert_close(*rollouts)
+    finally:
+        outer.close()
+        inner.close()
+
+
+def test_different_tasks_and_kwargs() -> None:
+    def make(max_steps: int) -> EnvBase:
+        return own.CountingEnv(max_steps=max_steps)
+
+    with started(2, make, create_env_kwargs=[{"max_steps": 2}, {"max_steps": 4}]) as env:
+        env.start()
+        assert list(env.max_steps) == [2, 4]
+        env.close()
+        env.update_kwargs([{"max_steps": 9}, {"max_steps": 9}])
+        env.start()
+        assert list(env.max_steps) == [9, 9]
+    with started(2, [cartpole, PendulumEnv]) as env:
+        td = env.reset()
+        assert td[0]["observation"].shape == (4,)
+        assert set(td[1].keys()) >= {"th", "thdot"}
+    with started(2, PendulumEnv) as env:
+        td = env.reset()
+        state = td.select("th", "thdot", "params").clone()
+        state["th"] = torch.tensor([0.5, -0.5])
+        assert env.reset(state, set_state=True)["th"].tolist() == [0.5, -0.5]
+
+
+def test_what_is_no_factory_is_refused_at_once() -> None:
+    with pytest.raises(FactoryError, match="lambda: CountingEnv"):
+        ParallelEnv(2, own.CountingEnv())
+    lock = __import__("threading").Lock()
+    with pytest.raises(FactoryError, match="lock"):
+        ParallelEnv(2, lambda: lock and own.CountingEnv())
+
+
+def test_factories_that_fail_say_why() -> None:
+    def fail() -> EnvBase:
+        raise ValueError("no such level")
+
+    with pytest.raises(BuildFailed, match="no such level") as caught:
+        ParallelEnv(2, fail)
+    assert isinstance(caught.value, RuntimeError)
+    with pytest.raises(FactoryError, match="expected a TorchRL env"):
+        ParallelEnv(2, dict)
+
+
+def test_constructor_arguments() -> None:
+    env = ParallelEnv(1, own.CountingEnv, serial_for_single=True, metadata_from_workers=True, use_buffers=False)
+    assert isinstance(env, SerialEnv)
+    env.close(raise_if_closed=False)
+    with pytest.raises(RuntimeError, match="use_buffers=False"):
+        ParallelEnv(2, own.CountingEnv, metadata_from_workers=True, use_buffers=True)
+    with started(
+        2,
+        create_env_fn=own.CountingEnv,
+        mp_start_method="fork",
+        num_threads=3,
+        num_sub_threads=2,
+        non_blocking=True,
+        daemon=True,
+        use_buffers=False,
+        consolidate=False,
+        auto_wrap_envs=False,
+        shutdown_timeout=3.0,
+        device="cpu",
+    ) as env:
+        assert env.rollout(3).device == torch.device("cpu")
+    made = ParallelEnv.make_parallel(own.CountingEnv, num_envs=2)
+    assert made.configure_parallel(num_sub_threads=2) is made
+    assert made.rollout(2).shape == (2, 2)
+    made.close()
+
+
+def test_seeded_rollouts_do_not_depend_on_the_number_of_processes() -> None:
+    rollouts = []
+    for num_processes in (1, 2):
+        with started(3, lambda: TransformedEnv(PendulumEnv(), StepCounter()), num_processes=num_processes) as env:
+            env.set_seed(3)
+            torch.manual_seed(0)
+            rollouts.append(env.rollout(4))
+    assert_close(*rollouts)
+    assert rollouts[0]["th"][:, 0].unique().numel() == 3
