@@ -117,12 +117,11 @@ class Commands:
 
     def _wait(self, ids: np.ndarray, timeout_s: float | None) -> None:
         engine = self._engine
-        if timeout_s is None and self._uniform is not None:
-            engine.pool.wait_all(engine.options.step_timeout_s)
-            return
-        has_resets = bool((self._ops[ids] == _RESET).any())
+        has_resets = self._uniform is None and bool((self._ops[ids] == _RESET).any())
         limit = engine.options.reset_timeout_s if has_resets else engine.options.step_timeout_s
-        if timeout_s is None:
+        if timeout_s is None and len(ids) == engine.num_envs:
+            engine.pool.wait_all(limit)
+        elif timeout_s is None:
             engine.pool.wait_some(ids, len(ids), limit)
         elif len(engine.pool.wait_some(ids, len(ids), timeout_s, kill_late=False)) < len(ids):
             raise TimeoutError(f"the call failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them.")
@@ -155,8 +154,9 @@ class Commands:
         rows.interrupted[ids] = False
         engine.num_errors += len(outcome.faults)
         self.faults = outcome.faults
-        lost = np.intersect1d(engine.envs_of(outcome.losses), ids)
-        self.dead = dead = np.union1d(lost, np.array([*outcome.faults], np.int64))
+        lost = engine.envs_of(outcome.losses)
+        lost = lost[np.isin(lost, ids)] if len(lost) else lost
+        self.dead = dead = np.union1d(lost, [*outcome.faults]).astype(np.int64) if lost.size or outcome.faults else lost
         self._end_rows(lost, outcome.faults)
         self._note_rows(ids, dead)
         self._let_go(ids)
@@ -175,8 +175,13 @@ class Commands:
                 self._engine.end_in_ring(env_id, int(self._columns[env_id]))
 
     def _note_rows(self, ids: np.ndarray, dead: np.ndarray) -> None:
-        rows, is_dead = self._engine.rows, np.isin(ids, dead)
-        is_reset = self._ops[ids] == _RESET
+        rows, is_reset = self._engine.rows, self._ops[ids] == _RESET
+        if len(ids) == self._engine.num_envs and not len(dead) and not (self._ops == _STEP_RESET).any():
+            rows.stepped_all(self.column)  # what it finds in the rows of those that were reset is put right at once
+            rows.were_reset(ids[is_reset], self._columns[is_reset])
+            self.has_resets = bool(is_reset.any())
+            return
+        is_dead = np.isin(ids, dead)
         stepped = ids[~is_reset]
         ended = np.zeros(len(ids), bool)
         if len(stepped):
