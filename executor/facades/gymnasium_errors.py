@@ -47,13 +47,23 @@ def _twin(error: EnvherdError, native: type[Exception]) -> EnvherdError:
     if (ours, native) not in _kinds:
         _kinds[ours, native] = _joined(ours, native)
     kind = _kinds[ours, native]
-    if kind is None:
+    twin = None if kind is None else _blank(kind, native, error.message)
+    if twin is None:
         return error
-    twin = kind.__new__(kind, error.message)
     BaseException.__init__(twin, error.message)
     vars(twin).update(vars(error))
     twin.__cause__ = error.__cause__
     return twin
+
+
+def _blank(kind: type[EnvherdError], native: type[Exception], message: str) -> EnvherdError | None:
+    """Return an instance whose constructors were not called: a native one may want other arguments."""
+    for base in (Exception, native):  # the second, if instances of the native one have fields of their own
+        try:
+            return base.__new__(kind, message)
+        except TypeError:
+            continue
+    return None
 
 
 def _joined(ours: type[EnvherdError], native: type[Exception]) -> type[EnvherdError] | None:

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import time
+import warnings
+
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, Tuple
+from gymnasium.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    Graph,
+    MultiBinary,
+    MultiDiscrete,
+    OneOf,
+    Sequence,
+    Text,
+    Tuple,
+)
 
 
 class Nested(gymnasium.Env):
@@ -104,3 +119,125 @@ MAKES = {
     "pendulum": lambda: gymnasium.make("Pendulum-v1", max_episode_steps=7),
     "nested": Nested,
 }
+
+
+class Odd(Exception):
+    """An error of a package's own, whose constructor takes two arguments."""
+
+    def __init__(self, code, reason):
+        super().__init__(code, reason)
+
+
+ERRORS = {"value": ValueError("no"), "key": KeyError("k"), "odd": Odd(1, "100% odd"), "os": OSError(2, "gone")}
+
+
+class Failing(gymnasium.Env):
+    """Raises what `fails` names in its next step, or in its next reset if that is seeded 13; counts its steps."""
+
+    observation_space = Box(0, 99, (1,), np.float32)
+    action_space = Discrete(2)
+    fails = ""
+
+    def __init__(self):
+        self.count = 0
+
+    def reset(self, *, seed=None, options=None):
+        if seed == 13:
+            raise ERRORS[self.fails or "value"]
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        if self.fails:
+            raise ERRORS[self.fails]
+        self.count += 1
+        return np.full(1, self.count, np.float32), 1.0, self.count == 3, False, {}
+
+    def die(self):
+        os._exit(5)
+
+    def refuse(self):
+        raise PermissionError("not today")
+
+
+class Slow(Failing):
+    """Takes `pause` seconds for a step, a reset and a nap."""
+
+    pause = 0.0
+
+    def reset(self, *, seed=None, options=None):
+        time.sleep(self.pause)
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        time.sleep(self.pause)
+        return super().step(action)
+
+    def nap(self):
+        time.sleep(self.pause)
+        return "rested"
+
+
+class Custom(gymnasium.Space):
+    """Text that begins with an s."""
+
+    def sample(self, mask=None, probability=None):
+        return f"s{self.np_random.integers(9)}"
+
+    def contains(self, x):
+        return isinstance(x, str) and x.startswith("s")
+
+    def __eq__(self, other):
+        return isinstance(other, Custom)
+
+    __hash__ = None
+
+
+SPACES = {
+    "float16": Box(-1, 1, (2,), np.float16),
+    "bool": Box(0, 1, (2,), np.bool_),
+    "uint64": Box(0, 9, (1,), np.uint64),
+    "discrete": Discrete(5, start=-2),
+    "small": Discrete(5, dtype=np.int8),
+    "multi": MultiDiscrete([[2, 3], [4, 5]], start=[[1, 1], [-2, -2]]),
+    "binary": MultiBinary((2, 3)),
+    "text": Text(5),
+    "graph": Graph(Box(-1, 1, (2,)), Discrete(3)),
+    "sequence": Sequence(Box(0, 1, (1,))),
+    "stacked": Sequence(Box(0, 1, (1,)), stack=True),
+    "one of": OneOf((Discrete(3), Box(0, 1, (2,)))),
+    "nested": Dict(
+        {"x": Tuple((Text(3), Dict({"y": Box(0, 1, ()), "action": Discrete(2)}))), "reward": Box(0, 1, (3,))}
+    ),
+    "custom": Tuple((Custom(), Discrete(3))),
+}
+
+
+class Echo(gymnasium.Env):
+    """Its observation is the action that it was given, which must be one."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 7}  # noqa: RUF012  # so declared by Gymnasium
+
+    def __init__(self, space, render_mode=None):
+        self.observation_space = self.action_space = space
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        with warnings.catch_warnings(action="ignore"):  # Gymnasium's, of its own scalars
+            assert action in self.action_space, action
+        return action, 0, False, False, {}
+
+    def render(self):
+        return np.full((2, 2, 3), 7, np.uint8)
+
+
+class WithActions(Echo):
+    """Any observation space, and two actions."""
+
+    def __init__(self, space):
+        super().__init__(space)
+        self.action_space = Discrete(2)

@@ -1,0 +1,248 @@
+"""Errors of the Gymnasium facade: of Gymnasium's types and of ours, and what can be done after them."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+
+from envherd.executor import EnvError, ExecutorOptions, FactoryError, ResetNeeded, WorkerLost
+from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
+from tests.executor.facades.gymnasium_envs import ERRORS, Failing, Odd, Slow
+
+ACTIONS = np.zeros(3, np.int64)
+FACADES = {"async": functools.partial(AsyncVectorEnv, num_workers=2), "sync": SyncVectorEnv}
+TYPES = {"value": ValueError, "key": KeyError, "odd": Odd, "os": OSError}
+
+quiet = pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
+
+
+@pytest.fixture(params=FACADES)
+def make(request):
+    made = []
+
+    def build(env=Failing, **kwargs):
+        made.append(FACADES[request.param]([env] * 3, **kwargs))
+        return made[-1]
+
+    yield build
+    for envs in made:
+        envs.close()
+
+
+@quiet
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_an_env_raises_is_of_its_own_type_and_ours(make, name):
+    envs = make()
+    envs.reset()
+    envs.set_attr("fails", ["", name, ""])
+    with pytest.raises(TYPES[name]) as caught:
+        envs.step(ACTIONS)
+    error = caught.value
+    assert isinstance(error, EnvError)
+    assert error.env_ids == (1,)
+    assert str(ERRORS[name]) in str(error)
+    assert "in step" in error.remote_traceback
+    assert "in the worker" in str(error.__cause__)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), again.context) == (str(error), error.context)
+
+
+@quiet
+def test_an_env_that_raised_can_be_reset_while_the_others_go_on(make):
+    envs = make(autoreset_mode="NextStep")
+    envs.reset()
+    envs.step(ACTIONS)
+    envs.step(ACTIONS)
+    envs.set_attr("fails", ["", "value", ""])
+    with pytest.raises(ValueError, match="no"):
+        envs.step(ACTIONS)  # the third step of the others, their last
+    with pytest.raises(ResetNeeded, match=r"envs \[1\]"):
+        envs.step(ACTIONS)
+    envs.set_attr("fails", "")
+    observations, _ = envs.reset(options={"reset_mask": np.array([False, True, False])})
+    assert observations[:, 0].tolist() == [3, 0, 3]
+    observations, rewards, terminations, _, _ = envs.step(ACTIONS)
+    assert observations[:, 0].tolist() == [0, 1, 0]
+    assert rewards.tolist() == [0, 1, 0]
+    assert not terminations.any()
+
+
+@quiet
+def test_a_reset_that_raises(make):
+    envs = make(autoreset_mode="SameStep")
+    with pytest.raises(ValueError, match="no"):
+        envs.reset(seed=[1, 13, 2])
+    with pytest.raises(ResetNeeded):
+        envs.step(ACTIONS)
+    envs.reset(seed=4)
+    assert envs.step(ACTIONS)[0].tolist() == [[1.0]] * 3
+
+
+def test_an_ended_env_is_not_stepped_in_disabled_mode(make):
+    envs = make(autoreset_mode="Disabled")
+    envs.reset()
+    for _ in range(3):
+        terminations = envs.step(ACTIONS)[2]
+    assert terminations.all()
+    for kind in (AssertionError, ResetNeeded):
+        with pytest.raises(kind):
+            envs.step(ACTIONS)
+
+
+def test_a_factory_that_raises(make):
+    with pytest.raises(gymnasium.error.NameNotFound) as caught:
+        make(functools.partial(gymnasium.make, "Nowhere-v0"))
+    assert isinstance(caught.value, FactoryError)
+
+
+def test_what_is_no_factory(make):
+    with pytest.raises(TypeError, match="expected a callable that builds an env"):
+        make(Failing())
+
+
+def test_gymnasiums_own_report_of_what_envs_raised():
+    envs = AsyncVectorEnv([Failing] * 3, num_workers=2)
+    envs.reset()
+    envs.set_attr("fails", ["", "odd", "odd"])
+    with pytest.warns(UserWarning, match="ERROR") as said, pytest.raises(Odd):
+        envs.step(ACTIONS)
+    texts = [str(one.message) for one in said]
+    assert "Worker-1" in texts[0]
+    assert "100% odd" in texts[1]
+    assert "Worker-2" in texts[2]
+    assert "Raising the last exception" in texts[4]
+    assert len(texts) == 5
+    with pytest.raises(PermissionError, match="not today"):
+        envs.call("refuse")
+    with pytest.raises(AttributeError):
+        envs.get_attr("nowhere")
+    assert envs.get_attr("count") == (1, 0, 0)
+    envs.close()
+
+
+def test_calls_out_of_order():
+    envs = AsyncVectorEnv([Failing] * 3, num_workers=2)
+    for name in ("reset", "step", "call"):
+        with pytest.raises(NoAsyncCallError, match=f"Calling `{name}_wait` without any prior call to `{name}_async`."):
+            getattr(envs, f"{name}_wait")()
+    envs.reset_async()
+    begin = {
+        "step_async": lambda: envs.step_async(ACTIONS),
+        "reset_async": envs.reset_async,
+        "call_async": lambda: envs.call_async("count"),
+        "set_attr": lambda: envs.set_attr("count", 1),
+    }
+    for name, call in begin.items():
+        with pytest.raises(AlreadyPendingCallError, match=f"`{name}` while waiting for a pending call to `reset`"):
+            call()
+    envs.reset_wait()
+    envs.step_async(ACTIONS)
+    assert envs.step_wait()[0].tolist() == [[1.0]] * 3
+    envs.call_async("count")
+    assert envs.call_wait(timeout=10) == (1, 1, 1)
+    with pytest.raises(ValueError, match="use `reset` directly"):
+        envs.call("reset")
+    envs.step_async(ACTIONS)
+    with pytest.warns(UserWarning, match="Calling `close` while waiting for a pending call to `step`"):
+        envs.close()
+    envs.close()
+    for name in ("reset", "reset_wait", "step_wait", "render"):
+        with pytest.raises(ClosedEnvironmentError):
+            getattr(envs, name)()
+
+
+@pytest.mark.slow
+def test_a_wait_that_runs_out_of_time_can_be_got_over():
+    envs = AsyncVectorEnv([Slow] * 3, num_workers=2)
+    envs.reset()
+    for name, begin in (
+        ("step", lambda: envs.step_async(ACTIONS)),
+        ("reset", envs.reset_async),
+        ("call", lambda: envs.call_async("nap")),
+    ):
+        envs.set_attr("pause", 0.4)
+        begin()
+        with pytest.raises(multiprocessing.TimeoutError, match=r"has timed out after 0\.05 second"):
+            getattr(envs, f"{name}_wait")(timeout=0.05)
+        envs.set_attr("pause", 0.0)
+        assert envs.call("nap") == ("rested",) * 3
+        if name != "call":
+            with pytest.raises(ResetNeeded):
+                envs.step(ACTIONS)
+        envs.reset()
+        assert envs.step(ACTIONS)[0].tolist() == [[1.0]] * 3
+    envs.set_attr("pause", 5.0)
+    envs.step_async(ACTIONS)
+    with pytest.warns(UserWarning, match="Calling `close`"):
+        envs.close(terminate=True)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_it_waits():
+    envs = AsyncVectorEnv([Slow] * 3, num_workers=2)
+    envs.reset()
+    envs.set_attr("pause", 0.6)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        envs.step(ACTIONS)
+    timer.join()
+    envs.set_attr("pause", 0.0)
+    with pytest.raises(ResetNeeded):
+        envs.step(ACTIONS)
+    envs.reset()
+    assert envs.step(ACTIONS)[0].tolist() == [[1.0]] * 3
+    envs.close()
+
+
+@pytest.mark.broken_pool
+@pytest.mark.slow
+def test_a_lost_worker_is_an_error_or_a_truncation():
+    envs = AsyncVectorEnv([Failing] * 3, num_workers=2)
+    envs.reset()
+    with pytest.raises(WorkerLost):
+        envs.call("die")
+    with pytest.raises(WorkerLost):
+        envs.reset()
+    envs.close()
+    for mode, after in (("NextStep", [[1.0]] * 3), ("SameStep", [[0.0]] * 3)):
+        envs = AsyncVectorEnv(
+            [Failing] * 3, num_workers=1, autoreset_mode=mode, options=ExecutorOptions(on_worker_loss="restart")
+        )
+        envs.reset()
+        envs.step(ACTIONS)
+        os.kill(envs.executor.statistics().workers[0].pid, signal.SIGKILL)
+        observations, rewards, terminations, truncations, infos = envs.step(ACTIONS)
+        assert observations.tolist() == after
+        assert rewards.tolist() == [0.0] * 3
+        assert truncations.all()
+        assert not terminations.any()
+        if mode == "SameStep":
+            assert [last.tolist() for last in infos["final_obs"]] == [[1.0]] * 3
+        assert infos["interrupted"].all()
+        observations = envs.step(ACTIONS)[0]
+        assert observations.tolist() == ([[0.0]] * 3 if mode == "NextStep" else [[1.0]] * 3)
+        assert "interrupted" not in envs.step(ACTIONS)[4]
+        envs.close()
+
+
+def test_arguments_that_cannot_be():
+    for kwargs, said in (
+        ({"worker": print}, "expected no `worker`"),
+        ({"max_concurrency": 0}, "must be a positive"),
+        ({"max_concurrency": 1.5}, "must be an integer"),
+        ({"autoreset_mode": "Never"}, "Never"),
+        ({"num_workers": 0}, "num_workers failed"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            AsyncVectorEnv([Failing], **kwargs)

@@ -1,0 +1,161 @@
+"""Spaces, calls, `make_vec` and wrappers of the Gymnasium facade."""
+
+from __future__ import annotations
+
+import functools
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.spaces import Box
+from gymnasium.utils.env_checker import data_equivalence
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_differing_spaces
+from gymnasium.wrappers import vector as wrappers
+
+from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv, installed, make_vec
+from tests.executor.facades.gymnasium_envs import MAKES, SPACES, Custom, Echo, Failing, WithActions
+
+FACADES = {"async": functools.partial(AsyncVectorEnv, num_workers=2), "sync": SyncVectorEnv}
+
+
+@pytest.fixture(params=FACADES)
+def facade(request):
+    return FACADES[request.param]
+
+
+@pytest.mark.filterwarnings("ignore:.*Casting input:UserWarning")  # Gymnasium's, of its own scalars
+@pytest.mark.parametrize("name", SPACES)
+def test_values_of_every_space_go_there_and_back(facade, name):
+    kwargs = {"shared_memory": False} if name == "custom" and facade is not SyncVectorEnv else {}
+    envs = facade([functools.partial(Echo, SPACES[name])] * 2, **kwargs)
+    theirs = gymnasium.vector.SyncVectorEnv([functools.partial(Echo, SPACES[name])] * 2)
+    assert envs.observation_space == envs.action_space == theirs.action_space
+    observations, _ = envs.reset(seed=0)
+    assert observations in envs.observation_space
+    envs.action_space.seed(1)
+    theirs.reset()
+    for _ in range(3):
+        actions = envs.action_space.sample()
+        observations = envs.step(actions)[0]
+        assert data_equivalence(observations, theirs.step(actions)[0], exact=True)
+    envs.close()
+    theirs.close()
+
+
+def test_a_custom_space_is_refused_with_shared_memory():
+    with pytest.raises(ValueError, match="shared_memory=False"):
+        AsyncVectorEnv([functools.partial(Echo, Custom())])
+
+
+class TestObservationMode:
+    @staticmethod
+    def env_fns(*spaces):
+        return [functools.partial(Echo, space) for space in spaces]
+
+    def test_spaces_that_differ(self, facade):
+        spaces = [Box(0, high, (2,)) for high in (1, 2)]
+        for mode in ("same", "different"):
+            with pytest.raises(RuntimeError, match=r"observation_mode='different'|action space different"):
+                facade(self.env_fns(*spaces), observation_mode=mode)
+
+    def test_different(self, facade):
+        spaces = [Box(0, high, (2,)) for high in (1, 2)]
+        for mode in ("different", (Box(0, np.array([[1, 1], [2, 2]])), Box(0, 1, (2,)))):
+            envs = facade([functools.partial(WithActions, space) for space in spaces], observation_mode=mode)
+            assert envs.observation_space == batch_differing_spaces(spaces)
+            assert envs.single_observation_space == spaces[0]
+            assert envs.reset()[0].shape == (2, 2)
+            envs.close()
+
+    def test_shapes_that_differ(self, facade):
+        spaces = [Box(0, 1, (size,)) for size in (1, 2)]
+        pair = (Box(0, 1, (2, 1)), spaces[0])
+        for mode, kind in (("same", RuntimeError), ("different", ValueError), (pair, RuntimeError)):
+            with pytest.raises(kind):
+                facade([functools.partial(WithActions, space) for space in spaces], observation_mode=mode)
+
+    def test_no_mode(self, facade):
+        with pytest.raises(ValueError, match="Invalid `observation_mode`"):
+            facade([Failing], observation_mode="any")
+        with pytest.raises(TypeError, match="to be Spaces"):
+            facade([Failing], observation_mode=(Box(0, 1), "same"))
+
+
+def test_calls_and_attributes(facade):
+    envs = facade([functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")] * 2)
+    envs.reset(seed=5)
+    assert envs.render_mode == "rgb_array"
+    assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+    assert [frame.shape for frame in envs.render()] == [(400, 600, 3)] * 2
+    assert envs.call("gravity") == (9.8, 9.8)
+    envs.set_attr("gravity", [1.0, 2.0])
+    assert envs.get_attr("gravity") == (1.0, 2.0)
+    envs.set_attr("gravity", 3.0)
+    assert envs.get_attr("gravity") == (3.0, 3.0)
+    assert envs.np_random_seed == (5, 6)
+    assert [type(one).__name__ for one in envs.np_random] == ["Generator"] * 2
+    assert envs.call("has_wrapper_attr", "gravity") == (True, True)
+    with pytest.raises(ValueError, match="Got `1` values for 2"):
+        envs.set_attr("gravity", [1.0])
+    with pytest.raises(ValueError, match="num_envs=2"):
+        envs.reset(seed=[1])
+    assert "autoreset_mode" not in gymnasium.make("CartPole-v1").metadata
+    envs.close()
+
+
+def test_reset_masks_that_cannot_be(facade):
+    envs = facade([Failing] * 2)
+    envs.reset()
+    for mask, kind, said in (
+        ([True, False], TypeError, "must be a numpy array"),
+        (np.array([True]), ValueError, r"must have shape `\(2,\)`, got \(1,\)"),
+        (np.array([1, 0]), TypeError, "must have `dtype=np.bool_`"),
+        (np.array([False, False]), ValueError, "at least one True"),
+    ):
+        with pytest.raises(kind, match=said):
+            envs.reset(options={"reset_mask": mask})
+    envs.close()
+
+
+def test_max_concurrency_limits_the_processes():
+    envs = AsyncVectorEnv([Failing] * 3, num_workers=2, max_concurrency=1)
+    assert envs.executor.num_workers == 1
+    envs.close()
+
+
+def test_make_vec():
+    with installed():
+        inside = gymnasium.make_vec("CartPole-v1", 2, "async", vector_kwargs={"num_workers": 1})
+    assert isinstance(inside, AsyncVectorEnv)
+    assert gymnasium.vector.AsyncVectorEnv is not AsyncVectorEnv
+    for envs in (inside, make_vec("CartPole-v1", 2), make_vec("CartPole-v1", 2, "sync", max_episode_steps=3)):
+        assert str(envs) == f"{type(envs).__name__}(CartPole-v1, num_envs=2)"
+        assert envs.spec.id == "CartPole-v1"
+        envs.reset(seed=1)
+        envs.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_gymnasiums_vector_wrappers_give_what_they_give_over_its_own(facade, mode):
+    def wrap(envs):
+        envs = wrappers.NormalizeReward(wrappers.RecordEpisodeStatistics(envs))
+        if mode is not AutoresetMode.SAME_STEP:  # which that one refuses
+            envs = wrappers.NormalizeObservation(envs)
+        envs = wrappers.RescaleAction(wrappers.ClipReward(envs, -1, 1), np.float32(-0.5), np.float32(0.5))
+        return wrappers.DictInfoToList(envs)
+
+    ours = wrap(facade([MAKES["pendulum"]] * 2, autoreset_mode=mode))
+    theirs = wrap(gymnasium.vector.SyncVectorEnv([MAKES["pendulum"]] * 2, autoreset_mode=mode))
+    ours.action_space.seed(3)
+    assert data_equivalence(ours.reset(seed=1), theirs.reset(seed=1), exact=True)
+    num_episodes = 0
+    for _ in range(20):
+        actions = ours.action_space.sample()
+        our, their = ours.step(actions), theirs.step(actions)
+        assert data_equivalence(our[:4], their[:4], exact=True)
+        num_episodes += sum("episode" in info for info in our[4])
+    assert num_episodes >= 4
+    ours.close()
+    theirs.close()
