@@ -31,9 +31,10 @@ from envherd.executor.facades.sb3_spaces import Space, compose_for, num_agents, 
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.serial import SerialEnv
-from envherd.workers.adapters import Adapter, find_adapter
-from envherd.workers.adapters.sb3_factory import Sb3Factory, adapted
-from envherd.workers.errors import Busy, EnvError, EnvherdError, FactoryError
+from envherd.workers.adapters import find_adapter
+from envherd.workers.adapters.gymnasium_sb3 import Sb3DirectAdapter
+from envherd.workers.adapters.sb3_factory import Sb3Factory
+from envherd.workers.errors import ActionError, Busy, EnvError, EnvherdError, FactoryError
 from envherd.workers.factory import check_factory
 from envherd.workers.protocol import Op
 
@@ -53,7 +54,7 @@ class EnvAttributeError(EnvError, AttributeError):
     """An env has no such attribute, or its method met one that was missing."""
 
 
-class ExecutorVecEnv(VecEnv):
+class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
     """An SB3 vec env over an executor; made as `SubprocVecEnv` or `DummyVecEnv`.
 
     Attributes:
@@ -128,9 +129,12 @@ class ExecutorVecEnv(VecEnv):
                 if self._was_reset:
                     engine.refuse_ended(engine.all_ids)
                 self._rows.allow_steps()  # envs that want to be reset first say so themselves
-            self._writer.write(actions)
+            self._write(actions)
             self._column = engine.begin_step(Op.STEP_RESET)
         self.waiting = True
+
+    def _write(self, actions: Any) -> None:
+        self._writer.write(actions)
 
     def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, list[Info]]:
         """Wait for the step and return observations, rewards float32 `[N]`, dones bool `[N]`, and infos.
@@ -338,14 +342,23 @@ class DummyVecEnv(ExecutorVecEnv):
 
     def __init__(self, env_fns: Sequence[EnvFn]) -> None:
         made = [_adapted_here(env_fn()) for env_fn in env_fns]
-        self.envs = [one.env if isinstance(one, Adapter) else one for one in made]
+        self.envs = [one.env if isinstance(one, Sb3DirectAdapter) else one for one in made]
         different = {id(getattr(env, "unwrapped", env)) for env in self.envs}
         if len(different) != len(self.envs):
             raise ValueError(_SAME_INSTANCE.format(expected=len(self.envs), got=len(different)))
-        self._adapters = [one for one in made if isinstance(one, Adapter)]
+        self._adapters = [one for one in made if isinstance(one, Sb3DirectAdapter)]
         options = dataclasses.replace(_as_sb3(ExecutorOptions(), None), infos="drop")
         super().__init__(SerialEnv(len(made), [_Made(made, i) for i in range(len(made))], options=options))
-        self.metadata = getattr(self.envs[0], "metadata", self.metadata)
+        if self._is_gymnasium:
+            self.metadata = self.envs[0].metadata
+
+    def _write(self, actions: Any) -> None:
+        if not self._adapters:
+            super()._write(actions)
+        elif len(actions) < len(self._adapters):
+            raise ActionError(f"step failed: expected {len(self._adapters)} actions, got {len(actions)}.")
+        for adapter, action in zip(self._adapters, actions, strict=False):  # SB3 takes the first ones of too many
+            adapter.next_action = action
 
     def _step_said(self) -> Mapping[int, Info]:
         return {i: deepcopy(dict(one.step_info)) for i, one in enumerate(self._adapters) if one.step_info}
@@ -385,13 +398,13 @@ class _Made:
 
 
 def _adapted_here(env: Any) -> Any:
-    """Return an env behind its adapter; envs of old gym are translated as SB3 does it, or refused."""
+    """Return an env, behind its adapter if it is Gymnasium's; those of old gym are translated as SB3 does it."""
     if not isinstance(env, Env):
         try:
             find_adapter(env)
         except FactoryError:
             env = _patch_env(env)
-    return adapted(env)
+    return Sb3DirectAdapter(env) if isinstance(env, Env) else env
 
 
 def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptions:

@@ -69,14 +69,31 @@ class Sb3Adapter(GymnasiumAdapter):
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; see `Adapter.step`."""
+        return self._step(self._build(action))
+
+    def _step(self, action: Any) -> StepValues:
         try:
-            observation, reward, terminated, truncated, self.info = self.env.step(self._build(action))
+            observation, reward, terminated, truncated, self.info = self.env.step(action)
             self.step_info = self.info
             reward = reward if reward.__class__ is float else as_float(reward, "reward")
             return self._read(observation), [reward], bool(terminated), bool(truncated)
         except BaseException as error:
             self.error = error
             raise
+
+
+class Sb3DirectAdapter(Sb3Adapter):
+    """The same in the caller's own process, where an action reaches the env as the very object that was given.
+
+    Attributes:
+        next_action: for the next step; whatever was written to the slab is not looked at.
+    """
+
+    next_action: Any = None
+
+    def step(self, action: list[Any]) -> StepValues:  # noqa: ARG002  # see the class
+        """Make one transition with `next_action`."""
+        return self._step(self.next_action)
 
 
 def _reader(node: Node) -> Read:

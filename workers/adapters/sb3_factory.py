@@ -11,7 +11,6 @@ import importlib
 import pickle
 from typing import Any
 
-from envherd.workers.adapters.registry import find_adapter
 from envherd.workers.factory import Factory, describe, modules_of, pickle_factory
 
 #: Keeps TensorFlow out of workers, where TensorBoard would bring it: 255 MB instead of 927 MB with SB3 loaded.
@@ -38,14 +37,14 @@ class Sb3Factory:
     def __call__(self) -> Any:
         """Return the env, or its adapter."""
         importlib.import_module(_LIGHT)  # before the function brings in what it needs
-        return adapted(pickle.loads(self._pickled)())
-
-
-def adapted(env: Any) -> Any:
-    """Return the adapter with SB3's values around a Gymnasium env; any other env as it is."""
-    if any(f"{cls.__module__}.{cls.__qualname__}" == "gymnasium.core.Env" for cls in type(env).__mro__):
+        env = pickle.loads(self._pickled)()
+        if not is_gymnasium(env):
+            return env
         from envherd.workers.adapters.gymnasium_sb3 import Sb3Adapter  # other families do without
 
         return Sb3Adapter(env)
-    find_adapter(env)
-    return env
+
+
+def is_gymnasium(env: Any) -> bool:
+    """Return whether an env is a `gymnasium.Env`, without importing Gymnasium."""
+    return any(f"{cls.__module__}.{cls.__qualname__}" == "gymnasium.core.Env" for cls in type(env).__mro__)

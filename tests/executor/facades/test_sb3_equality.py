@@ -1,0 +1,115 @@
+"""The SB3 facade gives the transitions of SB3's own `DummyVecEnv`, bit for bit, and none that did not happen."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+pytest.importorskip("stable_baselines3")
+
+from gymnasium.spaces import Discrete
+from stable_baselines3.common.vec_env import DummyVecEnv as HostVecEnv
+
+from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
+from tests.executor.facades.sb3_envs import SPACES, HorizonEnv, SampledEnv, make_cartpole, make_short_cartpole
+
+TWO_WORKERS = functools.partial(SubprocVecEnv, num_workers=2)
+OURS = {"dummy": DummyVecEnv, "subproc": TWO_WORKERS}
+EACH = ["dummy", pytest.param("subproc", marks=pytest.mark.slow)]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*precision lowered")
+
+
+def same(one, other):
+    """Assert that two values have the same structure, types of arrays, dtypes and bits."""
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, (tuple, list)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            same(mine, theirs)
+    else:
+        one, other = np.asarray(one), np.asarray(other)
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert one.tobytes() == other.tobytes() or np.array_equal(one, other)
+
+
+def play(make, env_fns, num_steps):
+    """Return all that a vec env says in some steps of drawn actions, and how many ends of each kind there were."""
+    env = make(env_fns)
+    try:
+        said = []
+        env.seed(5)
+        said.append((env.reset(), list(env.reset_infos)))
+        space = env.action_space
+        is_stacked = bool(space.shape) or isinstance(space, Discrete)
+        space.seed(11)
+        ends = {"terminated": 0, "truncated": 0}
+        for _ in range(num_steps):
+            actions = [space.sample() for _ in env_fns]
+            obs, rewards, dones, infos = env.step(np.stack(actions) if is_stacked else actions)
+            said.append((obs, rewards, dones, list(map(sort, infos)), list(env.reset_infos)))
+            for done, info in zip(dones, infos, strict=True):
+                assert ("terminal_observation" in info) == done
+                ends["truncated" if info["TimeLimit.truncated"] else "terminated"] += bool(done)
+        return said, ends
+    finally:
+        env.close()
+
+
+def sort(info):
+    return {key: info[key] for key in sorted(info)}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_equals_sb3_on_cartpole_with_ends_of_both_kinds(name):
+    env_fns = [make_cartpole, make_short_cartpole, make_cartpole]
+    expected, ends = play(HostVecEnv, env_fns, 120)
+    found, _ = play(OURS[name], env_fns, 120)
+    assert ends["terminated"] > 3
+    assert ends["truncated"] > 3
+    same(found, expected)
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("name", EACH)
+def test_equals_sb3_in_every_space(name, space):
+    env_fns = [functools.partial(SampledEnv, space, length) for length in (3, 4, 5)]
+    expected, ends = play(HostVecEnv, env_fns, 30)
+    found, _ = play(OURS[name], env_fns, 30)
+    assert min(ends.values()) > 1
+    same(found, expected)
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("name", EACH)
+def test_actions_of_every_space_reach_the_env(name, space):
+    env_fns = [functools.partial(SampledEnv, "box", length, space) for length in (3, 4)]
+    expected, _ = play(HostVecEnv, env_fns, 8)
+    found, _ = play(OURS[name], env_fns, 8)  # the env asserts that they are in its space
+    same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EACH)
+def test_short_horizons_have_no_invalid_transition(name):
+    env = OURS[name]([HorizonEnv] * 4)
+    before, invalid, num_ends = env.reset(), 0, 0
+    for _ in range(2500):
+        after, rewards, dones, infos = env.step(np.zeros(4, np.int64))
+        last = after.copy()
+        for row in np.flatnonzero(dones):
+            last[row] = infos[row]["terminal_observation"]
+        made = (last[:, 0] == before[:, 0]) & (last[:, 1] == before[:, 1] + 1) & (rewards == last[:, 1])
+        started = (after[:, 0] == before[:, 0] + 1) & (after[:, 1] == 0)
+        invalid += int((~made | (dones & ~started) | (dones != (last[:, 1] == 50))).sum())
+        num_ends += int(dones.sum())
+        before = after
+    env.close()
+    assert invalid == 0
+    assert num_ends == 200

@@ -1,0 +1,250 @@
+"""What the SB3 facade promises beside transitions: seeds, options, attributes, pictures, faults, ownership."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import gymnasium
+import numpy as np
+import pytest
+
+pytest.importorskip("stable_baselines3")
+
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import VecEnv
+
+from envherd.executor import Busy, EnvError, ExecutorOptions, FactoryError
+from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
+from envherd.workers.errors import ActionError, ResetNeeded
+from tests.executor.facades.sb3_envs import (
+    DyingEnv,
+    FailingEnv,
+    SampledEnv,
+    SharingEnv,
+    Tagged,
+    make_cartpole,
+    make_tagged,
+)
+
+TWO_WORKERS = functools.partial(SubprocVecEnv, num_workers=2)
+BOTH = pytest.mark.parametrize("make", [DummyVecEnv, TWO_WORKERS], ids=["dummy", "subproc"])
+ZEROS = np.zeros(3, np.int64)
+
+
+@pytest.fixture
+def sampled(make):
+    env = make([SampledEnv, functools.partial(SampledEnv, length=3), make_tagged])
+    yield env
+    env.close()
+
+
+@BOTH
+def test_seeds_and_options_are_for_the_next_reset_alone(sampled):
+    assert sampled.seed(7) == [7, 8, 9]
+    sampled.set_options([{"a": 1}, {}, {"b": [2]}])
+    assert sampled.get_attr("given") == [[], [], []]
+    sampled.reset()
+    sampled.reset()
+    sampled.set_options({"c": 3})
+    sampled.reset()
+    first = [(7, {"a": 1}), (8, None), (9, {"b": [2]})]
+    expected = [[one, (None, None), (None, {"c": 3})] for one in first]
+    assert sampled.get_attr("given") == expected
+    assert [info["episode"] for info in sampled.reset_infos] == [2, 2, 2]
+
+
+@BOTH
+def test_an_env_that_ends_is_reset_without_seed_or_options(sampled):
+    sampled.seed(1)
+    sampled.reset()
+    for _ in range(3):
+        obs, _, dones, infos = sampled.step(ZEROS)
+    assert dones.tolist() == [False, True, False]
+    assert [info["episode"] for info in sampled.reset_infos] == [0, 1, 0]
+    assert sampled.reset_infos[1]["seed"] is None
+    assert not np.array_equal(infos[1]["terminal_observation"], obs[1])
+    assert infos[1]["num_steps"] == 3
+
+
+@BOTH
+def test_attributes_and_methods_with_indices(sampled):
+    assert sampled.get_attr("length") == [5, 3, 5]
+    assert sampled.get_attr("length", 1) == [3]
+    assert sampled.get_attr("length", [-1, 0, 1]) == [5, 5, 3]
+    assert sampled.has_attr("length")
+    assert not sampled.has_attr("no_such")
+    with pytest.raises(AttributeError, match="no_such"):
+        sampled.get_attr("no_such")
+    sampled.set_attr("colour", [1, 2, 3], indices=[0, 2])
+    assert sampled.get_attr("colour") == [[1, 2, 3], 0, [1, 2, 3]]  # of the outermost wrapper: Tagged's own
+    sampled.set_attr("colour", 4, 0)
+    assert sampled.env_method("add", 1, indices=[1, 0], other=2) == [3, 7]
+    assert sampled.env_method("add", 1, indices=-1) == [1]
+    assert sampled.env_is_wrapped(Tagged) == [False, False, True]
+    assert sampled.env_is_wrapped(Tagged, [2, 0]) == [True, False]
+    assert sampled.env_is_wrapped(gymnasium.Wrapper, -1) == [True]
+    assert sampled.env_is_wrapped(SampledEnv) == [False, False, False]
+    with pytest.raises(IndexError):
+        sampled.get_attr("length", 3)
+
+
+@BOTH
+def test_pictures_are_tiled(sampled):
+    sampled.env_method("set_wrapper_attr", "colour", 9, indices=[1])
+    picture = sampled.render()
+    assert picture.shape == (4, 6, 3)
+    assert picture[:2, 3:].tolist() == np.full((2, 3, 3), 9).tolist()
+    assert len(sampled.get_images()) == 3
+    assert sampled.metadata["render_modes"] is not None
+    with pytest.warns(UserWarning, match="render mode"):
+        assert sampled.render("ansi") is None
+
+
+@BOTH
+def test_without_pictures_there_is_a_warning(make):
+    env = make([functools.partial(SampledEnv, render_mode=None)])
+    with pytest.warns(UserWarning, match="render mode is None"):
+        assert env.get_images() == [None]
+    env.close()
+
+
+@BOTH
+def test_what_is_handed_out_is_the_callers_own(sampled):
+    kept = [(sampled.reset(), None)]
+    for _ in range(9):
+        obs, rewards, dones, infos = sampled.step(ZEROS)
+        kept.append((obs, [obs.copy(), rewards, rewards.copy(), dones, infos]))
+        infos[0]["mine"] = True
+        rewards += 0  # writable
+        dones &= True
+    for obs, others in kept[1:]:
+        np.testing.assert_array_equal(obs, others[0])
+        np.testing.assert_array_equal(others[1], others[2])
+    assert not any(np.shares_memory(one, other) for (one, _), (other, _) in itertools.pairwise(kept))
+    assert "mine" not in sampled.step(ZEROS)[3][0]
+
+
+@BOTH
+def test_a_step_in_two_halves(sampled):
+    sampled.reset()
+    with pytest.raises(RuntimeError, match="no step was begun"):
+        sampled.step_wait()
+    sampled.step_async(ZEROS)
+    with pytest.raises(Busy, match="step_wait"):
+        sampled.step_async(ZEROS)
+    with pytest.raises(Busy, match="step_wait"):
+        sampled.get_attr("length") if isinstance(sampled, SubprocVecEnv) else sampled.has_attr("length")
+    sampled.reset()  # the step that nobody waited for is dropped
+    sampled.step(ZEROS)
+    assert sampled.get_attr("num_steps") == [1, 1, 1]
+    sampled.step_async(ZEROS)
+    sampled.close()
+    sampled.close()
+
+
+@BOTH
+def test_actions_that_do_not_fit_step_nothing(sampled):
+    sampled.reset()
+    with pytest.raises(ActionError, match="3"):
+        sampled.step(np.zeros(2, np.int64))
+    assert sampled.get_attr("num_steps") == [0, 0, 0]
+
+
+def test_fractions_are_no_discrete_actions():
+    env = TWO_WORKERS([SampledEnv] * 2)
+    env.reset()
+    env.step(np.ones(2))  # whole numbers are, whatever their dtype
+    with pytest.raises(ActionError, match=r"0\.5"):
+        env.step(np.array([0.5, 1.0]))
+    env.close()
+
+
+def test_what_an_env_raises_reaches_the_caller():
+    env = DummyVecEnv([FailingEnv])
+    env.reset()
+    env.step(ZEROS[:1])
+    env.step(ZEROS[:1])
+    with pytest.raises(LookupError, match="the third step"):
+        env.step(ZEROS[:1])
+    env.close()
+
+
+def test_a_worker_goes_on_after_its_env_has_raised():
+    env = TWO_WORKERS([SampledEnv, FailingEnv])
+    env.reset()
+    env.step(ZEROS[:2])
+    env.step(ZEROS[:2])
+    with pytest.raises(EnvError, match="the third step") as caught:
+        env.step(ZEROS[:2])
+    assert caught.value.env_ids == (1,)
+    with pytest.raises(ResetNeeded):
+        env.step(ZEROS[:2])
+    env.reset()
+    env.step(ZEROS[:2])
+    env.close()
+
+
+def test_one_env_twice_is_refused():
+    env = SampledEnv()
+    with pytest.raises(ValueError, match="the function to create them returned the same instance"):
+        DummyVecEnv([lambda: env] * 2)
+    DummyVecEnv([lambda: env]).close()
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(FactoryError, match="expected a callable"):
+        SubprocVecEnv([SampledEnv()])
+    with pytest.raises(ValueError, match="at least 1"):
+        SubprocVecEnv([])
+
+
+def test_envs_of_one_worker_do_not_share_what_their_functions_captured():
+    env = SubprocVecEnv([functools.partial(SharingEnv, [])] * 2, num_workers=1)
+    assert [env.env_method("note", what) for what in (1, 2)] == [[[1], [1]], [[1, 2], [1, 2]]]
+    env.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", [None, "forkserver", "spawn", "fork"])
+def test_start_methods(start_method):
+    env = SubprocVecEnv([make_cartpole] * 2, start_method, num_workers=2)
+    assert isinstance(env, VecEnv)
+    assert env.reset().shape == (2, 4)
+    env.close()
+
+
+def test_start_method_that_there_is_not():
+    with pytest.raises(ValueError, match="cannot find context for 'illegal_method'"):
+        SubprocVecEnv([make_cartpole], start_method="illegal_method")
+
+
+def test_workers_do_not_import_stable_baselines3():
+    env = SubprocVecEnv([SampledEnv], options=ExecutorOptions(stall_log_s=60))
+    assert env.env_is_wrapped(Monitor) == [False]
+    assert env.env_method("loaded", "stable_baselines3", "torch", "tensorflow", "gymnasium") == [["gymnasium"]]
+    env.close()
+
+
+@pytest.mark.slow
+def test_workers_with_stable_baselines3_do_without_tensorflow():
+    env = SubprocVecEnv([lambda: Monitor(SampledEnv())])
+    assert env.env_is_wrapped(Monitor) == [True]
+    assert env.env_method("loaded", "stable_baselines3", "tensorflow") == [["stable_baselines3"]]
+    env.close()
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_a_lost_worker_is_replaced_and_its_rows_are_cut_off():
+    env = SubprocVecEnv([DyingEnv] * 2, num_workers=2, options=ExecutorOptions(on_worker_loss="restart"))
+    env.reset()
+    last, *_ = env.step(np.array([1, 1]))
+    _, rewards, dones, infos = env.step(np.array([1, 6]))
+    assert dones.tolist() == [False, True]
+    assert rewards[1] == 0
+    assert infos[1]["TimeLimit.truncated"]
+    assert infos[1]["interrupted"]
+    np.testing.assert_array_equal(infos[1]["terminal_observation"], last[1])
+    env.step(np.array([1, 1]))
+    env.close()
