@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TESTED = {"async_rollout", "custom_env", "meltingpot_rollout", "ppo_cartpole", "uncopyable_policy"}
+TESTED = {
+    "async_rollout",
+    "custom_env",
+    "gymnasium_vector_env",
+    "meltingpot_rollout",
+    "ppo_cartpole",
+    "torchrl_collectors",
+    "uncopyable_policy",
+}
 
 
 def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 240) -> str:
@@ -90,3 +98,11 @@ def test_async_rollout_shows_both_ways_to_step(tmp_path):
     assert len(per_env) == 12
     assert min(per_env) > 0
     assert sum(per_env) >= 1800
+
+
+@pytest.mark.slow
+def test_gymnasium_vector_env_prints_returns(tmp_path):
+    printed = run_example("gymnasium_vector_env", tmp_path)
+    num_episodes, mean_return = re.match(r"(\d+) episodes in 1200 steps, mean return ([\d.]+)", printed).groups()
+    assert int(num_episodes) > 20
+    assert 10 < float(mean_return) < 60, "random actions keep the pole up for some 20 steps"

@@ -63,7 +63,9 @@ class BatchedFacade(BatchedData):
                 crew = self.__dict__["_crew"] = self._hire()
             except FactoryError as error:
                 if "type_name" in error.context:
-                    raise BuildFailed(error.message, remote_traceback=error.remote_traceback, **error.context) from error
+                    raise BuildFailed(
+                        error.message, remote_traceback=error.remote_traceback, **error.context
+                    ) from error
                 raise
         return crew
 
@@ -209,7 +211,7 @@ class BatchedFacade(BatchedData):
             return super(BatchedEnvBase, self).__getattr__(attr)
         if attr.startswith("__") or self.__dict__.get("is_closed", True):
             raise NotStarted(
-                f"{type(self).__name__} has no attribute {attr!r}, and its envs are not started, so they cannot be asked. "
+                f"{type(self).__name__} has no attribute {attr!r}, and its envs are not started to be asked. "
                 f"Start it first, e.g. with reset()."
             )
         return self._find_all((attr,))
@@ -227,7 +229,7 @@ class BatchedFacade(BatchedData):
 class _ParallelMeta(_PEnvMeta):
     """Skips what TorchRL does to lambdas, which is to build their env in this process."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # a class, seen from its metaclass
         kwargs.pop("auto_wrap_envs", None)
         if kwargs.pop("serial_for_single", False) and kwargs.get("num_workers", args[0] if args else None) == 1:
             for name in ("mp_start_method", "metadata_from_workers", "num_processes", "options"):

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
@@ -23,6 +24,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import WorkerPool
 from envherd.workers.adapters.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.torchrl_guest import Guest, GuestFactory, own_env
+from envherd.workers.errors import ActionError
 from envherd.workers.factory import describe, modules_of, pickle_factory
 from envherd.workers.protocol import Op
 
@@ -107,7 +109,19 @@ class ProcessCrew:
             if engine.rows.has_ended:  # TorchRL leaves it to the caller whether to step an env that has ended
                 engine.rows.ended[:] = False
                 engine.rows.has_ended = False
-            return engine.step_all(td, op)
+            try:
+                return engine.step_all(td, op)
+            except ActionError:  # of another kind than the spec's, perhaps: TorchRL casts when it copies to its buffers
+                return engine.step_all(self._cast(td), op)
+
+    def _cast(self, td: TensorDictBase) -> TensorDictBase:
+        leaves = self.pool.specs[0].action
+        inputs = td.select(*(leaf.key for leaf in leaves), strict=False)
+        for leaf in leaves:
+            value = inputs.get(leaf.key, None)
+            if value is not None:
+                inputs.set(leaf.key, value.to(getattr(torch, leaf.dtype)))
+        return inputs
 
     def close(self) -> None:
         """Close the envs and end the workers. Idempotent, never raises."""

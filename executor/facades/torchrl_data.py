@@ -35,8 +35,10 @@ class Shells:
         self.device = env.device
         self.is_on_cpu = env.device is None or env.device.type == "cpu"
         self.input_keys = [key for key, _ in leaves["input"]]
-        state_keys = set(env.full_state_spec.keys(True, True))
-        self.has_own_state = bool(state_keys - set(env.full_observation_spec.keys(True, True)))
+        state_keys = set(env.full_state_spec.keys(include_nested=True, leaves_only=True))
+        self.has_own_state = bool(
+            state_keys - set(env.full_observation_spec.keys(include_nested=True, leaves_only=True))
+        )
         self.state_keys = list(state_keys)
         observed = [*leaves["observation"], *leaves["done"]]
         self._next_names = [leaf.key[0] for _, leaf in (*observed, *leaves["reward"])]
@@ -123,7 +125,14 @@ class BatchedData(BatchedEnvBase):
             return self._skip_tensordict(td)
         out = self._step_told(td, selected)
         result = out.new_zeros(td.shape)
-        before = td.select(*(key for key in result.keys(True, True) if key in td.keys(True, True)), strict=False)
+        before = td.select(
+            *(
+                key
+                for key in result.keys(include_nested=True, leaves_only=True)
+                if key in td.keys(include_nested=True, leaves_only=True)
+            ),
+            strict=False,
+        )
         result.update(before.clone())
         result[mask] = out
         return result
@@ -136,7 +145,9 @@ class BatchedData(BatchedEnvBase):
         out = self._stacked(crew.tell(ids, [("step", (row,), {"is_whole": is_whole}) for row in rows]))
         preset = td.get("next", None)
         if preset is not None:
-            unknown = [key for key in preset.keys(True, True) if key not in self._next_keys()]
+            unknown = [
+                key for key in preset.keys(include_nested=True, leaves_only=True) if key not in self._next_keys()
+            ]
             if unknown:
                 kept = preset.select(*unknown)
                 out.update(kept if len(ids) == self.num_workers else kept[list(selected)])
@@ -185,7 +196,7 @@ class BatchedData(BatchedEnvBase):
         following = self._stacked([answer[0] for answer in answers])
         preset = td.get("next", None)
         if preset is not None:
-            following.update(preset.exclude(*following.keys(True, True)))
+            following.update(preset.exclude(*following.keys(include_nested=True, leaves_only=True)))
         td.set("next", following)
         root = self.step_mdp(td)
         if self.any_done(root):
@@ -245,8 +256,12 @@ class BatchedData(BatchedEnvBase):
     def _reset_proc_data(self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase) -> TensorDictBase:
         """Give a caller who passed masks alone the rows of all envs, as they are."""
         if tensordict is not None:
-            have = set(tensordict.keys(True, True, is_leaf=_is_leaf))
-            missing = [key for key in tensordict_reset.keys(True, True, is_leaf=_is_leaf) if key not in have]
+            have = set(tensordict.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
+            missing = [
+                key
+                for key in tensordict_reset.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf)
+                if key not in have
+            ]
             if missing and not isinstance(tensordict, LazyStackedTensorDict):
                 added = tensordict_reset.select(*missing)
                 if isinstance(added, LazyStackedTensorDict):
@@ -284,7 +299,7 @@ class BatchedData(BatchedEnvBase):
             view = super()._make_batched_view(indices)
         finally:
             self._use_buffers = use_buffers
-        view._use_buffers = use_buffers
+        view.__dict__["_use_buffers"] = use_buffers
         view.__dict__["_shells"] = None
         return view
 

@@ -213,7 +213,7 @@ class Guest:
             ) from error
 
     def look_up(self, path: tuple[str, ...]) -> tuple[str, Any]:
-        """Return what an attribute is: `("method", None)`, `("value", it)`, or `("object", None)` if it cannot travel."""
+        """Return what an attribute is: `("method", None)`, `("value", it)`, or `("object", None)` that cannot travel."""
         found = self.find(path)
         if callable(found):
             return "method", None
@@ -296,7 +296,7 @@ def dense_leaves(env: EnvBase) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
     has_lazy_nodes = any(
         hasattr(item, "stack_dim")
         for source in ("observation", "action", "reward", "done", "state")
-        for item in getattr(env, f"full_{source}_spec").values(True)
+        for item in getattr(env, f"full_{source}_spec").values(include_nested=True)
     )
     return None if has_lazy_nodes else groups
 
@@ -327,7 +327,10 @@ class GuestAdapter(Adapter):
             guest.direct = direct_gym(env, [key for key, _ in self._inputs], self._observed, self._rewards)
 
     def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
+        self,
+        seed: int | None,  # noqa: ARG002  # seeds are set by name, and masks and options are given by name
+        options: Mapping[str, Any] | None = None,  # noqa: ARG002
+        mask: np.ndarray | None = None,  # noqa: ARG002
     ) -> list[Any]:
         """Reset what has ended of the env (all of it, if it was never reset); see `Adapter.reset`."""
         guest, env = self.env, self._torchrl_env
@@ -336,7 +339,9 @@ class GuestAdapter(Adapter):
                 return guest.direct.reset()
         with guest.on_stage():
             root = guest.root
-            guest.root = env.reset() if root is None or not env.any_done(root) else env.reset(root, select_reset_only=True)
+            guest.root = (
+                env.reset() if root is None or not env.any_done(root) else env.reset(root, select_reset_only=True)
+            )
         return [_array(guest.root.get(key)) for key in self._observed]
 
     def step(self, action: list[Any]) -> StepValues:

@@ -82,7 +82,9 @@ def direct_gym(env: EnvBase, inputs: list[Any], observed: list[Any], rewards: li
 
     Args:
         env: any TorchRL env.
-        inputs, observed, rewards: the keys of its leaves, in the adapter's order.
+        inputs: the keys of what it takes, in the adapter's order.
+        observed: those of observation and done leaves.
+        rewards: those of its rewards.
     """
     gym_module = sys.modules.get("torchrl.envs.libs.gym")
     gymnasium = sys.modules.get("gymnasium")

@@ -94,7 +94,7 @@ def test_a_mask_alone_gives_the_rows_as_they_are(env: SerialEnv) -> None:
     mask = torch.tensor([[True], [False], [False]])
     out = env.reset(TensorDict({"_reset": mask}, [3]))
     assert out["observation"].flatten().tolist() == [0, 2, 2]
-    assert "_reset" not in out.keys()
+    assert out.get("_reset", None) is None
 
 
 def test_masks_may_be_flat_and_empty_ones_touch_nothing(env: SerialEnv) -> None:
@@ -125,7 +125,7 @@ def test_step_masks(env: SerialEnv) -> None:
             td = one.step_mdp(step(one, td))
             results.append(step(one, td.set("_step", torch.tensor(mask))))
         assert_close(*results)
-        assert ("_step" in results[0].keys()) == ("_step" in results[1].keys())
+        assert set(map(str, results[0].keys())) == set(map(str, results[1].keys()))
 
 
 def test_seed_chain_is_torchrls() -> None:
@@ -212,7 +212,7 @@ def test_unknown_next_entries_are_kept(env: SerialEnv) -> None:
 
 
 def test_never_started_envs_can_be_pickled() -> None:
-    env = SerialEnv(2, lambda: own.CountingEnv())
+    env = SerialEnv(2, lambda: own.CountingEnv(max_steps=3))
     again = copy.deepcopy(env)
     assert again.rollout(2).shape == (2, 2)
     again.close()

@@ -1,0 +1,104 @@
+"""The TorchRL facade in real use: collectors, checkpoints, a replay buffer, Melting Pot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import assert_close
+from tensordict.nn import TensorDictModule
+from torchrl.envs import EnvBase, GymEnv, MeltingpotEnv, StepCounter, TransformedEnv
+from torchrl.testing import mocking_classes as own
+
+from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.workers.errors import FactoryError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # TorchRL deprecates parts of itself as they are imported
+    from torchrl.collectors import Collector
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
+
+SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
+
+
+class Always(torch.nn.Module):
+    """A policy without parameters."""
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(observation, dtype=torch.int8)
+
+
+def policy() -> TensorDictModule:
+    return TensorDictModule(Always(), in_keys=["observation"], out_keys=["action"])
+
+
+def herd() -> EnvBase:
+    return ParallelEnv(2, lambda: TransformedEnv(own.CountingEnv(max_steps=3), StepCounter()), num_processes=1)
+
+
+def test_collector_and_its_checkpoint() -> None:
+    collector = Collector(herd(), policy(), frames_per_batch=10, total_frames=40)
+    batches = iter(collector)
+    first = next(batches)
+    assert first.shape == (2, 5)
+    assert first["next", "observation"][0].flatten().tolist() == [1, 2, 3, 4, 1]
+    assert first["observation"][0].flatten().tolist() == [0, 1, 2, 3, 0]
+    state = collector.state_dict()
+    assert "env_state_dict" in state
+    assert "worker1" in state["env_state_dict"]
+    collector.load_state_dict(state)
+    second = next(batches)
+    assert (second["next", "observation"] == second["observation"] + 1).all()  # nothing is a step behind
+    collector.shutdown()
+
+
+def test_collectors_over_processes_and_a_replay_buffer(tmp_path: Path) -> None:
+    """In a process of its own, as TorchRL's collectors leave python's resource tracker running."""
+    script = Path(__file__).parents[3] / "examples" / "torchrl_collectors.py"
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("collected 400 frames") == 2
+    assert "800 frames kept; a sample: observation (32, 4)" in done.stdout
+
+
+def test_the_melting_pot_script() -> None:
+    env = ParallelEnv(2, lambda: MeltingpotEnv(SUBSTRATE))
+    try:
+        rollout = env.rollout(3)
+        assert rollout["agents", "observation", "RGB"].shape[:3] == (2, 3, 2)
+        assert rollout["RGB"].dtype == torch.uint8
+        td = env.reset(rollout[:, -1].select(*env.reset_keys, strict=False))
+        assert td.shape == (2,)
+    finally:
+        env.close()
+
+
+def test_its_failing_twin_is_told_what_to_write() -> None:
+    built = MeltingpotEnv(SUBSTRATE)
+    with pytest.raises(FactoryError, match=r"make_env=lambda: MeltingpotEnv\(\.\.\.\)"):
+        ParallelEnv(2, built)
+    built.close()
+
+
+def test_direct_gymnasium_steps_equal_torchrls() -> None:
+    """With and without an identity wrapper that keeps TorchRL in between."""
+    rollouts = []
+    for name in ("CartPole-v1", "Pendulum-v1"):
+        for make in (lambda name=name: GymEnv(name), lambda name=name: TransformedEnv(GymEnv(name))):
+            env = ParallelEnv(2, make)
+            env.set_seed(0)
+            torch.manual_seed(0)
+            rollouts.append(env.rollout(60, break_when_any_done=False))
+            env.close()
+        direct, usual = rollouts[-2:]
+        assert_close(direct, usual)
+        assert {key: value.dtype for key, value in direct.items(include_nested=True, leaves_only=True)} == {
+            key: value.dtype for key, value in usual.items(include_nested=True, leaves_only=True)
+        }
+    assert rollouts[0]["next", "terminated"].any()
