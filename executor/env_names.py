@@ -3,6 +3,7 @@
     meltingpot:NAME            meltingpot:clean_up                    a substrate or a scenario
     gymnasium:ID               gymnasium:CartPole-v1                  whatever gymnasium.make takes
     dm_control:DOMAIN/TASK     dm_control:cartpole/balance            the dm_control suite
+    pettingzoo:MODULE          pettingzoo:mpe2.simple_spread_v3       a module with parallel_env, as PettingZoo's have
     torchrl:MODULE:CALLABLE    torchrl:my_envs:make_env               returns a TorchRL env
     python:MODULE:CALLABLE     python:my_envs:make_env                returns an env of any family
 
@@ -22,6 +23,7 @@ from envherd.workers.adapters.named import (
     CallableFactory,
     DmControlFactory,
     GymnasiumFactory,
+    PettingZooFactory,
     dm_control_tasks,
     gymnasium_ids,
     named_callable,
@@ -35,6 +37,7 @@ FORMS = (
     "meltingpot:NAME",
     "gymnasium:ID",
     "dm_control:DOMAIN/TASK",
+    "pettingzoo:MODULE",
     "torchrl:MODULE:CALLABLE",
     "python:MODULE:CALLABLE",
 )
@@ -55,7 +58,7 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
     if parse is None or not colon or not rest:
         raise FactoryError(_no_family(name, family))
     factory = parse(rest)
-    if with_frames and isinstance(factory, GymnasiumFactory):
+    if with_frames and isinstance(factory, (GymnasiumFactory, PettingZooFactory)):
         return replace(factory, render_mode="rgb_array")
     return factory
 
@@ -119,6 +122,17 @@ def _dm_control(task: str) -> Factory:
     return DmControlFactory(domain, name)
 
 
+def _pettingzoo(module: str) -> Factory:
+    _require("pettingzoo", "pettingzoo")
+    names = vars(_import_named(module, f"pettingzoo:{module}"))
+    if not any(callable(names.get(name)) for name in ("parallel_env", "env")):
+        raise FactoryError(
+            f"'pettingzoo:{module}' failed: expected a module with parallel_env (or env), got {module} without. "
+            f"Name the module of one env, e.g. pettingzoo:mpe2.simple_spread_v3."
+        )
+    return PettingZooFactory(module)
+
+
 def _torchrl(target: str) -> Factory:
     _require("torchrl", "torchrl")
     callable_at(target, f"torchrl:{target}")
@@ -155,6 +169,7 @@ _FAMILIES: dict[str, Callable[[str], Factory]] = {
     "meltingpot": _meltingpot,
     "gymnasium": _gymnasium,
     "dm_control": _dm_control,
+    "pettingzoo": _pettingzoo,
     "torchrl": _torchrl,
     "python": _python,
 }

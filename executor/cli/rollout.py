@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 _ENV_HELP = (
-    "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, torchrl:MODULE:CALLABLE or python:MODULE:CALLABLE "
-    "(a callable that returns an env)."
+    "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:MODULE, torchrl:MODULE:CALLABLE or "
+    "python:MODULE:CALLABLE (a callable that returns an env)."
 )
 
 

@@ -76,14 +76,24 @@ def observation_tree(space: Any) -> tuple[Node, dict[str, str]]:
     return tree, {ours: native for native, ours in renames.items() if native in space.spaces}
 
 
-def action_tree(space: Any) -> Node:
-    """Describe an action space.
+def action_tree(space: Any, key: Key = ("action",)) -> Node:
+    """Describe an action space whose leaves are at or below `key`.
 
     Raises:
         SpecError: no space at all.
     """
     _check_space(space, "action_space")
-    return _tree(space, ("action",), _action_leaf)
+    return _tree(space, key, _action_leaf)
+
+
+def nested_observation_tree(space: Any, key: Key) -> Node:
+    """Describe an observation space whose leaves are at or below `key`, a Dict's too: an agent's among others.
+
+    Raises:
+        SpecError: no space at all.
+    """
+    _check_space(space, "observation_space")
+    return _tree(space, key, _observation_leaf)
 
 
 def reward_leaf(space: Any) -> Leaf | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,36 @@ class DmControlFactory:
         from dm_control import suite
 
         return suite.load(self.domain, self.task)
+
+
+@dataclass(frozen=True)
+class PettingZooFactory:
+    """Build `parallel_env(...)` of a PettingZoo env's module, or its `env(...)` where there is no other.
+
+    Attributes:
+        module: e.g. `mpe2.simple_spread_v3` or `pettingzoo.sisl.multiwalker_v9`.
+        render_mode: "rgb_array" for envs that are to be drawn; None leaves it to the env.
+        group_map: group name -> its agents; None groups agents by name, as TorchRL does.
+        return_state: also observe `state`, the env's view of everything, at the root (TorchRL's option of this name).
+    """
+
+    module: str
+    render_mode: str | None = None
+    group_map: Mapping[str, Sequence[str]] | None = None
+    return_state: bool = False
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """Modules worth importing before workers are forked."""
+        return (self.module,)
+
+    def __call__(self, **env_kwargs: Any) -> Any:
+        """Return the env, made with these arguments (`ParallelEnv(..., env_kwargs={"N": 5})`)."""
+        module = importlib.import_module(self.module)
+        make = getattr(module, "parallel_env", None) or module.env
+        env = make(**({"render_mode": self.render_mode} if self.render_mode else {}), **env_kwargs)
+        env.envherd_options = self
+        return env
 
 
 @dataclass(frozen=True)
