@@ -25,6 +25,7 @@ from envherd.executor.facades.torchrl_attributes import Attributes, Dispatcher, 
 from envherd.executor.facades.torchrl_crew import LocalCrew, ProcessCrew, WorkerHandle
 from envherd.executor.facades.torchrl_data import BatchedData
 from envherd.executor.options import ExecutorOptions
+from envherd.workers.adapters.torchrl_guest import Guest
 from envherd.workers.errors import EnvError, FactoryError
 from envherd.workers.factory import check_factory
 
@@ -169,7 +170,7 @@ class BatchedFacade(BatchedData):
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:  # noqa: FBT001, FBT002  # TorchRL's
         """Seed env after env with TorchRL's chain of seeds; return the seed that follows."""
         crew = self._open()
-        self._seeds = []
+        self._seeds: list[int | None] | None = []
         for env_id in self._worker_indices:
             self._seeds.append(seed)
             seed = crew.tell([env_id], [("seed", (seed,), {"static": static_seed})])[0]
@@ -226,7 +227,7 @@ class BatchedFacade(BatchedData):
         return results
 
 
-class _ParallelMeta(_PEnvMeta):
+class _ParallelMeta(_PEnvMeta):  # type: ignore[misc]  # untyped
     """Skips what TorchRL does to lambdas, which is to build their env in this process."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # a class, seen from its metaclass
@@ -238,7 +239,7 @@ class _ParallelMeta(_PEnvMeta):
         return super(_PEnvMeta, cls).__call__(*args, **kwargs)
 
 
-class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta):
+class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta):  # type: ignore[misc]  # untyped
     """TorchRL's `ParallelEnv`, its envs spread over the executor's worker processes.
 
     Args:
@@ -277,7 +278,9 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
 
     @property
     def _workers(self) -> list[WorkerHandle]:
-        return [WorkerHandle(process) for process in self._crew_at_work().pool.crew.workers]
+        crew = self._crew_at_work()
+        assert isinstance(crew, ProcessCrew)
+        return [WorkerHandle(process) for process in crew.pool.crew.workers]
 
     def _find_all(self, path: tuple[str, ...]) -> Any:
         ids = self._worker_indices
@@ -310,7 +313,7 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
         return EnvBase.__reduce__(self)
 
 
-class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):
+class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):  # type: ignore[misc]  # untyped
     """TorchRL's `SerialEnv`: the envs live in this process, and gradients pass through them."""
 
     def _hire(self) -> LocalCrew:
@@ -318,11 +321,16 @@ class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):
 
     @property
     def _envs(self) -> list[EnvBase]:
-        return [self._crew_at_work().envs[i] for i in self._worker_indices]
+        return [self._guests[i].env for i in self._worker_indices]
+
+    @property
+    def _guests(self) -> list[Guest]:
+        crew = self._crew_at_work()
+        assert isinstance(crew, LocalCrew)
+        return crew.guests
 
     def _find_all(self, path: tuple[str, ...]) -> Any:
-        crew = self._open()
-        found = [crew.guests[i].find(path) for i in self._worker_indices]
+        found = [self._guests[i].find(path) for i in self._worker_indices]
         if callable(found[0]):
             return Dispatcher(path, self._find_all, self._call_all)
         return Attributes(found, path, self._find_all)
@@ -336,7 +344,7 @@ class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):
     def to(self, device: Any) -> Any:
         """Move specs, outputs and the envs themselves."""
         BatchedEnvBase.to(self, device)
-        for guest in self._crew_at_work().guests:
+        for guest in self._guests:
             guest.env.to(device)
         return self
 

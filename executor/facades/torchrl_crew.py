@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import EnvBase
 
 from envherd.executor.blueprint import choose_workers, draw
 from envherd.executor.diagnosis import env_error
@@ -156,11 +155,6 @@ class LocalCrew:
         self.guests: list[Guest] = []
         for factory, kwargs in zip(factories, env_kwargs, strict=True):
             self.guests.append(Guest(own_env(factory(**kwargs), describe(factory)), has_own_generator=False))
-
-    @property
-    def envs(self) -> list[EnvBase]:
-        """The envs themselves."""
-        return [guest.env for guest in self.guests]
 
     def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
         """Have each env perform a call of its own; return the results in that order."""

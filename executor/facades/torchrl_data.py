@@ -65,8 +65,11 @@ class Shells:
         return td if self.is_on_cpu else td.to(self.device)
 
 
-class BatchedData(BatchedEnvBase):
+class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
     """Steps and resets; see the module."""
+
+    _use_buffers: bool | None
+    _properties_set: bool
 
     # ---- which way ---------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import cloudpickle
 import torch
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and not obj.is_nested and obj.dtype is not torch.bfloat16:
             return _tensor, (obj.detach().cpu().numpy(), str(obj.device) if obj.device.type != "cpu" else None)

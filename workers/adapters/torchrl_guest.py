@@ -213,7 +213,7 @@ class Guest:
             ) from error
 
     def look_up(self, path: tuple[str, ...]) -> tuple[str, Any]:
-        """Return what an attribute is: `("method", None)`, `("value", it)`, or `("object", None)` that cannot travel."""
+        """Return what an attribute is: `("method", None)`, `("value", it)`, or `("object", None)`: cannot travel."""
         found = self.find(path)
         if callable(found):
             return "method", None

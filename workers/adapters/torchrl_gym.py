@@ -34,7 +34,7 @@ class DirectGym:
     def __init__(self, env: EnvBase) -> None:
         self._torchrl_env = env
         self._gym_env = env._env  # noqa: SLF001  # where TorchRL keeps it
-        self._as_native = _action_reader(env.full_action_spec["action"])
+        self._as_native = _action_reader(env.full_action_spec["action"]) or np.asarray
         self._dtype = np.dtype(str(env.full_observation_spec["observation"].dtype).removeprefix("torch."))
         self._latest: tuple[Any, bool, bool] = (None, False, False)
         self.is_ahead = False

@@ -122,8 +122,8 @@ def test_an_env_that_raises_is_alone_in_it() -> None:
         with pytest.raises(AttributeError, match="misspelt"):
             env.misspelt()
         assert not hasattr(env, "misspelt")
-        with pytest.raises(EnvError):  # cannot be seeded with this; the worker lives
-            env.set_seed("no seed")
+        with pytest.raises(EnvError):  # it cannot be seeded with nothing; the worker lives
+            env.set_seed(None)
         env.rollout(2)
 
 
