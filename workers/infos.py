@@ -6,6 +6,8 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import cloudpickle
+
 from envherd.workers import plain
 from envherd.workers.errors import SpecError
 
@@ -45,6 +47,13 @@ def _is_plain(value: Any) -> bool:
 def _pack_pickle(info: Mapping[str, Any]) -> bytes:
     try:
         return pickle.dumps(dict(info), protocol=5)
+    except Exception:  # perhaps of a class that came here with the factory, and can go back so
+        return _pack_by_value(info)
+
+
+def _pack_by_value(info: Mapping[str, Any]) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(dict(info)))
     except Exception as error:
         key = next((key for key, value in info.items() if not _can_pickle(value)), None)
         raise SpecError(
@@ -55,7 +64,7 @@ def _pack_pickle(info: Mapping[str, Any]) -> bytes:
 
 def _can_pickle(value: Any) -> bool:
     try:
-        pickle.dumps(value, protocol=5)
+        cloudpickle.dumps(value)
     except Exception:  # whatever its own code raises
         return False
     return True

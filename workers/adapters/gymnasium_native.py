@@ -26,7 +26,7 @@ from gymnasium import spaces
 from envherd.shm.specs import EnvSpec, Key, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.scalars import as_flag, as_float
-from envherd.workers.factory import modules_of
+from envherd.workers.factory import describe, modules_of
 
 #: Where the last observation of an episode travels among its infos; no env says this.
 FINAL_OBSERVATION = "\0final observation"
@@ -118,6 +118,7 @@ class NativeFactory:
         self.env_fn = env_fn
         self.keeps_final = keeps_final
         self.preload = tuple(modules_of(env_fn))
+        self.__qualname__ = describe(env_fn)  # for messages
 
     def __call__(self) -> NativeAdapter:
         """Build the env."""

@@ -159,3 +159,19 @@ def test_gymnasiums_vector_wrappers_give_what_they_give_over_its_own(facade, mod
     assert num_episodes >= 4
     ours.close()
     theirs.close()
+
+
+def test_what_is_defined_here_comes_home_as_itself(facade):
+    class Local(Echo):
+        def __init__(self):
+            super().__init__(SPACES["small"])
+
+        def step(self, action):
+            return *super().step(action)[:4], {"class": type(self)}
+
+    envs = facade([Local] * 2)
+    envs.reset()
+    infos = envs.step(envs.action_space.sample())[4]
+    assert list(infos["class"]) == [Local, Local]
+    assert [type(env) for env in envs.get_attr("unwrapped")] == [Local, Local]
+    envs.close()
