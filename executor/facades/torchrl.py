@@ -10,6 +10,7 @@ Trusts its workers: attributes, specs and odd leaves cross as pickles, as in Tor
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +33,9 @@ from envherd.workers.factory import check_factory
 MakeEnv = Callable[..., EnvBase]
 
 
+_newborn = threading.local()
+
+
 class BuildFailed(FactoryError, RuntimeError):
     """The factory raised, or its env was refused; a RuntimeError too, as TorchRL raises."""
 
@@ -49,6 +53,7 @@ class BatchedFacade(BatchedData):
         except BaseException:
             self._dismiss()
             raise
+        _newborn.env = self
 
     # ---- lifecycle ---------------------------------------------------------------------------
 
@@ -236,7 +241,15 @@ class _ParallelMeta(_PEnvMeta):  # type: ignore[misc]  # untyped
             for name in ("mp_start_method", "metadata_from_workers", "num_processes", "options"):
                 kwargs.pop(name, None)
             return SerialEnv(*args, **kwargs)
-        return super(_PEnvMeta, cls).__call__(*args, **kwargs)
+        _newborn.env = None
+        try:
+            return super(_PEnvMeta, cls).__call__(*args, **kwargs)
+        except BaseException:
+            if _newborn.env is not None:  # TorchRL refused it after its constructor: leave no worker behind
+                _newborn.env.close(raise_if_closed=False)
+            raise
+        finally:
+            _newborn.env = None
 
 
 class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta):  # type: ignore[misc]  # untyped

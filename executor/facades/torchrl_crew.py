@@ -57,7 +57,7 @@ class ProcessCrew:
         options: ExecutorOptions,
     ) -> None:
         self.num_envs = len(factories)
-        guests = {id(factory): _guest_factory(factory) for factory in factories}
+        guests = {id(factory): _guest_factory(factory, options.worker_threads) for factory in factories}
         workers = choose_workers(self.num_envs, num_processes)
         blueprint = draw([guests[id(f)] for f in factories], list(env_kwargs), workers, None, options)
         self.pool = pool = WorkerPool(blueprint, options)
@@ -109,9 +109,19 @@ class ProcessCrew:
                 engine.rows.ended[:] = False
                 engine.rows.has_ended = False
             try:
-                return engine.step_all(td, op)
+                following, root = engine.step_all(td, op)
             except ActionError:  # of another kind than the spec's, perhaps: TorchRL casts when it copies to its buffers
-                return engine.step_all(self._cast(td), op)
+                following, root = engine.step_all(self._cast(td), op)
+            if engine.rows.has_interrupted and engine.rows.interrupted.any():
+                self._end_lost(following)
+            return following, root
+
+    def _end_lost(self, following: TensorDictBase) -> None:
+        """Have the rows of envs whose worker was lost say that they are cut off (and not terminated)."""
+        lost = torch.from_numpy(self._engine.rows.interrupted[:, 0])
+        for leaf in self.pool.specs[0].observation:
+            if leaf.key[0].startswith("done:") and leaf.key[0].rpartition("/")[2].split(":")[-1] != "terminated":
+                following.get(leaf.key[0])[lost] = True
 
     def _cast(self, td: TensorDictBase) -> TensorDictBase:
         leaves = self.pool.specs[0].action
@@ -138,11 +148,11 @@ def _close(pool: WorkerPool, owner: int) -> None:
         pool.close()
 
 
-def _guest_factory(factory: Callable[..., Any]) -> GuestFactory:
+def _guest_factory(factory: Callable[..., Any], num_threads: int | None) -> GuestFactory:
     modules = modules_of(factory)
     backends = [name for module in modules for name in _BACKENDS.get(module, ())]
     preload = (f"{_ADAPTERS}.torchrl_light", *modules, f"{_ADAPTERS}.torchrl_guest", *backends)
-    return GuestFactory(pickle_factory(factory), describe(factory), preload)
+    return GuestFactory(pickle_factory(factory), describe(factory), preload, num_threads)
 
 
 class LocalCrew:

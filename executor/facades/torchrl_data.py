@@ -10,11 +10,14 @@ which nothing is set touches nothing. Keyword arguments of resets are never chan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.utils import is_non_tensor
+from torchrl.data import NonTensor
+from torchrl.data.tensor_specs import Stacked
 from torchrl.envs import EnvBase
 from torchrl.envs.batched_envs import BatchedEnvBase, _normalize_batched_env_index
 from torchrl.envs.utils import _aggregate_end_of_traj, _update_during_reset
@@ -127,6 +130,10 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
         if not selected:
             return self._skip_tensordict(td)
         out = self._step_told(td, selected)
+        if self._non_tensor_keys:
+            skipped = self._skip_tensordict(td)
+            rows = [out[selected.index(i)] if i in selected else skipped[i] for i in range(self.num_workers)]
+            return self._stacked(rows)
         result = out.new_zeros(td.shape)
         before = td.select(
             *(
@@ -169,6 +176,13 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
             if not known.is_empty():
                 sent = sent.copy().set("next", known)
         return sent
+
+    @property
+    def _non_tensor_keys(self) -> list[Any]:
+        """Keys of what is no tensor."""
+        full = (self.full_observation_spec, self.full_action_spec, self.full_state_spec)
+        leaves = [item for spec in full for item in spec.items(include_nested=True, leaves_only=True)]
+        return [key for key, spec in leaves if isinstance(next(_members(spec)), NonTensor)]
 
     def _next_keys(self) -> set[Any]:
         return {*self.observation_keys, *self.reward_keys, *self.done_keys}
@@ -305,6 +319,11 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
         view.__dict__["_use_buffers"] = use_buffers
         view.__dict__["_shells"] = None
         return view
+
+
+def _members(spec: Any) -> Iterator[Any]:
+    """Yield the specs that one was stacked from, or itself."""
+    yield from spec.unbind(spec.stack_dim) if isinstance(spec, Stacked) else (spec,)
 
 
 def _is_leaf(cls: type) -> bool:

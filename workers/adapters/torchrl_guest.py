@@ -49,18 +49,22 @@ class GuestFactory:
         pickled: the user's factory.
         name: what messages call it.
         preload: modules for the helper process to import.
+        num_threads: for torch in the worker, set before an env is built; None leaves them.
     """
 
-    def __init__(self, pickled: bytes, name: str, preload: tuple[str, ...]) -> None:
+    def __init__(self, pickled: bytes, name: str, preload: tuple[str, ...], num_threads: int | None) -> None:
         self._pickled = pickled
         self.__qualname__ = name
         self.preload = preload
+        self._num_threads = num_threads
         self._make: Callable[..., Any] | None = None
 
     def __call__(self, **kwargs: Any) -> Guest:
         """Build an env and return it as a guest."""
         if self._make is None:
             importlib.import_module("envherd.workers.adapters.torchrl_light")
+            if self._num_threads is not None:
+                torch.set_num_threads(self._num_threads)
             self._make = pickle.loads(self._pickled)
         return Guest(own_env(self._make(**kwargs), self.__qualname__))
 

@@ -18,6 +18,7 @@ from torchrl.envs import Compose, EnvBase, GymEnv, PendulumEnv, RewardSum, StepC
 from torchrl.testing import mocking_classes as own
 
 from envherd.executor.facades.torchrl import BuildFailed, ParallelEnv, SerialEnv
+from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import EnvError, FactoryError, WorkerLost
 
 pytestmark = pytest.mark.slow
@@ -139,6 +140,20 @@ def test_a_lost_worker_is_named_and_the_env_starts_again() -> None:
         assert env.rollout(3).shape == (2, 3)
 
 
+@pytest.mark.broken_pool
+def test_a_lost_worker_can_be_replaced() -> None:
+    options = ExecutorOptions(on_worker_loss="restart", check_actions="off")
+    with started(2, Troubled, options=options) as env:
+        td = env.reset()
+        td["action"] = torch.tensor([[6], [1]], dtype=env.action_spec.dtype)
+        stepped, root = env.step_and_maybe_reset(td)
+        assert stepped["next", "done"].flatten().tolist() == [True, False]
+        assert not stepped["next", "terminated"].any()
+        assert root["observation"].flatten().tolist() == [0, 1]
+        assert not root["done"].any()
+        assert env.rollout(2).shape == (2, 2)
+
+
 def test_steps_after_other_commands_are_never_stale() -> None:
     with started(2, counting) as env:
         td = env.reset()
@@ -220,10 +235,13 @@ def test_different_tasks_and_kwargs() -> None:
         env.update_kwargs([{"max_steps": 9}, {"max_steps": 9}])
         env.start()
         assert list(env.max_steps) == [9, 9]
-    with started(2, [cartpole, PendulumEnv]) as env:
+    with started(2, [lambda: GymEnv("Pendulum-v1"), lambda: GymEnv("MountainCarContinuous-v0")]) as env:
         td = env.reset()
-        assert td[0]["observation"].shape == (4,)
-        assert set(td[1].keys()) >= {"th", "thdot"}
+        assert td[0]["observation"].shape == (3,)
+        assert td[1]["observation"].shape == (2,)
+        assert env.rollout(3)[1]["next", "observation"].shape == (3, 2)
+    with pytest.raises(RuntimeError, match="Stacking specs"):  # TorchRL's own refusal; it leaves nothing behind
+        ParallelEnv(2, [cartpole, PendulumEnv])
     with started(2, PendulumEnv) as env:
         td = env.reset()
         state = td.select("th", "thdot", "params").clone()
