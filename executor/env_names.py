@@ -3,7 +3,8 @@
     meltingpot:NAME            meltingpot:clean_up                    a substrate or a scenario
     gymnasium:ID               gymnasium:CartPole-v1                  whatever gymnasium.make takes
     dm_control:DOMAIN/TASK     dm_control:cartpole/balance            the dm_control suite
-    pettingzoo:MODULE          pettingzoo:mpe2.simple_spread_v3       a module with parallel_env, as PettingZoo's have
+    pettingzoo:ID-OR-MODULE    pettingzoo:sisl/multiwalker-v9         a registered parallel env
+                               pettingzoo:mpe2.simple_spread_v3       a module with parallel_env, as PettingZoo's have
     torchrl:MODULE:CALLABLE    torchrl:my_envs:make_env               returns a TorchRL env
     python:MODULE:CALLABLE     python:my_envs:make_env                returns an env of any family
 
@@ -27,6 +28,7 @@ from envherd.workers.adapters.named import (
     dm_control_tasks,
     gymnasium_ids,
     named_callable,
+    pettingzoo_ids,
 )
 from envherd.workers.errors import FactoryError
 from envherd.workers.factory import closest
@@ -37,7 +39,7 @@ FORMS = (
     "meltingpot:NAME",
     "gymnasium:ID",
     "dm_control:DOMAIN/TASK",
-    "pettingzoo:MODULE",
+    "pettingzoo:ID-OR-MODULE",
     "torchrl:MODULE:CALLABLE",
     "python:MODULE:CALLABLE",
 )
@@ -122,15 +124,23 @@ def _dm_control(task: str) -> Factory:
     return DmControlFactory(domain, name)
 
 
-def _pettingzoo(module: str) -> Factory:
+def _pettingzoo(name: str) -> Factory:
     _require("pettingzoo", "pettingzoo")
-    names = vars(_import_named(module, f"pettingzoo:{module}"))
-    if not any(callable(names.get(name)) for name in ("parallel_env", "env")):
+    if "/" in name:
+        known = pettingzoo_ids()
+        if name not in known:
+            raise FactoryError(
+                f"'pettingzoo:{name}' failed: expected a parallel env that PettingZoo knows, got {name!r}."
+                f"{closest(name, known)} Envs of another package: pettingzoo:THE_MODULE."
+            )
+        return PettingZooFactory(name)
+    found = vars(_import_named(name, f"pettingzoo:{name}"))
+    if not any(callable(found.get(make)) for make in ("parallel_env", "env")):
         raise FactoryError(
-            f"'pettingzoo:{module}' failed: expected a module with parallel_env (or env), got {module} without. "
+            f"'pettingzoo:{name}' failed: expected a module with parallel_env (or env), got {name} without. "
             f"Name the module of one env, e.g. pettingzoo:mpe2.simple_spread_v3."
         )
-    return PettingZooFactory(module)
+    return PettingZooFactory(name)
 
 
 def _torchrl(target: str) -> Factory:

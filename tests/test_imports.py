@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from envherd.executor import MeltingPotFactory, ParallelEnv
-from envherd.workers.adapters.named import DmControlFactory, GymnasiumFactory
+from envherd.workers.adapters.named import DmControlFactory, GymnasiumFactory, PettingZooFactory
 from envherd.workers.testing import CountingEnv
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ ALLOWED = {
     "workers/adapters/envpool*.py": {"envpool", "gymnasium"},
     "workers/adapters/gymnasium*.py": {"gymnasium"},
     "workers/adapters/meltingpot*.py": {"dm_env", "dmlab2d", "meltingpot"},
-    "workers/adapters/named.py": {"dm_control", "gymnasium"},
+    "workers/adapters/named.py": {"dm_control", "gymnasium", "pettingzoo"},
     "workers/adapters/pettingzoo*.py": {"pettingzoo", "gymnasium"},
     "workers/adapters/torch_native*.py": {"torch", "tensordict"},
     "workers/adapters/torchrl*.py": {"torch", "tensordict", "torchrl"},
@@ -48,6 +48,7 @@ HEAVY = {
     "gymnasium",
     "jax",
     "meltingpot",
+    "pettingzoo",
     "stable_baselines3",
     "tensordict",
     "tensorflow",
@@ -114,6 +115,7 @@ def test_shm_and_workers_load_no_heavy_package():
         ("dm_env", {"dm_env"}),
         ("meltingpot", set()),
         ("meltingpot_factory", set()),
+        ("pettingzoo", {"gymnasium"}),
         ("named", set()),
     ],
 )
@@ -131,8 +133,9 @@ def test_an_adapter_loads_only_its_family(adapter, loaded):
         GymnasiumFactory("CartPole-v1"),
         DmControlFactory("cartpole", "balance"),
         MeltingPotFactory("collaborative_cooking__cramped"),
+        PettingZooFactory("mpe2.simple_spread_v3"),
     ],
-    ids=["plain", "gymnasium", "dm_control", "meltingpot"],
+    ids=["plain", "gymnasium", "dm_control", "meltingpot", "pettingzoo"],
 )
 def test_a_running_worker_has_no_torch_tensorflow_or_jax(factory):
     with ParallelEnv(1, factory, num_workers=1, seed=0) as env:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 _ENV_HELP = (
-    "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:MODULE, torchrl:MODULE:CALLABLE or "
+    "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:ID-OR-MODULE, torchrl:MODULE:CALLABLE or "
     "python:MODULE:CALLABLE (a callable that returns an env)."
 )
 

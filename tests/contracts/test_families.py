@@ -71,6 +71,19 @@ def dm_control_cartpole() -> Any:
     return suite.load("cartpole", "swingup", task_kwargs={"time_limit": 0.1})
 
 
+def pettingzoo_spread() -> Any:
+    from mpe2 import simple_spread_v3
+
+    return simple_spread_v3.parallel_env(max_cycles=7)
+
+
+def pettingzoo_village() -> Any:
+    """Return an env whose agents leave and come back, have unlike spaces and action masks."""
+    from tests.workers.pettingzoo_envs import Village
+
+    return Village()
+
+
 def torchrl_cartpole() -> Any:
     from torchrl.envs import GymEnv, StepCounter, TransformedEnv
 
@@ -91,6 +104,8 @@ CASES = {
     "gymnasium_taxi": Case(taxi),
     "gymnasium_nested": Case(nested_spaces),
     "dm_control": Case(dm_control_cartpole),
+    "pettingzoo_spread": Case(pettingzoo_spread, num_steps=20),
+    "pettingzoo_village": Case(pettingzoo_village, num_steps=30),
     "torchrl": Case(torchrl_cartpole),
     "meltingpot": Case(
         MeltingPotFactory(

@@ -10,13 +10,15 @@ import pytest
 
 from envherd.executor.env_names import FORMS, callable_at, factory_for
 from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
-from envherd.workers.adapters.named import CallableFactory, DmControlFactory, GymnasiumFactory
+from envherd.workers.adapters.named import CallableFactory, DmControlFactory, GymnasiumFactory, PettingZooFactory
 from envherd.workers.errors import FactoryError
 
 KNOWN = {
     "meltingpot:clean_up": MeltingPotFactory("clean_up"),
     "gymnasium:CartPole-v1": GymnasiumFactory("CartPole-v1"),
     "dm_control:cartpole/balance": DmControlFactory("cartpole", "balance"),
+    "pettingzoo:mpe2.simple_spread_v3": PettingZooFactory("mpe2.simple_spread_v3"),
+    "pettingzoo:sisl/multiwalker-v9": PettingZooFactory("sisl/multiwalker-v9"),
     "python:envherd.workers.testing:CountingEnv": CallableFactory("envherd.workers.testing", "CountingEnv"),
     "python:collections:Counter.fromkeys": CallableFactory("collections", "Counter.fromkeys"),
     "torchrl:torchrl.envs:GymEnv": CallableFactory("torchrl.envs", "GymEnv", must_be_torchrl=True),
@@ -30,6 +32,9 @@ UNKNOWN = {
     "gymnasium:no_such_package_x:Thing-v0": ["no_such_package_x"],
     "dm_control:cartpole/balanc": ["cartpole/balance"],
     "dm_control:cartpole": ["DOMAIN/TASK", "cartpole/balance"],
+    "pettingzoo:sisl/multiwalker-v8": ["sisl/multiwalker-v9"],
+    "pettingzoo:mpe2.no_such_env_x": ["mpe2.no_such_env_x", "ModuleNotFoundError"],
+    "pettingzoo:json": ["parallel_env", "mpe2.simple_spread_v3"],
     "python:envherd.workers.testing:CountingEmv": ["CountingEnv"],
     "python:no_such_module_x:make": ["no_such_module_x", "ModuleNotFoundError"],
     "python:json": ["MODULE:CALLABLE"],
@@ -66,6 +71,8 @@ def test_unknown_name_is_refused_with_what_is_known(name):
 
 def test_only_envs_that_must_know_are_told_of_frames():
     assert factory_for("gymnasium:CartPole-v1", with_frames=True) == GymnasiumFactory("CartPole-v1", "rgb_array")
+    spread = "mpe2.simple_spread_v3"
+    assert factory_for(f"pettingzoo:{spread}", with_frames=True) == PettingZooFactory(spread, "rgb_array")
     assert factory_for("meltingpot:clean_up", with_frames=True) == MeltingPotFactory("clean_up")
 
 

@@ -3,7 +3,8 @@
 Each is a frozen value that pickles by reference to this module, so that a worker that unpickles it imports
 nothing but its own family. Melting Pot has a factory of its own, `meltingpot_factory.MeltingPotFactory`.
 
-Making a factory checks nothing; `gymnasium_ids`, `dm_control_tasks` and `named_callable` say what there is.
+Making a factory checks nothing; `gymnasium_ids`, `pettingzoo_ids`, `dm_control_tasks` and `named_callable` say what
+there is.
 """
 
 from __future__ import annotations
@@ -69,16 +70,17 @@ class DmControlFactory:
 
 @dataclass(frozen=True)
 class PettingZooFactory:
-    """Build `parallel_env(...)` of a PettingZoo env's module, or its `env(...)` where there is no other.
+    """Build a PettingZoo env: a registered one, or `parallel_env(...)` of a module (`env(...)` where it has no other).
 
     Attributes:
-        module: e.g. `mpe2.simple_spread_v3` or `pettingzoo.sisl.multiwalker_v9`.
+        name: an id, which has a slash (`sisl/multiwalker-v9`; PettingZoo 1.26 and later), or a module
+            (`mpe2.simple_spread_v3`).
         render_mode: "rgb_array" for envs that are to be drawn; None leaves it to the env.
         group_map: group name -> its agents; None groups agents by name, as TorchRL does.
         return_state: also observe `state`, the env's view of everything, at the root (TorchRL's option of this name).
     """
 
-    module: str
+    name: str
     render_mode: str | None = None
     group_map: Mapping[str, Sequence[str]] | None = None
     return_state: bool = False
@@ -86,13 +88,18 @@ class PettingZooFactory:
     @property
     def preload(self) -> tuple[str, ...]:
         """Modules worth importing before workers are forked."""
-        return (self.module,)
+        return ("pettingzoo",) if "/" in self.name else (self.name,)
 
     def __call__(self, **env_kwargs: Any) -> Any:
         """Return the env, made with these arguments (`ParallelEnv(..., env_kwargs={"N": 5})`)."""
-        module = importlib.import_module(self.module)
-        make = getattr(module, "parallel_env", None) or module.env
-        env = make(**({"render_mode": self.render_mode} if self.render_mode else {}), **env_kwargs)
+        rendering = {"render_mode": self.render_mode} if self.render_mode else {}
+        if "/" in self.name:
+            import pettingzoo
+
+            env = pettingzoo.make("parallel", self.name, **rendering, **env_kwargs)
+        else:
+            module = importlib.import_module(self.name)
+            env = (getattr(module, "parallel_env", None) or module.env)(**rendering, **env_kwargs)
         env.envherd_options = self
         return env
 
@@ -136,6 +143,13 @@ def gymnasium_ids() -> list[str]:
     import gymnasium
 
     return sorted(gymnasium.registry)
+
+
+def pettingzoo_ids() -> list[str]:
+    """Return the ids of all parallel envs that PettingZoo knows so far, sorted; none of a PettingZoo without ids."""
+    import pettingzoo
+
+    return sorted(getattr(pettingzoo, "parallel_registry", ()))
 
 
 def dm_control_tasks() -> list[str]:

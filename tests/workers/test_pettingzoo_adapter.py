@@ -1,0 +1,485 @@
+"""The PettingZoo adapter, on real PettingZoo envs beside the same envs driven by hand, and on scripted ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pettingzoo
+import pytest
+from gymnasium import spaces
+from mpe2 import simple_spread_v3, simple_tag_v3
+from pettingzoo.utils import BaseParallelWrapper
+from pettingzoo.utils.conversions import turn_based_aec_to_parallel
+
+from envherd.shm.specs import Box, LeafSpec, MultiDiscrete
+from envherd.workers.adapters import find_adapter
+from envherd.workers.adapters.named import PettingZooFactory
+from envherd.workers.adapters.pettingzoo import PettingZooAdapter
+from envherd.workers.errors import ResetNeeded, SpecError
+from tests.workers.adapter_values import stored
+from tests.workers.pettingzoo_envs import LENGTH, PRESENT, Scripted, Village, outcome
+
+TERMINATED, TRUNCATED, BOTH, ALIVE = (True, False), (False, True), (True, True), (False, False)
+
+
+class Driver:
+    """An adapter, with its values by key after each call."""
+
+    def __init__(self, env: Any) -> None:
+        self.adapter = PettingZooAdapter(env)
+        self.spec = self.adapter.spec
+
+    def reset(self, seed: int | None = 0) -> dict[Any, Any]:
+        values = stored(self.spec.observation, self.adapter.reset(seed))
+        return values | stored(self.spec.done[3:], self.adapter.done_values())
+
+    def step(self, actions: list[Any] | None = None) -> dict[Any, Any]:
+        """Step; without actions, with the first legal one of each agent."""
+        zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in self.spec.action]
+        observation, reward, terminated, truncated = self.adapter.step(actions or zeros)
+        assert (type(terminated), type(truncated)) == (bool, bool)
+        values = stored(self.spec.observation, observation) | stored(self.spec.reward, reward)
+        return values | stored(self.spec.done[3:], self.adapter.done_values()) | {"end": (terminated, truncated)}
+
+
+def flags(values: dict[Any, Any], group: str) -> list[tuple[bool, bool]]:
+    """Return how the agents of a group have ended; `done` must agree."""
+    terminated, truncated = values[group, "terminated"][:, 0], values[group, "truncated"][:, 0]
+    np.testing.assert_array_equal(values[group, "done"][:, 0], terminated | truncated)
+    return list(zip(terminated.tolist(), truncated.tolist(), strict=True))
+
+
+# ---- real envs, beside the same envs driven by hand -----------------------------------------
+
+
+@pytest.mark.parametrize("module", [simple_spread_v3, simple_tag_v3])
+@pytest.mark.parametrize("continuous", [False, True])
+def test_values_are_those_of_the_env_driven_by_hand(module, continuous):
+    raw, driver = (
+        wrap(module.parallel_env(max_cycles=4, continuous_actions=continuous)) for wrap in (lambda env: env, Driver)
+    )
+    groups = driver.spec.metadata["group_map"]
+    rng = np.random.default_rng(0)
+    for seed in (3, None, 4):
+        expected, _ = raw.reset(seed=seed)
+        values = driver.reset(seed)
+        for _ in range(4):
+            for name, agents in groups.items():
+                np.testing.assert_array_equal(values[name, "observation"], [expected[agent] for agent in agents])
+                assert values[name, "mask"].all()
+            native, stacked = {}, []
+            for agents in groups.values():
+                samples = [rng.random(5, np.float32) if continuous else rng.integers(5) for _ in agents]
+                native.update(zip(agents, samples, strict=True))
+                stacked.append(np.array(samples))
+            expected, rewards, terminations, truncations, _ = raw.step(native)
+            values = driver.step(stacked)
+            for name, agents in groups.items():
+                assert values[name, "reward"][:, 0].tolist() == [np.float32(rewards[agent]) for agent in agents]
+                assert flags(values, name) == [(terminations[agent], truncations[agent]) for agent in agents]
+        assert values["end"] == TRUNCATED
+        for name, agents in groups.items():
+            np.testing.assert_array_equal(values[name, "observation"], [expected[agent] for agent in agents])
+            assert not values[name, "mask"].any()
+
+
+def test_the_adapter_is_found_by_the_classes_of_the_env():
+    assert find_adapter(simple_spread_v3.parallel_env()) is PettingZooAdapter
+    assert find_adapter(simple_spread_v3.env()) is PettingZooAdapter
+    assert find_adapter(BaseParallelWrapper(Village())) is PettingZooAdapter
+
+
+# ---- agents that leave and come back --------------------------------------------------------
+
+
+def test_masks_say_who_acts_and_only_they_are_given_actions():
+    env = Village()
+    driver = Driver(env)
+    values = driver.reset()
+    for present in PRESENT:
+        for name, agents in driver.spec.metadata["group_map"].items():
+            assert values[name, "mask"].tolist() == [agent in present for agent in agents]
+        values = driver.step()
+    assert [tuple(actions) for actions in env.given] == list(PRESENT)
+    assert not any(values[name, "mask"].any() for name in ("wolf", "sheep", "dog"))
+
+
+def test_an_agent_that_is_gone_is_zeros_and_done_until_it_comes_back():
+    driver = Driver(Village())
+    number = driver.reset()["sheep", "observation"][0, 0]
+    rows = [driver.step() for _ in range(4)]
+    sheep = [{key[1]: value[0] for key, value in row.items() if key[0] == "sheep"} for row in rows]
+    assert sheep[1]["observation"].tolist() == [number, 2]  # what it saw last, with its last reward
+    assert (sheep[1]["reward"], sheep[1]["terminated"], sheep[1]["mask"]) == (3, True, False)
+    for away in sheep[2:3]:
+        assert away["observation"].tolist() == [0, 0]
+        assert (away["reward"], away["terminated"], away["truncated"]) == (0, True, False)
+    assert sheep[3]["observation"].tolist() == [number, 4]
+    assert (sheep[3]["done"], sheep[3]["mask"]) == (False, True)
+
+
+def test_an_agent_that_has_not_come_yet_is_not_done():
+    driver = Driver(Village())
+    rows = [driver.reset(), *(driver.step() for _ in range(LENGTH))]
+    assert [flags(row, "sheep")[2] for row in rows[:-1]] == [ALIVE] * LENGTH
+    assert rows[4]["sheep", "observation"][2].tolist() == [0, 0]
+    assert rows[5]["sheep", "observation"][2, 1] == 5
+
+
+@pytest.mark.parametrize(("number", "root"), [(0, TRUNCATED), (1, TRUNCATED), (2, TRUNCATED)])
+def test_a_village_ends_as_its_agents_do(number, root):
+    driver = Driver(Village())
+    seed = next(seed for seed in range(100) if np.random.default_rng(seed).integers(100) % 3 == number)
+    driver.reset(seed)
+    *before, last = [driver.step() for _ in range(LENGTH)]
+    assert [row["end"] for row in before] == [ALIVE] * (LENGTH - 1)
+    assert last["end"] == root  # sheep_1 was truncated before: never all terminated
+    at_end = {0: TERMINATED, 1: TRUNCATED}.get(number, TRUNCATED)
+    assert flags(last, "sheep") == [at_end, TRUNCATED, at_end]
+    assert flags(last, "dog") == [TERMINATED if number == 2 else at_end]
+    with pytest.raises(ResetNeeded):
+        driver.step()
+
+
+#: How the two agents ended in the last step -> how the episode did.
+ENDS = [
+    ((TERMINATED, TERMINATED), TERMINATED),
+    ((TRUNCATED, TRUNCATED), TRUNCATED),
+    ((TERMINATED, TRUNCATED), TRUNCATED),
+    ((BOTH, TERMINATED), TERMINATED),
+    ((BOTH, TRUNCATED), TRUNCATED),
+    ((BOTH, BOTH), BOTH),
+]
+
+
+@pytest.mark.parametrize("keeps_agents", [False, True])
+@pytest.mark.parametrize(("ends", "root"), ENDS)
+def test_how_an_episode_ends(ends, root, keeps_agents):
+    """Some envs leave agents that are done in their list."""
+    names = ["a_0", "a_1"]
+    driver = Driver(Scripted(answers=[(names if keeps_agents else [], outcome(dict(zip(names, ends, strict=True))))]))
+    driver.reset()
+    values = driver.step()
+    assert values["end"] == root
+    assert flags(values, "a") == list(ends)
+
+
+def test_an_agent_gone_without_a_word_has_terminated():
+    driver = Driver(
+        Scripted(
+            answers=[(["a_1"], outcome({"a_0": None, "a_1": ALIVE}, seen=["a_1"])), ([], outcome({"a_1": TERMINATED}))]
+        )
+    )
+    driver.reset()
+    values = driver.step()
+    assert (flags(values, "a"), values["end"]) == ([TERMINATED, ALIVE], ALIVE)
+    assert values["a", "reward"][:, 0].tolist() == [0, 1]
+    assert driver.step()["end"] == TERMINATED
+
+
+def test_an_episode_that_ends_without_a_word_has_terminated():
+    driver = Driver(Scripted(answers=[([], outcome({"a_0": ALIVE, "a_1": ALIVE}))]))
+    driver.reset()
+    values = driver.step()
+    assert (flags(values, "a"), values["end"]) == ([TERMINATED, TERMINATED], TERMINATED)
+
+
+def test_a_reset_forgets_the_episode_before():
+    env = Village()
+    driver = Driver(env)
+    first = driver.reset(7)
+    for _ in range(LENGTH):
+        driver.step()
+    again = driver.reset(7)
+    assert first.keys() == again.keys()
+    for key, value in first.items():
+        np.testing.assert_array_equal(again[key], value, str(key))
+
+
+# ---- spaces, groups and masks ---------------------------------------------------------------
+
+
+def test_each_group_has_its_own_spaces():
+    spec = Driver(Village()).spec
+    leaves = {
+        leaf.key: (leaf.shape, leaf.dtype) for leaf in spec.leaves() if leaf.key[-1] not in ("done", "terminated")
+    }
+    assert leaves == {
+        ("wolf", "observation", "observation"): ((1, 3), "float32"),
+        ("wolf", "action_mask"): ((1, 4), "bool"),
+        ("wolf", "mask"): ((1,), "bool"),
+        ("wolf", "info", "energy"): ((1,), "float32"),
+        ("wolf", "action"): ((1,), "int64"),
+        ("wolf", "reward"): ((1, 1), "float32"),
+        ("wolf", "truncated"): ((1, 1), "bool"),
+        ("sheep", "observation"): ((3, 2), "float64"),
+        ("sheep", "action_mask"): ((3, 3), "bool"),
+        ("sheep", "mask"): ((3,), "bool"),
+        ("sheep", "action"): ((3,), "int64"),
+        ("sheep", "reward"): ((3, 1), "float32"),
+        ("sheep", "truncated"): ((3, 1), "bool"),
+        ("dog", "observation", "place"): ((1, 1), "float32"),
+        ("dog", "observation", "flock"): ((1,), "int64"),
+        ("dog", "mask"): ((1,), "bool"),
+        ("dog", "info", "energy"): ((1,), "float32"),
+        ("dog", "action"): ((1, 2), "float32"),
+        ("dog", "reward"): ((1, 1), "float32"),
+        ("dog", "truncated"): ((1, 1), "bool"),
+        ("truncated",): ((1,), "bool"),
+    }
+    assert spec.groups == ((("wolf",), (1,)), (("sheep",), (3,)), (("dog",), (1,)))
+    assert spec.metadata["group_map"]["sheep"] == ["sheep_0", "sheep_1", "sheep_2"]
+    assert spec.metadata["agent_count"] == 5
+
+
+def test_action_masks_of_observations_and_infos_have_one_place():
+    driver = Driver(Village())
+    values = driver.reset()
+    assert values["wolf", "action_mask"].tolist() == [[True, True, False, True]]
+    assert values["sheep", "action_mask"].tolist() == [[False, True, True], [False, True, True], [True, True, True]]
+    values = driver.step()
+    assert values["wolf", "action_mask"].tolist() == [[True, True, True, False]]
+    driver.step()
+    values = driver.step()  # sheep_1 has just left, and all that it does not do is legal
+    assert values["sheep", "action_mask"].all()
+
+
+def test_infos_are_leaves_where_all_of_a_group_have_them_and_all_of_them_in_info():
+    driver = Driver(Village())
+    driver.reset()
+    values = driver.step()
+    assert values["wolf", "info", "energy"].tolist() == [9]
+    assert driver.adapter.info["dog"] == {"energy": 9.0, "name": "dog"}
+
+
+def test_actions_reach_agents_as_their_spaces_say():
+    env = Village()
+    driver = Driver(env)
+    driver.reset()
+    driver.step([np.array([3]), np.array([0, 2, 1]), np.array([[0.5, -0.5]], np.float32)])
+    given = env.given[0]
+    assert (given["wolf_0"], given["sheep_0"], given["sheep_1"]) == (3, 1, 3)  # sheep count from 1
+    assert isinstance(given["wolf_0"], np.int64)
+    assert given["dog"].tolist() == [0.5, -0.5]
+
+
+def test_agents_of_unlike_shapes_become_groups_of_their_own():
+    unlike = {"a_1": (spaces.Box(-1, 1, (5,), np.float32), spaces.MultiDiscrete([2, 3]))}
+    spec = Driver(Scripted(["a_0", "a_1", "b_0", "b_1"], unlike)).spec
+    assert spec.metadata["group_map"] == {"a_0": ["a_0"], "a_1": ["a_1"], "b": ["b_0", "b_1"]}
+    assert LeafSpec(("a_1", "action"), (1, 2), "int64", MultiDiscrete(((2, 3),))) in spec.action
+
+
+def test_agents_that_differ_in_bounds_and_numbers_stay_together():
+    env = Scripted(
+        spaces_={
+            "a_0": (spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)),
+            "a_1": (spaces.Box(-2, 1, (2,), np.float32), spaces.Discrete(5, start=2)),
+        },
+        answers=[([], outcome({"a_0": TERMINATED, "a_1": TERMINATED}))],
+    )
+    driver = Driver(env)
+    (action,) = driver.spec.action
+    assert action == LeafSpec(("a", "action"), (2,), "int64", MultiDiscrete((3, 5), (0, 2)))
+    box = driver.spec.observation[0].domain
+    assert isinstance(box, Box)
+    assert (box.low.tolist(), box.high.tolist()) == ([[-1, -1], [-2, -2]], 1)
+    driver.reset()
+    driver.step([np.array([2, 4])])
+    assert env.given == [{"a_0": 2, "a_1": 6}]
+
+
+def test_nested_actions_are_put_together_for_each_agent():
+    nested = spaces.Dict({"move": spaces.MultiDiscrete([2, 3], start=[1, 0]), "push": spaces.Box(0, 1, (), np.float32)})
+    box = spaces.Box(-1, 1, (2,), np.float32)
+    env = Scripted(
+        spaces_=dict.fromkeys(("a_0", "a_1"), (box, nested)),
+        answers=[([], outcome({"a_0": TERMINATED, "a_1": TERMINATED}))],
+    )
+    driver = Driver(env)
+    assert [(leaf.key, leaf.shape) for leaf in driver.spec.action] == [
+        (("a", "action", "move"), (2, 2)),
+        (("a", "action", "push"), (2, 1)),
+    ]
+    driver.reset()
+    driver.step([np.array([[1, 2], [0, 1]]), np.array([[0.25], [0.5]], np.float32)])
+    assert all(nested.contains(action) for action in env.given[0].values())
+    assert env.given[0]["a_0"]["move"].tolist() == [2, 2]
+    assert float(env.given[0]["a_1"]["push"]) == 0.5
+
+
+def test_a_group_map_groups_agents_as_it_says():
+    group_map = {"x": ["agent_2", "agent_0"], "y": ["agent_1"]}
+    driver = Driver(PettingZooFactory("mpe2.simple_spread_v3", group_map=group_map)())
+    seen, _ = simple_spread_v3.parallel_env().reset(seed=3)
+    values = driver.reset(3)
+    np.testing.assert_array_equal(values["x", "observation"], [seen["agent_2"], seen["agent_0"]])
+    np.testing.assert_array_equal(values["y", "observation"], [seen["agent_1"]])
+
+
+@pytest.mark.parametrize(
+    ("group_map", "message"),
+    [
+        ({"x": ["agent_0", "agent_1"]}, "'agent_2' in none"),
+        ({"x": ["agent_0", "agent_1", "agent_2"], "y": ["agent_1"]}, "'agent_1' twice"),
+        ({"x": ["agent_0", "agent_1", "agent_2", "agent_3"]}, "'agent_3' which the env does not have"),
+        ({"reward": ["agent_0", "agent_1", "agent_2"]}, "got 'reward'"),
+    ],
+)
+def test_group_maps_that_cannot_be_are_refused(group_map, message):
+    env = PettingZooFactory("mpe2.simple_spread_v3", group_map=group_map)()
+    with pytest.raises(SpecError, match=message):
+        PettingZooAdapter(env)
+
+
+def test_a_group_map_of_unlike_agents_is_refused():
+    env = PettingZooFactory(
+        "mpe2.simple_tag_v3", group_map={"all": ["adversary_0", "adversary_1", "adversary_2", "agent_0"]}
+    )()
+    with pytest.raises(SpecError, match="expected agents of one group to have like spaces"):
+        PettingZooAdapter(env)
+
+
+@pytest.mark.parametrize("name", ["reward", "next_0", "state"])
+def test_agents_named_like_keys_of_a_batch_are_refused(name):
+    with pytest.raises(SpecError, match="expected names of groups"):
+        PettingZooAdapter(Scripted([name]))
+
+
+def test_values_without_a_fixed_shape_are_refused():
+    text = {"a_0": (spaces.Text(4), spaces.Discrete(2))}
+    with pytest.raises(SpecError, match="a_0 failed: expected values of a fixed shape"):
+        PettingZooAdapter(Scripted(["a_0"], text))
+
+
+# ---- seeds, options, state, pictures --------------------------------------------------------
+
+
+def test_seed_and_options_reach_the_env_and_options_are_its_own():
+    env = Scripted()
+    adapter = PettingZooAdapter(env)
+    options = {"options": {"level": [1]}}
+    adapter.reset(5, options)
+    assert env.resets == [{"seed": None, "options": None}, {"seed": 5, "options": {"level": [1]}}]
+    env.resets[1]["options"]["level"].append(2)
+    assert options == {"options": {"level": [1]}}
+    with pytest.raises(TypeError, match="expected no keyword but `options` for a PettingZoo env, got `level`"):
+        adapter.reset(5, {"level": 1})
+
+
+def test_the_state_is_observed_where_it_was_asked_for():
+    factory = PettingZooFactory("mpe2.simple_spread_v3", return_state=True)
+    raw, driver = simple_spread_v3.parallel_env(), Driver(factory())
+    raw.reset(seed=3)
+    np.testing.assert_array_equal(driver.reset(3)["state",], raw.state())
+    assert ("state",) not in {leaf.key for leaf in Driver(simple_spread_v3.parallel_env()).spec.observation}
+
+
+def test_a_state_without_a_space_is_as_it_looks():
+    env = Village()
+    env.envherd_options = PettingZooFactory("", return_state=True)
+    driver = Driver(env)
+    assert LeafSpec(("state",), (2,), "float32") in driver.spec.observation
+    driver.reset()
+    assert driver.step()["state",][1] == 1
+
+
+def test_pictures_are_drawn_where_the_env_was_made_for_it():
+    adapter = PettingZooAdapter(PettingZooFactory("mpe2.simple_spread_v3", render_mode="rgb_array")())
+    adapter.reset(0)
+    frame = adapter.render()
+    assert (frame.dtype, frame.ndim, frame.shape[2]) == (np.uint8, 3, 3)
+    adapter.close()
+    assert PettingZooAdapter(Village()).render() is None
+
+
+# ---- AEC envs -------------------------------------------------------------------------------
+
+
+def test_an_aec_env_that_can_be_parallel_is():
+    aec, parallel = Driver(simple_spread_v3.env(max_cycles=3)), Driver(simple_spread_v3.parallel_env(max_cycles=3))
+    assert aec.spec == parallel.spec
+    for rows in ((aec.reset(2), parallel.reset(2)), *((aec.step(), parallel.step()) for _ in range(3))):
+        for key, value in rows[0].items():
+            np.testing.assert_array_equal(value, rows[1][key], str(key))
+
+
+def test_an_aec_env_that_cannot_is_refused_with_what_to_do():
+    with pytest.raises(SpecError, match=r"turn_based_aec_to_parallel\(env\)"):
+        PettingZooAdapter(pettingzoo.make("aec", "classic/tictactoe-v3"))
+
+
+def test_in_turns_only_one_agent_acts_and_knows_what_it_may_do():
+    driver = Driver(turn_based_aec_to_parallel(pettingzoo.make("aec", "classic/tictactoe-v3")))
+    rng = np.random.default_rng(1)
+    values, end, num_steps = driver.reset(), ALIVE, 0
+    while end == ALIVE:
+        mask = values["player", "mask"]
+        assert mask.tolist() == [num_steps % 2 == 0, num_steps % 2 == 1]
+        legal = values["player", "action_mask"]
+        assert legal[1 - mask.argmax()].all()
+        assert legal[mask.argmax()].sum() == 9 - num_steps
+        actions = [rng.choice(np.flatnonzero(row)) for row in legal]
+        values = driver.step([np.array(actions)])
+        num_steps, end = num_steps + 1, values["end"]
+    assert end == TERMINATED
+    assert 5 <= num_steps <= 9
+    assert values["player", "reward"].sum() == 0
+
+
+# ---- envs that break the protocol -----------------------------------------------------------
+
+
+def _after_reset(answer: Any, agents: Any = ("a_0", "a_1")) -> PettingZooAdapter:
+    adapter = PettingZooAdapter(Scripted(answers=[(list(agents), answer)]))
+    adapter.reset(0)
+    return adapter
+
+
+GOOD = outcome({"a_0": ALIVE, "a_1": ALIVE})
+
+BAD_STEPS = [
+    (GOOD[:4], r"expected \(observations, rewards, .*got 4 values \(dict, dict, dict, dict\)"),
+    (None, "got NoneType"),
+    (outcome({"a_0": ALIVE, "a_1": ALIVE}, seen=["a_0"]), "got none of a_1"),
+    (outcome({"a_0": ALIVE, "a_1": ALIVE, "b_7": ALIVE}), "expected agents among a_0, a_1, got 'b_7'"),
+    (({**GOOD[0], "a_1": np.ones(3, np.float32)}, *GOOD[1:]), r"a_1/observation failed: expected float32 \(2,\), got"),
+    (({**GOOD[0], "a_1": 1.0}, *GOOD[1:]), r"a_1/observation failed: expected float32 \(2,\), got"),
+    ((GOOD[0], {"a_0": 1.0, "a_1": "x"}, *GOOD[2:]), "expected one number as the reward of a_1"),
+    ((*GOOD[:2], {"a_0": 0, "a_1": False}, *GOOD[3:]), "expected a bool as `terminations"),
+]
+
+
+@pytest.mark.parametrize(("answer", "message"), BAD_STEPS)
+def test_a_step_that_breaks_the_api_is_refused(answer, message):
+    adapter = _after_reset(answer)
+    with pytest.raises(SpecError, match=message):
+        adapter.step([np.zeros(2, np.int64)])
+
+
+def test_an_agent_that_acts_but_was_never_named_is_refused():
+    adapter = _after_reset(GOOD, agents=["a_0", "a_1", "b_7"])
+    with pytest.raises(SpecError, match="Name all agents that may ever appear"):
+        adapter.step([np.zeros(2, np.int64)])
+
+
+def test_a_mask_of_another_size_is_refused():
+    env = Village()
+    adapter = PettingZooAdapter(env)
+    tell = env._tell
+    env._tell = lambda agent: {**tell(agent), "action_mask": np.ones(2, np.int8)} if "sheep" in agent else tell(agent)
+    with pytest.raises(SpecError, match=r"the action mask of sheep_0 failed: expected flags of shape \(3,\)"):
+        adapter.reset(0)
+
+
+def test_a_reset_of_the_old_api_is_refused():
+    with pytest.raises(SpecError, match=r"PettingZoo before 1\.23 returned observations alone"):
+        PettingZooAdapter(Scripted(first={"a_0": np.zeros(2, np.float32)}))
+
+
+def test_an_env_that_does_not_name_its_agents_is_refused():
+    env = Scripted()
+    del env.possible_agents
+    with pytest.raises(SpecError, match="expected possible_agents, got none from Scripted"):
+        PettingZooAdapter(env)

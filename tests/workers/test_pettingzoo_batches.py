@@ -1,0 +1,190 @@
+"""PettingZoo envs through the executor, and beside TorchRL's wrapper of the same envs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pettingzoo
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.workers.adapters.named import PettingZooFactory
+from envherd.workers.adapters.pettingzoo import PettingZooAdapter
+from envherd.workers.adapters.pettingzoo_groups import groups_by_name
+from envherd.workers.errors import SpecError
+from tests.workers.adapter_values import stored
+from tests.workers.pettingzoo_envs import Village
+
+
+def test_infos_come_back_where_they_are_asked_for():
+    with SerialEnv(1, Village, seed=0, options=ExecutorOptions(infos="plain")) as env:
+        env.reset()
+        env.step(env.rand_action())
+        assert env.infos("next")[0]["dog"] == {"energy": 9.0, "name": "dog"}
+
+
+def test_arguments_reach_the_env_and_unlike_ones_each_their_own():
+    factory = PettingZooFactory("mpe2.simple_spread_v3")
+    with SerialEnv(2, factory, env_kwargs={"N": 5, "max_cycles": 2}, seed=0) as env:
+        data = env.rollout(3)
+    assert data["agent", "observation"].shape[:3] == (2, 2, 5)
+    assert data.get("agent").batch_size == (2, 2, 5)
+
+
+def test_an_env_that_cannot_be_served_is_refused_when_it_is_built():
+    with pytest.raises(SpecError, match="turn_based_aec_to_parallel"):
+        SerialEnv(1, lambda: pettingzoo.make("aec", "classic/tictactoe-v3"))
+
+
+@pytest.mark.slow
+def test_a_partial_reset_leaves_the_other_village_where_it_is():
+    with ParallelEnv(2, Village, num_workers=2, seed=0) as env:
+        env.reset()
+        for _ in range(4):
+            td = env.step(env.rand_action())
+        after = env.reset(TensorDict({"_reset": np.array([[True], [False]])}, [2]))
+    assert after["sheep", "mask"].tolist() == [[True, True, False], [True, False, False]]
+    assert after["sheep", "terminated"][:, :2, 0].tolist() == [[False, False], [False, False]]
+    assert after["sheep", "truncated"][:, :2, 0].tolist() == [[False, False], [False, True]]
+    assert (after["sheep", "observation"][1] == td["next", "sheep", "observation"][1]).all()
+
+
+# ---- beside TorchRL -------------------------------------------------------------------------
+
+CASES = {
+    "spread": PettingZooFactory("mpe2.simple_spread_v3", return_state=True),
+    "tag": PettingZooFactory("mpe2.simple_tag_v3", return_state=True),
+    "adversary": PettingZooFactory("mpe2.simple_adversary_v3", return_state=True),
+    "world_comm": PettingZooFactory("mpe2.simple_world_comm_v3", return_state=True),
+    "speaker_listener": PettingZooFactory("mpe2.simple_speaker_listener_v4", return_state=True),
+    "multiwalker": PettingZooFactory("sisl/multiwalker-v9", return_state=True),
+}
+
+
+def torchrl_env(env: Any, *, return_state: bool = True) -> Any:
+    """Return TorchRL's wrapper, told to go on until no agent is left, as envherd does."""
+    from torchrl.envs.libs.pettingzoo import PettingZooWrapper
+
+    return PettingZooWrapper(env, return_state=return_state, use_mask=True, done_on_any=False)
+
+
+def outline(data: Any) -> dict[Any, tuple[Any, torch.dtype]]:
+    """Return `{key: (shape behind the batch and time, dtype)}`."""
+    return {
+        key: (value.shape[data.ndim :], value.dtype) for key, value in data.items(include_nested=True, leaves_only=True)
+    }
+
+
+from_torchrl = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:PettingZoo in TorchRL is tested:UserWarning"),
+    pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning"),
+]
+
+
+def marked(test: Any) -> Any:
+    """Mark a test that runs TorchRL's wrapper."""
+    for mark in from_torchrl:
+        test = mark(test)
+    return test
+
+
+@marked
+@pytest.mark.parametrize("case", CASES)
+def test_keys_shapes_and_dtypes_are_those_of_torchrl(case):
+    expected = torchrl_env(CASES[case]()).rollout(3)
+    with SerialEnv(2, CASES[case], seed=0) as env:
+        data = env.rollout(3)
+        groups = dict(env.specs[0].groups)
+    assert outline(data) == outline(expected)
+    for (group,), shape in groups.items():
+        assert data[group].batch_size == (2, 3, *shape)
+        assert expected[group].batch_size == (3, *shape)
+
+
+@marked
+def test_keys_with_masks_and_infos_are_those_of_torchrl():
+    """TorchRL cannot reset a village whose agents are not all there, nor read text in infos."""
+
+    class Small(Village):
+        possible_agents = Village.possible_agents[:3]
+
+        def _tell(self, agent: str) -> dict[str, Any]:
+            return {key: value for key, value in super()._tell(agent).items() if key != "name"}
+
+        def reset(self, **kwargs: Any) -> Any:
+            observations, infos = super().reset(**kwargs)
+            self.agents.remove("dog")
+            return {agent: observations[agent] for agent in self.agents}, infos
+
+    expected = torchrl_env(Small(), return_state=False).reset()
+    with SerialEnv(1, Small, seed=0) as env:
+        assert outline(env.reset()) == outline(expected)
+
+
+@marked
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_those_of_torchrl(case):
+    compare(CASES[case], num_steps=30, max_cycles=12)
+
+
+@marked
+def test_walkers_that_fall_and_stay_away_are_as_in_torchrl():
+    """TorchRL says of one that is away that it has both terminated and been truncated; that alone differs."""
+    factory = PettingZooFactory("sisl/multiwalker-v9")  # has no state when a walker is gone
+    kwargs = {"terminate_on_fall": False, "remove_on_fall": True, "position_noise": 0, "angle_noise": 0}
+    assert compare(factory, num_steps=150, max_cycles=100, **kwargs) > 0
+
+
+def compare(factory: PettingZooFactory, num_steps: int, **env_kwargs: Any) -> int:
+    """Step the same env here and in TorchRL's wrapper; return in how many rows an agent was away."""
+    adapter = PettingZooAdapter(factory(**env_kwargs))
+    theirs = torchrl_env(factory(**env_kwargs), return_state=factory.return_state)
+    td, num_away, num_ends = TensorDict(), 0, 0
+    torch.manual_seed(0)
+    spec = adapter.spec
+    assert_equal(stored(spec.observation, adapter.reset(5)), theirs.reset(seed=5), [])
+    for step in range(num_steps):
+        td = theirs.rand_action(TensorDict()) if step % 20 == 0 else td  # held for a while: walkers fall
+        observation, reward, terminated, truncated = adapter.step([td[leaf.key].numpy() for leaf in spec.action])
+        expected = theirs.step(td)["next"]
+        values = stored(spec.observation, observation) | stored(spec.reward, reward)
+        flags = stored(spec.done[3:], adapter.done_values())
+        away = [group for (group,), _ in spec.groups if not values[group, "mask"].all()]
+        assert_equal(values | flags, expected, [(g, key) for g in away for key in ("terminated", "truncated")])
+        assert bool(expected["done"]) == (terminated or truncated)
+        num_away += bool(away) and not (terminated or truncated)
+        if terminated or truncated:
+            num_ends += 1
+            assert_equal(stored(spec.observation, adapter.reset(6)), theirs.reset(seed=6), [])
+    assert num_ends > 0
+    adapter.close()
+    theirs.close()
+    return num_away
+
+
+def assert_equal(mine: dict[Any, Any], theirs: Any, but_for: list[Any]) -> None:
+    for key, value in mine.items():
+        if key not in but_for:
+            np.testing.assert_array_equal(value, theirs[key].numpy(), str(key))
+
+
+NAMES = [
+    ["agent_0", "agent_1"],
+    ["adversary_0", "agent_0", "adversary_1"],
+    ["first", "second"],
+    ["red_team_0", "red_team_1", "blue_team_0"],
+    ["a_b", "a_c", "_3", "7", "a_-1"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", NAMES)
+def test_groups_are_named_as_torchrl_names_them(names):
+    from torchrl.envs.libs.pettingzoo import PettingZooWrapper
+
+    assert groups_by_name(names) == PettingZooWrapper._get_default_group_map(SimpleNamespace(parallel=True), names)
