@@ -170,6 +170,11 @@ class BatchedFacade(BatchedData):
         self._dismiss()
         return result
 
+    def to(self, device: Any) -> Any:
+        """Move specs and outputs to a device; the envs stay where they are. Returns the env itself."""
+        self.__dict__["_shells"] = None
+        return super().to(device)
+
     # ---- control -----------------------------------------------------------------------------
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:  # noqa: FBT001, FBT002  # TorchRL's

@@ -132,6 +132,7 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
         out = self._step_told(td, selected)
         if self._non_tensor_keys:
             skipped = self._skip_tensordict(td)
+            skipped = skipped.clear_device_() if out.device is None else skipped.to(out.device)
             rows = [out[selected.index(i)] if i in selected else skipped[i] for i in range(self.num_workers)]
             return self._stacked(rows)
         result = out.new_zeros(td.shape)
