@@ -16,6 +16,7 @@ TESTED = {
     "gymnasium_vector_env",
     "meltingpot_rollout",
     "ppo_cartpole",
+    "sb3_meltingpot",
     "torchrl_collectors",
     "uncopyable_policy",
 }
@@ -106,3 +107,10 @@ def test_gymnasium_vector_env_prints_returns(tmp_path):
     num_episodes, mean_return = re.match(r"(\d+) episodes in 1200 steps, mean return ([\d.]+)", printed).groups()
     assert int(num_episodes) > 20
     assert 10 < float(mean_return) < 60, "random actions keep the pole up for some 20 steps"
+
+
+@pytest.mark.slow
+def test_sb3_meltingpot_trains_agents_as_rows(tmp_path):
+    printed = run_example("sb3_meltingpot", tmp_path)
+    assert "2 envs, 4 rows; a row sees (40, 40, 3) and has 8 actions" in printed
+    assert "384 agent steps in 3 updates; episodes of [60] steps" in printed

@@ -99,6 +99,10 @@ class Tagged(gymnasium.Wrapper):
     """A wrapper to look for."""
 
 
+def return_it(env):
+    return env
+
+
 def make_tagged():
     return Tagged(SampledEnv())
 

@@ -16,6 +16,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from envherd.executor import Busy, EnvError, ExecutorOptions, FactoryError
 from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
+from envherd.workers.adapters.named import DmControlFactory
 from envherd.workers.errors import ActionError, ResetNeeded
 from tests.executor.facades.sb3_envs import (
     DyingEnv,
@@ -25,6 +26,7 @@ from tests.executor.facades.sb3_envs import (
     Tagged,
     make_cartpole,
     make_tagged,
+    return_it,
 )
 
 TWO_WORKERS = functools.partial(SubprocVecEnv, num_workers=2)
@@ -202,6 +204,30 @@ def test_what_is_no_function_is_refused():
 def test_envs_of_one_worker_do_not_share_what_their_functions_captured():
     env = SubprocVecEnv([functools.partial(SharingEnv, [])] * 2, num_workers=1)
     assert [env.env_method("note", what) for what in (1, 2)] == [[[1], [1]], [[1, 2], [1, 2]]]
+    env.close()
+
+
+def test_an_env_made_elsewhere_is_copied_to_its_worker():
+    here = SampledEnv()
+    env = SubprocVecEnv([functools.partial(return_it, here)] * 2, num_workers=1)
+    env.reset()
+    env.set_attr("colour", 3, indices=1)
+    assert env.get_attr("colour") == [0, 3]
+    assert here.colour == 0
+    env.close()
+
+
+def test_envs_of_other_families_are_rows_too():
+    pytest.importorskip("dm_control")
+    env = TWO_WORKERS([DmControlFactory("cartpole", "swingup")] * 2)
+    assert isinstance(env.observation_space, gymnasium.spaces.Dict)
+    assert env.action_space == gymnasium.spaces.Box(-1, 1, (1,), np.float64)
+    first = env.reset()
+    obs, rewards, dones, _ = env.step(np.ones((2, 1)))
+    assert {key: values.shape for key, values in obs.items()} == {"position": (2, 3), "velocity": (2, 2)}
+    assert not np.array_equal(first["velocity"], obs["velocity"])
+    assert rewards.dtype == np.float32
+    assert not dones.any()
     env.close()
 
 
