@@ -70,7 +70,7 @@ class NativeEnv:
 
     Attributes:
         env: as the factory returned it.
-        keeps_final: add an episode's last observation to its infos.
+        keeps_final: add an episode's last observation to its infos, unless its row says it all.
         raw_action: what the next step is to give to the env, if its action is not in shared memory.
     """
 
@@ -137,6 +137,8 @@ class NativeAdapter(Adapter):
         self.info: Mapping[str, Any] = {}
         observation_space, action_space = env.env.observation_space, env.env.action_space
         self._is_bare = isinstance(observation_space, FIXED)
+        is_array = isinstance(observation_space, spaces.Box) and observation_space.shape != ()
+        self._row_dtype = observation_space.dtype if is_array else None
         self._flatten = _flattener(observation_space)
         actions = leaf_specs(action_space, "action")
         self._has_rows = not any(leaf.is_side for leaf in actions)
@@ -179,9 +181,15 @@ class NativeAdapter(Adapter):
             terminated = _as_bool(terminated, "terminated")
         if truncated.__class__ is not bool:
             truncated = _as_bool(truncated, "truncated")
-        if env.keeps_final and (terminated or truncated):
+        if env.keeps_final and (terminated or truncated) and not self._is_row(observation):
             self.info = {**self.info, FINAL_OBSERVATION: observation}
         return self._flattened(observation), [reward], terminated, truncated
+
+    def _is_row(self, observation: Any) -> bool:
+        """Return whether an observation is an array that its row in shared memory says all about."""
+        return (
+            self._row_dtype is not None and observation.__class__ is np.ndarray and observation.dtype == self._row_dtype
+        )
 
     def _flattened(self, observation: Any) -> list[Any]:
         if self._is_bare:
