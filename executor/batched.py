@@ -217,7 +217,10 @@ class BatchedEnv:
         return self._rollouts.run(self, max_steps, policy, **kwargs)
 
     def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
-        """Return `td` (or a new batch `[N]`) with uniformly drawn legal actions, from a generator of the root seed."""
+        """Return `td` (or a new batch `[N]`) with uniformly drawn legal actions, from a generator of the root seed.
+
+        Where `td` holds the envs' `action_mask` (a root does), only what it allows is drawn.
+        """
         return self._engine.sampler.fill(td, self.batch_size, self.device)
 
     # ---- send and recv -----------------------------------------------------------------------

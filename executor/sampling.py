@@ -1,4 +1,8 @@
-"""Random actions: uniform over each leaf's legal values, from a generator of the root seed."""
+"""Random actions: uniform over each leaf's legal values, from a generator of the root seed.
+
+Where envs observe an `action_mask` beside a discrete action (at the root, or in a group of agents), and the batch that
+actions are drawn for holds it, only what it allows is drawn; where it allows nothing, action 0.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, MultiDiscrete, OneHot
+from envherd.executor.intake import to_numpy
+from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, Key, LeafSpec, MultiDiscrete, OneHot
 
 #: Width of the interval sampled where a Box has no bound on a side.
 _UNBOUNDED_WIDTH = 2.0
@@ -26,23 +31,47 @@ class ActionSampler:
         self._specs = specs
         self._is_uniform = all(spec == specs[0] for spec in specs)
         self._draws = [
-            [(leaf, drawer(leaf)) for leaf in spec.action] for spec in (specs[:1] if self._is_uniform else specs)
+            [(leaf, drawer(leaf), _mask_key(spec, leaf)) for leaf in spec.action]
+            for spec in (specs[:1] if self._is_uniform else specs)
         ]
 
     def fill(self, td: TensorDictBase | None, batch_size: torch.Size, device: torch.device | None) -> TensorDictBase:
         """Set the action leaves of `td`, or of a new batch of `batch_size`."""
         if self._is_uniform:
             td = TensorDict({}, batch_size, device=device) if td is None else td
-            for leaf, draw in self._draws[0]:
-                td.set(leaf.key, torch.from_numpy(draw(self._rng, (len(self._specs), *leaf.shape))))
+            for leaf, draw, mask_key in self._draws[0]:
+                mask = None if mask_key is None else td.get(mask_key, None)
+                if mask is None:
+                    drawn = draw(self._rng, (len(self._specs), *leaf.shape))
+                else:
+                    drawn = draw_masked(self._rng, mask, leaf)
+                td.set(leaf.key, torch.from_numpy(drawn))
             return td
         rows = [
             TensorDict({}, spec.batch_size) if td is None else td[i] for i, spec in enumerate(map(_Sized, self._specs))
         ]
         for row, draws in zip(rows, self._draws, strict=True):
-            for leaf, draw in draws:
-                row.set(leaf.key, torch.from_numpy(np.asarray(draw(self._rng, leaf.shape))))
+            for leaf, draw, mask_key in draws:
+                mask = None if mask_key is None else row.get(mask_key, None)
+                drawn = draw(self._rng, leaf.shape) if mask is None else draw_masked(self._rng, mask, leaf)
+                row.set(leaf.key, torch.from_numpy(np.asarray(drawn)))
         return LazyStackedTensorDict(*rows, stack_dim=0) if td is None else td
+
+
+def draw_masked(rng: np.random.Generator, mask: Any, leaf: LeafSpec) -> np.ndarray:
+    """Return indices drawn uniformly from what a mask `[..., n]` allows, `[...]`; 0 where it allows nothing."""
+    allowed = to_numpy(mask).astype(bool)
+    order = np.where(allowed, rng.random(allowed.shape), -1.0)
+    return np.asarray(order.argmax(-1), leaf.dtype)
+
+
+def _mask_key(spec: EnvSpec, leaf: LeafSpec) -> Key | None:
+    """Return where the mask of an action is, if the env observes one of the right shape."""
+    if not isinstance(leaf.domain, Discrete) or leaf.key[-1] != "action":
+        return None
+    key = (*leaf.key[:-1], "action_mask")
+    shape = (*leaf.shape, leaf.domain.n)
+    return key if any(seen.key == key and seen.shape == shape for seen in spec.observation) else None
 
 
 class _Sized:
