@@ -10,6 +10,8 @@ Trusts its workers: attributes, specs and odd leaves cross as pickles, as in Tor
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +39,23 @@ _newborn = threading.local()
 
 
 class BuildFailed(FactoryError, RuntimeError):
-    """The factory raised, or its env was refused; a RuntimeError too, as TorchRL raises."""
+    """The factory raised, or its env was refused; also what the factory raised, if that is python's own.
+
+    TorchRL builds an env in the caller's process, so programs expect such errors as they are.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return build_failed, (self.message, self.remote_traceback, self.context)
+
+
+def build_failed(message: str, remote_traceback: str | None, context: dict[str, Any]) -> BuildFailed:
+    """Return the error for a factory that failed: a `BuildFailed` that is a ValueError, too, if it raised one."""
+    raised = getattr(builtins, context.get("type_name", ""), None)
+    kind: type[BuildFailed] = BuildFailed
+    if isinstance(raised, type) and issubclass(raised, Exception) and not issubclass(BuildFailed, raised):
+        with contextlib.suppress(TypeError):  # python cannot combine it with others, as OSError
+            kind = type("BuildFailed", (BuildFailed, raised), {"__module__": __name__})
+    return kind(message, remote_traceback=remote_traceback, **context)
 
 
 class BatchedFacade(BatchedData):
@@ -69,9 +87,7 @@ class BatchedFacade(BatchedData):
                 crew = self.__dict__["_crew"] = self._hire()
             except FactoryError as error:
                 if "type_name" in error.context:
-                    raise BuildFailed(
-                        error.message, remote_traceback=error.remote_traceback, **error.context
-                    ) from error
+                    raise build_failed(error.message, error.remote_traceback, error.context) from error
                 raise
         return crew
 

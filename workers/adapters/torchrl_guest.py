@@ -302,7 +302,11 @@ def dense_leaves(env: EnvBase) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
         for source in ("observation", "action", "reward", "done", "state")
         for item in getattr(env, f"full_{source}_spec").values(include_nested=True)
     )
-    return None if has_lazy_nodes else groups
+    shapes = {key: leaf.shape for key, leaf in groups["observation"]}
+    disagrees = any(
+        shapes.get(key, leaf.shape) != leaf.shape for key, leaf in groups["input"]
+    )  # as state and as observed
+    return None if has_lazy_nodes or disagrees else groups
 
 
 class GuestAdapter(Adapter):

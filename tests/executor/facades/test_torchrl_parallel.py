@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -264,6 +265,8 @@ def test_factories_that_fail_say_why() -> None:
     with pytest.raises(BuildFailed, match="no such level") as caught:
         ParallelEnv(2, fail)
     assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value, ValueError)  # as it would be, had it been called here
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), ValueError)
     with pytest.raises(FactoryError, match="expected a TorchRL env"):
         ParallelEnv(2, dict)
 
