@@ -377,9 +377,7 @@ def test_the_state_is_observed_where_it_was_asked_for():
 
 
 def test_a_state_without_a_space_is_as_it_looks():
-    env = Village()
-    env.envherd_options = PettingZooFactory("", return_state=True)
-    driver = Driver(env)
+    driver = Driver(PettingZooFactory(Village, return_state=True)())
     assert LeafSpec(("state",), (2,), "float32") in driver.spec.observation
     driver.reset()
     assert driver.step()["state",][1] == 1

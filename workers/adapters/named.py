@@ -9,6 +9,7 @@ there is.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -70,38 +71,45 @@ class DmControlFactory:
 
 @dataclass(frozen=True)
 class PettingZooFactory:
-    """Build a PettingZoo env: a registered one, or `parallel_env(...)` of a module (`env(...)` where it has no other).
+    """Build a PettingZoo env, and say how its agents are grouped.
 
     Attributes:
-        name: an id, which has a slash (`sisl/multiwalker-v9`; PettingZoo 1.26 and later), or a module
-            (`mpe2.simple_spread_v3`).
+        env: an id, which has a slash (`sisl/multiwalker-v9`; for PettingZoo 1.26 and later); a module
+            (`mpe2.simple_spread_v3`), whose `parallel_env(...)` is called, or `env(...)` if it has no other; or
+            a callable that returns an env.
         render_mode: "rgb_array" for envs that are to be drawn; None leaves it to the env.
         group_map: group name -> its agents; None groups agents by name, as TorchRL does.
         return_state: also observe `state`, the env's view of everything, at the root (TorchRL's option of this name).
     """
 
-    name: str
+    env: str | Callable[..., Any]
     render_mode: str | None = None
-    group_map: Mapping[str, Sequence[str]] | None = None
+    group_map: Mapping[str, Sequence[Any]] | None = None
     return_state: bool = False
 
     @property
     def preload(self) -> tuple[str, ...]:
         """Modules worth importing before workers are forked."""
-        return ("pettingzoo",) if "/" in self.name else (self.name,)
+        is_module = isinstance(self.env, str) and "/" not in self.env
+        return (str(self.env),) if is_module else ("pettingzoo",)
 
     def __call__(self, **env_kwargs: Any) -> Any:
         """Return the env, made with these arguments (`ParallelEnv(..., env_kwargs={"N": 5})`)."""
         rendering = {"render_mode": self.render_mode} if self.render_mode else {}
-        if "/" in self.name:
-            import pettingzoo
-
-            env = pettingzoo.make("parallel", self.name, **rendering, **env_kwargs)
-        else:
-            module = importlib.import_module(self.name)
-            env = (getattr(module, "parallel_env", None) or module.env)(**rendering, **env_kwargs)
+        env = self._make()(**rendering, **env_kwargs)
         env.envherd_options = self
         return env
+
+    def _make(self) -> Callable[..., Any]:
+        if callable(self.env):
+            return self.env
+        if "/" in self.env:
+            import pettingzoo
+
+            return functools.partial(pettingzoo.make, "parallel", self.env)
+        module = importlib.import_module(self.env)
+        make: Callable[..., Any] = getattr(module, "parallel_env", None) or module.env
+        return make
 
 
 @dataclass(frozen=True)

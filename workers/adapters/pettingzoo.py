@@ -239,7 +239,7 @@ def _as_parallel(env: Any) -> Any:
 def _turn_based(env: Any) -> Any:
     """Return the AEC env inside an env in which agents take turns; None for other envs."""
     while type(env).__name__ != "turn_based_aec_to_parallel_wrapper":
-        inner = vars(env).get("env")
+        inner = getattr(env, "__dict__", {}).get("env")
         if inner is None:
             return None
         env = inner
