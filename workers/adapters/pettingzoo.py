@@ -8,8 +8,8 @@ while it is away; an agent that comes back is done no longer. One that is gone w
 
 Ends of episodes: the root is done when no agent is left, whatever became of each before; this is TorchRL's
 `done_on_any=False` (its default for parallel envs, True, gives up an episode when the first agent dies). It is
-`terminated` if all agents that took part did terminate, and `truncated` if all were truncated or they ended in unlike
-ways; TorchRL says neither of the latter. All agents are done then, also those that never took part.
+`terminated` if all agents that have ended did terminate, and `truncated` if all were truncated, or some were and some
+terminated (TorchRL then says neither). All agents are done then, also those that never took part.
 
 AEC envs are run through `pettingzoo.utils.conversions.aec_to_parallel` where they allow it. In envs made parallel by
 `turn_based_aec_to_parallel`, the agent whose turn it is acts, and no other.
@@ -97,10 +97,7 @@ class PettingZooAdapter(Adapter):
         if not self.env.agents:
             raise SpecError("reset failed: expected a PettingZoo env with agents, got one that has none. Fix the env.")
         for seat in self._seats.values():
-            seat.has_acted = False
             seat.end = (False, False)
-        for reward in self._rewards:
-            reward.fill(0)
         self._observe(observations)
         self._needs_reset = False
         return self._all_values()
@@ -144,7 +141,6 @@ class PettingZooAdapter(Adapter):
         actions = {}
         for agent in acting:
             seat = self._seat(agent)
-            seat.has_acted = True
             actions[agent] = seat.build([values[seat.index] for values in parts[seat.group.name]])
         return actions
 
@@ -186,7 +182,7 @@ class PettingZooAdapter(Adapter):
         """Return whether the episode has terminated, and whether it was truncated; if so, all agents are done."""
         if not all(any(self._seats[agent].end) for agent in self.env.agents):
             return False, False
-        ends = [seat.end for seat in self._seats.values() if seat.has_acted and any(seat.end)]
+        ends = [seat.end for seat in self._seats.values() if any(seat.end)]
         terminated = all(end[0] for end in ends)
         truncated = not terminated or (bool(ends) and all(end[1] for end in ends))
         for seat in self._seats.values():

@@ -98,7 +98,6 @@ class Seat:
 
     Attributes:
         agent: as the env calls it.
-        has_acted: whether it was to act since the reset.
         build: action leaves of this agent -> its action.
     """
 
@@ -107,7 +106,6 @@ class Seat:
         self.group = group
         self.index = index
         self.agent = known.agent
-        self.has_acted = False
         self.build = builder(action)
         self._flatten = flattener(observation, f"the observation of {name}")
         leaves = [replace(leaf, key=(name, *leaf.key[1:])) for leaf in leaf_specs(observation)]
