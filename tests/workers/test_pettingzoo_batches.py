@@ -9,6 +9,7 @@ import numpy as np
 import pettingzoo
 import pytest
 import torch
+from pettingzoo.utils.conversions import turn_based_aec_to_parallel
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
@@ -53,6 +54,22 @@ def test_a_partial_reset_leaves_the_other_village_where_it_is():
     assert (after["sheep", "observation"][1] == td["next", "sheep", "observation"][1]).all()
 
 
+def test_random_players_take_turns_and_make_legal_moves():
+    with SerialEnv(1, tictactoe, seed=0) as env:
+        data = env.rollout(60, break_when_any_done=False)[0]
+    ends = data["next", "done"].flatten().nonzero().flatten().tolist()
+    lengths = np.diff([-1, *ends])
+    assert len(ends) > 5
+    assert lengths.min() >= 5, "an illegal move would have ended a game at once"
+    assert lengths.max() <= 9
+    assert (data["player", "mask"].sum(-1) == 1).all()
+    assert (data["next", "player", "mask"].sum(-1) == (~data["next", "done"]).flatten()).all()
+
+
+def tictactoe() -> Any:
+    return turn_based_aec_to_parallel(pettingzoo.make("aec", "classic/tictactoe-v3"))
+
+
 # ---- beside TorchRL -------------------------------------------------------------------------
 
 CASES = {
@@ -79,18 +96,11 @@ def outline(data: Any) -> dict[Any, tuple[Any, torch.dtype]]:
     }
 
 
-from_torchrl = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:PettingZoo in TorchRL is tested:UserWarning"),
-    pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning"),
-]
-
-
 def marked(test: Any) -> Any:
-    """Mark a test that runs TorchRL's wrapper."""
-    for mark in from_torchrl:
-        test = mark(test)
-    return test
+    """Mark a test that runs TorchRL's wrapper, and envs in Box2D."""
+    test = pytest.mark.filterwarnings("ignore:PettingZoo in TorchRL is tested:UserWarning")(test)
+    test = pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning")(test)
+    return pytest.mark.slow(test)
 
 
 @marked
