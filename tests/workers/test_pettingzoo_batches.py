@@ -126,8 +126,8 @@ def test_keys_with_masks_and_infos_are_those_of_torchrl():
         def _tell(self, agent: str) -> dict[str, Any]:
             return {key: value for key, value in super()._tell(agent).items() if key != "name"}
 
-        def reset(self, **kwargs: Any) -> Any:
-            observations, infos = super().reset(**kwargs)
+        def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            observations, infos = super().reset(seed, options)
             self.agents.remove("dog")
             return {agent: observations[agent] for agent in self.agents}, infos
 
