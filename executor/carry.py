@@ -16,7 +16,6 @@ from tensordict import TensorDictBase
 from envherd.executor.tensordict_access import get_leaf
 from envherd.shm.specs import Key
 
-
 #: Root names that are neither the envs' nor the policy's.
 _NOT_STATE = ("next", "env_ids", "interrupted")
 

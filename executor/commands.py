@@ -109,10 +109,13 @@ class Commands:
             self._let_go(ids)
             engine.rows.mark_ended(ids)
             raise
-        if self._uniform is None or engine.pool.outcome:
+        if engine.pool.outcome:
             self._note(ids)
-        else:
+        elif self._uniform is not None:
             self._note_uniform(self._uniform)
+        else:
+            self._forget_what_was(ids)
+            self._note_rows(ids, self.dead)
         self._let_go(ids)
 
     def _wait(self, ids: np.ndarray, timeout_s: float | None) -> None:
@@ -127,23 +130,29 @@ class Commands:
             raise TimeoutError(f"the call failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them.")
 
     def _let_go(self, ids: np.ndarray) -> None:
-        self._engine.pending[ids] = False
-        self._engine.num_pending = int(self._engine.pending.sum())
-        self._engine.in_flight = None
+        engine = self._engine
+        engine.pending[ids] = False
+        engine.num_pending = 0 if len(ids) == engine.num_envs else int(engine.pending.sum())
+        engine.in_flight = None
 
     def _note_uniform(self, op: Op) -> None:
         """Note that all envs were stepped, and nothing else happened."""
-        engine, rows = self._engine, self._engine.rows
-        self.faults, self.dead = {}, engine.all_ids[:0]
-        if rows.has_interrupted:
-            rows.interrupted[:] = False
-        if engine.has_infos:
-            rows.note_infos({}, engine.all_ids.tolist())
+        rows = self._engine.rows
+        self._forget_what_was(self._engine.all_ids)
         ended = rows.stepped_all(self.column)
         self.has_resets = False
         if op == Op.STEP_RESET and ended is not None:
-            rows.were_reset(ended, self._columns[ended])
+            rows.were_reset(ended, self.column)
             self.has_resets = True
+
+    def _forget_what_was(self, ids: np.ndarray) -> None:
+        """Forget what the last commands of some envs had said or lost: these said and lost nothing."""
+        engine, rows = self._engine, self._engine.rows
+        self.faults, self.dead = {}, engine.all_ids[:0]
+        if rows.has_interrupted:
+            rows.interrupted[ids] = False
+        if engine.has_infos:
+            rows.note_infos({}, ids.tolist())
 
     def _note(self, ids: np.ndarray) -> None:
         """Note what became of the commands, whatever did."""
@@ -178,7 +187,7 @@ class Commands:
         rows, is_reset = self._engine.rows, self._ops[ids] == _RESET
         if len(ids) == self._engine.num_envs and not len(dead) and not (self._ops == _STEP_RESET).any():
             rows.stepped_all(self.column)  # what it finds in the rows of those that were reset is put right at once
-            rows.were_reset(ids[is_reset], self._columns[is_reset])
+            rows.were_reset(ids[is_reset], self.column)
             self.has_resets = bool(is_reset.any())
             return
         is_dead = np.isin(ids, dead)

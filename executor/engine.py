@@ -208,7 +208,7 @@ class Engine:
                 rows.note_infos({}, self.all_ids.tolist())
         ended = rows.stepped_all(column)
         if op == Op.STEP_RESET and ended is not None:
-            rows.were_reset(ended, np.full(len(ended), column))
+            rows.were_reset(ended, column)
         self.in_flight = None
         return ended
 

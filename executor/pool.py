@@ -173,7 +173,8 @@ class WorkerPool:
             columns: int `[k]`.
             flags: see `workers.protocol.Flag`.
         """
-        worker_ids = np.unique(self.worker_of[env_ids]).tolist()
+        is_all = len(env_ids) == self.num_envs
+        worker_ids = range(self.num_workers) if is_all else np.unique(self.worker_of[env_ids]).tolist()
         self._revive(worker_ids)
         self._number += 1
         self._command[env_ids] = pack(op, target, columns, flags)

@@ -91,6 +91,8 @@ class Rows:
         self._is_poisoning = options.poison
         self._next_done = [group.columns["next", "done"] for group in slab.groups]
         self._only_done = self._next_done[0] if len(self._next_done) == 1 else None
+        #: One group of envs that are not batches themselves: their flags are one column.
+        self._is_flat = self._only_done is not None and not self.batches[0].spec.batch_shape
         self._root_done = [group.columns["root", "done"] for group in slab.groups]
 
     @property
@@ -165,6 +167,10 @@ class Rows:
         self._is_mixed = False
         if self._only_done is not None and b"\x01" not in self._only_done[column].tobytes():
             return None
+        if self._is_flat:
+            self.ended[:] = self._next_done[0][column, :, 0]
+            self.has_ended = True
+            return np.flatnonzero(self.ended)
         ended = None
         for batch, done in zip(self.batches, self._next_done, strict=True):
             if b"\x01" in done[column].tobytes():
@@ -187,12 +193,15 @@ class Rows:
         self.has_ended = bool(self.ended.any())
         return ended
 
-    def were_reset(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
-        """Note that some envs were reset at columns of their own."""
+    def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> None:
+        """Note that some envs were reset, at one column or at columns of their own."""
         self.columns[env_ids] = columns
         self.in_root[env_ids] = True
-        for env_id, column in zip(env_ids, columns, strict=True):
-            self.ended[env_id] = self._done_at(self._root_done, env_id, column)
+        if self._is_flat:
+            self.ended[env_ids] = self._root_done[0][columns, env_ids, 0]
+        else:
+            for env_id in env_ids:
+                self.ended[env_id] = self._done_at(self._root_done, env_id, self._columns[env_id])
         self.has_ended = bool(self.ended.any())
 
     def mark_ended(self, env_ids: Any) -> None:

@@ -129,13 +129,19 @@ class Observations:
     def now(self) -> Any:
         """Return where the envs are, wherever that is kept: memory of the caller's own."""
         columns, in_root = self._rows.columns, self._rows.in_root
+        column = columns[0]
+        is_level = bool((columns == column).all())
         leaves: list[Any] = []
         for index, (after, fresh) in enumerate(zip(self._next, self._root, strict=True)):
             if after is None or fresh is None:
                 leaves.append(self._objects(index))
                 continue
-            leaf = after[columns, self._ids]
-            leaf[in_root] = fresh[columns[in_root], self._ids[in_root]]
+            if is_level:
+                leaf = after[column].copy()
+                leaf[in_root] = fresh[column][in_root]
+            else:
+                leaf = after[columns, self._ids]
+                leaf[in_root] = fresh[columns[in_root], self._ids[in_root]]
             leaves.append(leaf)
         return self._join(iter(leaves))
 
