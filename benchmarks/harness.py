@@ -29,6 +29,7 @@ from rich.table import Table
 
 NUM_ENVS, NUM_WORKERS = 8, 2
 NOISY_SHARE = 0.1  # a slot is noisy if others used more than this share of the machine meanwhile
+_WARM_UP = 0.2  # share of a slot that a pool runs before it is measured
 RESULTS = Path(__file__).parent / "results"
 
 #: One call, what ends the pool, and how many batches of `NUM_ENVS` steps a call makes.
@@ -86,6 +87,9 @@ class Contender:
     def _run(self, seconds: float) -> Slot:
         call, clock = self.call, time.perf_counter_ns
         ticks: list[int] = []
+        warm = clock() + int(seconds * _WARM_UP * 1e9)
+        while clock() < warm:  # its processes have slept for seconds, and are spread over the cores anew
+            call()
         ran, busy = self._ran_ns(), _busy_ns()
         began = clock()
         end = began + int(seconds * 1e9)
@@ -227,11 +231,11 @@ class Run:
 
     def __init__(self, name: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--quick", action="store_true", help="3 rounds of 0.1 s slots instead of 12 of 0.2 s, no second tries"
+            "--quick", action="store_true", help="3 rounds of 0.2 s slots instead of 12 of 0.5 s, no second tries"
         )
         parser.add_argument("--out", type=Path, help="where to write the JSON (default: benchmarks/results/)")
         self.arguments = parser.parse_args()
-        quick, full = Plan(num_rounds=3, slot_s=0.1, num_tries=1), Plan(num_rounds=12, slot_s=0.2, num_tries=4)
+        quick, full = Plan(num_rounds=3, slot_s=0.2, num_tries=1), Plan(num_rounds=12, slot_s=0.5, num_tries=4)
         self.plan = quick if self.arguments.quick else full
         self.console = Console(width=132)
         self.report: dict[str, Any] = {"machine": machine(), "plan": self.plan._asdict(), "pressure": [pressure()]}
