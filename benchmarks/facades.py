@@ -88,7 +88,6 @@ def _gymnasium_facade() -> Pool:
     return _arrays(AsyncVectorEnv([make_env] * NUM_ENVS, num_workers=NUM_WORKERS))
 
 
-#: Those that fork this process come first, while it is small and has one thread.
 CONTENDERS: dict[str, Callable[[], Pool]] = {
     GYMNASIUM: functools.partial(_gymnasium_own, "AsyncVectorEnv"),
     SB3: _sb3_own,

@@ -1,7 +1,8 @@
 """What all benchmarks share: pools that are alive together and take turns, and what is said of them.
 
-All pools are alive at the same time and take turns in short slots, in random order, so that whatever
-else the machine does hits all of them alike; what is compared is the ratio within a round.
+All pools are alive at the same time, each under a process of its own as in a program that has one, and
+take turns in short slots, in random order, so that whatever else the machine does hits all of them alike;
+what is compared is the ratio within a round.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -62,15 +64,22 @@ class Slot(NamedTuple):
 
 @dataclass
 class Contender:
-    """One pool, and the slot of it that was kept of every round."""
+    """One pool, in a process of its own as a program would have it, and the slot of it that was kept of every round."""
 
     name: str
-    call: Callable[[], Any]
-    close: Callable[[], None]
-    num_batches: int
-    pids: set[int]
+    build: Callable[[], Pool]
     slots: list[Slot] = field(default_factory=list)
     num_discarded: int = 0
+    num_processes: int = 0
+
+    def start(self) -> None:
+        """Start its process and have it build the pool; returns when that is done."""
+        context = multiprocessing.get_context("fork")  # which cannot harm: this process has one thread
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_host, args=(self.build, theirs))
+        self._process.start()
+        theirs.close()
+        self.num_processes = self._pipe.recv()
 
     def run_round(self, seconds: float, num_tries: int) -> None:
         """Run a slot, again while others use the machine and tries are left; keep the quietest."""
@@ -84,31 +93,57 @@ class Contender:
         """Return one field of the slots."""
         return [getattr(slot, name) for slot in self.slots]
 
-    def _run(self, seconds: float) -> Slot:
-        call, clock = self.call, time.perf_counter_ns
-        ticks: list[int] = []
-        warm = clock() + int(seconds * _WARM_UP * 1e9)
-        while clock() < warm:  # its processes have slept for seconds, and are spread over the cores anew
-            call()
-        ran, busy = self._ran_ns(), _busy_ns()
-        began = clock()
-        end = began + int(seconds * 1e9)
-        while not ticks or ticks[-1] < end:
-            call()
-            ticks.append(clock())
-        ran, busy = self._ran_ns() - ran, _busy_ns() - busy
-        num_batches, wall_ns = len(ticks) * self.num_batches, ticks[-1] - began
-        return Slot(
-            batch_us=float(np.median(np.diff([began, *ticks]))) / self.num_batches / 1e3,
-            steps_per_s=num_batches * NUM_ENVS / wall_ns * 1e9,
-            cpu_us=ran / 1e3 / (num_batches * NUM_ENVS),
-            others=max(0.0, (busy - ran) / (wall_ns * (os.cpu_count() or 1))),
-        )
+    def stop(self) -> None:
+        """End its pool and its process."""
+        self._pipe.send(None)
+        self._process.join()
 
-    def _ran_ns(self) -> int:
-        """Return the nanoseconds that this process and the pool's have run."""
-        tasks = [task for pid in (os.getpid(), *self.pids) for task in Path(f"/proc/{pid}/task").iterdir()]
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+    def _run(self, seconds: float) -> Slot:
+        self._pipe.send(seconds)
+        slot: Slot = self._pipe.recv()
+        return slot
+
+
+def _host(build: Callable[[], Pool], pipe: Any) -> None:
+    """Serve slots of one pool until told to stop."""
+    call, close, num_batches = build()
+    try:
+        for _ in range(3):
+            call()
+        pids = _descendants()
+        pipe.send(len(pids))
+        while (seconds := pipe.recv()) is not None:
+            pipe.send(_run_slot(call, num_batches, pids, seconds))
+    finally:
+        close()
+
+
+def _run_slot(call: Callable[[], Any], num_batches: int, pids: set[int], seconds: float) -> Slot:
+    clock = time.perf_counter_ns
+    ticks: list[int] = []
+    warm = clock() + int(seconds * _WARM_UP * 1e9)
+    while clock() < warm:  # its processes have slept for seconds, and are spread over the cores anew
+        call()
+    ran, busy = _ran_ns(pids), _busy_ns()
+    began = clock()
+    end = began + int(seconds * 1e9)
+    while not ticks or ticks[-1] < end:
+        call()
+        ticks.append(clock())
+    ran, busy = _ran_ns(pids) - ran, _busy_ns() - busy
+    total, wall_ns = len(ticks) * num_batches, ticks[-1] - began
+    return Slot(
+        batch_us=float(np.median(np.diff([began, *ticks]))) / num_batches / 1e3,
+        steps_per_s=total * NUM_ENVS / wall_ns * 1e9,
+        cpu_us=ran / 1e3 / (total * NUM_ENVS),
+        others=max(0.0, (busy - ran) / (wall_ns * (os.cpu_count() or 1))),
+    )
+
+
+def _ran_ns(pids: set[int]) -> int:
+    """Return the nanoseconds that this process and others have run."""
+    tasks = [task for pid in (os.getpid(), *pids) for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
 
 
 def _busy_ns() -> int:
@@ -122,19 +157,16 @@ def measure(builders: Mapping[str, Callable[[], Pool]], plan: Plan) -> list[Cont
     contenders: list[Contender] = []
     try:
         for name, build in builders.items():
-            before = _descendants()
-            call, close, num_batches = build()
-            contenders.append(Contender(name, call, close, num_batches, _descendants() - before))
-        for contender in contenders:
-            for _ in range(3):
-                contender.call()
+            contender = Contender(name, build)
+            contender.start()
+            contenders.append(contender)
         order = random.Random(0)
         for _ in range(plan.num_rounds):
             for contender in order.sample(contenders, len(contenders)):
                 contender.run_round(plan.slot_s, plan.num_tries)
     finally:
         for contender in contenders:
-            contender.close()
+            contender.stop()
     return contenders
 
 
@@ -158,7 +190,7 @@ def summarise(contenders: list[Contender], rival_of: Callable[[str], str]) -> di
         others = one.column("others")
         summary[one.name] = {
             "rival": ours.name,
-            "processes": len(one.pids),
+            "processes": one.num_processes,
             "batch_us": statistics.median(one.column("batch_us")),
             "steps_per_s": statistics.median(one.column("steps_per_s")),
             "cpu_us_per_step": statistics.median(one.column("cpu_us")),

@@ -121,7 +121,6 @@ def _wrap_for_torchrl(wrapper: Any, make_env: Callable[[], Idle]) -> Any:
     return wrapper(make_env(), categorical_action_encoding=True)
 
 
-#: Those that fork this process come first, while it is small and has one thread.
 CONTENDERS: dict[str, Callable[[Callable[[], Idle]], Pool]] = {
     GYMNASIUM: _gymnasium,
     TORCHRL: _torchrl,

@@ -82,7 +82,8 @@ def main() -> float:
     advantage = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     optimiser = torch.optim.Adam(loss_module.parameters(), lr=1e-3)
     env = ParallelEnv(NUM_ENVS, make_env, num_workers=2, seed=0)
-    running, finished = torch.zeros(NUM_ENVS), []
+    running = torch.zeros(NUM_ENVS)
+    finished: list[float] = []
     try:
         with Collector(
             env, actor, frames_per_batch=NUM_ENVS * NUM_STEPS, total_frames=NUM_ENVS * NUM_STEPS * NUM_UPDATES

@@ -62,9 +62,9 @@ class StepwiseRun:
             fresh = rows.in_root.copy()
             if self._breaks and rows.has_ended:
                 break
-        data: Any = torch.stack(self._steps, 1)  # type: ignore[arg-type]  # TensorDicts can be stacked
+        data: Any = torch.stack(self._steps, 1)
         data.refine_names(..., "time")
-        return data  # type: ignore[no-any-return]
+        return data
 
     def _step(self, root: TensorDictBase, op: Op) -> TensorDictBase:
         """Make one step; return the root after it."""

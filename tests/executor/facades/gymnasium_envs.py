@@ -52,7 +52,7 @@ class Nested(gymnasium.Env):
     def __eq__(self, other):
         return isinstance(other, Nested)
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # it cannot be hashed
 
 
 class Reusing(gymnasium.Env):
@@ -190,16 +190,16 @@ class Custom(gymnasium.Space):
     def __eq__(self, other):
         return isinstance(other, Custom)
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # it cannot be hashed
 
 
 SPACES = {
     "float16": Box(-1, 1, (2,), np.float16),
-    "bool": Box(0, 1, (2,), np.bool_),
+    "bool": Box(0, 1, (2,), np.bool_),  # type: ignore[arg-type]  # what Gymnasium takes
     "uint64": Box(0, 9, (1,), np.uint64),
     "discrete": Discrete(5, start=-2),
     "small": Discrete(5, dtype=np.int8),
-    "multi": MultiDiscrete([[2, 3], [4, 5]], start=[[1, 1], [-2, -2]]),
+    "multi": MultiDiscrete([[2, 3], [4, 5]], start=[[1, 1], [-2, -2]]),  # type: ignore[list-item]  # what Gymnasium takes
     "binary": MultiBinary((2, 3)),
     "text": Text(5),
     "graph": Graph(Box(-1, 1, (2,)), Discrete(3)),
