@@ -18,6 +18,7 @@ TESTED = {
     "ppo_cartpole",
     "sb3_meltingpot",
     "torchrl_collectors",
+    "torchrl_ppo",
     "uncopyable_policy",
 }
 
@@ -54,6 +55,15 @@ def test_ppo_solves_cartpole(tmp_path):
     assert solved is not None, printed
     assert float(solved.group(1)) >= 475
     assert int(solved.group(2)) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torchrls_ppo_solves_cartpole(tmp_path):
+    printed = run_example("torchrl_ppo", tmp_path, "--seed", "1", timeout_s=380)
+    solved = re.search(r"^solved: mean return ([\d.]+)", printed, re.MULTILINE)
+    assert solved is not None, printed
+    assert float(solved.group(1)) >= 475
 
 
 @pytest.mark.slow
