@@ -18,7 +18,7 @@ pytest.importorskip("torchrl")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-NUM_ENVS, NUM_STEPS, HORIZON = 4, 2500, 50
+NUM_ENVS, NUM_STEPS, HORIZON = 8, 1250, 50
 
 
 class Horizon(gymnasium.Env):
