@@ -120,8 +120,8 @@ class GroupIntake:
         return self._take is not None and self._take(td)
 
     def _compile_take(self) -> Callable[[TensorDictBase], bool] | None:
-        if len(self.leaves) != 1 or len(self.leaves[0].key) != 1:
-            return None
+        if len(self.leaves) != 1 or len(self.leaves[0].key) != 1 or self.side_leaves:
+            return None  # side values do not go through the slab: `read` and `write` leave them to their sender
         leaf, check, target = self.leaves[0], self._checks[0], self._targets[0]
         key, shape, dtype = leaf.key[0], torch.Size(target.shape), torch.from_numpy(target).dtype
         limit = leaf.domain.n if isinstance(leaf.domain, Discrete) and target.ndim == 1 else None

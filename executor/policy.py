@@ -22,6 +22,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from envherd.executor.carry import check_acted, leaf_keys
+
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
@@ -39,7 +41,7 @@ class Placed:
     """
 
     def __init__(self, policy: Policy, device: torch.device | str | None = None) -> None:
-        wanted = None if device is None else torch.device(device)
+        wanted = None if device is None else _with_index(torch.device(device))
         self._original = policy
         self.policy = policy
         self.is_copy = False
@@ -66,9 +68,11 @@ class Placed:
         home = root.device or torch.device("cpu")
         if self.device is None or self.device == home:
             return self.policy(root)
-        acted = self.policy(root.to(self.device))
-        added = [key for key in acted.keys(include_nested=True, leaves_only=True) if root.get(key, None) is None]
-        return root.update(acted.select(*added).to(home))
+        moved = root.to(self.device)
+        given = moved.copy()  # the policy may write into the batch itself
+        acted = check_acted(self.policy(moved))
+        written = [key for key in leaf_keys(acted) if acted.get(key) is not given.get(key, None)]
+        return root.update(acted.select(*written).to(home))
 
     def follow(self) -> None:
         """Give a copy the original's present weights and buffers."""
@@ -82,6 +86,12 @@ class Placed:
     @staticmethod
     def _tensors(policy: Any) -> list[torch.Tensor]:
         return [*policy.parameters(), *policy.buffers()]
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return `cuda` as `cuda:0` or whichever is current, so that devices can be compared."""
+    is_vague = device.type == "cuda" and device.index is None and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if is_vague else device
 
 
 def _device_of(policy: Any) -> torch.device | None:

@@ -11,6 +11,9 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ActionError, ExecutorOptions, SerialEnv
+from envherd.executor.intake import GroupIntake
+from envherd.shm.slab import Slab, plan_slab
+from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, TextEnv
 
 NUM_ENVS = 3
@@ -32,8 +35,8 @@ def transitions(make_env, **options):
             seen.append(td.clone())
         seen += env.rollout(7, break_when_any_done=False).unbind(1)
         seen += env.rollout(5, auto_reset=False, break_when_any_done=False).unbind(1)
-        counts = [vars(one) for one in env.statistics().envs] if hasattr(env.statistics(), "envs") else []
-        return seen, counts
+        statistics = env.statistics()
+        return seen, (statistics.env_steps, statistics.resets)
 
 
 @pytest.mark.parametrize("name", ENVS)
@@ -82,3 +85,15 @@ def test_illegal_ones_are_refused_and_nothing_is_written(env, bad):
     with pytest.raises(ActionError, match="env 1"):
         env.step(batch(torch.tensor([1, bad, 1])))
     assert env.step(batch(torch.tensor([0, 0, 0])))["next", "observation"][:, 2].tolist() == [0, 0, 0]
+
+
+def test_side_inputs_are_not_passed_over():
+    spec = EnvSpec(
+        observation=(LeafSpec(("observation",), (1,), "float32"),),
+        action=(LeafSpec(("action",), (), "int64", Discrete(2)), LeafSpec(("note",), (), "", is_side=True)),
+        family="plain",
+    )
+    plan = plan_slab([spec, spec], num_workers=1, num_frames=2)
+    intake = GroupIntake(Slab(plan, np.zeros(plan.nbytes, np.uint8)).groups[0], "strict")
+    assert [leaf.key for leaf in intake.side_leaves] == [("note",)]
+    assert not intake.take(TensorDict({"action": torch.tensor([0, 1])}, [2]))
