@@ -186,6 +186,19 @@ def test_the_data_goes_to_the_policy():
     assert seen == [torch.device("meta")]
 
 
+def test_what_a_policy_overwrites_comes_back_too():
+    def policy(td):
+        td["hidden"] = td["hidden"] + 1
+        return td.set("action", torch.ones(2))
+
+    root = TensorDict({"observation": torch.zeros(2, 3), "hidden": torch.zeros(2)}, [2], device="cpu")
+    observation = root["observation"]
+    acted = Placed(policy, "cpu:0")(root)  # another device by name, which is enough to move
+    assert acted["hidden"].tolist() == [1, 1]
+    assert acted["action"].tolist() == [1, 1]
+    assert acted["observation"] is observation
+
+
 def test_a_copy_follows_the_original(monkeypatch):
     policy = Holding(None)
     policy.__class__ = type("Copyable", (Holding,), {"__reduce__": nn.Module.__reduce__})
