@@ -62,7 +62,7 @@ class SerialPool:
     def start(self) -> None:
         """Build the envs; set `specs`, `plan` and `slab`."""
         before = seeding.caller_state()
-        builder = Builder()
+        builder = Builder(self.options.info_keys)
         try:
             for env_id, factory in enumerate(self._factories):
                 seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, env_id))

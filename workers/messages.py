@@ -22,6 +22,7 @@ import cloudpickle
 
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
+from envherd.workers.adapters.info_leaves import InfoKeys
 from envherd.workers.infos import InfoPolicy
 
 _HEAD = struct.Struct("<QI")
@@ -36,12 +37,14 @@ class BlockOptions:
         isolate_rng: swap the global generators' state in and out around every call of an env.
         check_finite: refuse NaN and infinities in observations and rewards.
         infos: what becomes of the envs' infos.
+        info_keys: entries of the infos that are leaves; see `adapters.info_leaves`.
         episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
     """
 
     isolate_rng: bool = False
     check_finite: bool = False
     infos: InfoPolicy = "drop"
+    info_keys: InfoKeys | None = None
     episode_seeds: bool = True
 
 

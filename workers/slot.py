@@ -67,6 +67,8 @@ class Slot:
         self.has_news = False
         self.phase = "step"
         self.infos: dict[str, bytes] = {}
+        self.left_out: dict[str, str] = {}
+        self.told: set[str] = set()
         self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
         self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
 
@@ -81,7 +83,16 @@ class Slot:
                 values[index] = value
 
             return write
-        return writer_for(leaf, arrays[section, *leaf.key], check_finite=self.check_finite)
+        check_finite = self.check_finite and leaf.key not in self.adapter.unchecked
+        return writer_for(leaf, arrays[section, *leaf.key], check_finite=check_finite)
+
+    def leave_out(self, entries: Mapping[str, str]) -> None:
+        """Note entries of an info that are not handed on, as name -> why, unless the parent has been told of them."""
+        for name, why in entries.items():
+            if name not in self.told:
+                self.told.add(name)
+                self.left_out[name] = why
+                self.has_news = True
 
     def bind_inputs(self, inputs: Mapping[Name, np.ndarray], row: int) -> None:
         """Prepare to read this env's action and state."""

@@ -16,12 +16,12 @@ Values are lists aligned with the spec's leaves:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from envherd.shm.specs import EnvSpec
+from envherd.shm.specs import EnvSpec, Key
 
 #: (observation values, reward values, terminated, truncated)
 StepValues = tuple[list[Any], list[Any], Any, Any]
@@ -45,6 +45,10 @@ class Adapter(ABC):
     spec: EnvSpec
     #: What the env said beside its values in its last reset or step (VIEW); families without infos leave it empty.
     info: Mapping[str, Any] = {}  # never written to
+    #: Observation leaves whose floats are no concern of `check_finite`: numbers from infos.
+    unchecked: frozenset[Key] = frozenset()
+    #: Told of entries of the info that the adapter should hand on and cannot, as name -> why; set by who runs it.
+    on_left_out: Callable[[Mapping[str, str]], None] | None = None
     #: The factory that built the env, for messages; set by whoever called it.
     origin: str = ""
 
