@@ -106,6 +106,7 @@ class Block:
         for env_id, slot in self.slots.items():
             self._words["episode"][env_id] = 0
             slot.rng_state = None
+            slot.adapter.reseeded()
 
     def prepare(self, message: Prepare) -> None:
         """Keep the extras of an env's next command."""
@@ -200,6 +201,7 @@ class Block:
         seed = seeding.episode_seed(self.root_seed, slot.env_id, episode) if self._has_episode_seeds else None
         if prepared is not None and prepared.has_seed:
             seed = prepared.seed
+            slot.adapter.reseeded()
         options = None if prepared is None else prepared.options
         inner = None if mask is None or mask.all() else mask.copy()
         adapter = slot.adapter

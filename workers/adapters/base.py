@@ -68,6 +68,9 @@ class Adapter(ABC):
             Values aligned with `spec.observation`.
         """
 
+    def reseeded(self) -> None:  # noqa: B027  # most families take the seeds of resets and need not know
+        """Note that the next reset begins with a seed of the caller's, for envs that are seeded when they are built."""
+
     @abstractmethod
     def step(self, action: list[Any]) -> StepValues:
         """Make exactly one transition; never reset.

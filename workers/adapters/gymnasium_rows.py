@@ -6,6 +6,7 @@ of a single env. Values without a fixed shape are lists of n.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +46,18 @@ def actions_of(num_rows: int) -> MakeLeaf:
         return Leaf(_of_rows(row, num_rows), give=None if row.give is None else _as_flat)
 
     return make_leaf
+
+
+def mosaic(frames: Any) -> Any:
+    """Return pictures of the same size side by side, uint8 `[H, W, 3]`, in as square a grid as they fill."""
+    pictures = [np.asarray(frame) for frame in frames if frame is not None]
+    if not pictures:
+        return None
+    num_columns = math.ceil(math.sqrt(len(pictures)))
+    num_lines = math.ceil(len(pictures) / num_columns)
+    pictures += [np.zeros_like(pictures[0])] * (num_lines * num_columns - len(pictures))
+    lines = [np.hstack(pictures[i * num_columns : (i + 1) * num_columns]) for i in range(num_lines)]
+    return np.vstack(lines)
 
 
 def _of_rows(row: Leaf, num_rows: int) -> Any:

@@ -27,7 +27,6 @@ generator of its own (SyncVectorEnv, AsyncVectorEnv, ALE), else that generator g
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -37,6 +36,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters import gymnasium_rows, gymnasium_spaces
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.gymnasium_rows import mosaic
 from envherd.workers.adapters.structure import builder, flattener, leaf_specs
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
@@ -298,18 +298,6 @@ _BUILD_DISABLED = (
     "Build it of single envs, e.g. gymnasium.make_vec(ID, n, vectorization_mode='sync', "
     "vector_kwargs={'autoreset_mode': gymnasium.vector.AutoresetMode.DISABLED})."
 )
-
-
-def mosaic(frames: Any) -> Any:
-    """Return pictures of the same size side by side, uint8 `[H, W, 3]`, in as square a grid as they fill."""
-    pictures = [np.asarray(frame) for frame in frames if frame is not None]
-    if not pictures:
-        return None
-    num_columns = math.ceil(math.sqrt(len(pictures)))
-    num_lines = math.ceil(len(pictures) / num_columns)
-    pictures += [np.zeros_like(pictures[0])] * (num_lines * num_columns - len(pictures))
-    lines = [np.hstack(pictures[i * num_columns : (i + 1) * num_columns]) for i in range(num_lines)]
-    return np.vstack(lines)
 
 
 def _mode_of(env: VectorEnv[Any, Any, Any], declared: Any) -> str:

@@ -90,9 +90,18 @@ class InfoLeaves(Adapter):
         self._values: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
     @property
+    def env(self) -> Any:  # type: ignore[override]
+        """The native env, which a family may build anew."""
+        return self.inner.env
+
+    @property
     def info(self) -> Mapping[str, Any]:  # type: ignore[override]
         """What the env said in its last reset or step (VIEW)."""
         return self.inner.info
+
+    def reseeded(self) -> None:
+        """See `Adapter.reseeded`."""
+        self.inner.reseeded()
 
     def reset(
         self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None

@@ -21,6 +21,8 @@ _TABLE: dict[str, str | type[Adapter]] = {
     "meltingpot.utils.scenarios.scenario.Scenario": f"{_PACKAGE}.meltingpot:MeltingPotAdapter",
     "dm_env._environment.Environment": f"{_PACKAGE}.dm_env:DmEnvAdapter",
     "gymnasium.core.Env": f"{_PACKAGE}.gymnasium:GymnasiumAdapter",
+    "gymnasium.vector.vector_env.VectorEnv": f"{_PACKAGE}.gymnasium_vector:GymnasiumVectorAdapter",
+    "envpool.python.envpool.EnvPoolMixin": f"{_PACKAGE}.envpool:EnvPoolAdapter",
     "pettingzoo.utils.env.ParallelEnv": f"{_PACKAGE}.pettingzoo:PettingZooAdapter",
     "pettingzoo.utils.env.AECEnv": f"{_PACKAGE}.pettingzoo:PettingZooAdapter",
     "torchrl.envs.common.EnvBase": f"{_PACKAGE}.torchrl:TorchRLAdapter",
