@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from envherd.workers.adapters.info_leaves import InfoKeys, check_keys
+from envherd.workers.adapters.registry import EnvType
 from envherd.workers.infos import InfoPolicy
 from envherd.workers.messages import BlockOptions
 
@@ -55,6 +56,8 @@ class ExecutorOptions:
             None. Names and "all" are looked up in one more env, reset and stepped once.
         episode_seeds: seed every reset from (root seed, env id, episode); False leaves envs their own
             generators, except where `reset` is given seeds.
+        env_type: what the envs take and give. "auto" goes by their class; "torch" says that envs of no known torch
+            family are batched simulators with Gymnasium's methods and torch's tensors; "numpy" that they are not.
         pickle_replies: let `call` and `get` bring back arbitrary objects by pickle; off by default,
             plain data and arrays always work.
     """
@@ -82,6 +85,7 @@ class ExecutorOptions:
     infos: InfoPolicy = "drop"
     info_keys: InfoKeys | None = None
     episode_seeds: bool = True
+    env_type: EnvType = "auto"
     pickle_replies: bool = False
 
     def for_block(self) -> BlockOptions:
@@ -92,6 +96,7 @@ class ExecutorOptions:
             infos=self.infos,
             info_keys=self.info_keys,
             episode_seeds=self.episode_seeds,
+            env_type=self.env_type,
         )
 
     @property
@@ -114,6 +119,7 @@ class ExecutorOptions:
             ("check_actions", get_args(ActionCheck)),
             ("worker_output", get_args(WorkerOutput)),
             ("infos", get_args(InfoPolicy)),
+            ("env_type", get_args(EnvType)),
         )
         for name, allowed in choices:
             if getattr(self, name) not in allowed:

@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from envherd.executor.batching import GroupBatch, Leaves, add_side, stack_groups
 from envherd.executor.device import Mover
 from envherd.executor.intake import GroupIntake
+from envherd.executor.lending import Lend, LendingIntake
 from envherd.executor.options import ExecutorOptions
 from envherd.shm.layout import Name
 from envherd.shm.slab import Slab
@@ -46,7 +47,15 @@ class Rows:
         side_next, side_root: env id -> values of side-channel leaves, as of the latest row.
     """
 
-    def __init__(self, slab: Slab, options: ExecutorOptions, device: torch.device | None, *, is_copy: bool) -> None:
+    def __init__(
+        self,
+        slab: Slab,
+        options: ExecutorOptions,
+        device: torch.device | None,
+        *,
+        is_copy: bool,
+        lenders: Mapping[int, Lend],
+    ) -> None:
         self.slab = slab
         self.num_envs = slab.plan.num_envs
         self.num_frames = slab.plan.num_frames
@@ -64,7 +73,12 @@ class Rows:
             self.mover = Mover(slab.buffer, device, self.num_frames)
             for batch in self.batches:
                 batch.mover = self.mover
-        self.intakes = [GroupIntake(group, options.check_actions) for group in slab.groups]
+        self.intakes = [
+            LendingIntake(group, options.check_actions, lenders[index])
+            if index in lenders
+            else GroupIntake(group, options.check_actions)
+            for index, group in enumerate(slab.groups)
+        ]
         for index, (batch, intake) in enumerate(zip(self.batches, self.intakes, strict=True)):
             if batch.spec.state:
                 intake.present = functools.partial(self._present, index)

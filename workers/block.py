@@ -112,6 +112,10 @@ class Block:
         """Keep the extras of an env's next command."""
         self.slots[message.env_id].prepared = message
 
+    def lend(self, env_id: int, values: list[Any]) -> None:
+        """Have an env that takes tensors read these in its next step, one per input leaf, instead of the slab's."""
+        self.slots[env_id].lent = values
+
     def execute(self, env_id: int, command: int) -> int:
         """Carry out one command for one env and say how it ended; what the env raises is reported."""
         op, target, column, _ = self._unpacked.get(command) or self._unpack(command)

@@ -21,6 +21,7 @@ import cloudpickle
 from envherd.workers import seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
 from envherd.workers.adapters.info_leaves import Field, InfoKeys, InfoLeaves, declared_fields, find_fields
+from envherd.workers.adapters.registry import EnvType
 from envherd.workers.errors import FactoryError, SpecError
 
 Factory = Callable[..., Any]
@@ -126,10 +127,13 @@ class Builder:
 
     Args:
         info_keys: entries of the envs' infos that are to be leaves; see `adapters.info_leaves`.
+        env_type: what the envs take and give; see `adapters.find_adapter`.
     """
 
-    def __init__(self, info_keys: InfoKeys | None = None) -> None:
+    def __init__(self, info_keys: InfoKeys | None = None, env_type: EnvType = "auto") -> None:
         self._info_keys = info_keys
+        self._env_type = env_type
+        self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
         self._built: list[Any] = []
         self._found: list[tuple[Factory, Mapping[str, Any], list[Field]]] = []
@@ -161,6 +165,7 @@ class Builder:
         state = seeding.caller_state()
         probe = self._adopt(factory, kwargs)
         self._built.pop()
+        self._alone = None
         try:
             fields = find_fields(probe, keys)
         except SpecError as error:
@@ -172,6 +177,7 @@ class Builder:
         return fields
 
     def _adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
+        self._refuse_second(factory)
         made = factory(**kwargs)
         env = made.env if isinstance(made, Adapter) else made
         self._refuse_shared(factory, env)
@@ -181,10 +187,22 @@ class Builder:
                 f"Call what it returns, or return the env that it builds."
             )
         # every family's constructor takes the env
-        adapter = made if isinstance(made, Adapter) else find_adapter(env)(env)  # type: ignore[call-arg]
+        adapter = made if isinstance(made, Adapter) else find_adapter(env, self._env_type)(env)  # type: ignore[call-arg]
         adapter.origin = describe(factory)
         self._built.append(env)
+        if adapter.is_alone:
+            self._alone = env
         return adapter
+
+    def _refuse_second(self, factory: Factory) -> None:
+        """Refuse to build an env beside one that must be alone in its process."""
+        if self._alone is not None:
+            raise FactoryError(
+                f"make_env failed: expected one simulator in a process, got a second from the factory "
+                f"{describe(factory)} beside a {_type_name(self._alone)}. Give each a worker of its own: "
+                f"ParallelEnv(..., num_workers=) as many as num_envs; or let one simulator have more rows (IsaacLab: "
+                f"cfg.scene.num_envs). SerialEnv can run one."
+            )
 
     def _refuse_shared(self, factory: Factory, env: Any) -> None:
         if any(env is built for built in self._built) and is_env_like(env):

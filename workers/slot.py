@@ -59,6 +59,7 @@ class Slot:
         self.action_readers: list[Callable[[], Any]] = []
         self.reset_mask: np.ndarray | None = None
         self.prepared: Prepare | None = None
+        self.lent: list[Any] | None = None
         self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
         self.rng_state: tuple[Any, ...] | None = None
         self.unwatched = {"reset", "step"}
@@ -102,6 +103,9 @@ class Slot:
             if leaf.is_side:
                 self.action_readers.append(_side_reader(self, side_index))
                 side_index += 1
+            elif self.adapter.takes_tensors:
+                index = len(self.action_readers)
+                self.action_readers.append(_lent_reader(self, index, inputs["input", *leaf.key][row]))
             else:
                 self.action_readers.append(_input_reader(leaf, inputs["input", *leaf.key], row))
         mask = inputs.get(("reset_mask",))
@@ -114,6 +118,10 @@ def _input_reader(leaf: LeafSpec, array: np.ndarray, row: int) -> Callable[[], A
         return lambda: values[row]
     source = array[row]
     return source.copy if leaf.shape else lambda: array[row]
+
+
+def _lent_reader(slot: Slot, index: int, source: np.ndarray) -> Callable[[], Any]:
+    return lambda: source if slot.lent is None else slot.lent[index]
 
 
 def _side_reader(slot: Slot, index: int) -> Callable[[], Any]:

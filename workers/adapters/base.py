@@ -49,6 +49,10 @@ class Adapter(ABC):
     unchecked: frozenset[Key] = frozenset()
     #: Told of entries of the info that the adapter should hand on and cannot, as name -> why; set by who runs it.
     on_left_out: Callable[[Mapping[str, str]], None] | None = None
+    #: Whether `step` takes torch tensors too, and arrays that are VIEWS of the slab; for families of torch simulators.
+    takes_tensors: bool = False
+    #: Whether no other env of the family may be built in the same process.
+    is_alone: bool = False
     #: The factory that built the env, for messages; set by whoever called it.
     origin: str = ""
 
