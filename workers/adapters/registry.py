@@ -87,6 +87,12 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
         return _load(_GENERIC_TORCH)
     if adapter is not None:
         return _load(adapter)
+    if _is_old_gym(env):
+        raise FactoryError(
+            f"the factory failed: expected an env of a known family, got {_qualified_name(type(env))}, which looks "
+            f"like an env of gym, before Gymnasium. If it is one, say so: "
+            f"make_env=envherd.workers.adapters.OldGymFactory(make_env)."
+        )
     known = ", ".join(sorted(_TABLE))
     raise FactoryError(
         f"the factory failed: expected an env of a known family, got {_qualified_name(type(env))}. "
@@ -114,6 +120,12 @@ def _looks_like_simulator(env: Any, adapter: str | type[Adapter] | None) -> bool
         return False
     has_methods = callable(getattr(env, "step", None)) and callable(getattr(env, "reset", None))
     return has_methods and isinstance(getattr(env, "num_envs", None), int) and getattr(env, "device", None) is not None
+
+
+def _is_old_gym(env: Any) -> bool:
+    """Return whether an object has what gym's envs had, of whatever class it is."""
+    methods = (getattr(env, name, None) for name in ("reset", "step"))
+    return all(map(callable, methods)) and hasattr(env, "observation_space") and hasattr(env, "action_space")
 
 
 def is_env_like(candidate: Any) -> bool:
