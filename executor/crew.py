@@ -25,7 +25,7 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 
 #: Frames that belong to the rows of a command, and not to whoever waits for an answer.
-_ROW_KINDS = ("side", "infos", "notice")
+_ROW_KINDS = ("side", "infos", "notice", "left_out")
 
 
 @dataclass(frozen=True)

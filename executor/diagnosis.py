@@ -103,7 +103,11 @@ def log_stall(worker: WorkerProcess, phase_word: int, waited_s: float) -> None:
 
 
 def log_notice(frame: Frame) -> None:
-    """Log that an env draws from global random generators."""
+    """Log that an env draws from global random generators, or that entries of its infos are left out."""
+    if frame["kind"] == "left_out":
+        for name, why in frame["entries"].items():
+            log.warning("env %d: %r of its info is left out (%s). This is said once.", frame["env_id"], name, why)
+        return
     log.warning(
         "env %d drew from the global generators (%s) during %s: its data depend on which envs share its worker. "
         "ExecutorOptions(isolate_rng=True) makes them reproducible.",

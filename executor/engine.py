@@ -58,7 +58,7 @@ class Engine:
         self.num_envs = pool.num_envs
         self.known = {leaf.key for spec in self.specs for leaf in spec.leaves()}
         self.all_ids = np.arange(self.num_envs)
-        self.rows = Rows(pool.slab, options, device, is_copy=copy)
+        self.rows = Rows(pool.slab, options, device, is_copy=copy, lenders=pool.lenders)
         self.pending = np.zeros(self.num_envs, bool)
         self.num_pending = 0
         self.is_dirty = False

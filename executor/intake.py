@@ -169,20 +169,22 @@ class GroupIntake:
         Raises:
             ActionError: a key is missing, or a shape, dtype or value is wrong; names the first bad env.
         """
+        return [self._read_leaf(index, self._get(td, leaf, rows), rows) for index, leaf in enumerate(self.leaves)]
+
+    def _read_leaf(self, index: int, given: Any, rows: np.ndarray | None) -> np.ndarray:
+        """Return one leaf's values, checked."""
+        leaf, dtype, check = self.leaves[index], self._dtypes[index], self._checks[index]
         num_rows = len(self._env_ids) if rows is None else len(rows)
-        values = []
-        for leaf, dtype, check in zip(self.leaves, self._dtypes, self._checks, strict=True):
-            value = to_numpy(self._get(td, leaf, rows))
-            if value.shape != (num_rows, *leaf.shape):
-                raise self._refuse(leaf, f"shape {(num_rows, *leaf.shape)}", f"shape {value.shape}")
-            if value.dtype is not dtype and value.dtype != dtype:
-                value = self._cast(leaf, value)
-            if check is not None and (illegal := check(value)) is not None:
-                first = tuple(np.argwhere(illegal)[0].tolist())
-                env_id = self._env_ids[first[0] if rows is None else int(rows[first[0]])]
-                raise self._refuse(leaf, str(leaf.domain), f"{value[first]} at {first}", env_id)
-            values.append(value)
-        return values
+        value = to_numpy(given)
+        if value.shape != (num_rows, *leaf.shape):
+            raise self._refuse(leaf, f"shape {(num_rows, *leaf.shape)}", f"shape {value.shape}")
+        if value.dtype is not dtype and value.dtype != dtype:
+            value = self._cast(leaf, value)
+        if check is not None and (illegal := check(value)) is not None:
+            first = tuple(np.argwhere(illegal)[0].tolist())
+            env_id = self._env_ids[first[0] if rows is None else int(rows[first[0]])]
+            raise self._refuse(leaf, str(leaf.domain), f"{value[first]} at {first}", env_id)
+        return value
 
     def write(self, values: Sequence[np.ndarray], rows: np.ndarray | None) -> None:
         """Write what `read` returned."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from envherd.workers.adapters.info_leaves import InfoKeys, check_keys
+from envherd.workers.adapters.registry import EnvType
 from envherd.workers.infos import InfoPolicy
 from envherd.workers.messages import BlockOptions
 
@@ -47,9 +49,15 @@ class ExecutorOptions:
         nice: added to the workers' niceness.
         env_vars: further environment variables for the workers.
         infos: what becomes of what envs say beside their observations: "drop", "plain" (see
-            `BatchedEnv.infos`; entries that are not plain data are left out) or "pickle" (as they are).
+            `BatchedEnv.infos`; entries that are not plain data are left out) or "pickle" (as they are;
+            entries that cannot be pickled are left out). What is left out is named once in the log.
+        info_keys: entries of the infos that become leaves: `("info", NAME)`, and `("info", "_NAME")` for
+            whether the env gave it. Names, a dict of names and values (or types) like theirs, "all" or
+            None. Names and "all" are looked up in one more env, reset and stepped once.
         episode_seeds: seed every reset from (root seed, env id, episode); False leaves envs their own
             generators, except where `reset` is given seeds.
+        env_type: what the envs take and give. "auto" goes by their class; "torch" says that envs of no known torch
+            family are batched simulators with Gymnasium's methods and torch's tensors; "numpy" that they are not.
         pickle_replies: let `call` and `get` bring back arbitrary objects by pickle; off by default,
             plain data and arrays always work.
     """
@@ -75,7 +83,9 @@ class ExecutorOptions:
     nice: int = 0
     env_vars: tuple[tuple[str, str], ...] = ()
     infos: InfoPolicy = "drop"
+    info_keys: InfoKeys | None = None
     episode_seeds: bool = True
+    env_type: EnvType = "auto"
     pickle_replies: bool = False
 
     def for_block(self) -> BlockOptions:
@@ -84,7 +94,9 @@ class ExecutorOptions:
             isolate_rng=self.isolate_rng,
             check_finite=self.check_finite,
             infos=self.infos,
+            info_keys=self.info_keys,
             episode_seeds=self.episode_seeds,
+            env_type=self.env_type,
         )
 
     @property
@@ -96,8 +108,9 @@ class ExecutorOptions:
         """Refuse values that cannot work.
 
         Raises:
-            ValueError: fewer than 2 ring frames, or an unknown name.
+            ValueError: fewer than 2 ring frames, an unknown name, or `info_keys` that are none.
         """
+        check_keys(self.info_keys)
         if self.ring_frames < 2:
             raise ValueError(f"ExecutorOptions failed: expected ring_frames of at least 2, got {self.ring_frames}.")
         choices = (
@@ -106,6 +119,7 @@ class ExecutorOptions:
             ("check_actions", get_args(ActionCheck)),
             ("worker_output", get_args(WorkerOutput)),
             ("infos", get_args(InfoPolicy)),
+            ("env_type", get_args(EnvType)),
         )
         for name, allowed in choices:
             if getattr(self, name) not in allowed:

@@ -19,6 +19,7 @@ import numpy as np
 
 from envherd.executor.crew import Blueprint, Crew
 from envherd.executor.diagnosis import Frame, env_error, log_notice, log_stall, worker_late, worker_lost
+from envherd.executor.lending import Lend
 from envherd.executor.options import ExecutorOptions
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
@@ -91,6 +92,7 @@ class WorkerPool:
         self.lost: dict[int, EnvherdError] = {}
         self.num_losses = 0
         self.outcome = Outcome()
+        self.lenders: dict[int, Lend] = {}  # workers read their inputs from the slab
         self.specs: list[EnvSpec] = []
         self.crew = Crew(blueprint, options)
         self.crew.on_row_frame = self._take_row_frame

@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from envherd.executor.batching import GroupBatch, Leaves, add_side, stack_groups
 from envherd.executor.device import Mover
 from envherd.executor.intake import GroupIntake
+from envherd.executor.lending import Lend, LendingIntake
 from envherd.executor.options import ExecutorOptions
 from envherd.shm.layout import Name
 from envherd.shm.slab import Slab
@@ -48,7 +49,15 @@ class Rows:
 
     _reset_there: np.ndarray | None = None  # those that were reset at `_stepped_to`
 
-    def __init__(self, slab: Slab, options: ExecutorOptions, device: torch.device | None, *, is_copy: bool) -> None:
+    def __init__(
+        self,
+        slab: Slab,
+        options: ExecutorOptions,
+        device: torch.device | None,
+        *,
+        is_copy: bool,
+        lenders: Mapping[int, Lend],
+    ) -> None:
         self.slab = slab
         self.num_envs = slab.plan.num_envs
         self.num_frames = slab.plan.num_frames
@@ -66,7 +75,12 @@ class Rows:
             self.mover = Mover(slab.buffer, device, self.num_frames)
             for batch in self.batches:
                 batch.mover = self.mover
-        self.intakes = [GroupIntake(group, options.check_actions) for group in slab.groups]
+        self.intakes = [
+            LendingIntake(group, options.check_actions, lenders[index])
+            if index in lenders
+            else GroupIntake(group, options.check_actions)
+            for index, group in enumerate(slab.groups)
+        ]
         for index, (batch, intake) in enumerate(zip(self.batches, self.intakes, strict=True)):
             if batch.spec.state:
                 intake.present = functools.partial(self._present, index)

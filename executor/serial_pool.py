@@ -15,6 +15,7 @@ import numpy as np
 
 from envherd.executor.crew import Blueprint
 from envherd.executor.diagnosis import env_error, log_close_fault
+from envherd.executor.lending import Lend
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import Outcome
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
@@ -58,11 +59,12 @@ class SerialPool:
         self._factories = factories
         self._number = 0
         self._adapters: dict[int, Adapter] = {}
+        self.lenders: dict[int, Lend] = {}
 
     def start(self) -> None:
         """Build the envs; set `specs`, `plan` and `slab`."""
         before = seeding.caller_state()
-        builder = Builder()
+        builder = Builder(self.options.info_keys, self.options.env_type)
         try:
             for env_id, factory in enumerate(self._factories):
                 seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, env_id))
@@ -84,6 +86,11 @@ class SerialPool:
         )
         self._block.passes = (KeyboardInterrupt,)
         self._block.attach(self.slab)
+        self.lenders = {
+            index: self._block.lend
+            for index, group in enumerate(self.slab.groups)
+            if all(self._adapters[i].takes_tensors for i in group.plan.env_ids)
+        }
 
     def _build(self, builder: Builder, env_id: int, factory: Factory) -> None:
         try:

@@ -23,7 +23,7 @@ from envherd.workers.errors import SpecError
 from envherd.workers.infos import packer
 from envherd.workers.messages import BlockOptions, Prepare
 from envherd.workers.protocol import RING, Op, Status, unpack
-from envherd.workers.reply import Fault, Infos, Notice, SideValues
+from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
 from envherd.workers.slot import Sink, Slot, compile_step, store, wrong_count
 
 #: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
@@ -62,6 +62,9 @@ class Block:
         self.worker_id = worker_id
         self.root_seed = root_seed
         self.slots = {i: Slot(i, adapter, check_finite=options.check_finite) for i, adapter in adapters.items()}
+        if options.info_keys is not None:
+            for slot in self.slots.values():
+                slot.adapter.on_left_out = slot.leave_out
         self._report = report
         self._isolate_rng = options.isolate_rng
         self._has_episode_seeds = options.episode_seeds
@@ -103,10 +106,15 @@ class Block:
         for env_id, slot in self.slots.items():
             self._words["episode"][env_id] = 0
             slot.rng_state = None
+            slot.adapter.reseeded()
 
     def prepare(self, message: Prepare) -> None:
         """Keep the extras of an env's next command."""
         self.slots[message.env_id].prepared = message
+
+    def lend(self, env_id: int, values: list[Any]) -> None:
+        """Have an env that takes tensors read these in its next step, one per input leaf, instead of the slab's."""
+        self.slots[env_id].lent = values
 
     def execute(self, env_id: int, command: int) -> int:
         """Carry out one command for one env and say how it ended; what the env raises is reported."""
@@ -149,6 +157,9 @@ class Block:
             self._report(Infos(slot.env_id, slot.infos.pop("next", None), slot.infos.pop("root", None)).to_plain())
         if slot.has_side:
             self._report(SideValues(slot.env_id, slot.side["next"], slot.side["root"]).to_plain())
+        if slot.left_out:
+            self._report(LeftOut(slot.env_id, slot.left_out).to_plain())
+            slot.left_out = {}
         slot.has_news = False
         return _SIDE
 
@@ -194,6 +205,7 @@ class Block:
         seed = seeding.episode_seed(self.root_seed, slot.env_id, episode) if self._has_episode_seeds else None
         if prepared is not None and prepared.has_seed:
             seed = prepared.seed
+            slot.adapter.reseeded()
         options = None if prepared is None else prepared.options
         inner = None if mask is None or mask.all() else mask.copy()
         adapter = slot.adapter
@@ -211,8 +223,14 @@ class Block:
         """Keep what the env said in the step or reset just made."""
         assert self._pack_info is not None
         slot.infos.pop(section, None)
-        if slot.adapter.info:
-            slot.infos[section] = self._pack_info(slot.adapter.info)
+        info = slot.adapter.info
+        if info.__class__ is dict and not info:
+            return
+        packed, left_out = self._pack_info(info)
+        if packed is not None:
+            slot.infos[section] = packed
+        if left_out:
+            slot.leave_out(left_out)
 
     def _write_root(self, slot: Slot, sink: Sink, column: int, observation: list[Any]) -> None:
         store(sink.root_observation, column, observation, "observation")

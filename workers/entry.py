@@ -138,7 +138,7 @@ class Worker:
 
     def _on_build(self, message: messages.Build) -> None:
         self._build = message
-        builder = Builder()
+        builder = Builder(message.block.info_keys, message.block.env_type)
         adapters = {}
         for env_id, factory, kwargs in zip(message.env_ids, message.factories, message.env_kwargs, strict=True):
             seeding.seed_globals(seeding.build_seed(message.root_seed, env_id))

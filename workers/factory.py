@@ -18,8 +18,11 @@ from typing import Any
 
 import cloudpickle
 
+from envherd.workers import seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
-from envherd.workers.errors import FactoryError
+from envherd.workers.adapters.info_leaves import Field, InfoKeys, InfoLeaves, declared_fields, find_fields
+from envherd.workers.adapters.registry import EnvType
+from envherd.workers.errors import FactoryError, SpecError
 
 Factory = Callable[..., Any]
 
@@ -120,11 +123,20 @@ def modules_of(factory: Any) -> list[str]:
 
 
 class Builder:
-    """Builds the envs of one worker, and remembers which it has seen."""
+    """Builds the envs of one worker, and remembers which it has seen.
 
-    def __init__(self) -> None:
+    Args:
+        info_keys: entries of the envs' infos that are to be leaves; see `adapters.info_leaves`.
+        env_type: what the envs take and give; see `adapters.find_adapter`.
+    """
+
+    def __init__(self, info_keys: InfoKeys | None = None, env_type: EnvType = "auto") -> None:
+        self._info_keys = info_keys
+        self._env_type = env_type
+        self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
         self._built: list[Any] = []
+        self._found: list[tuple[Factory, Mapping[str, Any], list[Field]]] = []
 
     def build(self, pickled: bytes, kwargs: Mapping[str, Any]) -> Adapter:
         """Call a pickled factory and return its env's adapter.
@@ -138,6 +150,34 @@ class Builder:
 
     def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
         """Call a factory and return its env's adapter, which the factory may have made already; see `build`."""
+        adapter = self._adopt(factory, kwargs)
+        if self._info_keys is None:
+            return adapter
+        if isinstance(self._info_keys, Mapping):
+            return InfoLeaves(adapter, declared_fields(self._info_keys, adapter.spec))
+        return InfoLeaves(adapter, self._found_fields(factory, kwargs, self._info_keys))
+
+    def _found_fields(self, factory: Factory, kwargs: Mapping[str, Any], keys: Any) -> list[Field]:
+        """Return the fields that an env of its own shows, once for each factory and its arguments."""
+        for known, its_kwargs, fields in self._found:
+            if known is factory and _are_equal(its_kwargs, kwargs):
+                return fields
+        state = seeding.caller_state()
+        probe = self._adopt(factory, kwargs)
+        self._built.pop()
+        self._alone = None
+        try:
+            fields = find_fields(probe, keys)
+        except SpecError as error:
+            raise SpecError(f"{error} Built by {probe.origin}.") from None
+        finally:
+            probe.close()
+            seeding.restore_caller(state)
+        self._found.append((factory, kwargs, fields))
+        return fields
+
+    def _adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
+        self._refuse_second(factory)
         made = factory(**kwargs)
         env = made.env if isinstance(made, Adapter) else made
         self._refuse_shared(factory, env)
@@ -147,10 +187,22 @@ class Builder:
                 f"Call what it returns, or return the env that it builds."
             )
         # every family's constructor takes the env
-        adapter = made if isinstance(made, Adapter) else find_adapter(env)(env)  # type: ignore[call-arg]
+        adapter = made if isinstance(made, Adapter) else find_adapter(env, self._env_type)(env)  # type: ignore[call-arg]
         adapter.origin = describe(factory)
         self._built.append(env)
+        if adapter.is_alone:
+            self._alone = env
         return adapter
+
+    def _refuse_second(self, factory: Factory) -> None:
+        """Refuse to build an env beside one that must be alone in its process."""
+        if self._alone is not None:
+            raise FactoryError(
+                f"make_env failed: expected one simulator in a process, got a second from the factory "
+                f"{describe(factory)} beside a {_type_name(self._alone)}. Give each a worker of its own: "
+                f"ParallelEnv(..., num_workers=) as many as num_envs; or let one simulator have more rows (IsaacLab: "
+                f"cfg.scene.num_envs). SerialEnv can run one."
+            )
 
     def _refuse_shared(self, factory: Factory, env: Any) -> None:
         if any(env is built for built in self._built) and is_env_like(env):
@@ -164,6 +216,13 @@ class Builder:
                 f"make_env failed: the factory {describe(factory)} returned the captured variable `{captured}`, "
                 f"a {_type_name(env)} that was built elsewhere. Build it inside: lambda: {type(env).__name__}(...)."
             )
+
+
+def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    try:
+        return bool(one == other)
+    except ValueError:  # arrays: not comparable as a whole; then they are taken to differ
+        return False
 
 
 def _describe_result(env: Any) -> str:

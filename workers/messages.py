@@ -22,6 +22,8 @@ import cloudpickle
 
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
+from envherd.workers.adapters.info_leaves import InfoKeys
+from envherd.workers.adapters.registry import EnvType
 from envherd.workers.infos import InfoPolicy
 
 _HEAD = struct.Struct("<QI")
@@ -36,13 +38,17 @@ class BlockOptions:
         isolate_rng: swap the global generators' state in and out around every call of an env.
         check_finite: refuse NaN and infinities in observations and rewards.
         infos: what becomes of the envs' infos.
+        info_keys: entries of the infos that are leaves; see `adapters.info_leaves`.
         episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
+        env_type: what the envs take and give; see `adapters.find_adapter`.
     """
 
     isolate_rng: bool = False
     check_finite: bool = False
     infos: InfoPolicy = "drop"
+    info_keys: InfoKeys | None = None
     episode_seeds: bool = True
+    env_type: EnvType = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,3 +80,16 @@ class Notice:
     def to_plain(self) -> dict[str, Any]:
         """Return the message."""
         return {"kind": self.kind, **vars(self)}
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Entries of an env's info that could not be handed on, as name -> why; each is told of once."""
+
+    kind: ClassVar[str] = "left_out"
+    env_id: int
+    entries: dict[str, str]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the message."""
+        return {"kind": self.kind, **vars(self)}

@@ -59,6 +59,7 @@ class Slot:
         self.action_readers: list[Callable[[], Any]] = []
         self.reset_mask: np.ndarray | None = None
         self.prepared: Prepare | None = None
+        self.lent: list[Any] | None = None
         self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
         self.rng_state: tuple[Any, ...] | None = None
         self.unwatched = {"reset", "step"}
@@ -67,6 +68,8 @@ class Slot:
         self.has_news = False
         self.phase = "step"
         self.infos: dict[str, bytes] = {}
+        self.left_out: dict[str, str] = {}
+        self.told: set[str] = set()
         self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
         self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
 
@@ -81,7 +84,16 @@ class Slot:
                 values[index] = value
 
             return write
-        return writer_for(leaf, arrays[section, *leaf.key], check_finite=self.check_finite)
+        check_finite = self.check_finite and leaf.key not in self.adapter.unchecked
+        return writer_for(leaf, arrays[section, *leaf.key], check_finite=check_finite)
+
+    def leave_out(self, entries: Mapping[str, str]) -> None:
+        """Note entries of an info that are not handed on, as name -> why, unless the parent has been told of them."""
+        for name, why in entries.items():
+            if name not in self.told:
+                self.told.add(name)
+                self.left_out[name] = why
+                self.has_news = True
 
     def bind_inputs(self, inputs: Mapping[Name, np.ndarray], row: int) -> None:
         """Prepare to read this env's action and state."""
@@ -91,6 +103,9 @@ class Slot:
             if leaf.is_side:
                 self.action_readers.append(_side_reader(self, side_index))
                 side_index += 1
+            elif self.adapter.takes_tensors:
+                index = len(self.action_readers)
+                self.action_readers.append(_lent_reader(self, index, inputs["input", *leaf.key][row]))
             else:
                 self.action_readers.append(_input_reader(leaf, inputs["input", *leaf.key], row))
         mask = inputs.get(("reset_mask",))
@@ -103,6 +118,10 @@ def _input_reader(leaf: LeafSpec, array: np.ndarray, row: int) -> Callable[[], A
         return lambda: values[row]
     source = array[row]
     return source.copy if leaf.shape else lambda: array[row]
+
+
+def _lent_reader(slot: Slot, index: int, source: np.ndarray) -> Callable[[], Any]:
+    return lambda: source if slot.lent is None else slot.lent[index]
 
 
 def _side_reader(slot: Slot, index: int) -> Callable[[], Any]:

@@ -59,7 +59,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _options(self, options: ExecutorOptions | None) -> ExecutorOptions:
         """Return options with what Gymnasium's behaviour needs: all infos, and the envs' own seeding."""
-        return replace(options or ExecutorOptions(), infos="pickle", episode_seeds=False)
+        return replace(options or ExecutorOptions(), infos="pickle", info_keys=None, episode_seeds=False)
 
     def _host(self, executor: BatchedEnv, check: Callable[[Description], None] = lambda _: None) -> None:
         """Take over an executor; closes it if its envs do not fit together."""

@@ -416,7 +416,13 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
         ours: dict[str, StartMethod] = {"forkserver": "zygote", "spawn": "spawn", "fork": "fork"}
         options = dataclasses.replace(options, start_method=ours[start_method])
     return dataclasses.replace(
-        options, infos="pickle", episode_seeds=False, pickle_replies=True, check_actions="off", poison=False
+        options,
+        infos="pickle",
+        info_keys=None,
+        episode_seeds=False,
+        pickle_replies=True,
+        check_actions="off",
+        poison=False,
     )
 
 

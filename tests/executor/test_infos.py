@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 
 NUM_ENVS = 3
 
@@ -103,11 +103,15 @@ def test_what_is_not_plain_is_left_out_or_pickled(make):
         assert env.infos() == [{"count": 1, "space": gymnasium.spaces.Discrete(2)}] * NUM_ENVS
 
 
-def test_what_cannot_be_pickled_is_named(make):
+def test_what_cannot_be_pickled_is_left_out_and_named_once(make, caplog):
     with make("lock", infos="pickle") as env:
         env.reset()
-        with pytest.raises(EnvError, match=r"'lock' \(TypeError: cannot pickle"):
-            env.step(actions())
+        env.step(actions())
+        env.step(actions())
+        assert env.infos() == [{"fine": 1}] * NUM_ENVS
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == NUM_ENVS
+    assert all("'lock' of its info is left out (TypeError: cannot pickle" in line for line in said)
 
 
 def test_they_are_dropped_unless_asked_for(make):

@@ -244,7 +244,7 @@ def test_refuses_what_is_no_flag(name, flag):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ((np.zeros(2), 0.0, False, {}), r"got 4 values \(ndarray, float, bool, dict\).*before 0\.26.*wrap"),
+        ((np.zeros(2), 0.0, False, {}), r"got 4 values \(ndarray, float, bool, dict\).*before 0\.26.*OldGymFactory"),
         ((np.zeros(2), 0.0, False), "got 3 values"),
         ((1, 2, 3, 4, 5, 6), "got 6 values"),
         (None, "got NoneType"),

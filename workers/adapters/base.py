@@ -16,12 +16,12 @@ Values are lists aligned with the spec's leaves:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from envherd.shm.specs import EnvSpec
+from envherd.shm.specs import EnvSpec, Key
 
 #: (observation values, reward values, terminated, truncated)
 StepValues = tuple[list[Any], list[Any], Any, Any]
@@ -45,6 +45,14 @@ class Adapter(ABC):
     spec: EnvSpec
     #: What the env said beside its values in its last reset or step (VIEW); families without infos leave it empty.
     info: Mapping[str, Any] = {}  # never written to
+    #: Observation leaves whose floats are no concern of `check_finite`: numbers from infos.
+    unchecked: frozenset[Key] = frozenset()
+    #: Told of entries of the info that the adapter should hand on and cannot, as name -> why; set by who runs it.
+    on_left_out: Callable[[Mapping[str, str]], None] | None = None
+    #: Whether `step` takes torch tensors too, and arrays that are VIEWS of the slab; for families of torch simulators.
+    takes_tensors: bool = False
+    #: Whether no other env of the family may be built in the same process.
+    is_alone: bool = False
     #: The factory that built the env, for messages; set by whoever called it.
     origin: str = ""
 
@@ -63,6 +71,9 @@ class Adapter(ABC):
         Returns:
             Values aligned with `spec.observation`.
         """
+
+    def reseeded(self) -> None:  # noqa: B027  # most families take the seeds of resets and need not know
+        """Note that the next reset begins with a seed of the caller's, for envs that are seeded when they are built."""
 
     @abstractmethod
     def step(self, action: list[Any]) -> StepValues:

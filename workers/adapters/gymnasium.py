@@ -26,8 +26,8 @@ from envherd.workers.adapters.structure import Leaf, builder, flattener, is_bare
 from envherd.workers.errors import SpecError
 
 _OLD_API = (
-    "This is the API of gym before 0.26: wrap the env so that it returns {new}, "
-    "e.g. with shimmy.GymV21CompatibilityV0 (pip install shimmy)."
+    "This is the API of gym before 0.26. Say so with "
+    "make_env=envherd.workers.adapters.OldGymFactory(make_env), or return {new}."
 )
 
 

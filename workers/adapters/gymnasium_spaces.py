@@ -53,11 +53,16 @@ from envherd.workers.adapters.structure import (
 from envherd.workers.errors import SpecError
 
 Space = spaces.Space[Any]
-_MakeLeaf = Callable[[Space, Key], Leaf]
+#: Describes one space that is neither Dict nor Tuple.
+MakeLeaf = Callable[[Space, Key], Leaf]
 
 
-def observation_tree(space: Any) -> tuple[Node, dict[str, str]]:
+def observation_tree(space: Any, make_leaf: MakeLeaf | None = None) -> tuple[Node, dict[str, str]]:
     """Describe an observation space.
+
+    Args:
+        space: of one env.
+        make_leaf: describes its leaves; None for those of one env, `observation_leaf`.
 
     Returns:
         The tree, and the root names that differ from the env's own, as `{ours: native}`.
@@ -66,24 +71,25 @@ def observation_tree(space: Any) -> tuple[Node, dict[str, str]]:
         SpecError: no space at all, or a root name that a batch uses itself.
     """
     _check_space(space, "observation_space")
+    make_leaf = make_leaf or observation_leaf
     if not isinstance(space, spaces.Dict):
-        return _tree(space, ("observation",), _observation_leaf), {}
+        return _tree(space, ("observation",), make_leaf), {}
     renames = {"state": "observation"} if "observation" not in space.spaces else {}
     names = tuple(renames.get(str(key), str(key)) for key in space.spaces)
     entries = zip(names, space.spaces.items(), strict=True)
-    tree = Branch(dict, tuple((key, _tree(sub, (name,), _observation_leaf)) for name, (key, sub) in entries))
+    tree = Branch(dict, tuple((key, _tree(sub, (name,), make_leaf)) for name, (key, sub) in entries))
     check_root(tree, names, "reading observation_space")
     return tree, {ours: native for native, ours in renames.items() if native in space.spaces}
 
 
-def action_tree(space: Any, key: Key = ("action",)) -> Node:
-    """Describe an action space whose leaves are at or below `key`.
+def action_tree(space: Any, key: Key = ("action",), make_leaf: MakeLeaf | None = None) -> Node:
+    """Describe an action space whose leaves are at or below `key`; `make_leaf` as of `observation_tree`.
 
     Raises:
         SpecError: no space at all.
     """
     _check_space(space, "action_space")
-    return _tree(space, key, _action_leaf)
+    return _tree(space, key, make_leaf or action_leaf)
 
 
 def nested_observation_tree(space: Any, key: Key) -> Node:
@@ -93,7 +99,7 @@ def nested_observation_tree(space: Any, key: Key) -> Node:
         SpecError: no space at all.
     """
     _check_space(space, "observation_space")
-    return _tree(space, key, _observation_leaf)
+    return _tree(space, key, observation_leaf)
 
 
 def reward_leaf(space: Any) -> Leaf | None:
@@ -111,7 +117,7 @@ def _check_space(space: Any, name: str) -> None:
         )
 
 
-def _tree(space: Space, key: Key, make_leaf: _MakeLeaf) -> Node:
+def _tree(space: Space, key: Key, make_leaf: MakeLeaf) -> Node:
     if isinstance(space, spaces.Dict):
         names = tuple(str(native) for native in space.spaces)
         items = zip(names, space.spaces.items(), strict=True)
@@ -123,7 +129,8 @@ def _tree(space: Space, key: Key, make_leaf: _MakeLeaf) -> Node:
     return make_leaf(space, key)
 
 
-def _observation_leaf(space: Space, key: Key) -> Leaf:
+def observation_leaf(space: Space, key: Key) -> Leaf:
+    """Describe what an observation of one space is stored as."""
     if isinstance(space, spaces.Box):
         return _box_leaf(space, key)
     if isinstance(space, spaces.MultiBinary):
@@ -143,7 +150,8 @@ def _observation_leaf(space: Space, key: Key) -> Leaf:
     return Leaf(side_leaf(key), take=lambda value: snapshot(value, where))
 
 
-def _action_leaf(space: Space, key: Key) -> Leaf:
+def action_leaf(space: Space, key: Key) -> Leaf:
+    """Describe what an action of one space is given as."""
     if isinstance(space, spaces.Box):
         return _box_leaf(space, key)
     if isinstance(space, spaces.MultiBinary):

@@ -113,6 +113,40 @@ class PettingZooFactory:
 
 
 @dataclass(frozen=True)
+class OldGymFactory:
+    """Build an env of the API before Gymnasium: `step` returns four values, `reset` an observation alone.
+
+    Such an env is served only where this says that it is one; see `gymnasium_old` for what becomes of `done`,
+    seeds, spaces and pictures.
+
+    Attributes:
+        env: a callable that returns the env, or an id of the package `gym`.
+        horizon: an end in the step of this number is `truncated`, for envs that cut their episodes without saying so
+            in `info["TimeLimit.truncated"]`.
+    """
+
+    env: str | Callable[..., Any]
+    horizon: int | None = None
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """Modules worth importing before workers are forked."""
+        module = "gym" if isinstance(self.env, str) else str(getattr(self.env, "__module__", None) or "gymnasium")
+        return ("gymnasium", *(() if module == "__main__" else (module,)))
+
+    def __call__(self, **env_kwargs: Any) -> Any:
+        """Return the env, made with these arguments, as a `gymnasium.Env`."""
+        from envherd.workers.adapters.gymnasium_old import OldGymEnv
+
+        return OldGymEnv(self._make()(**env_kwargs), horizon=self.horizon)
+
+    def _make(self) -> Callable[..., Any]:
+        if callable(self.env):
+            return self.env
+        return functools.partial(importlib.import_module("gym").make, self.env)
+
+
+@dataclass(frozen=True)
 class CallableFactory:
     """Build what a callable of a module returns.
 

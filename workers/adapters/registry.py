@@ -1,19 +1,25 @@
 """Which adapter serves an env: found by the names of its classes, without importing any RL package.
 
 `find_adapter(env)` walks the env's class and its bases, most derived first, and looks each
-`module.QualName` up in a table. An adapter's module is imported only when it is needed. Users add
-their own families with `register`.
+`module.QualName` up in a table; torch simulators are found inside Gymnasium's wrappers, too. An adapter's
+module is imported only when it is needed. Users add their own families with `register`.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, Literal
 
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.errors import FactoryError
 
 _PACKAGE = "envherd.workers.adapters"
+
+_ISAACLAB = (
+    "manager_based_rl_env.ManagerBasedRLEnv",
+    "direct_rl_env.DirectRLEnv",
+    "direct_marl_env.DirectMARLEnv",
+)
 
 #: `module.QualName` of an env class -> `module:Class` of its adapter.
 _TABLE: dict[str, str | type[Adapter]] = {
@@ -21,10 +27,23 @@ _TABLE: dict[str, str | type[Adapter]] = {
     "meltingpot.utils.scenarios.scenario.Scenario": f"{_PACKAGE}.meltingpot:MeltingPotAdapter",
     "dm_env._environment.Environment": f"{_PACKAGE}.dm_env:DmEnvAdapter",
     "gymnasium.core.Env": f"{_PACKAGE}.gymnasium:GymnasiumAdapter",
+    "gymnasium.vector.vector_env.VectorEnv": f"{_PACKAGE}.gymnasium_vector:GymnasiumVectorAdapter",
+    "envpool.python.envpool.EnvPoolMixin": f"{_PACKAGE}.envpool:EnvPoolAdapter",
     "pettingzoo.utils.env.ParallelEnv": f"{_PACKAGE}.pettingzoo:PettingZooAdapter",
     "pettingzoo.utils.env.AECEnv": f"{_PACKAGE}.pettingzoo:PettingZooAdapter",
     "torchrl.envs.common.EnvBase": f"{_PACKAGE}.torchrl:TorchRLAdapter",
+    "vmas.simulator.environment.environment.Environment": f"{_PACKAGE}.vmas:VmasAdapter",
+    **dict.fromkeys(
+        (f"{package}.{name}" for package in ("isaaclab.envs", "omni.isaac.lab.envs") for name in _ISAACLAB),
+        f"{_PACKAGE}.torch_native:IsaacLabAdapter",
+    ),
 }
+
+#: What an env takes and gives: tensors, arrays and numbers, or whatever its class is known for.
+EnvType = Literal["torch", "numpy", "auto"]
+
+_GENERIC_TORCH = f"{_PACKAGE}.torch_native:TorchNativeAdapter"
+_TORCH = {_GENERIC_TORCH, f"{_PACKAGE}.torch_native:IsaacLabAdapter", f"{_PACKAGE}.vmas:VmasAdapter"}
 
 
 def register(env_class: str | type, adapter: type[Adapter] | str) -> None:
@@ -40,22 +59,73 @@ def register(env_class: str | type, adapter: type[Adapter] | str) -> None:
     _TABLE[name] = adapter
 
 
-def find_adapter(env: Any) -> type[Adapter]:
+def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
     """Return the adapter class for an env.
 
+    Args:
+        env: of any family, perhaps in Gymnasium wrappers.
+        env_type: "torch" takes an env of no torch family for a batched simulator with Gymnasium's methods; "numpy"
+            takes what looks like one for an env with arrays; "auto" takes a Gymnasium env with `num_envs` and a
+            `device` for a simulator.
+
     Raises:
-        FactoryError: the object is of no known family; the message lists the known ones.
+        FactoryError: the object is of no known family; the message lists the known ones. Or it is of a family that
+            takes tensors, and `env_type` is "numpy".
     """
-    for cls in type(env).__mro__:
-        adapter = _TABLE.get(_qualified_name(cls))
-        if adapter is not None:
-            return _load(adapter)
+    adapter = _lookup(type(env))
+    inner = _innermost(env)
+    native = _lookup(type(inner))
+    if native in _TORCH:
+        if env_type == "numpy":
+            raise FactoryError(
+                f"the factory failed: expected an env that takes arrays, as env_type is 'numpy', got "
+                f"{_qualified_name(type(inner))}, which takes torch tensors. Leave env_type at 'auto'."
+            )
+        return _load(native)
+    is_torch = env_type == "torch" and not _is_one_of(inner, "torchrl.envs.common.EnvBase")
+    if is_torch or (env_type == "auto" and _looks_like_simulator(inner, native)):
+        return _load(_GENERIC_TORCH)
+    if adapter is not None:
+        return _load(adapter)
+    if _is_old_gym(env):
+        raise FactoryError(
+            f"the factory failed: expected an env of a known family, got {_qualified_name(type(env))}, which looks "
+            f"like an env of gym, before Gymnasium. If it is one, say so: "
+            f"make_env=envherd.workers.adapters.OldGymFactory(make_env)."
+        )
     known = ", ".join(sorted(_TABLE))
     raise FactoryError(
         f"the factory failed: expected an env of a known family, got {_qualified_name(type(env))}. "
         f"Known are {known} and their subclasses; serve another family with "
         f"envherd.workers.adapters.register(YourEnv, YourAdapter)."
     )
+
+
+def _lookup(cls: type) -> str | type[Adapter] | None:
+    return next((_TABLE[name] for name in map(_qualified_name, cls.__mro__) if name in _TABLE), None)
+
+
+def _innermost(env: Any) -> Any:
+    """Return the env inside Gymnasium's wrappers."""
+    return env.unwrapped if _is_one_of(env, "gymnasium.core.Wrapper") else env
+
+
+def _is_one_of(env: Any, name: str) -> bool:
+    return any(_qualified_name(cls) == name for cls in type(env).__mro__)
+
+
+def _looks_like_simulator(env: Any, adapter: str | type[Adapter] | None) -> bool:
+    """Return whether a Gymnasium env, or one of no known family, says that it is many rows on a torch device."""
+    if adapter is not None and adapter != _TABLE["gymnasium.core.Env"]:
+        return False
+    has_methods = callable(getattr(env, "step", None)) and callable(getattr(env, "reset", None))
+    return has_methods and isinstance(getattr(env, "num_envs", None), int) and getattr(env, "device", None) is not None
+
+
+def _is_old_gym(env: Any) -> bool:
+    """Return whether an object has what gym's envs had, of whatever class it is."""
+    methods = (getattr(env, name, None) for name in ("reset", "step"))
+    return all(map(callable, methods)) and hasattr(env, "observation_space") and hasattr(env, "action_space")
 
 
 def is_env_like(candidate: Any) -> bool:

@@ -1,0 +1,352 @@
+"""A stand-in for IsaacLab, which needs a GPU and Isaac Sim: its published interface over physics of one line.
+
+It follows `isaaclab.envs.DirectRLEnv` and `ManagerBasedRLEnv` in all that an adapter can see: the order of things
+in `step` (physics, counters, ends, rewards, resets of the rows that ended through `_reset_idx`, then observations),
+tensors that are returned and written again in place, `extras` as one dict for ever, `reset_buf`, `reset_terminated`,
+`reset_time_outs`, `episode_length_buf`, `common_step_counter`, `cfg.compute_final_obs`, observation noise, `reset` of
+direct envs without and of manager-based ones with `env_ids`, observation groups with histories, and one simulation
+context in a process. Written from IsaacLab's documentation and interface; none of its code is here.
+
+What it adds is a ledger: each row's every physics step, with what the row looked like before and after.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import torch
+
+LIMIT = 1.0
+
+
+@dataclass
+class Cfg:
+    """What both kinds read from their `cfg`."""
+
+    num_envs: int = 4
+    device: str = "cpu"
+    max_length: int = 7
+    compute_final_obs: bool = False
+    reuses_buffers: bool = True
+    keeps_actions: bool = False
+    noise: float = 0.0
+    history_length: int = 0
+    num_discrete: int = 0
+    resets_too_many: bool = False
+    observation_noise_model: Any = None
+
+
+class SimulationContext:
+    """The simulator: one in a process."""
+
+    _instance: ClassVar[Any] = None
+
+    def __init__(self, device: str) -> None:
+        if SimulationContext._instance is not None:
+            raise RuntimeError("Simulation context already exists. Cannot create a new one.")
+        SimulationContext._instance = self
+        self.device = device
+        self.num_forwards = 0
+
+    def forward(self) -> None:
+        self.num_forwards += 1
+
+    @classmethod
+    def clear_instance(cls) -> None:
+        cls._instance = None
+
+
+class Scene:
+    """The rows: a place and a speed on a line."""
+
+    def __init__(self, num_envs: int, device: str) -> None:
+        self.num_envs = num_envs
+        self.place = torch.zeros(num_envs, device=device)
+        self.speed = torch.zeros(num_envs, device=device)
+        self.episode = torch.full((num_envs,), -1, dtype=torch.long, device=device)
+
+    def reset(self, env_ids: torch.Tensor) -> None:
+        count = len(env_ids)
+        self.place[env_ids] = torch.rand(count, device=self.place.device) * 0.6 - 0.3
+        self.speed[env_ids] = torch.rand(count, device=self.place.device) * 0.2 - 0.1
+        self.episode[env_ids] += 1
+
+    def write_data_to_sim(self) -> None:
+        """Nothing is deferred here."""
+
+
+@dataclass
+class Entry:
+    """One physics step of all rows."""
+
+    before: torch.Tensor
+    after: torch.Tensor
+    episode: torch.Tensor
+    length: torch.Tensor
+    action: torch.Tensor
+
+
+@dataclass
+class Ledger:
+    """All that ever happened in a simulator."""
+
+    steps: list[Entry] = field(default_factory=list)
+    resets: list[list[int]] = field(default_factory=list)
+
+
+class _BatchedEnv(gymnasium.Env[Any, Any]):
+    """What both kinds have."""
+
+    is_vector_env: ClassVar[bool] = True
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": [None, "human", "rgb_array"]}
+
+    def __init__(self, cfg: Cfg | None = None, render_mode: str | None = None) -> None:
+        self.cfg = cfg = cfg or Cfg()
+        self.render_mode = render_mode
+        self._is_closed = True
+        self.sim = SimulationContext(cfg.device)
+        self._is_closed = False
+        self.scene = Scene(cfg.num_envs, cfg.device)
+        self.extras: dict[str, Any] = {}
+        self.common_step_counter = 0
+        self.episode_length_buf = torch.zeros(cfg.num_envs, dtype=torch.long, device=cfg.device)
+        self.reset_terminated = torch.zeros(cfg.num_envs, dtype=torch.bool, device=cfg.device)
+        self.reset_time_outs = torch.zeros_like(self.reset_terminated)
+        self.reset_buf = torch.zeros_like(self.reset_terminated)
+        self.reward_buf = torch.zeros(cfg.num_envs, device=cfg.device)
+        self.previous_actions = self.actions = torch.zeros(cfg.num_envs, 1, device=cfg.device)
+        self.ledger = Ledger()
+        if cfg.num_discrete:
+            self.single_action_space: Any = gymnasium.spaces.Discrete(cfg.num_discrete)
+        else:
+            self.single_action_space = gymnasium.spaces.Box(-math.inf, math.inf, (1,), np.float32)
+
+    @property
+    def num_envs(self) -> int:
+        return self.scene.num_envs
+
+    @property
+    def device(self) -> str:
+        return self.sim.device
+
+    @property
+    def max_episode_length(self) -> int:
+        return self.cfg.max_length
+
+    def seed(self, seed: int = -1) -> int:
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        return seed
+
+    def _advance(self, action: torch.Tensor) -> None:
+        if tuple(action.shape) != (self.num_envs, 1):
+            raise ValueError(f"expected actions of shape {(self.num_envs, 1)}, got {tuple(action.shape)}")
+        self.given = action
+        action = action.to(self.device)
+        self.previous_actions = self.actions
+        self.actions = action if self.cfg.keeps_actions else action.clone()
+        before = self.state()
+        force = self.actions[:, 0].float() * 0.05
+        self.scene.speed += force + (self.actions - self.previous_actions)[:, 0].float() * 0.01
+        self.scene.place += self.scene.speed
+        self.episode_length_buf += 1
+        self.common_step_counter += 1
+        lengths = self.episode_length_buf.clone()
+        episodes = self.scene.episode.clone()
+        self.ledger.steps.append(Entry(before, self.state(), episodes, lengths, self.actions.clone()))
+        self.reset_terminated[:] = self.scene.place.abs() > LIMIT
+        self.reset_time_outs[:] = self.episode_length_buf >= self.max_episode_length
+        self.reset_buf = self.reset_terminated | self.reset_time_outs
+        self.reward_buf[:] = 1.0 - self.scene.place.abs()
+
+    def state(self) -> torch.Tensor:
+        """Return `[B, 4]`: place, speed, episode, steps made in it."""
+        scene = self.scene
+        columns = (scene.place, scene.speed, scene.episode.float(), self.episode_length_buf.float())
+        return torch.stack(columns, 1)
+
+    def ids_to_reset(self) -> torch.Tensor:
+        ids = self.reset_buf.nonzero(as_tuple=False).squeeze(-1)
+        if self.cfg.resets_too_many and len(ids):
+            return torch.arange(self.num_envs, device=self.device)
+        return ids
+
+    def _reset_idx(self, env_ids: torch.Tensor) -> None:
+        self.ledger.resets.append(env_ids.tolist())
+        self.scene.reset(env_ids)
+        self.episode_length_buf[env_ids] = 0
+        self.extras["log"] = {"Episode_Reward/place": self.scene.place[env_ids].mean()}
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.sim.clear_instance()
+
+
+class DirectRLEnv(_BatchedEnv):
+    """Observations from `_get_observations`, noise added by the step; `reset` knows no `env_ids`."""
+
+    def __init__(self, cfg: Cfg | None = None, render_mode: str | None = None) -> None:
+        super().__init__(cfg, render_mode)
+        self._buffer = torch.zeros(self.num_envs, 4, device=self.device)
+        self.num_observed = 0
+        if self.cfg.noise:
+            self.cfg.observation_noise_model = True
+        box = gymnasium.spaces.Box(-math.inf, math.inf, (4,), np.float32)
+        self.single_observation_space = gymnasium.spaces.Dict({"policy": box, "critic": box})
+
+    def _observation_noise_model(self, data: torch.Tensor) -> torch.Tensor:
+        return data + self.cfg.noise * torch.randn_like(data)
+
+    def _get_observations(self) -> dict[str, torch.Tensor]:
+        self.num_observed += 1
+        if self.cfg.reuses_buffers:
+            self._buffer[:] = self.state()
+            return {"policy": self._buffer, "critic": self._buffer[:, :2]}
+        return {"policy": self.state(), "critic": self.state()[:, :2]}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.seed(seed)
+        self._reset_idx(torch.arange(self.num_envs, dtype=torch.int32, device=self.device))
+        self.scene.write_data_to_sim()
+        self.sim.forward()
+        return self._get_observations(), self.extras
+
+    def step(self, action: torch.Tensor) -> Any:
+        self._advance(action)
+        ids = self.ids_to_reset().int()
+        if len(ids) > 0:
+            if self.cfg.compute_final_obs:
+                self.extras["final_obs"] = self._noised(self._get_observations())
+            self._reset_idx(ids)
+        self.obs_buf = self._noised(self._get_observations())
+        return self.obs_buf, self.reward_buf, self.reset_terminated, self.reset_time_outs, self.extras
+
+    def _noised(self, observations: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.cfg.observation_noise_model:
+            observations["policy"] = self._observation_noise_model(observations["policy"])
+        return observations
+
+
+class CircularBuffer:
+    """The latest values of one observation term: oldest first, filled with the first one after a reset."""
+
+    def __init__(self, max_len: int, batch_size: int) -> None:
+        self.max_length = max_len
+        self._num_pushes = torch.zeros(batch_size, dtype=torch.long)
+        self._buffer: Any = None
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self._buffer.transpose(0, 1)
+
+    def reset(self, batch_ids: torch.Tensor) -> None:
+        self._num_pushes[batch_ids] = 0
+        if self._buffer is not None:
+            self._buffer[:, batch_ids] = 0.0
+
+    def append(self, data: torch.Tensor) -> None:
+        if self._buffer is None:
+            self._buffer = data.new_zeros((self.max_length, *data.shape))
+        self._buffer[:-1] = self._buffer[1:].clone()
+        self._buffer[-1] = data
+        is_first = self._num_pushes == 0
+        self._buffer[:, is_first] = data[is_first]
+        self._num_pushes += 1
+
+
+class ObservationManager:
+    """Two groups: `policy`, one tensor with a history if the cfg says so, and `critic`, a dict of terms."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        length = env.cfg.history_length
+        histories = {"state": CircularBuffer(length, env.num_envs)} if length else {}
+        self._group_obs_term_history_buffer = {"policy": histories, "critic": {}}
+
+    def compute(self, update_history: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002  # as IsaacLab has it
+        state = self._env.state()
+        history = self._group_obs_term_history_buffer["policy"].get("state")
+        policy = state + self._env.cfg.noise * torch.randn_like(state) if self._env.cfg.noise else state
+        if history is not None:
+            if update_history or history._buffer is None:
+                history.append(policy)
+            policy = history.buffer.reshape(self._env.num_envs, -1)
+        return {"policy": policy, "critic": {"place": state[:, :1].clone(), "length": self._env.episode_length_buf}}
+
+    def reset(self, env_ids: torch.Tensor) -> None:
+        for history in self._group_obs_term_history_buffer["policy"].values():
+            history.reset(env_ids)
+
+
+class ManagerBasedRLEnv(_BatchedEnv):
+    """Observations from a manager, with histories; `reset` takes `env_ids`."""
+
+    def __init__(self, cfg: Cfg | None = None, render_mode: str | None = None) -> None:
+        super().__init__(cfg, render_mode)
+        self.observation_manager = ObservationManager(self)
+
+    def reset(self, seed: int | None = None, env_ids: Any = None, options: Any = None) -> Any:
+        if env_ids is None:
+            env_ids = torch.arange(self.num_envs, dtype=torch.int64, device=self.device)
+        if seed is not None:
+            self.seed(seed)
+        self._reset_idx(env_ids)
+        self.scene.write_data_to_sim()
+        self.sim.forward()
+        self.obs_buf = self.observation_manager.compute(update_history=True)
+        return self.obs_buf, self.extras
+
+    def _reset_idx(self, env_ids: torch.Tensor) -> None:
+        self.observation_manager.reset(env_ids)
+        super()._reset_idx(env_ids)
+
+    def step(self, action: torch.Tensor) -> Any:
+        self._advance(action)
+        ids = self.ids_to_reset()
+        if len(ids) > 0:
+            if self.cfg.compute_final_obs:
+                self.extras["final_obs"] = self.observation_manager.compute()
+            self._reset_idx(ids)
+        self.obs_buf = self.observation_manager.compute(update_history=True)
+        return self.obs_buf, self.reward_buf, self.reset_terminated, self.reset_time_outs, self.extras
+
+
+class DirectMARLEnv(_BatchedEnv):
+    """Several agents; not served as it is."""
+
+    possible_agents: ClassVar[list[str]] = ["cart", "pole"]
+
+
+# Adapters are found by these names, without IsaacLab being imported.
+for _cls, _module in (
+    (DirectRLEnv, "direct_rl_env"),
+    (ManagerBasedRLEnv, "manager_based_rl_env"),
+    (DirectMARLEnv, "direct_marl_env"),
+):
+    _cls.__module__ = f"isaaclab.envs.{_module}"
+
+
+def make_direct(**cfg: Any) -> Any:
+    return DirectRLEnv(Cfg(**cfg))
+
+
+def make_managed(**cfg: Any) -> Any:
+    return ManagerBasedRLEnv(Cfg(**cfg))
+
+
+def make_wrapped(**cfg: Any) -> Any:
+    """Return the direct env as `gymnasium.make` wraps it."""
+    return gymnasium.wrappers.OrderEnforcing(DirectRLEnv(Cfg(**cfg)))
+
+
+def forget_simulator() -> SimpleNamespace:
+    """Let another simulator be built in this process."""
+    SimulationContext.clear_instance()
+    return SimpleNamespace()

@@ -1,0 +1,193 @@
+"""The last observation of rows that a simulator resets within its own step, taken before it is gone.
+
+Simulators of IsaacLab's make (`ManagerBasedRLEnv`, `DirectRLEnv`, and what follows them) step, find the rows that
+have ended, call `_reset_idx` for these, and only then compute what they return: of a row that has ended that is the
+first observation of its next episode. Newer ones publish the last one as `extras["final_obs"]` if
+`cfg.compute_final_obs` is set.
+
+Guarantees of `ResetWatch`
+- The last observation is in memory of its own before the first row is reset, also where the simulator writes its
+  observations into the same buffers over and over. `extras["final_obs"]` is taken where the simulator publishes it,
+  else the observation is computed as the simulator does, with the noise that its step would add.
+- Observation histories of a manager-based simulator are pushed once per step and row, as without it, and the last
+  observation's history ends with it. (IsaacLab's own `final_obs` leaves histories as they were one step before, so
+  where there are any it is computed here.)
+- A row that is reset without having ended is noticed: `rows` says which were.
+Knows no class of IsaacLab's; it goes by the names of methods and attributes that IsaacLab publishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from envherd.workers.errors import SpecError
+
+FINAL_KEYS = ("final_obs", "final_observation")
+
+
+class ResetWatch:
+    """Stands between a simulator's step and its `_reset_idx`.
+
+    Args:
+        env: the simulator itself, without wrappers; its `_reset_idx` is replaced by one that looks first.
+        num_rows: B.
+        observe: simulator -> its observations now; None finds out how.
+
+    Attributes:
+        final: observations before the rows of the latest step were reset, all B rows; None if none was.
+        rows: bool `[B]`, the rows that were reset in the latest step; None if none was.
+        id_dtype: of the row ids that the simulator itself uses.
+    """
+
+    def __init__(self, env: Any, num_rows: int, observe: Callable[[Any], Any] | None) -> None:
+        self._env = env
+        self._num_rows = num_rows
+        self._observe = observe or _observer(env)
+        self._takes_published = observe is None and not list(_histories(env))
+        self._native: Callable[..., Any] = env._reset_idx  # noqa: SLF001  # the hook that IsaacLab documents
+        env._reset_idx = self._reset_idx  # noqa: SLF001
+        self._is_stepping = False
+        self.final: Any = None
+        self.rows: torch.Tensor | None = None
+        self.id_dtype = torch.int64
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Watch for as long as a step lasts."""
+        self.final = self.rows = None
+        for key in FINAL_KEYS:
+            _extras(self._env).pop(key, None)  # one that is there after the step is of the step
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def _reset_idx(self, env_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(env_ids, torch.Tensor) and env_ids.dtype is not torch.bool:
+            self.id_dtype = env_ids.dtype
+        if self._is_stepping:
+            if self.final is None:
+                published = published_final(_extras(self._env)) if self._takes_published else None
+                self.final = clone(self._observe(self._env) if published is None else published)
+            self._note(env_ids)
+        return self._native(env_ids, *args, **kwargs)
+
+    def _note(self, env_ids: Any) -> None:
+        if self.rows is None:
+            self.rows = torch.zeros(self._num_rows, dtype=torch.bool, device=_device_of(self._env))
+        ids = slice(None) if env_ids is None else env_ids
+        self.rows[ids.long() if isinstance(ids, torch.Tensor) and ids.dtype is not torch.bool else ids] = True
+
+
+def published_final(extras: Any) -> Any:
+    """Return the last observations that a simulator has published, or None."""
+    if isinstance(extras, Mapping):
+        for key in FINAL_KEYS:
+            if extras.get(key) is not None:
+                return extras[key]
+    return None
+
+
+def clone(observations: Any) -> Any:
+    """Return nested observations in memory of their own."""
+    if isinstance(observations, Mapping):
+        return {key: clone(value) for key, value in observations.items()}
+    return observations.clone() if isinstance(observations, torch.Tensor) else observations
+
+
+def reset_rows(env: Any, ids: torch.Tensor, rows: torch.Tensor) -> Any:
+    """Reset some rows of a simulator of IsaacLab's make that have not ended, and return its observations.
+
+    Args:
+        env: the simulator, without wrappers.
+        ids: which, as the simulator takes them.
+        rows: the same as bool `[B]`.
+
+    Returns:
+        Observations of all rows; histories of the others are as they were.
+    """
+    before = [(history, dict(vars(history)), _buffer_copy(history)) for history in _histories(env)]
+    if hasattr(env, "observation_manager"):
+        observations, _ = env.reset(env_ids=ids)
+        observations = clone(observations)
+    else:
+        env._reset_idx(ids)  # noqa: SLF001
+        env.scene.write_data_to_sim()
+        env.sim.forward()
+        observations = clone(env._get_observations())  # noqa: SLF001
+    for history, attributes, buffer in before:
+        _restore_rows(history, attributes, buffer, ~rows)
+    return observations
+
+
+def _observer(env: Any) -> Callable[[Any], Any]:
+    """Return what computes a simulator's observations as its step does."""
+    if hasattr(env, "observation_manager"):
+        return _observe_managed
+    if hasattr(env, "_get_observations"):
+        return _observe_direct
+    raise SpecError(
+        f"reading the env failed: expected `_get_observations` or an `observation_manager` beside `_reset_idx`, got "
+        f"neither in {type(env).__name__}. Say how its observations are computed: return "
+        f"TorchNativeAdapter(env, final_observation=lambda env: ...) from the factory."
+    )
+
+
+def _observe_managed(env: Any) -> Any:
+    before = [(history, dict(vars(history)), _buffer_copy(history)) for history in _histories(env)]
+    observations = clone(env.observation_manager.compute(update_history=True))
+    for history, attributes, buffer in before:
+        vars(history).update(attributes, _buffer=buffer)
+    return observations
+
+
+def _observe_direct(env: Any) -> Any:
+    observations = clone(env._get_observations())  # noqa: SLF001
+    if getattr(env.cfg, "observation_noise_model", None):
+        observations["policy"] = env._observation_noise_model(observations["policy"])  # noqa: SLF001
+    return observations
+
+
+def _histories(env: Any) -> Iterator[Any]:
+    """Yield the histories that a manager-based simulator keeps of its observation terms."""
+    groups = getattr(getattr(env, "observation_manager", None), "_group_obs_term_history_buffer", None) or {}
+    for terms in groups.values():
+        yield from terms.values()
+
+
+def _buffer_copy(history: Any) -> Any:
+    for name in ("_buffer", "_num_pushes"):
+        if not hasattr(history, name):
+            raise SpecError(
+                f"reading histories failed: expected IsaacLab's CircularBuffer, got a {type(history).__name__} "
+                f"without {name}. Say how observations are computed: TorchNativeAdapter(env, final_observation=...)."
+            )
+    history._num_pushes = history._num_pushes.clone()  # noqa: SLF001  # what `vars` was copied from stays
+    return None if history._buffer is None else history._buffer.clone()  # noqa: SLF001
+
+
+def _restore_rows(history: Any, attributes: Mapping[str, Any], buffer: torch.Tensor | None, rows: torch.Tensor) -> None:
+    """Put back some rows of a history as they were, wherever the others have gone since."""
+    if buffer is None:
+        return
+    now = history._buffer  # noqa: SLF001
+    if getattr(history, "_stack_dim_internal", None) is not None:
+        now[rows] = buffer[rows]
+    else:
+        num_pushed = getattr(history, "_pointer", 0) - attributes.get("_pointer", 0)  # of versions that have one
+        now[:, rows] = buffer.roll(num_pushed, 0)[:, rows]
+    history._num_pushes[rows] = attributes["_num_pushes"][rows]  # noqa: SLF001
+
+
+def _extras(env: Any) -> Any:
+    extras = getattr(env, "extras", None)
+    return extras if isinstance(extras, dict) else {}
+
+
+def _device_of(env: Any) -> Any:
+    return getattr(env, "device", "cpu")
