@@ -223,10 +223,7 @@ class Block:
         """Keep what the env said in the step or reset just made."""
         assert self._pack_info is not None
         slot.infos.pop(section, None)
-        info = slot.adapter.info
-        if info.__class__ is dict and not info:
-            return
-        packed, left_out = self._pack_info(info)
+        packed, left_out = self._pack_info(slot.adapter.info)
         if packed is not None:
             slot.infos[section] = packed
         if left_out:
