@@ -165,19 +165,27 @@ class GroupBatch:
 
         Without reset rows the leaves ARE those of `next`, as `step_mdp` shares them; with some, they are copies.
         """
+        if reset_rows is not None and self.is_on_cpu:
+            return self.mended_roots(column, reset_rows)
         roots = [leaves[index] for index in self.root_in_next]
         if reset_rows is None:
             return roots
-        return [
-            self._mend(leaf, array[column], reset_rows) for leaf, array in zip(roots, self.root_arrays, strict=True)
-        ]
+        return [self._mend(leaf, array[column], reset_rows) for leaf, array in zip(roots, self.root_arrays, strict=True)]
+
+    def mended_roots(self, column: int, reset_rows: np.ndarray) -> Leaves:
+        """Return the root leaves after a step that ended in resets, copies on the cpu: one memcpy, and those rows."""
+        buffer = np.empty(self.slab.plan.next_nbytes, np.uint8)
+        buffer[:] = self.next_bytes[column]
+        record, leaves = np.ndarray((), self._record, buffer), []
+        for index, array in zip(self.root_in_next, self.root_arrays, strict=True):
+            rows = record[self._record_names[index]]
+            rows[reset_rows] = array[column][reset_rows]
+            leaves.append(torch.from_numpy(rows))
+        return leaves
 
     def _mend(self, leaf: torch.Tensor, roots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
         mended = leaf.clone()
-        if self.is_on_cpu:
-            mended.numpy()[rows] = roots[rows]
-        else:
-            mended[torch.from_numpy(rows).to(mended.device)] = torch.from_numpy(roots[rows]).to(mended.device)
+        mended[torch.from_numpy(rows).to(mended.device)] = torch.from_numpy(roots[rows]).to(mended.device)
         return mended
 
     def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
