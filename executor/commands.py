@@ -10,6 +10,7 @@ interrupted, those envs need a reset; the next call waits for what is still unde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ class Commands:
         faults: env id -> what it raised in the latest commands.
         dead: int `[k]`, the envs that raised or were lost in the latest commands.
         column: the ring column of the latest commands that were for all envs.
+        ended_ids: int `[k]`, the envs whose episodes ended with the latest steps of all envs; None for none.
         has_resets: whether the latest commands have reset any env.
     """
 
@@ -36,9 +38,11 @@ class Commands:
         self._engine = engine
         self._ops = np.zeros(engine.num_envs, np.int64)
         self._columns = np.zeros(engine.num_envs, np.int64)
-        self._uniform: Op | None = None  # what all envs do, if they all step
+        self._uniform: Op | None = None  # what all envs do but those of `_reset_ids`, if the latest were `start_steps`
+        self._reset_ids: np.ndarray | None = None
         self.faults: dict[int, Frame] = {}
         self.dead = engine.all_ids[:0]
+        self.ended_ids: np.ndarray | None = None
         self.column = 0
         self.has_resets = False
 
@@ -47,42 +51,69 @@ class Commands:
         self._engine.rows.ended[:] = False
         self._engine.rows.has_ended = False
 
-    def start(self, op: Op | np.ndarray, env_ids: np.ndarray | None = None) -> None:
-        """Give commands.
+    def start_steps(self, op: Op, reset_ids: np.ndarray | None = None) -> None:
+        """Step all envs, but reset some instead.
 
         Args:
-            op: for all of the envs, or int `[k]`, one for each.
-            env_ids: int `[k]`, different; None for all envs.
+            op: STEP or STEP_RESET.
+            reset_ids: int `[k]`, different; their `next` will say reward 0 and no flag. None for none.
 
         Raises:
             Busy, ResetNeeded: refused, nothing was sent.
             WorkerLost, WorkerTimeout: a worker had been lost before.
         """
         engine = self._engine
-        ids = engine.all_ids if env_ids is None else env_ids
         engine.refuse_rolling()
         if engine.num_pending:
-            engine.refuse_pending(ids)
-        if isinstance(op, np.ndarray):
-            engine.refuse_ended(ids[op != _RESET])
-        elif op != Op.RESET:
-            engine.refuse_ended(ids)
-        if len(ids) == engine.num_envs:
+            engine.refuse_pending(engine.all_ids)
+        rows = engine.rows
+        if rows.has_ended:
+            self._refuse_ended_but(reset_ids)
+        self.column = column = rows.next_column()
+        self._columns.fill(column)
+        self._ops.fill(op)
+        if reset_ids is not None:
+            self._ops[reset_ids] = _RESET
+            rows.blank_steps(column, reset_ids)
+        self._uniform, self._reset_ids = op, reset_ids
+        self._give(engine.all_ids, lambda: engine.pool.submit_all(op, RING, column, reset_ids))
+
+    def _refuse_ended_but(self, reset_ids: np.ndarray | None) -> None:
+        engine = self._engine
+        if reset_ids is None:
+            engine.refuse_ended(engine.all_ids)
+            return
+        is_stepped = np.ones(engine.num_envs, bool)
+        is_stepped[reset_ids] = False
+        if (is_stepped & engine.rows.ended).any():
+            engine.refuse_ended(np.flatnonzero(is_stepped))
+
+    def start_resets(self, env_ids: np.ndarray) -> None:
+        """Reset envs, int `[k]`, different; raises as `start_steps` does."""
+        engine = self._engine
+        engine.refuse_rolling()
+        if engine.num_pending:
+            engine.refuse_pending(env_ids)
+        if len(env_ids) == engine.num_envs:
             self.column = engine.rows.next_column()
-            self._columns[:] = self.column
+            self._columns.fill(self.column)
         else:
-            self._columns[ids] = engine.rows.next_columns(ids)
-        self._ops[ids] = op
-        self._uniform = op if env_ids is None and isinstance(op, Op) and op != Op.RESET else None
+            self._columns[env_ids] = engine.rows.next_columns(env_ids)
+        self._ops[env_ids] = _RESET
+        self._uniform = self._reset_ids = None
+        self._give(env_ids, lambda: self._submit_resets(env_ids))
+
+    def _submit_resets(self, env_ids: np.ndarray) -> None:
+        self._engine.send_prepared(env_ids)
+        self._engine.pool.submit(env_ids, Op.RESET, RING, self._columns[env_ids])
+
+    def _give(self, ids: np.ndarray, submit: Callable[[], None]) -> None:
+        engine = self._engine
         engine.in_flight = ids
         engine.pending[ids] = True
         engine.num_pending = len(ids)
         try:
-            if self._uniform is not None:
-                engine.pool.submit_all(self._uniform, RING, self.column)
-            else:
-                engine.send_prepared(ids)
-                engine.pool.submit(ids, op, RING, self._columns[ids])
+            submit()
         except EnvherdError:
             self._let_go(ids)
             engine.rows.mark_ended(ids)
@@ -111,16 +142,19 @@ class Commands:
             raise
         if engine.pool.outcome:
             self._note(ids)
-        elif self._uniform is not None:
-            self._note_uniform(self._uniform)
-        else:
-            self._forget_what_was(ids)
-            self._note_rows(ids, self.dead)
+            return
+        self.faults, self.dead = {}, engine.all_ids[:0]
+        rows = engine.rows
+        if rows.has_interrupted:
+            rows.interrupted[ids] = False
+        if engine.has_infos:
+            rows.forget_infos() if self._uniform is not None else rows.note_infos({}, ids.tolist())
+        self._note_rows(ids, self.dead)
         self._let_go(ids)
 
     def _wait(self, ids: np.ndarray, timeout_s: float | None) -> None:
         engine = self._engine
-        has_resets = self._uniform is None and bool((self._ops[ids] == _RESET).any())
+        has_resets = self._uniform is None or self._reset_ids is not None
         limit = engine.options.reset_timeout_s if has_resets else engine.options.step_timeout_s
         if timeout_s is None and len(ids) == engine.num_envs:
             engine.pool.wait_all(limit)
@@ -134,25 +168,6 @@ class Commands:
         engine.pending[ids] = False
         engine.num_pending = 0 if len(ids) == engine.num_envs else int(engine.pending.sum())
         engine.in_flight = None
-
-    def _note_uniform(self, op: Op) -> None:
-        """Note that all envs were stepped, and nothing else happened."""
-        rows = self._engine.rows
-        self._forget_what_was(self._engine.all_ids)
-        ended = rows.stepped_all(self.column)
-        self.has_resets = False
-        if op == Op.STEP_RESET and ended is not None:
-            rows.were_reset(ended, self.column)
-            self.has_resets = True
-
-    def _forget_what_was(self, ids: np.ndarray) -> None:
-        """Forget what the last commands of some envs had said or lost: these said and lost nothing."""
-        engine, rows = self._engine, self._engine.rows
-        self.faults, self.dead = {}, engine.all_ids[:0]
-        if rows.has_interrupted:
-            rows.interrupted[ids] = False
-        if engine.has_infos:
-            rows.note_infos({}, ids.tolist())
 
     def _note(self, ids: np.ndarray) -> None:
         """Note what became of the commands, whatever did."""
@@ -184,17 +199,22 @@ class Commands:
                 self._engine.end_in_ring(env_id, int(self._columns[env_id]))
 
     def _note_rows(self, ids: np.ndarray, dead: np.ndarray) -> None:
-        rows, is_reset = self._engine.rows, self._ops[ids] == _RESET
-        if len(ids) == self._engine.num_envs and not len(dead) and not (self._ops == _STEP_RESET).any():
-            rows.stepped_all(self.column)  # what it finds in the rows of those that were reset is put right at once
-            rows.were_reset(ids[is_reset], self.column)
-            self.has_resets = bool(is_reset.any())
+        rows, op = self._engine.rows, self._uniform
+        if op == Op.STEP and not len(dead):
+            self.ended_ids = rows.stepped_all(self.column, self._reset_ids)
+            self.has_resets = self._reset_ids is not None
             return
+        if op == Op.STEP_RESET and not len(dead):
+            self.ended_ids = rows.stepped_all_and_reset(self.column)
+            self.has_resets = self.ended_ids is not None
+            return
+        is_reset = self._ops[ids] == _RESET
         is_dead = np.isin(ids, dead)
         stepped = ids[~is_reset]
         ended = np.zeros(len(ids), bool)
         if len(stepped):
             ended[~is_reset] = rows.stepped(stepped, self._columns[stepped])
+        self.ended_ids = ids[ended] if ended.any() else None
         was_reset = ids[(is_reset | ended & (self._ops[ids] == _STEP_RESET)) & ~is_dead]
         rows.were_reset(was_reset, self._columns[was_reset])
         self.has_resets = bool(len(was_reset))

@@ -205,10 +205,8 @@ class Engine:
             if rows.has_interrupted:
                 rows.interrupted[:] = False
             if self.has_infos:
-                rows.note_infos({}, self.all_ids.tolist())
-        ended = rows.stepped_all(column)
-        if op == Op.STEP_RESET and ended is not None:
-            rows.were_reset(ended, column)
+                rows.forget_infos()
+        ended = rows.stepped_all_and_reset(column) if op == Op.STEP_RESET else rows.stepped_all(column)
         self.in_flight = None
         return ended
 

@@ -151,12 +151,14 @@ class WorkerPool:
 
     # ---- commands ----------------------------------------------------------------------------
 
-    def submit_all(self, op: Op, target: int, column: int) -> None:
-        """Give every env the same command."""
+    def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
+        """Give every env the same command, but some (int `[k]`) a RESET."""
         if self.lost or self._rebuilding:
             self._revive(range(self.num_workers))
         self._number += 1
         self._command.fill(pack(op, target, column))
+        if reset_ids is not None:
+            self._command[reset_ids] = pack(Op.RESET, target, column)
         self._command_seq.fill(self._number)
         for ring in self._rings:
             ring()

@@ -47,6 +47,8 @@ class Rows:
         side_next, side_root: env id -> values of side-channel leaves, as of the latest row.
     """
 
+    _reset_there: np.ndarray | None = None  # those that were reset at `_stepped_to`
+
     def __init__(
         self,
         slab: Slab,
@@ -125,6 +127,8 @@ class Rows:
         if self._stepped_to is not None:
             self._columns[:] = self._stepped_to
             self._in_root[:] = False
+            if self._reset_there is not None:
+                self._in_root[self._reset_there] = True
             self._stepped_to = None
 
     # ---- columns -----------------------------------------------------------------------------
@@ -175,16 +179,49 @@ class Rows:
 
     # ---- after a command ---------------------------------------------------------------------
 
-    def stepped_all(self, column: int) -> np.ndarray | None:
-        """Note that all envs were stepped to a column; return the ids that ended, or None."""
-        self._stepped_to = column
+    def stepped_all(self, column: int, reset_ids: np.ndarray | None = None) -> np.ndarray | None:
+        """Note that all envs were stepped to a column, or reset there; return the ids that ended, or None.
+
+        Args:
+            column: of the ring.
+            reset_ids: envs that were not stepped, after `blank_steps`.
+        """
+        self._stepped_to, self._reset_there = column, reset_ids
         self._is_mixed = False
+        ended = self._find_ended(column)
+        if ended is not None:
+            self.ended[:] = False
+            self.ended[ended] = True
+            self.has_ended = True
+        elif self.has_ended:
+            self.ended[:] = False
+            self.has_ended = False
+        if reset_ids is not None and not self._has_clean_roots(column):
+            self.were_reset(reset_ids, column)
+        return ended
+
+    def stepped_all_and_reset(self, column: int) -> np.ndarray | None:
+        """Note that all envs were stepped to a column, and those that ended reset there; return them, or None."""
+        self._stepped_to, self._is_mixed = column, False
+        self._reset_there = ended = self._find_ended(column)
+        if self.has_ended:
+            self.ended[:] = False
+            self.has_ended = False
+        if ended is not None and not self._has_clean_roots(column):
+            self.were_reset(ended, column)
+        return ended
+
+    def _has_clean_roots(self, column: int) -> bool:
+        """Return whether no root at a column says that its episode is over (as some envs' resets do)."""
+        return self._is_flat and b"\x01" not in self._root_done[0][column].tobytes()
+
+    def _find_ended(self, column: int) -> np.ndarray | None:
+        """Return the ids of the envs whose `next` at a column says done, ascending; None if there are none."""
         if self._only_done is not None and b"\x01" not in self._only_done[column].tobytes():
             return None
         if self._is_flat:
-            self.ended[:] = self._next_done[0][column, :, 0]
-            self.has_ended = True
-            return np.flatnonzero(self.ended)
+            found: np.ndarray = self._next_done[0][column, :, 0].nonzero()[0]
+            return found
         ended = None
         for batch, done in zip(self.batches, self._next_done, strict=True):
             if b"\x01" in done[column].tobytes():
@@ -192,11 +229,22 @@ class Rows:
                 if ended is None:
                     ended = np.zeros(self.num_envs, bool)
                 ended[np.array(batch.slab.plan.env_ids)[rows]] = True
-        if ended is None:
-            return None
-        self.ended[:] = ended
-        self.has_ended = True
-        return np.flatnonzero(ended)
+        return None if ended is None else np.flatnonzero(ended)
+
+    @functools.cached_property
+    def _blanks(self) -> list[list[np.ndarray]]:
+        """What a step says besides its observation, by group, each `[column, row, ...]` (VIEWS)."""
+        return [
+            [group.columns["next", *leaf.key] for leaf in (*group.spec.reward, *group.spec.done)]
+            for group in self.slab.groups
+        ]
+
+    def blank_steps(self, column: int, env_ids: np.ndarray) -> None:
+        """Have the `next` of envs that are to be reset at a column say reward 0 and no flag: no step will."""
+        for index, arrays in enumerate(self._blanks):
+            rows = env_ids if len(self._blanks) == 1 else self.row_of[env_ids[self.group_of[env_ids] == index]]
+            for array in arrays:
+                array[column][rows] = 0
 
     def stepped(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Note that some envs were stepped to columns of their own; return which of them ended, bool `[k]`."""
@@ -269,6 +317,12 @@ class Rows:
                 kept.pop(env_id, None)
                 if frame is not None and frame[section] is not None:
                     kept[env_id] = unpack(frame[section], self._info_policy)
+
+    def forget_infos(self) -> None:
+        """Note that no env has said anything in its latest command, which was to all of them."""
+        for kept in self.infos.values():
+            if kept:
+                kept.clear()
 
     # ---- hand-outs ---------------------------------------------------------------------------
 

@@ -105,9 +105,12 @@ class SerialPool:
                 phase="build",
             ) from error
 
-    def submit_all(self, op: Op, target: int, column: int) -> None:
-        """Carry out the same command for every env."""
-        self._run(range(self.num_envs), [pack(op, target, column)] * self.num_envs)
+    def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
+        """Carry out the same command for every env, but a RESET for some (int `[k]`)."""
+        commands = [pack(op, target, column)] * self.num_envs
+        for env_id in () if reset_ids is None else reset_ids.tolist():
+            commands[env_id] = pack(Op.RESET, target, column)
+        self._run(range(self.num_envs), commands)
 
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0

@@ -85,12 +85,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._commands = Commands(engine)
         self._commands.take_for_running()
         group = engine.rows.slab.groups[0].columns
-        self._rewards = group["next", "reward"][:, :, 0]
-        self._terminations = group["next", "terminated"][:, :, 0]
-        self._truncations = group["next", "truncated"][:, :, 0]
-        self._autoreset = np.zeros(self.num_envs, bool)
+        self._rewards, self._terminations, self._truncations = (
+            list(group["next", name][:, :, 0]) for name in ("reward", "terminated", "truncated")
+        )
         self._step_op = Op.STEP_RESET if self.autoreset_mode is AutoresetMode.SAME_STEP else Op.STEP
-        self._resetting = self._autoreset  # the envs that are being reset
+        self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
+        self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
+        self._resetting = engine.all_ids  # the envs that are being reset
 
     @property
     def np_random_seed(self) -> Any:
@@ -135,21 +136,18 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _start_reset(self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None) -> None:
         """Start a reset of all envs, or of those of a `reset_mask` among the options."""
         seeds = self._seeds(seed)
-        env_ids = None
-        resetting = np.ones(self.num_envs, bool)
+        env_ids = self._engine.all_ids
         if options is not None and "reset_mask" in options:
-            resetting = _checked_mask(options["reset_mask"], self.num_envs).copy()
+            env_ids = np.flatnonzero(_checked_mask(options["reset_mask"], self.num_envs))
             options = {key: value for key, value in options.items() if key != "reset_mask"}
-            env_ids = np.flatnonzero(resetting)
         try:
             with self._turn:
-                ids = self._engine.all_ids if env_ids is None else env_ids
-                self._engine.prepare_resets(ids, seeds, None, {"options": options})
-                self._commands.start(Op.RESET, env_ids)
-                self._engine.prepare_resets(ids, None, None, {})
+                self._engine.prepare_resets(env_ids, seeds, None, {"options": options})
+                self._commands.start_resets(env_ids)
+                self._engine.prepare_resets(env_ids, None, None, {})
         except EnvherdError as error:
             raise self._fail(error) from error.__cause__
-        self._resetting = resetting
+        self._resetting = env_ids
 
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
         try:
@@ -157,30 +155,29 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
                 self._commands.finish(timeout)
         except EnvherdError as error:
             raise self._fail(error) from error.__cause__
-        self._autoreset &= ~self._resetting
+        if self._ended is not None:
+            self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
         said = self._engine.rows.infos["root"]
         infos: dict[str, Any] = {}
-        for env_id in np.flatnonzero(self._resetting).tolist():
+        for env_id in self._resetting.tolist():
             infos = self._add_info(infos, said.get(env_id, {}), env_id)
         return self._observations.now(), infos
 
     # ---- step --------------------------------------------------------------------------------
 
     def _start_step(self, actions: Any) -> None:
-        autoreset = self._autoreset
-        has_resets = self.autoreset_mode is AutoresetMode.NEXT_STEP and bool(autoreset.any())
-        engine, op = self._engine, self._step_op
+        engine, ended = self._engine, self._ended
         try:
             with self._turn:
-                if engine.rows.has_ended:
-                    engine.refuse_ended(np.flatnonzero(~autoreset) if has_resets else engine.all_ids)
+                if engine.rows.has_ended and ended is None:
+                    engine.refuse_ended(engine.all_ids)
                 self._actions.take(actions)
-                self._commands.start(np.where(autoreset, int(Op.RESET), int(op)) if has_resets else op)
+                self._commands.start_steps(self._step_op, ended)
         except EnvherdError as error:
             raise self._fail(error) from error.__cause__
 
     def _finish_step(self, timeout: float | None) -> StepResult:
-        commands = self._commands
+        commands, was_reset = self._commands, self._ended
         try:
             with self._turn:
                 commands.finish(timeout)
@@ -188,38 +185,37 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             self._note_failed_step()
             raise self._fail(error) from error.__cause__
         except BaseException:
-            self._autoreset[:] = False  # all of them need a reset of the caller's
+            self._ended = None  # all of them need a reset of the caller's
             raise
-        column = commands.column
-        rewards = self._rewards[column].copy()
-        terminations, truncations = self._terminations[column].copy(), self._truncations[column].copy()
-        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            if commands.has_resets:
-                was_reset = self._autoreset
-                rewards[was_reset] = 0.0
-                terminations[was_reset] = truncations[was_reset] = False
-            infos = self._infos(self._autoreset, None, column)
-            self._autoreset = terminations | truncations
-        elif commands.has_resets:
-            infos = self._infos(None, terminations | truncations, column)
+        column, ended = commands.column, commands.ended_ids
+        if self._resets_next:
+            self._ended = ended
+            infos = self._infos(was_reset, None, column)
         else:
-            infos = self._infos(None, None, column)
-        observations = self._observations.now() if commands.has_resets else self._observations.at(column)
-        return observations, rewards, terminations, truncations, infos
+            was_reset = ended if commands.has_resets else None
+            infos = self._infos(None, was_reset, column)
+        return (
+            self._observations.after(column, was_reset),
+            self._rewards[column].copy(),
+            self._terminations[column].copy(),
+            self._truncations[column].copy(),
+            infos,
+        )
 
     def _note_failed_step(self) -> None:
         """Note which envs the next step has to reset, after a step that some envs did not survive."""
-        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            ended = self._terminations[self._commands.column] | self._truncations[self._commands.column]
-            self._autoreset = ended & ~self._autoreset
-            self._autoreset[self._commands.dead] = False
+        if self._resets_next:
+            commands = self._commands
+            ended = self._terminations[commands.column] | self._truncations[commands.column]
+            ended[commands.dead] = False
+            self._ended = _some(np.flatnonzero(ended))
 
     def _infos(self, was_reset: np.ndarray | None, ended: np.ndarray | None, column: int) -> dict[str, Any]:
         """Return the infos of a step.
 
         Args:
-            was_reset: bool `[N]`, envs whose step was a reset.
-            ended: bool `[N]`, envs that ended with the step and were reset in it.
+            was_reset: int `[k]`, envs whose step was a reset.
+            ended: int `[k]`, envs that ended with the step and were reset in it.
             column: of the step's rows.
         """
         rows = self._engine.rows
@@ -227,18 +223,26 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         infos: dict[str, Any] = {}
         if not (stepped or fresh) and ended is None and not rows.has_interrupted:
             return infos
+        reset_ids = () if was_reset is None else was_reset.tolist()
+        ended_ids = () if ended is None else ended.tolist()
         for env_id in range(self.num_envs):
             own = stepped.get(env_id, {})
-            if ended is not None and ended[env_id]:
+            if env_id in ended_ids:
                 has_final = FINAL_OBSERVATION in own
                 last = own.pop(FINAL_OBSERVATION) if has_final else self._observations.last_of(env_id, column)
                 own = {"final_obs": last, "final_info": own, **fresh.get(env_id, {})}
-            elif was_reset is not None and was_reset[env_id]:
+            elif env_id in reset_ids:
                 own = fresh.get(env_id, {})
             if rows.has_interrupted and rows.interrupted[env_id, 0]:
                 own = {**own, "interrupted": True}
-            infos = self._add_info(infos, own, env_id)
+            if own:
+                infos = self._add_info(infos, own, env_id)
         return infos
+
+
+def _some(env_ids: np.ndarray) -> np.ndarray | None:
+    """Return ids, or None if there are none."""
+    return env_ids if len(env_ids) else None
 
 
 def _checked_mask(mask: Any, num_envs: int) -> np.ndarray:

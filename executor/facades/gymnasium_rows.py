@@ -108,18 +108,36 @@ class Observations:
         self._ids = engine.all_ids
         self._is_copy = is_copy
         batch = engine.rows.batches[0]
-        self._is_bare = isinstance(single_space, FIXED)
+        is_bare = isinstance(single_space, FIXED)
         self._num_leaves = len(leaf_spaces(single_space))
         keys = [("observation", str(index)) for index in range(self._num_leaves)]
         self._next = [batch.next_arrays[batch.next_keys.index(key)] if key in batch.next_keys else None for key in keys]
         self._root = [batch.root_arrays[batch.root_keys.index(key)] if key in batch.root_keys else None for key in keys]
         self._join = _joiner(single_space)
+        is_one_array = is_bare and self._next[0] is not None and self._root[0] is not None
+        self._only_next = list(self._next[0]) if is_one_array else None
+        self._only_root = list(self._root[0]) if is_one_array else []
 
-    def at(self, column: int) -> Any:
-        """Return what the latest step of all envs gave, from a ring column: a copy, or a view of the ring."""
-        if self._is_bare and self._next[0] is not None:
-            rows = self._next[0][column]
+    def after(self, column: int, reset_ids: np.ndarray | None) -> Any:
+        """Return what a step of all envs gave, from a ring column; where some were reset, their new observations.
+
+        Args:
+            column: of the step.
+            reset_ids: int `[k]`, who was reset at that column; None for nobody.
+
+        Returns:
+            A copy; without resets perhaps a view of the ring.
+        """
+        if self._only_next is None:
+            return self._at(column) if reset_ids is None else self.now()
+        rows = self._only_next[column]
+        if reset_ids is None:
             return rows.copy() if self._is_copy else rows
+        rows = rows.copy()
+        rows[reset_ids] = self._only_root[column][reset_ids]
+        return rows
+
+    def _at(self, column: int) -> Any:
         leaves = [
             self._objects(index) if array is None else array[column].copy() if self._is_copy else array[column]
             for index, array in enumerate(self._next)

@@ -175,22 +175,24 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
     def _finish_episodes(self, ended: np.ndarray, leaves: list[np.ndarray], infos: list[Info]) -> np.ndarray:
         """Move the last observations of ended episodes to their infos, and put the first ones of new episodes there."""
         column, reader, agents = self._column, self._reader, self.num_agents
-        flags = {name: flag.read(column) for name, flag in reader.flags.items()}
-        roots = [leaf.read(column) for leaf in reader.root]
+        terminated, truncated = (reader.flags[name].look(column) for name in ("terminated", "truncated"))
+        has_interrupted, interrupted = self._rows.has_interrupted, self._rows.interrupted
         said = self._reset_said()
-        dones = np.zeros(self.num_envs, bool)
         self.reset_infos = list(self.reset_infos)
-        for env_id in ended.tolist():
-            is_cut = bool(flags["truncated"][env_id] and not flags["terminated"][env_id])
-            for row in range(env_id * agents, (env_id + 1) * agents):
-                infos[row]["TimeLimit.truncated"] = is_cut
-                infos[row]["terminal_observation"] = self._compose([leaf[row].copy() for leaf in leaves])
-                if self._rows.interrupted[env_id, 0]:
-                    infos[row]["interrupted"] = True
-                self.reset_infos[row] = said.get(env_id, {})
-                dones[row] = True
-        for leaf, root in zip(leaves, roots, strict=True):
-            leaf[dones] = root[dones]
+        rows = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
+        last = [leaf[rows] for leaf in leaves]
+        for place, row in enumerate(rows.tolist()):
+            env_id = row // agents
+            info = infos[row]
+            info["TimeLimit.truncated"] = bool(truncated[env_id]) and not terminated[env_id]
+            info["terminal_observation"] = self._compose([leaf[place].copy() for leaf in last])
+            if has_interrupted and interrupted[env_id, 0]:
+                info["interrupted"] = True
+            self.reset_infos[row] = said.get(env_id, {})
+        for leaf, root in zip(leaves, reader.root, strict=True):
+            leaf[rows] = root.look(column)[rows]
+        dones = np.zeros(self.num_envs, bool)
+        dones[rows] = True
         return dones
 
     def _drop_step(self) -> None:

@@ -36,14 +36,20 @@ class Column:
         self._env_ids = env_ids
         self._shape = (num_rows, *shape)
         self._num_envs = sum(map(len, env_ids))
-        self._is_plain = len(arrays) == 1 and arrays[0].shape[1:] == self._shape
         self._only = self._views[0]
+        self._is_plain = len(arrays) == 1 and all(view.flags.c_contiguous for view in self._only)
+        if self._is_plain:
+            self._only = [view.reshape(self._shape) for view in self._only]
 
     def read(self, column: int) -> np.ndarray:
         """Return all rows at a column, copied."""
         if self._is_plain:
             return self._only[column].copy()
         return self._gather(column).reshape(self._shape)
+
+    def look(self, column: int) -> np.ndarray:
+        """Return all rows at a column, as a VIEW where that is possible."""
+        return self._only[column] if self._is_plain else self.read(column)
 
     def _gather(self, column: int) -> np.ndarray:
         if len(self._views) == 1:
@@ -85,8 +91,8 @@ class Reader:
         }
 
     def rewards(self, column: int) -> np.ndarray:
-        """Return the rewards, float32 `[num_rows]`."""
-        return self._reward.read(column).astype(np.float32, copy=False)
+        """Return the rewards, float32 `[num_rows]`, in memory of their own."""
+        return self._reward.look(column).astype(np.float32)
 
 
 class Writer:
