@@ -79,6 +79,7 @@ class ProcessCrew:
             WorkerLost, WorkerTimeout, Busy, Closed.
         """
         with self._engine.turn:
+            self._replace_lost(env_ids, calls)
             asked = tuple(dumps(call) for call in calls)
             answers = self._engine.ask("each", list(env_ids), name="perform", args=asked)
         results, faults = [], []
@@ -91,6 +92,15 @@ class ProcessCrew:
             worker_id = int(self.pool.worker_of[faults[0]["env_id"]])
             raise env_error(faults, worker_id, self.pool.pid_of(worker_id))
         return results
+
+    def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:
+        """Replace lost workers all of whose envs are told to reset, if the options say so; else their loss stands."""
+        if not self.pool.lost or self._engine.options.on_worker_loss != "restart":
+            return
+        reset = {env_id for env_id, call in zip(env_ids, calls, strict=True) if call[0] == "reset"}
+        for worker_id in list(self.pool.lost):
+            if reset.issuperset(self.pool.blueprint.blocks[worker_id]):
+                self.pool.begin_restart(worker_id)
 
     def current(self, env_ids: Sequence[int]) -> list[TensorDictBase]:
         """Return where envs are, one tensordict each."""

@@ -102,6 +102,7 @@ class GymnasiumVectorAdapter(Adapter):
         self._flatten = flattener(batch, "observation")
         self._build = builder(action)
         self._dense = [i for i, leaf in enumerate(leaf_specs(batch)) if not leaf.is_side]
+        self._is_reseeded = True
         self._ended = np.ones(n, bool)
         self._begun = np.zeros(n, bool)  # rows that the env has reset by itself already
         self._begun_at: list[Any] = []  # their first observations
@@ -115,6 +116,10 @@ class GymnasiumVectorAdapter(Adapter):
             family=self.family,
             metadata=_metadata(env, self.mode, renamed),
         )
+
+    def reseeded(self) -> None:
+        """Have the next reset of all rows use its seed, also where the env has begun their episodes by itself."""
+        self._is_reseeded = True
 
     def reset(
         self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
@@ -132,7 +137,11 @@ class GymnasiumVectorAdapter(Adapter):
         """
         own = _own_options(options)
         seed = None if seed is None else seed % self._num_seeds
-        if mask is None or mask.all() or not self._now:
+        if mask is None:
+            mask = np.ones((self.num_rows, 1), bool)
+        is_anew = self._is_reseeded or not self._now or own is not None or not self._begun.all()
+        if mask.all() and is_anew:
+            self._is_reseeded = False
             observation, self.info = _pair(self.env.reset(seed=seed, options=own))
             self._now = self._flatten(observation)
             self._ended[:] = self._begun[:] = False

@@ -31,10 +31,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase
 
 from envherd.shm.specs import DONE_KEYS, EnvSpec, Unbounded, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.torchrl_gym import base_env, refuse_late_resets
 from envherd.workers.adapters.torchrl_reading import ends_reader, reader, to_numpy, to_plain, topmost
 from envherd.workers.adapters.torchrl_specs import Member, Path, PlacedLeaf, group_shapes, place_leaves
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
@@ -60,7 +61,7 @@ class TorchRLAdapter(Adapter):
 
     def __init__(self, env: EnvBase) -> None:
         self.env = env
-        self._base = base = _base_env(env)
+        self._base = base = base_env(env)
         _refuse_unfit(base)
         full_specs = {group: getattr(env, f"full_{group}_spec") for group in _GROUPS}
         leaves = {group: place_leaves(spec) for group, spec in full_specs.items()}
@@ -188,12 +189,6 @@ class _OwnGenerator:
         torch.default_generator.set_state(self._outer)
 
 
-def _base_env(env: EnvBase) -> EnvBase:
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    return env
-
-
 def _class_names(base: EnvBase) -> set[str]:
     return {cls.__name__ for cls in type(base).__mro__}
 
@@ -206,14 +201,7 @@ def _refuse_unfit(base: EnvBase) -> None:
             f"the factory failed: expected an env that runs in one process, got a torchrl {name}, which runs several. "
             f"Give the factory of one inner env instead, and as many num_envs as the {name} had."
         )
-    if "GymWrapper" in _class_names(base):
-        mode = getattr(base, "autoreset_mode", None)
-        if getattr(mode, "name", mode) == "NEXT_STEP":
-            base.close()
-            raise FactoryError(
-                f"the factory failed: expected a vector env that does not reset itself, got a {name} of one with "
-                f"autoreset_mode NEXT_STEP. Build it with autoreset_mode=AutoresetMode.DISABLED."
-            )
+    refuse_late_resets(base)
 
 
 def _require_dense(leaves: list[PlacedLeaf]) -> None:

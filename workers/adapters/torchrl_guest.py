@@ -31,7 +31,7 @@ from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.registry import register
 from envherd.workers.adapters.torchrl_crossing import dumps, loads
-from envherd.workers.adapters.torchrl_gym import DirectGym, direct_gym
+from envherd.workers.adapters.torchrl_gym import DirectGym, direct_gym, refuse_late_resets
 from envherd.workers.errors import FactoryError
 from envherd.workers.reply import Fault
 
@@ -76,13 +76,14 @@ def own_env(env: Any, origin: str) -> EnvBase:
     """Return an env that no other guest has: a deep copy if a factory gave the same one twice.
 
     Raises:
-        FactoryError: it is no TorchRL env.
+        FactoryError: it is no TorchRL env, or one whose resets would be steps.
     """
     if not isinstance(env, EnvBase):
         raise FactoryError(
             f"make_env failed: the factory {origin} returned {f'{env!r}'[:80]}, expected a TorchRL env (an EnvBase). "
             f"Wrap it, e.g. in GymWrapper."
         )
+    refuse_late_resets(env)
     if env in _known:
         with contextlib.suppress(Exception):
             env = copy.deepcopy(env)

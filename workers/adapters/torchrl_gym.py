@@ -16,12 +16,41 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torchrl.data import Bounded, Categorical, OneHot, Unbounded
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 
 from envherd.workers.adapters.base import StepValues
+from envherd.workers.errors import FactoryError
 
 #: Leaves that such an env has, as the adapter lists them.
 _OBSERVED = ["observation", "done", "terminated", "truncated"]
+
+
+def base_env(env: EnvBase) -> EnvBase:
+    """Return what is under an env's transforms."""
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env
+
+
+def refuse_late_resets(env: EnvBase) -> None:
+    """Refuse a Gymnasium vector env that spends a step on each of its resets.
+
+    TorchRL refuses it too, unless the `gym` package is installed beside Gymnasium; then last observations are
+    zeros, and every reset is in the data as a transition with reward 0.
+
+    Raises:
+        FactoryError: it is one. It was closed.
+    """
+    base = base_env(env)
+    if "GymWrapper" not in {cls.__name__ for cls in type(base).__mro__}:
+        return
+    mode = getattr(base, "autoreset_mode", None)
+    if getattr(mode, "name", mode) == "NEXT_STEP":
+        base.close()
+        raise FactoryError(
+            f"the factory failed: expected a vector env that does not reset itself, got a {type(base).__name__} of "
+            f"one with autoreset_mode NEXT_STEP. Build it with autoreset_mode=AutoresetMode.DISABLED."
+        )
 
 
 class DirectGym:

@@ -1,0 +1,304 @@
+"""What TorchRL's `ParallelEnv` cannot do, or does behind its user's back, and how it is here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+
+import gymnasium
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from torchrl.envs import EnvBase, ExcludeTransform, GymEnv, GymWrapper, MeltingpotEnv, TransformedEnv
+from torchrl.testing import mocking_classes as own
+
+from envherd.executor import ExecutorOptions
+from envherd.executor.facades.torchrl import ParallelEnv, SerialEnv
+from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
+
+
+@contextmanager
+def started(*args, **kwargs):
+    env = ParallelEnv(*args, **kwargs)
+    try:
+        yield env
+    finally:
+        env.close(raise_if_closed=False)
+
+
+# ---- envs that reset themselves ----------------------------------------------------------------
+
+
+def vector_env(mode: AutoresetMode) -> EnvBase:
+    return GymWrapper(gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs={"autoreset_mode": mode}))
+
+
+@pytest.mark.parametrize("batched", [ParallelEnv, SerialEnv])
+def test_vector_envs_whose_resets_are_steps_are_refused(batched):
+    """TorchRL takes them where the `gym` package is installed, too."""
+    with pytest.raises(FactoryError, match=r"NEXT_STEP.*autoreset_mode=AutoresetMode\.DISABLED"):
+        batched(2, lambda: vector_env(AutoresetMode.NEXT_STEP))
+
+
+@pytest.mark.parametrize(
+    ("batched", "mode"),
+    [
+        (ParallelEnv, AutoresetMode.SAME_STEP),
+        (SerialEnv, AutoresetMode.SAME_STEP),
+        (SerialEnv, AutoresetMode.DISABLED),
+    ],
+)
+def test_other_vector_envs_give_true_last_observations_and_no_step_too_many(batched, mode):
+    env = batched(2, lambda: vector_env(mode))
+    env.set_seed(0)
+    torch.manual_seed(0)
+    rollout = env.rollout(60, break_when_any_done=False)
+    env.close()
+    assert rollout.shape == (2, 2, 60)
+    ended = rollout["next", "terminated"][..., 0]
+    last = rollout["next", "observation"]
+    fallen = (last[..., 0].abs() > 2.4) | (last[..., 2].abs() > 0.2095)
+    assert ended.sum() > 4
+    assert torch.equal(ended, fallen)
+    assert (rollout["next", "reward"] == 1).all()
+    following = rollout["observation"][..., 1:, :]
+    assert (following[ended[..., :-1]].abs() <= 0.05).all()
+    assert torch.equal(following[~ended[..., :-1]], last[..., :-1, :][~ended[..., :-1]])
+
+
+class Reusing(own.CountingEnv):
+    """Gives the same tensors at every step, changed in place, as GPU simulators do."""
+
+    def _step(self, tensordict):
+        return self._reused("_stepped", super()._step(tensordict))
+
+    def _reset(self, tensordict=None, **kwargs):
+        return self._reused("_started", super()._reset(tensordict, **kwargs))
+
+    def _reused(self, name, out):
+        kept = self.__dict__.setdefault(name, out.clone())
+        return kept.update_(out).copy()
+
+
+@pytest.mark.parametrize("batched", [ParallelEnv, SerialEnv])
+def test_envs_that_write_to_the_same_tensors_for_ever(batched):
+    env = batched(2, lambda: Reusing(max_steps=3))
+    try:
+        rollout = env.rollout(7, lambda td: td.set("action", torch.ones(2, 1)), break_when_any_done=False)
+        assert rollout["next", "observation"][0].flatten().tolist() == [1, 2, 3, 4, 1, 2, 3]
+        assert rollout["observation"][0].flatten().tolist() == [0, 1, 2, 3, 0, 1, 2]
+        kept = [env.reset()]
+        for _ in range(3):
+            kept.append(env.step(kept[-1].copy().set("action", torch.ones(2, 1)))["next"])
+        assert [int(td["observation"][0]) for td in kept] == [0, 1, 2, 3]
+    finally:
+        env.close()
+
+
+class Blank(own.CountingEnv):
+    """Has no last observation to give and says NaN, as TorchRL's wrapper of Isaac Lab does."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.observation_spec["observation"] = self.observation_spec["observation"].to(torch.float32)
+
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        return out.set("observation", torch.where(out["done"], torch.nan, out["observation"].float()))
+
+    def _reset(self, tensordict=None, **kwargs):
+        out = super()._reset(tensordict, **kwargs)
+        return out.set("observation", out["observation"].float())
+
+
+def test_observations_that_are_missing_can_be_refused():
+    with (
+        started(2, lambda: Blank(max_steps=1), options=ExecutorOptions(check_finite=True)) as env,
+        pytest.raises(EnvError, match=r"observation failed.*got NaN"),
+    ):
+        env.rollout(3, lambda td: td.set("action", torch.ones(2, 1)))
+
+
+# ---- workers ------------------------------------------------------------------------------------
+
+
+class OnlyOne(own.CountingEnv):
+    """May be built once in a process, as simulators with one application per process; says what its process is."""
+
+    builder = None
+
+    def __init__(self, **kwargs):
+        if OnlyOne.builder is not None:
+            raise RuntimeError("a second simulator in this process")
+        OnlyOne.builder = os.getpid()
+        super().__init__(**kwargs)
+
+    def process(self):
+        return os.getpid(), os.getppid(), hasattr(torch, "a_mark_of_the_caller"), torch.cuda.is_initialized()
+
+
+def test_workers_are_no_forks_of_the_caller_and_may_be_one_to_an_env(monkeypatch):
+    """A CUDA context, its threads and its locks stay where they are, whatever start method is asked for."""
+    monkeypatch.setattr(torch, "a_mark_of_the_caller", True, raising=False)
+    with started(2, OnlyOne, mp_start_method="fork", num_processes=2) as env:
+        assert env.rollout(3).shape == (2, 3)
+        assert len({os.getpid(), *(pid for pid, *_ in env.process())}) == 3
+        for _, parent, has_mark, has_cuda in env.process():
+            assert parent != os.getpid()
+            assert not has_mark
+            assert not has_cuda
+    assert OnlyOne.builder is None  # none was built here
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
+def test_a_device_that_is_not_there_is_named():
+    with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+        SerialEnv(2, own.CountingEnv, device="cuda").rollout(2)
+
+
+class Sleeper(own.CountingEnv):
+    """Warns when it is built, and hangs in one thing, for ever."""
+
+    def __init__(self, where="", **kwargs):
+        warnings.warn("the level is deprecated", stacklevel=2)
+        super().__init__(**kwargs)
+        if where == "build":
+            self.sleep()
+
+    def sleep(self):
+        time.sleep(600)
+
+    def _set_seed(self, seed):
+        self.sleep()
+
+    def state_dict(self, *args, **kwargs):
+        self.sleep()
+
+    def load_state_dict(self, state, **kwargs):
+        self.sleep()
+
+    @property
+    def level(self):
+        return self.sleep()
+
+
+@pytest.mark.broken_pool
+def test_warnings_are_seen_and_whatever_is_asked_of_envs_has_a_deadline(capfd):
+    calls = (
+        lambda env: env.set_seed(7),
+        lambda env: env.state_dict(),
+        lambda env: env.load_state_dict({"worker0": {}}),
+        lambda env: env.level,
+        lambda env: env.sleep(),
+    )
+    options = ExecutorOptions(
+        reset_timeout_s=2.0, close_timeout_s=1.0, on_worker_loss="restart", max_restarts=9, worker_output="inherit"
+    )
+    with started(1, Sleeper, options=options) as env:
+        env.reset()
+        assert "the level is deprecated" in capfd.readouterr().err
+        for call in calls:
+            with pytest.raises(WorkerTimeout, match="in sleep"):
+                call(env)
+            assert env.rollout(2).shape == (1, 2)
+
+
+@pytest.mark.broken_pool
+def test_starting_has_a_deadline():
+    options = ExecutorOptions(build_timeout_s=6.0, close_timeout_s=1.0)
+    with pytest.raises(WorkerTimeout, match="in sleep"):
+        ParallelEnv(1, Sleeper, create_env_kwargs={"where": "build"}, options=options)
+
+
+# ---- what the machine has -------------------------------------------------------------------------
+
+
+def test_executors_side_by_side_do_not_meet_and_take_few_descriptors_and_no_files():
+    before = set(os.listdir("/dev/shm")), set(os.listdir("/proc/self/fd"))
+    with (
+        started(16, lambda: GymEnv("CartPole-v1"), num_processes=2) as first,
+        started(16, lambda: GymEnv("CartPole-v1"), num_processes=1) as second,
+    ):
+        roots = []
+        for env in (first, second):
+            env.set_seed(7)
+            roots.append(env.reset())
+        assert set(os.listdir("/dev/shm")) == before[0]
+        assert len(set(os.listdir("/proc/self/fd")) - before[1]) < 32
+        for _ in range(5):
+            action = first.rand_action(roots[0].clone())["action"]
+            stepped = [env.step(td.set("action", action)) for env, td in zip((first, second), roots, strict=True)]
+            assert torch.equal(stepped[0]["next", "observation"], stepped[1]["next", "observation"])
+            roots = [td["next"].copy() for td in stepped]
+
+
+CROWDED = """
+import os, resource, sys
+from torchrl.testing.mocking_classes import CountingEnv
+from envherd.executor.facades.torchrl import ParallelEnv
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 14,) * 2)
+try:
+    ParallelEnv(8, CountingEnv, num_processes=8)
+except Exception as error:
+    print(type(error).__name__, error)
+env = ParallelEnv(8, CountingEnv, num_processes=1)
+print(tuple(env.rollout(3).shape))
+env.close()
+"""
+
+
+def test_too_few_descriptors_are_an_error_that_leaves_nothing():
+    command = [sys.executable, "-W", "ignore", "-c", CROWDED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Too many open files" in done.stdout
+    assert done.stdout.endswith("(8, 3)\n")
+
+
+# ---- Melting Pot ------------------------------------------------------------------------------------
+
+
+def test_pictures_that_nobody_wants_stay_in_the_worker():
+    def lean() -> EnvBase:
+        return TransformedEnv(MeltingpotEnv(SUBSTRATE), ExcludeTransform("RGB"))
+
+    with started(2, lean, num_processes=1) as env:
+        rollout = env.rollout(3)
+        assert "RGB" not in rollout["next"]
+        assert rollout["next", "agents", "observation", "RGB"].any()
+        assert len(env._workers) == 1
+        world = [leaf for leaf in env._crew_at_work().pool.specs[0].observation if leaf.key[0] == "observation:RGB"]
+        assert not world
+
+
+# ---- scripts without a file ----------------------------------------------------------------------
+
+CELLS = """
+from torchrl.envs import GymEnv
+from envherd.executor.facades.torchrl import ParallelEnv
+class Longer(GymEnv):
+    def level(self): return LEVEL
+
+LEVEL = 3
+make = lambda: Longer("CartPole-v1")
+env = ParallelEnv(2, make)
+print(tuple(env.rollout(3).shape), env.level())
+env.close()
+"""
+
+
+@pytest.mark.parametrize("flags", [["-"], ["-i"]])
+def test_what_is_typed_has_no_file_and_works(flags):
+    command = [sys.executable, "-W", "ignore", *flags]
+    done = subprocess.run(command, input=CELLS, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "(2, 3) [3, 3]", done.stderr

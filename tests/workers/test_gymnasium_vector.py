@@ -1,0 +1,390 @@
+"""Gymnasium vector envs: the three modes, true last observations, and what is refused."""
+
+import os
+from functools import partial
+from typing import ClassVar
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+from envherd.executor import ParallelEnv, SerialEnv
+from envherd.workers.adapters.gymnasium_vector import GymnasiumVectorAdapter
+from envherd.workers.errors import EnvError, FactoryError, ResetNeeded, SpecError
+from envherd.workers.testing import check_env_contract
+from tests.workers.vector_envs import LoopVectorEnv, TellingEnv, invalid_transitions
+
+NEXT, SAME, DISABLED = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
+MODES = (NEXT, SAME, DISABLED)
+
+
+def sync(mode, num_rows=3, *, reuses_buffer=True, copy=False):
+    env_fns = [partial(TellingEnv, reuses_buffer=reuses_buffer, offset=100 * row) for row in range(num_rows)]
+    return SyncVectorEnv(env_fns, autoreset_mode=mode, copy=copy)
+
+
+def async_(mode, num_rows=2, **kwargs):
+    return AsyncVectorEnv([TellingEnv] * num_rows, autoreset_mode=mode, **kwargs)
+
+
+def statistics_of(mode):
+    return gym.wrappers.vector.RecordEpisodeStatistics(sync(mode))
+
+
+MAKERS = {
+    "sync": sync,
+    "async": async_,
+    "by hand": lambda mode: LoopVectorEnv(3, mode),
+    "wrapped": statistics_of,
+}
+#: An AsyncVectorEnv keeps memory for as long as its process lives, so it gets a process of its own.
+KINDS = ["sync", "by hand", "wrapped", pytest.param("async", marks=pytest.mark.slow)]
+
+
+def herd(kind, num_envs, make, **kwargs):
+    return (
+        ParallelEnv(num_envs, make, num_workers=1, **kwargs) if kind == "async" else SerialEnv(num_envs, make, **kwargs)
+    )
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_transition_is_invalid(kind, mode):
+    with herd(kind, 2, lambda: MAKERS[kind](mode), seed=0) as env:
+        data = env.rollout(120, break_when_any_done=False)
+    assert data.batch_size[0] == 2
+    assert data["next", "done"].sum() > 20
+    assert invalid_transitions(data) == 0
+
+
+@pytest.mark.full
+@pytest.mark.skipif("ENVHERD_FULL" not in os.environ, reason="minutes: set ENVHERD_FULL=1")
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_no_transition_of_ten_thousand_is_invalid(kind, mode):
+    with ParallelEnv(2, lambda: MAKERS[kind](mode), num_workers=2, seed=0) as env:
+        assert sum(invalid_transitions(env.rollout(50, break_when_any_done=False)) for _ in range(200)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_processes_give_the_same_data(mode):
+    with SerialEnv(2, lambda: sync(mode), seed=3) as serial, ParallelEnv(2, lambda: sync(mode), seed=3) as parallel:
+        one, other = (env.rollout(50, break_when_any_done=False) for env in (serial, parallel))
+    assert invalid_transitions(one) == 0
+    assert (one == other).all()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_masks_reset_exactly_their_rows(kind, mode):
+    rng = np.random.default_rng(0)
+    with herd(kind, 2, lambda: MAKERS[kind](mode), seed=1) as env:
+        td = env.reset()
+        for _ in range(60):
+            before = env.rand_action(td).clone()
+            td = env.step(before)["next"]
+            assert (td["observation"][..., 2] == before["observation"][..., 2] + 1).all()
+            mask = td["done"] | torch.from_numpy(rng.random(td["done"].shape) < 0.3)
+            root = env.reset(td.clone().set("_reset", mask))
+            kept = ~mask[..., 0]
+            assert torch.equal(root["observation"][kept], td["observation"][kept])
+            assert (root["observation"][~kept][:, 2:] == 0).all()
+            assert not torch.equal(root["observation"][~kept][:, 0], td["observation"][~kept][:, 0]) or kept.all()
+            assert not root["done"].any()
+            td = root
+
+
+def test_a_row_that_ended_stays_so_until_it_is_reset():
+    with SerialEnv(1, lambda: sync(SAME), seed=1) as env:
+        td = env.reset()
+        while not (td["done"].any() and not td["done"].all()):
+            td = env.step(env.rand_action(env.reset(td.clone().set("_reset", td["done"]))))["next"]
+        others = torch.zeros_like(td["done"])
+        others[0, int((~td["done"][0, :, 0]).nonzero()[0])] = True
+        root = env.reset(td.clone().set("_reset", others))
+        assert torch.equal(root["done"], td["done"])
+        assert torch.equal(root["observation"][td["done"][..., 0]], td["observation"][td["done"][..., 0]])
+
+
+@pytest.mark.parametrize("kind", ["sync", "by hand"])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_the_contract_holds(kind, mode):
+    assert check_env_contract(lambda: _Without(MAKERS[kind](mode)), num_steps=30).num_ends > 4
+
+
+def _spaces():
+    box = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    return gym.vector.utils.batch_space(box, 3), box
+
+
+class _Without(gym.vector.VectorWrapper):
+    """Leaves out the number of the episode, which outlives a seed; in last observations too."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.observation_space, self.single_observation_space = _spaces()
+
+    def reset(self, **kwargs):
+        observation, infos = self.env.reset(**kwargs)
+        return observation[:, 1:].copy(), infos
+
+    def step(self, actions):
+        observation, reward, terminated, truncated, infos = self.env.step(actions)
+        if "final_obs" in infos:
+            final = infos["final_obs"]
+            infos["final_obs"] = (
+                np.array([None if row is None else row[1:] for row in final], object)
+                if final.dtype == object
+                else final[:, 1:]
+            )
+        return observation[:, 1:].copy(), reward, terminated, truncated, infos
+
+
+# ---- traps ---------------------------------------------------------------------------------------
+
+
+def test_the_callers_options_and_masks_are_left_alone():
+    options = {"start": 3}
+    with SerialEnv(1, lambda: sync(DISABLED), seed=0) as env:
+        td = env.reset(options=options)
+        mask = torch.tensor([[[True], [False], [True]]])
+        for _ in range(2):  # Gymnasium takes the mask out of its options, so that the second call would reset all
+            td = env.reset(td.clone().set("_reset", mask), options=options)
+        assert td["observation"][0, :, 0].tolist() == [3.0, 101.0, 203.0]
+    assert options == {"start": 3}
+    assert mask.flatten().tolist() == [True, False, True]
+
+
+def test_rows_see_no_mask_and_only_the_callers_options():
+    built = []
+    with SerialEnv(1, lambda: built.append(sync(DISABLED, 2)) or built[-1], seed=0) as env:
+        td = env.reset()
+        mask = torch.tensor([[[True], [False]]])
+        env.reset(td.clone().set("_reset", mask))
+        env.reset(td.clone().set("_reset", mask), options={"start": 3})
+    seen = [options if options is None else dict(options) for options in built[0].envs[0].options]
+    assert seen == [None, {}, {"start": 3}]
+
+
+def test_a_mask_reaches_wrappers_whose_env_takes_it_out():
+    with SerialEnv(1, lambda: statistics_of(DISABLED), seed=0) as env:
+        td = env.reset()
+        for _ in range(2):
+            td = env.step(env.rand_action(td))["next"]
+            td = env.reset(td.clone().set("_reset", td["done"] | torch.tensor([[[True], [False], [False]]])))
+        lengths, steps = env.get("episode_lengths")[0], td["observation"][0, :, 2]
+    assert lengths.tolist() == steps.tolist()
+    assert lengths.max() == 2
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("kind", ["sync", "by hand"])
+def test_steps_and_resets_are_as_many_as_reported(kind, mode):
+    built = []
+    with SerialEnv(1, lambda: built.append(MAKERS[kind](mode)) or built[-1], seed=0) as env:
+        data = env.rollout(60, break_when_any_done=False)
+    ended = data["next", "done"][0, ..., 0]
+    assert [one.num_steps for one in built[0].envs] == [60] * 3
+    for row, one in enumerate(built[0].envs):
+        episodes = one.episode - 100 * row * (kind == "sync")
+        # whether the rows of the last step are reset is up to the rollout, and to the env
+        assert 1 + ended[:-1, row].sum() <= episodes <= 1 + ended[:, row].sum()
+
+
+def test_an_async_env_that_would_reset_twice_is_refused():
+    with pytest.raises(FactoryError, match=r"resets a row again.*DISABLED"):
+        SerialEnv(1, lambda: async_(NEXT, shared_memory=False))
+
+
+@pytest.mark.slow
+def test_an_ended_row_is_refused_where_the_vector_env_would_step_it():
+    with ParallelEnv(1, lambda: async_(DISABLED, shared_memory=False), seed=0) as env:
+        td = env.reset()
+        while not td["done"].any():
+            td = env.step(env.rand_action(td))["next"]
+        with pytest.raises(ResetNeeded, match="have ended"):
+            env.step(env.rand_action(td))
+        assert invalid_transitions(env.rollout(40, break_when_any_done=False)) == 0
+
+
+def test_nobody_is_reset_by_an_empty_mask():
+    with SerialEnv(1, lambda: sync(DISABLED), seed=0) as env:
+        td = env.reset()
+        again = env.reset(td.clone().set("_reset", torch.zeros_like(td["done"])))
+    assert (again == td).all()
+
+
+def test_a_wrapper_that_refuses_masks_is_refused():
+    with pytest.raises(FactoryError, match="NormalizeObservation"):
+        SerialEnv(1, lambda: gym.wrappers.vector.NormalizeObservation(sync(NEXT)))
+
+
+@pytest.mark.parametrize("kind", [pytest.param("async", marks=pytest.mark.slow), "by hand"])
+def test_a_lost_last_observation_is_found_out(kind):
+    def make():
+        if kind == "by hand":
+            return LoopVectorEnv(3, SAME, loses_ends=True)
+        return AsyncVectorEnv([partial(TellingEnv, reuses_buffer=True)] * 2, autoreset_mode=SAME)
+
+    with herd(kind, 1, make, seed=0) as env, pytest.raises(EnvError, match=r"it reuses its buffer.*DISABLED"):
+        env.rollout(30, break_when_any_done=False)
+
+
+def test_a_missing_last_observation_is_found_out():
+    class Silent(gym.vector.VectorWrapper):
+        def step(self, actions):
+            *values, _ = self.env.step(actions)
+            return *values, {}
+
+    env = SerialEnv(1, lambda: Silent(LoopVectorEnv(2, SAME)), seed=0)
+    with env, pytest.raises(EnvError, match="its last observation is lost"):
+        env.rollout(30, break_when_any_done=False)
+
+
+def test_episodes_that_end_where_they_start_can_be_declared():
+    def make():
+        return GymnasiumVectorAdapter(LoopVectorEnv(2, SAME, loses_ends=True), ends_where_it_starts=True)
+
+    with SerialEnv(1, make, seed=0) as env:
+        assert env.rollout(20, break_when_any_done=False)["next", "done"].sum() > 4
+
+
+# ---- modes ---------------------------------------------------------------------------------------
+
+
+def test_an_env_that_does_not_say_its_mode_is_refused_until_it_does():
+    with pytest.raises(SpecError, match=r"autoreset_mode.*guessing loses observations.*GymnasiumVectorAdapter"):
+        SerialEnv(1, lambda: LoopVectorEnv(2, SAME, says_mode=False))
+
+    def declared():
+        return GymnasiumVectorAdapter(LoopVectorEnv(2, SAME, says_mode=False), autoreset_mode="SameStep")
+
+    def in_metadata():
+        env = LoopVectorEnv(2, SAME, says_mode=False)
+        env.metadata = {**env.metadata, "autoreset_mode": SAME}
+        return env
+
+    for make in (declared, in_metadata):
+        with SerialEnv(1, make, seed=0) as env:
+            assert invalid_transitions(env.rollout(30, break_when_any_done=False)) == 0
+
+
+def test_a_mode_in_the_metadata_of_all_vector_envs_says_nothing(monkeypatch):
+    class Plain(LoopVectorEnv):
+        metadata = gym.vector.VectorEnv.metadata
+
+        def __init__(self):
+            super().__init__(2)
+            del self.metadata
+
+    monkeypatch.setitem(gym.vector.VectorEnv.metadata, "autoreset_mode", NEXT)  # as an Atari vector env does
+    with pytest.raises(SpecError, match="got nothing"):
+        SerialEnv(1, Plain)
+
+
+def test_a_wrong_mode_is_found_out():
+    with pytest.raises(SpecError, match="SameStep and Disabled"):
+        SerialEnv(1, lambda: GymnasiumVectorAdapter(LoopVectorEnv(2, SAME), autoreset_mode=DISABLED))
+
+    def make():
+        return GymnasiumVectorAdapter(LoopVectorEnv(2, SAME, says_mode=False), autoreset_mode=NEXT)
+
+    with SerialEnv(1, make, seed=0) as env, pytest.raises(EnvError, match="it is in SAME_STEP mode"):
+        env.rollout(30, break_when_any_done=False)
+
+
+def test_an_env_that_knows_no_masks_is_found_out():
+    env = SerialEnv(1, lambda: LoopVectorEnv(3, NEXT, knows_masks=False), seed=0)
+    with env, pytest.raises(EnvError, match=r"rows \[.*\] and no others.*does not know"):
+        env.rollout(60, break_when_any_done=False)
+
+
+def test_gymnasiums_own_env_without_masks_is_refused_at_once():
+    with pytest.raises(FactoryError, match=r"CartPoleVectorEnv.*vectorization_mode='sync'"):
+        SerialEnv(1, lambda: gym.make_vec("CartPole-v1", 3))
+
+
+# ---- spaces --------------------------------------------------------------------------------------
+
+
+class ManyEnv(gym.Env):
+    """One entry for each kind of space."""
+
+    kinds: ClassVar = {
+        "box": gym.spaces.Box(0, 1, (2, 3), np.float64),
+        "number": gym.spaces.Box(-1, 1, ()),
+        "choice": gym.spaces.Discrete(4, start=2),
+        "choices": gym.spaces.MultiDiscrete([3, 5]),
+        "bits": gym.spaces.MultiBinary(3),
+        "pair": gym.spaces.Tuple((gym.spaces.Discrete(2), gym.spaces.Box(0, 255, (2,), np.uint8))),
+    }
+
+    def __init__(self):
+        self.observation_space = self.action_space = gym.spaces.Dict(self.kinds)
+        self.last = None
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        self.observation_space.seed(int(self.np_random.integers(2**31)))
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        action = {**action, "number": np.asarray(action["number"])}  # a numpy scalar, in SyncVectorEnv
+        assert self.action_space.contains(action), action
+        self.t += 1
+        return action, 0.5, self.t == 4, False, {}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_every_space_of_fixed_shape(mode):
+    def make():
+        return SyncVectorEnv([ManyEnv] * 3, autoreset_mode=mode)
+
+    with SerialEnv(1, make, seed=0) as env:
+        td = env.step(env.rand_action(env.reset()))
+        assert td.batch_size == (1, 3)
+        assert {key: tuple(td["action", key].shape) for key in ManyEnv.kinds if key != "pair"} == {
+            "box": (1, 3, 2, 3),
+            "number": (1, 3, 1),
+            "choice": (1, 3),
+            "choices": (1, 3, 2),
+            "bits": (1, 3, 3),
+        }
+        for key in ("box", "number", "choices", "bits", ("pair", "0"), ("pair", "1")):
+            path = (key,) if isinstance(key, str) else key
+            assert torch.equal(td[("action", *path)].double(), td[("next", *path)].double())
+        assert torch.equal(td["action", "choice"] + 2, td["next", "choice"])
+        data = env.rollout(9, break_when_any_done=False)
+    assert data["next", "done"].sum() == 6
+
+
+def test_pictures_of_all_rows_make_one():
+    with SerialEnv(
+        1, lambda: gym.make_vec("CartPole-v1", 3, vectorization_mode="sync", render_mode="rgb_array")
+    ) as env:
+        env.reset()
+        picture = env.render()[0]
+    assert picture.dtype == np.uint8
+    assert picture.shape == (800, 1200, 3)
+
+
+# ---- Atari ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [NEXT, SAME], ids=str)
+def test_atari(mode):
+    ale = pytest.importorskip("ale_py.vector_env")
+
+    def make():
+        return ale.AtariVectorEnv(
+            "breakout", 2, max_num_frames_per_episode=48, noop_max=8, stack_num=1, num_threads=1, autoreset_mode=mode
+        )
+
+    assert check_env_contract(make, num_steps=30).num_ends > 2
+    with pytest.raises(FactoryError, match="batch_size 1 of 2"):
+        SerialEnv(1, lambda: ale.AtariVectorEnv("pong", 2, batch_size=1, num_threads=1))
