@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from envherd.executor.crew import Blueprint, Crew
-from envherd.executor.diagnosis import Frame, env_error, log_notice, log_stall, worker_late, worker_lost
+from envherd.executor.diagnosis import Frame, env_error, log_stall, worker_late, worker_lost
 from envherd.executor.lending import Lend
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.outcome import Outcome
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
@@ -33,51 +33,6 @@ from envherd.workers.protocol import Op, describe_phase, pack
 _LOOK_S = 0.01
 #: Seconds for workers to close the envs they have built when another's factory has failed.
 _FAREWELL_S = 1.0
-
-
-@dataclass
-class Outcome:
-    """What happened besides the rows, since it was last asked.
-
-    Attributes:
-        faults: env id -> fault message (what an env raised).
-        side: env id -> side values message.
-        infos: env id -> infos message.
-        losses: worker id -> the error that describes its loss.
-    """
-
-    faults: dict[int, Frame] = field(default_factory=dict)
-    side: dict[int, Frame] = field(default_factory=dict)
-    infos: dict[int, Frame] = field(default_factory=dict)
-    losses: dict[int, EnvherdError] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        """Return whether anything happened."""
-        return bool(self.faults or self.side or self.infos or self.losses)
-
-    def split_off(self, env_ids: np.ndarray) -> Outcome:
-        """Remove and return what is about other envs than these; losses stay."""
-        mine = set(env_ids.tolist())
-        other = Outcome()
-        for kept, given in (
-            (self.faults, other.faults),
-            (self.side, other.side),
-            (self.infos, other.infos),
-        ):
-            for env_id in [i for i in kept if i not in mine]:
-                given[env_id] = kept.pop(env_id)
-        return other
-
-    def take(self, frame: Frame) -> None:
-        """Keep a message that came with rows."""
-        if frame["kind"] == "fault":
-            self.faults[frame["env_id"]] = frame
-        elif frame["kind"] == "side":
-            self.side[frame["env_id"]] = frame
-        elif frame["kind"] == "infos":
-            self.infos[frame["env_id"]] = frame
-        else:
-            log_notice(frame)
 
 
 class WorkerPool:

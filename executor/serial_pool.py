@@ -17,7 +17,7 @@ from envherd.executor.crew import Blueprint
 from envherd.executor.diagnosis import env_error, log_close_fault
 from envherd.executor.lending import Lend
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pool import Outcome
+from envherd.executor.outcome import Outcome
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.workers import messages, plain, seeding
 from envherd.workers.adapters import Adapter
