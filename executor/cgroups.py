@@ -1,0 +1,217 @@
+"""Control groups, v1 and v2: what the groups of a process allow it, read from a root folder.
+
+A limit may stand on any group above the process (a systemd slice, a SLURM job, a pod), so every group from
+its own up to the mount is read and the tightest counts. All functions are pure over `root`: tests give them
+trees of files.
+Does not know: limits above what a container can see of the hierarchy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+#: v1 says "no limit" by the largest multiple of the page size.
+_NO_LIMIT = 2**60
+#: The weight that a v1 group has unless somebody says otherwise, and v2's.
+_DEFAULT_SHARES, _DEFAULT_WEIGHT = 1024, 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cgroup:
+    """What the control groups of a process allow it.
+
+    Attributes:
+        version: 2, 1, or 0 where there are none.
+        cpu_quota: cores, a fraction maybe; None without a quota.
+        cpu_weight: relative to other groups' when processors are short; 1.0 is the default of both versions.
+        cpus: ids that the cpuset allows, or None where none is set.
+        memory_limit: bytes; None without one.
+        memory_room: bytes left below the tightest limit, page cache that can be dropped counted as room.
+        memory_used: bytes charged to the group of that limit (its own group without a limit), without that cache.
+        oom_kills: processes that the kernel has killed for a memory limit in the process's own group so far.
+        pids_room: processes and threads that may still be made; None without a limit.
+    """
+
+    version: int = 0
+    cpu_quota: float | None = None
+    cpu_weight: float = 1.0
+    cpus: tuple[int, ...] | None = None
+    memory_limit: int | None = None
+    memory_room: int | None = None
+    memory_used: int | None = None
+    oom_kills: int = 0
+    pids_room: int | None = None
+
+
+def read_cgroup(root: Path = Path("/")) -> Cgroup:
+    """Read the control groups of this process.
+
+    Args:
+        root: folder that holds `proc` and `sys`.
+    """
+    folders = {name: list(_folders(root, name)) for name in ("cpu", "memory", "cpuset", "pids")}
+    limit, room, used = _memory(folders["memory"])
+    found = [folder for chain in folders.values() for folder in chain]
+    version = 0 if not found else 2 if any((folder / "cgroup.controllers").exists() for folder in found) else 1
+    quotas = [quota for quota in map(_cpu_quota, folders["cpu"]) if quota is not None]
+    rooms = [room for room in map(_pids_room, folders["pids"]) if room is not None]
+    sets = [cpus for cpus in map(_cpus, folders["cpuset"]) if cpus]
+    return Cgroup(
+        version=version,
+        cpu_quota=min(quotas, default=None),
+        cpu_weight=_cpu_weight(folders["cpu"][0]) if folders["cpu"] else 1.0,
+        cpus=sets[0] if sets else None,
+        memory_limit=limit,
+        memory_room=room,
+        memory_used=used,
+        oom_kills=_oom_kills(folders["memory"][0]) if folders["memory"] else 0,
+        pids_room=min(rooms, default=None),
+    )
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """Return the ids in a kernel's list, e.g. `0-3,8` -> (0, 1, 2, 3, 8)."""
+    ids: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            ids.extend(range(int(first), int(last or first) + 1))
+    return tuple(ids)
+
+
+def read_word(path: Path) -> str | None:
+    """Return a file's text without the white space around it, or None if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def read_count(path: Path) -> int | None:
+    """Return the number in a file; None if there is none, or if it says that there is no limit."""
+    text = read_word(path)
+    if text is None or not text.lstrip("-").isdigit():
+        return None
+    value = int(text)
+    return value if 0 <= value < _NO_LIMIT else None
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of the process's groups that have a controller: its own first, then those above."""
+    mounts = _mounts(root)
+    paths = _paths(root)
+    # Where v1 has the controller it does not work in the v2 hierarchy that may be mounted beside.
+    name = controller if controller in mounts and controller in paths else ""
+    if name not in mounts or name not in paths:
+        return
+    mounted_root, mount_point = mounts[name]
+    mount = root / mount_point.lstrip("/")
+    path = paths[name]
+    inside = path[len(mounted_root.rstrip("/")) :] if _is_below(path, mounted_root) else "/"
+    parts = [part for part in inside.split("/") if part]
+    if ".." in parts:  # a group outside of this namespace: what is mounted is all that can be seen
+        parts = []
+    for count in range(len(parts), -1, -1):
+        folder = mount.joinpath(*parts[:count])
+        if folder.is_dir():
+            yield folder
+
+
+def _is_below(path: str, mounted_root: str) -> bool:
+    stem = mounted_root.rstrip("/")
+    return path == stem or path.startswith(f"{stem}/")
+
+
+def _paths(root: Path) -> dict[str, str]:
+    """Return controller -> path of the process's group; v2's is under the empty name."""
+    paths = {}
+    for line in (read_word(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            paths[controller] = path
+    return paths
+
+
+def _mounts(root: Path) -> dict[str, tuple[str, str]]:
+    """Return controller -> (group that is mounted, where); v2's is under the empty name."""
+    mounts = {}
+    for line in (read_word(root / "proc/self/mountinfo") or "").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        if len(fields) < 5 or not kind:
+            continue
+        if kind[0] == "cgroup2":
+            mounts[""] = (fields[3], fields[4])
+        elif kind[0] == "cgroup":
+            for option in kind[-1].split(","):
+                mounts.setdefault(option, (fields[3], fields[4]))
+    return mounts
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    text = read_word(folder / "cpu.max")
+    if text is not None:
+        quota, _, period = text.partition(" ")
+        return None if quota == "max" else int(quota) / int(period or 100_000)
+    microseconds = read_count(folder / "cpu.cfs_quota_us")
+    every = read_count(folder / "cpu.cfs_period_us")
+    return microseconds / every if microseconds and every else None
+
+
+def _cpu_weight(folder: Path) -> float:
+    weight = read_count(folder / "cpu.weight")
+    if weight is not None:
+        return weight / _DEFAULT_WEIGHT
+    return (read_count(folder / "cpu.shares") or _DEFAULT_SHARES) / _DEFAULT_SHARES
+
+
+def _cpus(folder: Path) -> tuple[int, ...] | None:
+    for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
+        text = read_word(folder / name)
+        if text:
+            return parse_cpu_list(text)
+    return None
+
+
+def _memory(folders: list[Path]) -> tuple[int | None, int | None, int | None]:
+    """Return `(limit, room, used)` of the group that leaves the least room."""
+    best: tuple[int, int, int] | None = None
+    own_use: int | None = None
+    for folder in folders:
+        used = _memory_used(folder)
+        own_use = used if own_use is None else own_use
+        names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+        limits = [limit for name in names if (limit := read_count(folder / name)) is not None]
+        if not limits:
+            continue
+        limit = min(limits)
+        room = max(0, limit - (used or 0))
+        if best is None or room < best[1]:
+            best = (limit, room, used or 0)
+    return best or (None, None, own_use)
+
+
+def _memory_used(folder: Path) -> int | None:
+    used = read_count(folder / "memory.current")
+    if used is None:
+        used = read_count(folder / "memory.usage_in_bytes")
+    if used is None:
+        return None
+    stat = dict(line.split() for line in (read_word(folder / "memory.stat") or "").splitlines() if " " in line)
+    cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    return max(0, used - cache)
+
+
+def _oom_kills(folder: Path) -> int:
+    for name in ("memory.events", "memory.oom_control"):
+        for line in (read_word(folder / name) or "").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _pids_room(folder: Path) -> int | None:
+    most = read_count(folder / "pids.max")
+    return None if most is None else max(0, most - (read_count(folder / "pids.current") or 0))

@@ -1,0 +1,73 @@
+"""GPUs that this process may use, and their memory; finding them opens no CUDA context."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_QUERY = "index,uuid,name,memory.total,memory.free"
+_MIB = 2**20
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        name: as its driver calls it.
+        memory_bytes: all of it.
+        free_bytes: what nobody uses now; None where only torch could be asked.
+    """
+
+    name: str
+    memory_bytes: int
+    free_bytes: int | None
+
+
+def read_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """Return the GPUs that `nvidia-smi` lists and `CUDA_VISIBLE_DEVICES` allows, or torch's if it is imported."""
+    if shutil.which("nvidia-smi") is None:
+        return _torch_gpus()
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return parse_smi(done.stdout, environment.get("CUDA_VISIBLE_DEVICES")) if done.returncode == 0 else ()
+
+
+def parse_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:
+    """Return the GPUs in the CSV that `nvidia-smi` prints.
+
+    Args:
+        text: one line for each: index, uuid, name, MiB, MiB free.
+        visible: `CUDA_VISIBLE_DEVICES`: indices or the beginnings of uuids; None for all, empty for none.
+    """
+    listed: list[tuple[str, str, Gpu]] = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 5 and fields[3].isdigit():
+            free = int(fields[4]) * _MIB if fields[4].isdigit() else None
+            listed.append((fields[0], fields[1], Gpu(fields[2], int(fields[3]) * _MIB, free)))
+    if visible is None:
+        return tuple(gpu for _, _, gpu in listed)
+    found = []
+    for wanted in visible.split(","):
+        match = next((g for index, uuid, g in listed if wanted and (wanted == index or uuid.startswith(wanted))), None)
+        if match is None:
+            break  # CUDA stops at the first that is not there, too
+        found.append(match)
+    return tuple(found)
+
+
+def _torch_gpus() -> tuple[Gpu, ...]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return ()
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(Gpu(one.name, int(one.total_memory), None) for one in properties)
