@@ -24,7 +24,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.carry import own_leaves
 from envherd.executor.engine import Engine, Pool
-from envherd.executor.exchange import ENV_IDS, Exchange
+from envherd.executor.exchange import Exchange, set_ids
 from envherd.executor.intake import reset_mask
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.rollout import RolloutRunner
@@ -264,7 +264,7 @@ class BatchedEnv:
             ids = self._exchange.as_ids(env_ids)
             self._engine.refuse_pending(ids)
             td = self._rows.current(ids)
-            return td if env_ids is None else td.set(ENV_IDS, torch.from_numpy(ids.copy()))
+            return td if env_ids is None else set_ids(td, ids)
 
     # ---- everything else ---------------------------------------------------------------------
 

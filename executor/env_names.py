@@ -5,6 +5,7 @@
     dm_control:DOMAIN/TASK     dm_control:cartpole/balance            the dm_control suite
     pettingzoo:ID-OR-MODULE    pettingzoo:sisl/multiwalker-v9         a registered parallel env
                                pettingzoo:mpe2.simple_spread_v3       a module with parallel_env, as PettingZoo's have
+    vmas:SCENARIO              vmas:balance, vmas:balance:64          a VMAS scenario, 32 (or 64) rows of it
     torchrl:MODULE:CALLABLE    torchrl:my_envs:make_env               returns a TorchRL env
     python:MODULE:CALLABLE     python:my_envs:make_env                returns an env of any family
 
@@ -25,10 +26,12 @@ from envherd.workers.adapters.named import (
     DmControlFactory,
     GymnasiumFactory,
     PettingZooFactory,
+    VmasFactory,
     dm_control_tasks,
     gymnasium_ids,
     named_callable,
     pettingzoo_ids,
+    vmas_scenarios,
 )
 from envherd.workers.errors import FactoryError
 from envherd.workers.factory import closest
@@ -40,6 +43,7 @@ FORMS = (
     "gymnasium:ID",
     "dm_control:DOMAIN/TASK",
     "pettingzoo:ID-OR-MODULE",
+    "vmas:SCENARIO",
     "torchrl:MODULE:CALLABLE",
     "python:MODULE:CALLABLE",
 )
@@ -143,6 +147,21 @@ def _pettingzoo(name: str) -> Factory:
     return PettingZooFactory(name)
 
 
+def _vmas(name: str) -> Factory:
+    _require("vmas", "vmas")
+    scenario, colon, rows = name.partition(":")
+    known = vmas_scenarios()
+    if scenario not in known:
+        raise FactoryError(
+            f"'vmas:{name}' failed: expected a VMAS scenario, got {scenario!r}.{closest(scenario, known)}"
+        )
+    if not colon:
+        return VmasFactory(scenario)
+    if not (rows.isdigit() and int(rows)):
+        raise FactoryError(f"'vmas:{name}' failed: expected a number of rows after the scenario, got {rows!r}.")
+    return VmasFactory(scenario, num_rows=int(rows))
+
+
 def _torchrl(target: str) -> Factory:
     _require("torchrl", "torchrl")
     callable_at(target, f"torchrl:{target}")
@@ -180,6 +199,7 @@ _FAMILIES: dict[str, Callable[[str], Factory]] = {
     "gymnasium": _gymnasium,
     "dm_control": _dm_control,
     "pettingzoo": _pettingzoo,
+    "vmas": _vmas,
     "torchrl": _torchrl,
     "python": _python,
 }

@@ -43,6 +43,8 @@ class Exchange:
         """
         if env_ids is None:
             env_ids = td.get(ENV_IDS, None)
+            if env_ids is not None and env_ids.ndim > 1:  # of envs that are batches: each row says its env
+                env_ids = env_ids.flatten(1)[:, 0]
         ids = self.as_ids(env_ids)
         if td.batch_size[:1] != (len(ids),):
             raise ValueError(
@@ -171,7 +173,7 @@ class Exchange:
         if resets.any():
             rows.were_reset(ready[resets], columns[resets])
         engine.in_flight = None
-        return td.set(ENV_IDS, torch.from_numpy(ready.copy()))
+        return set_ids(td, ready)
 
     def _forget(self, env_ids: np.ndarray) -> None:
         for kept in (self._side, self._infos):
@@ -179,3 +181,9 @@ class Exchange:
                 kept.pop(env_id, None)
         self._engine.pending[env_ids] = False
         self._engine.num_pending = int(self._engine.pending.sum())
+
+
+def set_ids(td: TensorDictBase, env_ids: np.ndarray) -> TensorDictBase:
+    """Say in a batch which envs it is of: int64 `[k]`; `[k, *B]` for envs that are batches, each row saying its env."""
+    ids = torch.from_numpy(env_ids.copy())
+    return td.set(ENV_IDS, ids.view(-1, *(1,) * (td.ndim - 1)).expand(td.batch_size).clone())

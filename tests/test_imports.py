@@ -28,9 +28,10 @@ ALLOWED = {
     "workers/adapters/envpool*.py": {"envpool", "gymnasium"},
     "workers/adapters/gymnasium*.py": {"gymnasium"},
     "workers/adapters/meltingpot*.py": {"dm_env", "dmlab2d", "meltingpot"},
-    "workers/adapters/named.py": {"dm_control", "gymnasium", "pettingzoo"},
+    "workers/adapters/named.py": {"dm_control", "gymnasium", "pettingzoo", "vmas"},
     "workers/adapters/pettingzoo*.py": {"pettingzoo", "gymnasium"},
-    "workers/adapters/torch_native*.py": {"torch", "tensordict"},
+    "workers/adapters/torch_*.py": {"torch", "tensordict"},
+    "workers/adapters/vmas.py": {"torch", "vmas"},
     "workers/adapters/torchrl*.py": {"torch", "tensordict", "torchrl"},
     "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
     "executor/cli/*": {"typer", "rich"},
@@ -54,8 +55,9 @@ HEAVY = {
     "tensorflow",
     "torch",
     "torchrl",
+    "vmas",
 }
-FAMILY_FILES = ("dm_env", "envpool", "gymnasium", "meltingpot", "pettingzoo", "torch_native", "torchrl")
+FAMILY_FILES = ("dm_env", "envpool", "gymnasium", "meltingpot", "pettingzoo", "torch_", "torchrl", "vmas")
 
 
 def imported_packages(path: Path) -> Iterator[str]:

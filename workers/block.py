@@ -191,6 +191,8 @@ class Block:
         truncated_column[column] = truncated
         done[column] = slot.last_done = terminated | truncated
         slot.has_ended = bool(slot.last_done.any()) if slot.spec.batch_shape else slot.last_done
+        if slot.has_ended and slot.spec.batch_shape:
+            slot.last_ends = (np.array(terminated), np.array(truncated))
         if sink.next_nested:
             store(sink.next_nested, column, adapter.done_values(), "done")
         if slot.has_ended:
@@ -242,7 +244,7 @@ class Block:
             return [False, False, False]
         if sink.root_follows and column > 0:
             return [flag[column - 1] & slot.last_done for flag in sink.next_done]
-        return [slot.last_done, slot.last_done, False]
+        return [slot.last_done, *(ends & slot.last_done for ends in slot.last_ends)]
 
     def _with_own_rng(self, slot: Slot, phase: str, call: Callable[[], Any]) -> Any:
         """Call an env, its global generators' state swapped in (isolated) or watched (first call only)."""

@@ -64,6 +64,7 @@ class Slot:
         self.rng_state: tuple[Any, ...] | None = None
         self.unwatched = {"reset", "step"}
         self.last_done: Any = False
+        self.last_ends: tuple[Any, Any] = (False, False)  # terminated, truncated of the latest step in which any did
         self.has_ended = False
         self.has_news = False
         self.phase = "step"

@@ -10,7 +10,13 @@ import pytest
 
 from envherd.executor.env_names import FORMS, callable_at, factory_for
 from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
-from envherd.workers.adapters.named import CallableFactory, DmControlFactory, GymnasiumFactory, PettingZooFactory
+from envherd.workers.adapters.named import (
+    CallableFactory,
+    DmControlFactory,
+    GymnasiumFactory,
+    PettingZooFactory,
+    VmasFactory,
+)
 from envherd.workers.errors import FactoryError
 
 KNOWN = {
@@ -21,6 +27,8 @@ KNOWN = {
     "pettingzoo:sisl/multiwalker-v9": PettingZooFactory("sisl/multiwalker-v9"),
     "python:envherd.workers.testing:CountingEnv": CallableFactory("envherd.workers.testing", "CountingEnv"),
     "python:collections:Counter.fromkeys": CallableFactory("collections", "Counter.fromkeys"),
+    "vmas:balance": VmasFactory("balance"),
+    "vmas:football:64": VmasFactory("football", num_rows=64),
     "torchrl:torchrl.envs:GymEnv": CallableFactory("torchrl.envs", "GymEnv", must_be_torchrl=True),
 }
 
@@ -35,6 +43,8 @@ UNKNOWN = {
     "pettingzoo:sisl/multiwalker-v8": ["sisl/multiwalker-v9"],
     "pettingzoo:mpe2.no_such_env_x": ["mpe2.no_such_env_x", "ModuleNotFoundError"],
     "pettingzoo:json": ["parallel_env", "mpe2.simple_spread_v3"],
+    "vmas:balanc": ["'balanc'", "balance"],
+    "vmas:balance:many": ["number of rows", "'many'"],
     "python:envherd.workers.testing:CountingEmv": ["CountingEnv"],
     "python:no_such_module_x:make": ["no_such_module_x", "ModuleNotFoundError"],
     "python:json": ["MODULE:CALLABLE"],
@@ -47,11 +57,12 @@ UNKNOWN = {
     "": list(FORMS),
 }
 
-needs_dm_control = pytest.mark.slow  # importing dm_control takes a second
+needs_dm_control = pytest.mark.slow  # importing what they need takes a second and more
 
 
 def _cases(names: list[str]) -> list:
-    return [pytest.param(name, marks=needs_dm_control if "dm_c" in name or "torchrl" in name else ()) for name in names]
+    heavy = ("dm_c", "torchrl", "vmas")
+    return [pytest.param(name, marks=needs_dm_control if name.startswith(heavy) else ()) for name in names]
 
 
 @pytest.mark.parametrize("name", _cases(list(KNOWN)))

@@ -71,6 +71,7 @@ class InfoLeaves(Adapter):
         self.inner = inner
         self.env = inner.env
         self.family = inner.family  # type: ignore[misc]  # one adapter for all families
+        self.takes_tensors, self.is_alone = inner.takes_tensors, inner.is_alone
         self.origin = inner.origin
         self.done_values = inner.done_values  # type: ignore[method-assign]
         self.render = inner.render  # type: ignore[method-assign]

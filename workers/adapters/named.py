@@ -3,7 +3,7 @@
 Each is a frozen value that pickles by reference to this module, so that a worker that unpickles it imports
 nothing but its own family. Melting Pot has a factory of its own, `meltingpot_factory.MeltingPotFactory`.
 
-Making a factory checks nothing; `gymnasium_ids`, `pettingzoo_ids`, `dm_control_tasks` and `named_callable` say what
+Making a factory checks nothing; `gymnasium_ids`, `pettingzoo_ids`, `vmas_scenarios`, `dm_control_tasks` and `named_callable` say what
 there is.
 """
 
@@ -147,6 +147,46 @@ class OldGymFactory:
 
 
 @dataclass(frozen=True)
+class VmasFactory:
+    """Build a VMAS env: `num_rows` worlds of a scenario, in torch.
+
+    Attributes:
+        scenario: e.g. `balance`; those of `vmas_scenarios`.
+        num_rows: worlds that are stepped together, the B of its batch shape.
+        device: where they are, e.g. "cpu" or "cuda:0".
+        max_steps: steps until an episode is truncated; None never does.
+        continuous_actions: False for indices.
+    """
+
+    scenario: str
+    num_rows: int = 32
+    device: str = "cpu"
+    max_steps: int | None = None
+    continuous_actions: bool = True
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """Modules worth importing before workers are forked."""
+        return ("vmas", "envherd.workers.adapters.vmas")
+
+    def __call__(self, **scenario_kwargs: Any) -> Any:
+        """Return the env, its scenario made with these arguments (`ParallelEnv(..., env_kwargs={"n_agents": 5})`)."""
+        import vmas
+
+        from envherd.workers.adapters.vmas import seed_builds
+
+        seed_builds()
+        return vmas.make_env(
+            self.scenario,
+            num_envs=self.num_rows,
+            device=self.device,
+            max_steps=self.max_steps,
+            continuous_actions=self.continuous_actions,
+            **scenario_kwargs,
+        )
+
+
+@dataclass(frozen=True)
 class CallableFactory:
     """Build what a callable of a module returns.
 
@@ -192,6 +232,13 @@ def pettingzoo_ids() -> list[str]:
     import pettingzoo
 
     return sorted(getattr(pettingzoo, "parallel_registry", ()))
+
+
+def vmas_scenarios() -> list[str]:
+    """Return the names of all scenarios that come with VMAS, sorted."""
+    import vmas
+
+    return sorted(vmas.scenarios + vmas.mpe_scenarios + vmas.debug_scenarios)
 
 
 def dm_control_tasks() -> list[str]:

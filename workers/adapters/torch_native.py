@@ -100,7 +100,11 @@ class TorchNativeAdapter(TorchBatchAdapter):
             done=done_leaves((num_rows,)),
             batch_shape=(num_rows,),
             family=self.family,
-            metadata={"env": f"{type(inner).__module__}.{type(inner).__qualname__}", "device": str(self.device)},
+            metadata={
+                "env": f"{type(inner).__module__}.{type(inner).__qualname__}",
+                "device": str(self.device),
+                "resets_itself": self._resets == "same_step",
+            },
         )
 
     @property
@@ -200,7 +204,8 @@ class TorchNativeAdapter(TorchBatchAdapter):
         return final
 
     def _native_action(self, action: torch.Tensor) -> torch.Tensor:
-        return action
+        domain = self.spec.action[0].domain
+        return action + domain.start if isinstance(domain, Discrete) and domain.start else action
 
     def _unpack(self, result: Any) -> Any:
         observations, self._extras = result if isinstance(result, tuple) else (result, {})
@@ -247,7 +252,8 @@ class IsaacLabAdapter(TorchNativeAdapter):
         super().__init__(env, final_observation=final_observation, keeps_actions=keeps_actions)
 
     def _native_action(self, action: torch.Tensor) -> torch.Tensor:
-        return action.view(-1, 1) if action.ndim == 1 else action
+        native = super()._native_action(action)
+        return native.view(-1, 1) if native.ndim == 1 else native
 
 
 def _resets_of(env: Any) -> Resets:

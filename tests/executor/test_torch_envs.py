@@ -1,0 +1,208 @@
+"""Torch simulators under the executor: the env has the caller's own tensor, or one over the slab."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor.intake import check_for
+from envherd.executor.lending import is_legal
+from envherd.shm.specs import Binary, Box, Discrete, LeafSpec, MultiDiscrete, Unbounded
+from envherd.workers.errors import ActionError, EnvError
+from tests.workers import torch_simulators as simulators
+
+
+def recorded(make: Any, *args: Any) -> tuple[Any, list[Any]]:
+    built: list[Any] = []
+
+    def make_env() -> Any:
+        built.append(make(*args))
+        return built[-1]
+
+    return make_env, built
+
+
+def batch_of(action: torch.Tensor) -> TensorDict:
+    return TensorDict({"action": action}, action.shape[:2])
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_the_env_is_given_the_callers_own_tensor(num_envs):
+    make_env, built = recorded(simulators.Counter)
+    with SerialEnv(num_envs, make_env, seed=0) as env:
+        env.reset()
+        action = torch.rand(num_envs, 4, 2)
+        env.step(batch_of(action))
+        for index, simulator in enumerate(built):
+            assert simulator.given.data_ptr() == action[index].data_ptr()
+            assert simulator.given.untyped_storage().data_ptr() == action.untyped_storage().data_ptr()
+
+
+def test_the_env_is_given_the_callers_own_tensor_through_every_door():
+    make_env, built = recorded(simulators.Counter)
+    with SerialEnv(2, make_env, seed=0) as env:
+        env.reset()
+        action = torch.rand(2, 4, 2)
+        env.step_and_maybe_reset(batch_of(action))
+        assert built[1].given.data_ptr() == action[1].data_ptr()
+        lone = torch.rand(1, 4, 2)
+        env.send(batch_of(lone), env_ids=[1])
+        received = env.recv()
+        assert built[1].given.data_ptr() == lone.data_ptr()
+        assert torch.equal(received["action"], lone)
+        assert received["env_ids"].tolist() == [[1] * 4]
+        env.send(received.set("action", lone))
+        assert env.recv()["env_ids"].tolist() == [[1] * 4]
+        given = []
+
+        def policy(td: Any) -> Any:
+            given.append(torch.rand(2, 4, 2))
+            return td.set("action", given[-1])
+
+        data = env.rollout(2, policy)
+        assert built[0].given.data_ptr() == given[-1].data_ptr()
+        assert torch.equal(data["action"], torch.stack(given, 1))
+
+
+def test_actions_that_do_not_fit_are_converted_or_refused():
+    make_env, built = recorded(simulators.Counter)
+    with SerialEnv(1, make_env, seed=0) as env:
+        env.reset()
+        env.step(batch_of(torch.full((1, 4, 2), 0.5, dtype=torch.float64)))
+        assert built[0].given.dtype is torch.float32
+        env.step(batch_of(torch.ones(1, 4, 2, requires_grad=True)))
+        assert not built[0].given.requires_grad
+        for wrong, message in (
+            (torch.full((1, 4, 2), 1.5), r"expected \[-1.0, 1.0\], got 1.5"),
+            (torch.full((1, 4, 2), float("nan")), "got nan"),
+            (torch.zeros(1, 4, 3), r"shape \(1, 4, 2\)"),
+            (torch.zeros(1, 4, 2, dtype=torch.complex64), "complex64"),
+        ):
+            with pytest.raises(ActionError, match=message):
+                env.step(batch_of(wrong))
+        assert built[0].num_steps == 2
+
+
+def test_indices_begin_where_the_env_begins_them():
+    with SerialEnv(1, simulators.Indexed, seed=0) as env:
+        assert set(env.rollout(3)["action"].unique().tolist()) <= set(range(5))
+
+
+@pytest.mark.parametrize("level", ["strict", "finite", "off"])
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        LeafSpec(("action",), (2, 3), "float32", Box(np.float32(-1), np.float32(1))),
+        LeafSpec(("action",), (2, 3), "float32", Box(np.array([-1, -2, 0], "f4"), np.array([1, 2, 0.5], "f4"))),
+        LeafSpec(("action",), (2, 3), "float32", Unbounded()),
+        LeafSpec(("action",), (2,), "int64", Discrete(3)),
+        LeafSpec(("action",), (2, 2), "int64", MultiDiscrete(((2, 3), (2, 3)))),
+        LeafSpec(("action",), (2,), "int8", Binary()),
+    ],
+)
+def test_values_are_as_legal_on_a_device_as_here(leaf, level):
+    rng = np.random.default_rng(0)
+    check = check_for(leaf, level)
+    seen = set()
+    for scale in (0.3, 1.0, 3.0, 3.0, 1e3):
+        values = (rng.uniform(-1, 1, (5, *leaf.shape)) * scale).astype(leaf.dtype)
+        if scale == 1e3 and values.dtype.kind == "f":
+            values[3, 0] = np.nan
+        expected = check is None or check(values) is None
+        found = is_legal(leaf, torch.from_numpy(values), level)
+        assert found == expected or not found, "what is found legal is legal; what is not is looked at again"
+        assert found == expected or leaf.domain == Binary()
+        seen.add(found)
+    assert seen == {True} if level == "off" else False in seen
+
+
+@pytest.mark.slow
+def test_in_a_worker_the_env_is_given_the_slab_itself():
+    with ParallelEnv(2, simulators.Lean, num_workers=2, seed=0) as env:
+        data = env.rollout(2)
+        env.reset()
+        for _ in range(2):
+            env.step(batch_of(torch.rand(2, 4, 2)))
+        assert all("envherd" in where for where in env.call("mapping_of_given"))
+    with SerialEnv(2, simulators.Lean, seed=0) as env:
+        other = env.rollout(2)
+    for key in data.keys(include_nested=True, leaves_only=True):
+        assert torch.equal(data[key], other[key]), key
+
+
+class SlabLike:
+    """Actions that come as arrays which are written anew for every step, as workers read them."""
+
+    def __init__(self, make_env: Any, since: int) -> None:
+        from envherd.workers.adapters.torch_native import TorchNativeAdapter
+
+        self.adapter = TorchNativeAdapter(make_env(since))
+        self.row = np.zeros((4, 2), np.float32)
+        self.adapter.reset(0)
+
+    def step(self, value: float) -> float:
+        self.row[...] = value
+        return float(self.adapter.step([self.row])[1][0][0, 0])
+
+
+def test_an_env_that_keeps_its_actions_gets_copies():
+    lent = SlabLike(simulators.Keeping, 0)
+    rewards = [lent.step(value) for value in (0.1, 0.2, 0.3)]
+    assert rewards == pytest.approx([0.2, 0.4 + 2, 0.6 + 4])
+
+
+def test_an_env_that_begins_to_keep_its_actions_is_refused():
+    from envherd.workers.errors import SpecError
+
+    lent = SlabLike(simulators.Keeping, 2)
+    for value in (0.1, 0.2):
+        lent.step(value)
+    with pytest.raises(SpecError, match="keeps_actions=True"):
+        lent.step(0.3)
+
+
+def test_the_callers_generators_are_left_alone():
+    from tests.workers import isaaclab_standin as isaac
+
+    np.random.seed(5)
+    torch.manual_seed(5)
+    expected = np.random.rand(), torch.rand(())
+    np.random.seed(5)
+    torch.manual_seed(5)
+    try:
+        with SerialEnv(1, isaac.make_direct, seed=0) as env:
+            env.rollout(10, break_when_any_done=False)
+    finally:
+        isaac.forget_simulator()
+    assert (np.random.rand(), torch.rand(())) == expected
+
+
+def test_a_faulty_step_loses_one_env_alone():
+    def make_env(broken: bool) -> Any:  # noqa: FBT001
+        simulator = simulators.Counter()
+        if broken:
+            simulator.step = lambda _action: (_ for _ in ()).throw(ValueError("it broke"))  # type: ignore[method-assign]
+        return simulator
+
+    with SerialEnv(2, make_env, env_kwargs=[{"broken": False}, {"broken": True}], seed=0) as env:
+        env.reset()
+        with pytest.raises(EnvError, match="it broke") as caught:
+            env.step(batch_of(torch.rand(2, 4, 2)))
+        assert caught.value.env_ids == (1,)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch finds none here")
+def test_on_a_gpu_actions_stay_where_they_are():
+    make_env, built = recorded(simulators.Counter, 4, "cuda:0")
+    with SerialEnv(1, make_env, seed=0, device="cuda:0", options=ExecutorOptions(check_actions="off")) as env:
+        env.reset()
+        action = torch.rand(1, 4, 2, device="cuda:0")
+        following = env.step(batch_of(action))["next"]
+        assert built[0].given.data_ptr() == action.data_ptr()
+        assert following["observation"].device == torch.device("cuda:0")
+        assert torch.equal(following["observation"][0], built[0].state)

@@ -1,0 +1,160 @@
+"""VMAS: the rows of the real simulator, whatever is reset when, and TorchRL's keys."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.workers import seeding
+from envherd.workers.adapters.named import VmasFactory
+from envherd.workers.adapters.vmas import VmasAdapter
+from envherd.workers.errors import EnvError
+from envherd.workers.testing import Contract
+from tests.contracts.executor_batch import BATCHES
+
+vmas = pytest.importorskip("vmas")
+pytestmark = pytest.mark.slow
+
+_IS_FULL = os.environ.get("ENVHERD_FULL") == "1"
+
+
+def balance(num_rows: int = 4, **kwargs: Any) -> Any:
+    return vmas.make_env("balance", num_envs=num_rows, max_steps=14, **kwargs)
+
+
+def actions_of(rng: np.random.Generator, num_rows: int) -> torch.Tensor:
+    return torch.from_numpy(rng.uniform(-1, 1, (1, num_rows, 3, 2)).astype(np.float32))
+
+
+def observed(observations: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(observations, 1)
+
+
+def test_rows_are_those_of_a_plain_loop():
+    num_rows, rng = 8, np.random.default_rng(1)
+    plain = balance(num_rows, terminated_truncated=True)
+    num_ends = num_early = 0
+    with SerialEnv(1, lambda: balance(num_rows), seed=2) as env:
+        root = env.reset()
+        now = observed(plain.reset(seed=seeding.episode_seed(2, 0, 0)))
+        for _ in range(60):
+            assert torch.equal(root["agents", "observation"][0], now)
+            action = actions_of(rng, num_rows)
+            td = env.step(TensorDict({("agents", "action"): action}, [1, num_rows]))["next"]
+            observations, rewards, terminated, truncated, infos = plain.step(list(action[0].unbind(1)))
+            now = observed(observations)
+            assert torch.equal(td["agents", "observation"][0], now)
+            assert torch.equal(td["agents", "reward"][0, ..., 0], torch.stack(rewards, 1))
+            assert torch.equal(td["agents", "info", "pos_rew"][0, :, 0, 0], infos[0]["pos_rew"])
+            assert torch.equal(td["terminated"][0, :, 0], terminated)
+            assert torch.equal(td["truncated"][0, :, 0], truncated)
+            mask = (terminated | truncated) | torch.from_numpy(rng.random(num_rows) < 0.05)
+            num_ends += int((terminated | truncated).sum())
+            num_early += int((mask & ~(terminated | truncated)).sum())
+            if mask.all():
+                mask[0] = False
+                env.reset(TensorDict({"_reset": mask.view(1, -1, 1)}, [1, num_rows]))
+                for row in mask.nonzero().view(-1).tolist():
+                    plain.reset_at(row)
+                mask = ~mask
+            root = td
+            if mask.any():
+                before = td["agents", "info", "pos_rew"][0].clone()
+                root = env.reset(TensorDict({"_reset": mask.view(1, -1, 1)}, [1, num_rows]))
+                for row in mask.nonzero().view(-1).tolist():
+                    now = observed(plain.reset_at(row))
+                info = root["agents", "info", "pos_rew"][0]
+                assert torch.equal(info[~mask], before[~mask])
+                assert not info[mask].any()
+            assert not root["done"].any()
+    assert num_ends > 15
+    assert num_early > 5
+
+
+@pytest.mark.parametrize("batch", BATCHES if _IS_FULL else ("block",))
+def test_every_rule_holds(batch):
+    report = Contract(balance, num_steps=30, make_batch=BATCHES[batch]).check_all()
+    assert report.num_ends > 1
+
+
+def test_envs_of_a_process_have_random_states_of_their_own():
+    def still(td: Any) -> Any:
+        return td.set(("agents", "action"), torch.zeros(*td.batch_size, 3, 2))
+
+    with ParallelEnv(2, balance, num_workers=2, seed=4) as env:
+        apart = env.rollout(20, still, break_when_any_done=False)
+    with SerialEnv(2, balance, seed=4) as env:
+        before = [np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+        together = env.rollout(20, still, break_when_any_done=False)
+        assert [np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()] == before
+    for key in apart.keys(include_nested=True, leaves_only=True):
+        assert torch.equal(apart[key], together[key]), key
+
+
+@pytest.mark.parametrize(
+    ("scenario", "kwargs"),
+    [
+        ("balance", {}),
+        ("simple_tag", {}),
+        ("simple_speaker_listener", {}),
+        ("balance", {"continuous_actions": False}),
+    ],
+)
+def test_keys_and_shapes_are_those_of_torchrl(scenario, kwargs):
+    from torchrl.envs.libs.vmas import VmasEnv
+
+    from envherd.workers.adapters.torchrl import TorchRLAdapter
+
+    theirs = TorchRLAdapter(VmasEnv(scenario, num_envs=3, categorical_actions=True, **kwargs)).spec
+    ours = VmasAdapter(vmas.make_env(scenario, num_envs=3, **kwargs)).spec
+    for name in ("observation", "action", "reward", "done"):
+        mine = {leaf.key: (leaf.shape, leaf.dtype) for leaf in getattr(ours, name)}
+        assert mine == {leaf.key: (leaf.shape, leaf.dtype) for leaf in getattr(theirs, name)}
+    assert dict(ours.groups) == dict(theirs.groups)
+    assert ours.metadata["group_map"] == theirs.metadata["group_map"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "kwargs"),
+    [
+        ("simple_speaker_listener", {}),
+        ("simple_tag", {"continuous_actions": False}),
+        ("navigation", {"continuous_actions": False, "multidiscrete_actions": True}),
+        ("football", {"dict_spaces": True}),
+    ],
+)
+def test_all_kinds_of_spaces_are_stepped(scenario, kwargs):
+    def make_env() -> Any:
+        return vmas.make_env(scenario, num_envs=3, max_steps=4, **kwargs)
+
+    with SerialEnv(1, make_env, seed=0, options=ExecutorOptions(check_finite=True)) as env:
+        data = env.rollout(6, break_when_any_done=False)
+    assert data["next", "truncated"][0, :, :, 0].sum(0).tolist() == [1, 1, 1]
+
+
+def test_an_end_is_terminated_or_out_of_time_and_may_be_both():
+    with SerialEnv(1, balance, seed=0) as env:
+        td = env.rollout(14, break_when_any_done=False)["next"]
+    assert td["truncated"].any()
+    assert torch.equal(td["done"], td["terminated"] | td["truncated"])
+
+
+def test_scenarios_that_draw_when_they_are_built_are_seeded():
+    kwargs = {"n_agents": 2}
+    with SerialEnv(1, VmasFactory("balance", num_rows=2, max_steps=3), env_kwargs=kwargs, seed=0) as env:
+        data = env.rollout(4, break_when_any_done=False)
+        assert env.specs[0].metadata["agent_count"] == 2
+    with SerialEnv(1, VmasFactory("balance", num_rows=2, max_steps=3), env_kwargs=kwargs, seed=0) as env:
+        again = env.rollout(4, break_when_any_done=False)
+    assert torch.equal(data["agents", "observation"], again["agents", "observation"])
+
+
+def test_resets_take_no_options():
+    with SerialEnv(1, balance) as env, pytest.raises(EnvError, match="no keyword arguments"):
+        env.reset(mass=3)

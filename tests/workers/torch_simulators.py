@@ -1,0 +1,146 @@
+"""Small batched simulators in torch, each with its own way of dealing with rows that end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import torch
+
+NUM_ROWS = 4
+
+
+class Counter(gymnasium.Env[Any, Any]):
+    """Rows that count to a length of their own (3, 4, 5, ...) and never reset by themselves.
+
+    Observations are `[B, 2]`: episode (counted from the seed), count. The reward is the sum of the action.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "DISABLED"}
+    action_width: ClassVar[int] = 2
+
+    def __init__(self, num_envs: int = NUM_ROWS, device: str = "cpu") -> None:
+        self.num_envs, self.device = num_envs, torch.device(device)
+        self.single_action_space: Any = gymnasium.spaces.Box(-1, 1, (self.action_width,), np.float32)
+        self.lengths = torch.arange(num_envs, device=device) + 3
+        self.state = torch.zeros(num_envs, 2, device=device)
+        self.num_steps = 0
+        self.masks: list[Any] = []
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        mask = torch.ones(self.num_envs, dtype=torch.bool) if options is None else options["reset_mask"]
+        self.masks.append(mask)
+        if seed is not None:
+            self.state[:, 0] = seed % 97
+        self._begin(mask)
+        return self.state.clone(), {}
+
+    def _begin(self, rows: torch.Tensor) -> None:
+        self.state[rows, 0] += 1
+        self.state[rows, 1] = 0
+
+    def step(self, action: torch.Tensor) -> Any:
+        self.given, self.address = action, action.data_ptr()
+        self.num_steps += 1
+        self.state[:, 1] += 1
+        truncated = self.state[:, 1] >= self.lengths
+        reward = action.sum(-1)
+        extras: dict[str, Any] = {"counts": self.state[:, 1].clone()}
+        observation = self._end(truncated, extras)
+        return observation, reward, torch.zeros_like(truncated), truncated, extras
+
+    def _end(self, truncated: torch.Tensor, extras: dict[str, Any]) -> torch.Tensor:
+        del truncated, extras
+        return self.state.clone()
+
+    def mapping_of_given(self) -> str:
+        """Return what the memory of the latest action belongs to, by `/proc/self/maps`."""
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            if first <= self.address < last:
+                return line.split(maxsplit=5)[-1]
+        return ""
+
+
+class Lean(Counter):
+    """Keeps nothing of its actions."""
+
+    def step(self, action: torch.Tensor) -> Any:
+        stepped = super().step(action)
+        self.given = None
+        return stepped
+
+
+class SameStep(Counter):
+    """Resets rows in the step in which they end, and publishes what they were like before."""
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "SAME_STEP"}
+
+    def _end(self, truncated: torch.Tensor, extras: dict[str, Any]) -> torch.Tensor:
+        if truncated.any():
+            extras["final_obs"] = self.state.clone()
+            self._begin(truncated)
+        return self.state
+
+
+class Silent(SameStep):
+    """Does not say when it resets."""
+
+    metadata: ClassVar[dict[str, Any]] = {}
+
+
+class NextStep(Counter):
+    """Says that it resets in the next step."""
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "NEXT_STEP"}
+
+
+class Losing(SameStep):
+    """Resets rows and publishes nothing."""
+
+    def _end(self, truncated: torch.Tensor, extras: dict[str, Any]) -> torch.Tensor:
+        observation = super()._end(truncated, extras)
+        extras.pop("final_obs", None)
+        return observation
+
+
+class Aliasing(SameStep):
+    """Publishes its observation buffer itself, which the reset overwrites."""
+
+    def _end(self, truncated: torch.Tensor, extras: dict[str, Any]) -> torch.Tensor:
+        observation = super()._end(truncated, extras)
+        if truncated.any():
+            extras["final_obs"] = self.state
+        return observation
+
+
+class Keeping(Counter):
+    """Holds on to its actions from step `since` on."""
+
+    def __init__(self, since: int = 0) -> None:
+        super().__init__()
+        self.since = since
+        self.kept: list[torch.Tensor] = []
+
+    def step(self, action: torch.Tensor) -> Any:
+        stepped = super().step(action)
+        self.given = None
+        if self.num_steps > self.since:
+            self.kept.append(action)
+        earlier = self.kept[-2].sum(-1) if len(self.kept) > 1 else torch.zeros(self.num_envs)
+        return stepped[0], stepped[1] + 10 * earlier, *stepped[2:]
+
+
+class Indexed(Counter):
+    """Takes indices that begin at 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single_action_space = gymnasium.spaces.Discrete(5, start=1)
+
+    def step(self, action: torch.Tensor) -> Any:
+        assert action.dtype is torch.int64
+        assert int(action.min()) >= 1
+        return super().step(action.float().unsqueeze(-1))
