@@ -81,6 +81,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._writer = Writer(self._rows, action_space, self.num_agents)
         self._column = 0
         super().__init__(executor.num_envs * self.num_agents, observation_space, action_space)
+        if self._is_gymnasium:
+            self.metadata = self.get_attr("metadata", 0)[0]  # a VecVideoRecorder looks for the envs' own here
 
     def _find_spaces(self) -> tuple[Space, Space]:
         if not self._is_gymnasium:
@@ -351,8 +353,6 @@ class DummyVecEnv(ExecutorVecEnv):
         self._adapters = [one for one in made if isinstance(one, Sb3DirectAdapter)]
         options = dataclasses.replace(_as_sb3(ExecutorOptions(), None), infos="drop")
         super().__init__(SerialEnv(len(made), [_Made(made, i) for i in range(len(made))], options=options))
-        if self._is_gymnasium:
-            self.metadata = self.envs[0].metadata
 
     def _write(self, actions: Any) -> None:
         if not self._adapters:

@@ -17,6 +17,7 @@ SPACES = {
     "discrete": spaces.Discrete(7),
     "discrete from 3": spaces.Discrete(7, start=3),
     "multi-discrete": spaces.MultiDiscrete([4, 5]),
+    "multi-discrete from 2": spaces.MultiDiscrete([4, 5], start=[2, 0]),
     "multi-binary": spaces.MultiBinary(3),
     "scalar box": spaces.Box(-10.0, 10.0, (), np.float64),
     "image": spaces.Box(0, 255, (4, 5, 3), np.uint8),

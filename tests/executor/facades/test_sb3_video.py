@@ -1,0 +1,73 @@
+"""SB3's video recorder over the facade writes what the envs have drawn."""
+
+from __future__ import annotations
+
+import functools
+from typing import ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+
+pytest.importorskip("stable_baselines3")
+
+from stable_baselines3.common.vec_env import VecMonitor, VecVideoRecorder
+from tqdm import tqdm
+
+from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore::SyntaxWarning", "ignore::DeprecationWarning"
+    ),  # of moviepy, when it is compiled
+]
+
+NUM_FRAMES = 8
+
+
+class Brighter(gymnasium.Env):
+    """Draws a square that is brighter with every step; a bright one says which env it is."""
+
+    metadata: ClassVar[dict] = {"render_modes": ["rgb_array"], "render_fps": 5}
+    render_mode = "rgb_array"
+    observation_space = gymnasium.spaces.Box(0, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, env_id: int) -> None:
+        self.env_id = env_id
+        self.count = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+    def render(self):
+        return np.full((32, 32, 3), 10 + 12 * self.count + 100 * self.env_id, np.uint8)
+
+
+@pytest.mark.parametrize("make", [DummyVecEnv, functools.partial(SubprocVecEnv, num_workers=2)], ids=["own", "workers"])
+def test_a_video_has_a_frame_for_every_step(make, tmp_path, monkeypatch):
+    from moviepy.video.io.VideoFileClip import VideoFileClip
+
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # moviepy's progress bar would leave a thread behind
+    env = make([functools.partial(Brighter, 0), functools.partial(Brighter, 1)])
+    env = VecVideoRecorder(VecMonitor(env), str(tmp_path), lambda step: step == 0, video_length=NUM_FRAMES - 1)
+    env.reset()
+    for _ in range(NUM_FRAMES + 3):
+        env.step([0, 1])
+    env.close()
+    (path,) = tmp_path.glob("*.mp4")
+    with VideoFileClip(str(path)) as clip:
+        assert clip.fps == Brighter.metadata["render_fps"]
+        frames = list(clip.iter_frames())
+    assert len(frames) == NUM_FRAMES
+    for step, frame in enumerate(frames):
+        assert frame.shape == (64, 32, 3)
+        seen = [int(frame[:28].mean()), int(frame[36:].mean())]
+        assert np.allclose(seen, [10 + 12 * step, 110 + 12 * step], atol=4), step  # lossy
