@@ -2,6 +2,8 @@
 
     meltingpot:NAME            meltingpot:clean_up                    a substrate or a scenario
     gymnasium:ID               gymnasium:CartPole-v1                  whatever gymnasium.make takes
+    gymnasium_vec:ID[:ROWS]    gymnasium_vec:CartPole-v1:16           a vector env of so many (8) rows
+    envpool:TASK[:ROWS]        envpool:Pong-v5:16                     an EnvPool of so many (8) rows
     dm_control:DOMAIN/TASK     dm_control:cartpole/balance            the dm_control suite
     pettingzoo:ID-OR-MODULE    pettingzoo:sisl/multiwalker-v9         a registered parallel env
                                pettingzoo:mpe2.simple_spread_v3       a module with parallel_env, as PettingZoo's have
@@ -33,6 +35,7 @@ from envherd.workers.adapters.named import (
     pettingzoo_ids,
     vmas_scenarios,
 )
+from envherd.workers.adapters.named_batches import EnvPoolFactory, GymnasiumVectorFactory, envpool_tasks
 from envherd.workers.errors import FactoryError
 from envherd.workers.factory import closest
 
@@ -41,6 +44,8 @@ Factory = Callable[..., Any]
 FORMS = (
     "meltingpot:NAME",
     "gymnasium:ID",
+    "gymnasium_vec:ID[:ROWS]",
+    "envpool:TASK[:ROWS]",
     "dm_control:DOMAIN/TASK",
     "pettingzoo:ID-OR-MODULE",
     "vmas:SCENARIO",
@@ -64,7 +69,7 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
     if parse is None or not colon or not rest:
         raise FactoryError(_no_family(name, family))
     factory = parse(rest)
-    if with_frames and isinstance(factory, (GymnasiumFactory, PettingZooFactory)):
+    if with_frames and isinstance(factory, (GymnasiumFactory, GymnasiumVectorFactory, PettingZooFactory)):
         return replace(factory, render_mode="rgb_array")
     return factory
 
@@ -114,6 +119,27 @@ def _gymnasium(env_id: str) -> Factory:
             f"{closest(bare_id, known)} Envs of another package: gymnasium:THE_PACKAGE:ID."
         )
     return GymnasiumFactory(env_id)
+
+
+def _gymnasium_vec(name: str) -> Factory:
+    env_id, num_rows = _split_rows(name)
+    _gymnasium(env_id)  # which checks the id
+    return GymnasiumVectorFactory(env_id, **num_rows)
+
+
+def _envpool(name: str) -> Factory:
+    _require("envpool", "envpool")
+    task, num_rows = _split_rows(name)
+    known = envpool_tasks()
+    if task not in known:
+        raise FactoryError(f"'envpool:{name}' failed: expected an EnvPool task, got {task!r}.{closest(task, known)}")
+    return EnvPoolFactory(task, **num_rows)
+
+
+def _split_rows(name: str) -> tuple[str, dict[str, int]]:
+    """Split `NAME:ROWS`; a name may have colons of its own."""
+    first, _, last = name.rpartition(":")
+    return (first, {"num_rows": int(last)}) if first and last.isdigit() and int(last) else (name, {})
 
 
 def _dm_control(task: str) -> Factory:
@@ -197,6 +223,8 @@ def _require(package: str, extra: str) -> None:
 _FAMILIES: dict[str, Callable[[str], Factory]] = {
     "meltingpot": _meltingpot,
     "gymnasium": _gymnasium,
+    "gymnasium_vec": _gymnasium_vec,
+    "envpool": _envpool,
     "dm_control": _dm_control,
     "pettingzoo": _pettingzoo,
     "vmas": _vmas,

@@ -29,6 +29,7 @@ ALLOWED = {
     "workers/adapters/gymnasium*.py": {"gymnasium"},
     "workers/adapters/meltingpot*.py": {"dm_env", "dmlab2d", "meltingpot"},
     "workers/adapters/named.py": {"dm_control", "gymnasium", "pettingzoo", "vmas"},
+    "workers/adapters/named_batches.py": {"envpool", "gymnasium"},
     "workers/adapters/pettingzoo*.py": {"pettingzoo", "gymnasium"},
     "workers/adapters/torch_*.py": {"torch", "tensordict"},
     "workers/adapters/vmas.py": {"torch", "vmas"},

@@ -17,6 +17,7 @@ from envherd.workers.adapters.named import (
     PettingZooFactory,
     VmasFactory,
 )
+from envherd.workers.adapters.named_batches import EnvPoolFactory, GymnasiumVectorFactory
 from envherd.workers.errors import FactoryError
 
 KNOWN = {
@@ -25,6 +26,9 @@ KNOWN = {
     "dm_control:cartpole/balance": DmControlFactory("cartpole", "balance"),
     "pettingzoo:mpe2.simple_spread_v3": PettingZooFactory("mpe2.simple_spread_v3"),
     "pettingzoo:sisl/multiwalker-v9": PettingZooFactory("sisl/multiwalker-v9"),
+    "gymnasium_vec:CartPole-v1": GymnasiumVectorFactory("CartPole-v1"),
+    "gymnasium_vec:gymnasium.envs:CartPole-v1:3": GymnasiumVectorFactory("gymnasium.envs:CartPole-v1", num_rows=3),
+    "envpool:CartPole-v1:2": EnvPoolFactory("CartPole-v1", num_rows=2),
     "python:envherd.workers.testing:CountingEnv": CallableFactory("envherd.workers.testing", "CountingEnv"),
     "python:collections:Counter.fromkeys": CallableFactory("collections", "Counter.fromkeys"),
     "vmas:balance": VmasFactory("balance"),
@@ -45,6 +49,8 @@ UNKNOWN = {
     "pettingzoo:json": ["parallel_env", "mpe2.simple_spread_v3"],
     "vmas:balanc": ["'balanc'", "balance"],
     "vmas:balance:many": ["number of rows", "'many'"],
+    "gymnasium_vec:CartPole-v9:3": ["'CartPole-v9'", "CartPole-v1"],
+    "envpool:CartPole-v9": ["'CartPole-v9'", "CartPole-v1"],
     "python:envherd.workers.testing:CountingEmv": ["CountingEnv"],
     "python:no_such_module_x:make": ["no_such_module_x", "ModuleNotFoundError"],
     "python:json": ["MODULE:CALLABLE"],

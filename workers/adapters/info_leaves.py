@@ -91,7 +91,7 @@ class InfoLeaves(Adapter):
         self._values: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
     @property
-    def env(self) -> Any:  # type: ignore[override]
+    def env(self) -> Any:
         """The native env, which a family may build anew."""
         return self.inner.env
 

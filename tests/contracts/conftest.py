@@ -1,0 +1,29 @@
+"""Writes `docs/families.md` where `ENVHERD_MATRIX` names it: see `make matrix`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+_cells: dict[str, dict[str, str]] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep what the tests of the matrix have recorded."""
+    name = report.nodeid.partition("test_matrix.py::test_family[")[2].rstrip("]")
+    if name and report.when == "call" and not report.skipped:
+        _cells[name] = {column: str(cell) for column, cell in report.user_properties}
+
+
+def pytest_sessionfinish() -> None:
+    """Write the page."""
+    target = os.environ.get("ENVHERD_MATRIX")
+    if not target or not _cells:
+        return
+    from tests.contracts.families import FAMILIES
+    from tests.contracts.matrix import write_page
+
+    rows = {family.title: _cells.get(name, {}) for name, family in FAMILIES.items()}
+    write_page(Path(target), rows)

@@ -1,0 +1,244 @@
+"""The families of envs, as the contract and the matrix (`docs/families.md`) run them; one more is one more line."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from envherd.workers.adapters import OldGymFactory
+from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
+from tests.contracts import own_family, plain_loops
+from tests.contracts.plain_loops import Plain
+
+#: Whether the matrix is made in full, as `docs/families.md` has it.
+IS_FULL = "ENVHERD_MATRIX" in os.environ
+
+
+@dataclass(frozen=True)
+class Family:
+    """One env of a family.
+
+    Attributes:
+        title: in the table.
+        make_env: a factory, as users give it.
+        plain: the same env driven by hand; None where nothing can be compared (its seeds decide nothing).
+        num_steps: that show several of its episodes to the contract.
+        package: without which it is left out.
+        draws: what `render` gives: a picture, None, or a picture only with an OpenGL driver ("OpenGL").
+        is_seeded: whether the same seed gives the same data.
+        is_ordinary: whether its contract is run through every executor in an ordinary run of the tests; others are
+            then run through a block alone.
+        is_slow: whether an ordinary run makes only one of the matrix's checks.
+    """
+
+    title: str
+    make_env: Callable[[], Any]
+    plain: Callable[[], Plain] | None = None
+    num_steps: int = 60
+    package: str = "gymnasium"
+    draws: bool | str = True
+    is_seeded: bool = True
+    is_ordinary: bool = True
+    is_slow: bool = False
+
+
+def gymnasium_env(
+    env_id: str, max_steps: int | None = None, *, module: str = "", draws: bool = True, **kwargs: Any
+) -> Any:
+    """Make an env of Gymnasium's registry."""
+    import gymnasium
+
+    mode = "rgb_array" if draws else None
+    name = f"{module}:{env_id}" if module else env_id
+    return gymnasium.make(name, max_episode_steps=max_steps, render_mode=mode)
+
+
+def nested_spaces() -> Any:
+    """Return an env whose observations and actions are Dicts and Tuples of everything with a fixed shape."""
+    import gymnasium
+    from gymnasium import spaces
+
+    class Nested(gymnasium.Env[Any, Any]):
+        observation_space = spaces.Dict(
+            {
+                "place": spaces.Box(-1, 1, (2,), np.float64),
+                "parts": spaces.Tuple((spaces.Discrete(3, start=1), spaces.MultiBinary(4))),
+                "word": spaces.Text(8),
+            }
+        )
+        action_space = spaces.Tuple((spaces.Discrete(4), spaces.Dict({"force": spaces.Box(-1, 1, (2,), np.float32)})))
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            self.num_steps, self.place = 0, self.np_random.uniform(-1, 1, 2)
+            return self._observe(), {}
+
+        def step(self, action: Any) -> Any:
+            index, forces = action
+            self.num_steps += 1
+            self.place = np.clip(self.place + forces["force"], -1, 1)
+            return self._observe(), float(index), self.num_steps == 4, bool(self.place[0] > 0.99), {}
+
+        def _observe(self) -> Any:
+            flags = self.np_random.integers(0, 2, 4, dtype=np.int8)
+            return {"place": self.place, "parts": (1 + self.num_steps % 3, flags), "word": f"w{self.num_steps}"}
+
+    return Nested()
+
+
+def dm_control_env(domain: str, task: str, seconds: float, seed: int | None = None) -> Any:
+    """Load a task of the suite; its time limit is its horizon."""
+    from dm_control import suite
+
+    return suite.load(domain, task, task_kwargs={"time_limit": seconds, "random": seed})
+
+
+def dmlab2d_env(seed: int | None = None) -> Any:
+    """Return a raw dmlab2d env, cut off by itself after 50 frames."""
+    import dmlab2d
+    from dmlab2d import runfiles_helper
+
+    settings = {"levelName": "chase_eat", "episodeLengthFrames": "50"}
+    return dmlab2d.Environment(dmlab2d.Lab2d(runfiles_helper.find(), settings), ["WORLD.RGB"], seed=seed)
+
+
+def pettingzoo_spread(*, draws: bool = False) -> Any:
+    """Return three agents who stay to the end."""
+    from mpe2 import simple_spread_v3
+
+    return simple_spread_v3.parallel_env(max_cycles=7, render_mode="rgb_array" if draws else None)
+
+
+def pettingzoo_village() -> Any:
+    """Return an env whose agents leave and come back, have unlike spaces and action masks."""
+    from tests.workers.pettingzoo_envs import Village
+
+    return Village()
+
+
+def torchrl_cartpole() -> Any:
+    """Return TorchRL's own CartPole, cut off after 6 steps by a transform."""
+    from torchrl.envs import GymEnv, StepCounter, TransformedEnv
+
+    return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(6))
+
+
+def old_walk() -> Any:
+    """Return an env of gym's API before 0.26."""
+    from tests.workers.test_old_gym import OldWalk
+
+    return OldWalk(length=50)
+
+
+def _of_gymnasium(title: str, *args: Any, package: str = "gymnasium", num_steps: int = 110, **kwargs: Any) -> Family:
+    draws, module = kwargs.pop("draws", True), kwargs.pop("module", "")
+    make = functools.partial(gymnasium_env, *args, module=module)
+    plain = functools.partial(plain_loops.PlainGymnasium, make)
+    drawn = functools.partial(make, draws=IS_FULL and draws is True)
+    return Family(title, drawn, plain, num_steps, package, draws, **kwargs)
+
+
+def _of_dm_env(title: str, make: Any, package: str, **kwargs: Any) -> Family:
+    plain = functools.partial(plain_loops.PlainDmEnv, lambda seed: make(seed=seed))
+    return Family(title, make, plain, package=package, **kwargs)
+
+
+_SUBSTRATE = "running_with_scissors_in_the_matrix__one_shot"
+_SCISSORS = functools.partial(MeltingPotFactory, _SUBSTRATE, keys=("RGB", "INVENTORY"), deterministic=True)
+
+FAMILIES: dict[str, Family] = {
+    "gymnasium_cartpole": _of_gymnasium("Gymnasium: CartPole", "CartPole-v1"),
+    "gymnasium_pendulum": _of_gymnasium("Gymnasium: Pendulum, 5 steps", "Pendulum-v1", 5),
+    "gymnasium_taxi": _of_gymnasium("Gymnasium: Taxi, 7 steps", "Taxi-v4", 7),
+    "gymnasium_nested": Family(
+        "Gymnasium: nested spaces, text",
+        nested_spaces,
+        functools.partial(plain_loops.PlainGymnasium, nested_spaces),
+        draws=False,
+    ),
+    "gymnasium_box2d": _of_gymnasium(
+        "Gymnasium Box2D: LunarLander, 50 steps", "LunarLander-v3", 50, package="Box2D", is_ordinary=False
+    ),
+    "gymnasium_mujoco": _of_gymnasium(
+        "Gymnasium MuJoCo: HalfCheetah, 50 steps",
+        "HalfCheetah-v5",
+        50,
+        package="mujoco",
+        draws="OpenGL",
+        is_ordinary=False,
+    ),
+    "ale": _of_gymnasium(
+        "ALE: Pong, 50 steps", "ALE/Pong-v5", 50, package="ale_py", module="ale_py", is_ordinary=False, is_slow=True
+    ),
+    "minigrid": _of_gymnasium(
+        "MiniGrid: DoorKey, 50 steps",
+        "MiniGrid-DoorKey-5x5-v0",
+        50,
+        package="minigrid",
+        module="minigrid",
+        is_ordinary=False,
+    ),
+    "old_gym": Family(
+        "gym before 0.26, 50 steps (`OldGymFactory`)",
+        OldGymFactory(old_walk),
+        functools.partial(plain_loops.PlainOldGym, old_walk),
+        num_steps=120,
+        is_ordinary=False,
+    ),
+    "dm_control": _of_dm_env(
+        "dm_control: cartpole swingup, 10 steps",
+        functools.partial(dm_control_env, "cartpole", "swingup", 0.1),
+        "dm_control",
+        draws="OpenGL",
+    ),
+    "dm_control_walker": _of_dm_env(
+        "dm_control: walker walk, 50 steps",
+        functools.partial(dm_control_env, "walker", "walk", 1.25),
+        "dm_control",
+        num_steps=110,
+        draws="OpenGL",
+        is_ordinary=False,
+        is_slow=True,
+    ),
+    "dmlab2d": _of_dm_env(
+        "dmlab2d, raw: chase_eat, 50 frames", dmlab2d_env, "dmlab2d", num_steps=110, is_ordinary=False
+    ),
+    "pettingzoo_spread": Family(
+        "PettingZoo: MPE spread, 7 steps",
+        functools.partial(pettingzoo_spread, draws=IS_FULL),
+        functools.partial(plain_loops.PlainPettingZoo, pettingzoo_spread, "agent"),
+        num_steps=20,
+        package="mpe2",
+    ),
+    "pettingzoo_village": Family(
+        "PettingZoo: agents leave and come back", pettingzoo_village, num_steps=30, package="pettingzoo", draws=False
+    ),
+    "torchrl": Family(
+        "TorchRL: GymEnv, StepCounter, 6 steps",
+        torchrl_cartpole,
+        functools.partial(plain_loops.PlainTorchRL, torchrl_cartpole),
+        package="torchrl",
+        draws=False,
+    ),
+    "meltingpot": Family(
+        "Melting Pot: one shot of scissors, 50 steps",
+        _SCISSORS(max_steps=50),
+        functools.partial(plain_loops.PlainMeltingPot, _SCISSORS(), 50),
+        num_steps=60,
+        package="meltingpot",
+        is_slow=True,
+    ),
+    "own": Family(
+        "One's own: a C library, `register`",
+        own_family.make_own,
+        own_family.PlainOwn,
+        150,
+        draws=False,
+        is_ordinary=False,
+    ),
+}

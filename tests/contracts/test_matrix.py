@@ -1,0 +1,167 @@
+"""The matrix family x check that is `docs/families.md`: `make matrix` runs it in full and writes that page.
+
+An ordinary run of the tests makes the same checks with fewer steps, in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from envherd.executor import ParallelEnv, SerialEnv
+from envherd.workers.testing import Contract
+from tests.contracts.driving import Driven
+from tests.contracts.executor_batch import BATCHES
+from tests.contracts.families import FAMILIES, IS_FULL, Family
+from tests.contracts.matrix import COLUMNS, read_page
+
+NUM_ENVS = 2
+ROOT_SEED = 11
+#: Transitions: of the plain-loop and async checks, and of the count of those that no env has made.
+NUM_COMPARED, NUM_COUNTED = (400, 10_000) if IS_FULL else (48, 0)
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+
+Cell = Callable[[str, str], None]
+
+
+def is_installed(family: Family) -> bool:
+    return importlib.util.find_spec(family.package) is not None
+
+
+@contextlib.contextmanager
+def opened(family: Family, *, seed: int = ROOT_SEED, num_workers: int = 2) -> Iterator[Any]:
+    kind: Any = partial(ParallelEnv, num_workers=num_workers) if IS_FULL else SerialEnv
+    with kind(NUM_ENVS, family.make_env, seed=seed) as env:
+        yield env
+
+
+@contextlib.contextmanager
+def driven(family: Family, env: Any) -> Iterator[Driven]:
+    batch = Driven(family, env, ROOT_SEED)
+    try:
+        yield batch
+    finally:
+        batch.close()
+
+
+def check_contract(family: Family) -> str:
+    for make_batch in BATCHES.values():
+        report = Contract(family.make_env, num_steps=family.num_steps, make_batch=make_batch).check_all()
+        assert report.num_ends > 1
+    return f"{len(report.rules)} rules"
+
+
+def check_plain_loop(family: Family) -> str:
+    count = 0
+    with opened(family) as env, driven(family, env) as batch:
+        for part in (3, 4):  # a rollout and single round trips, in turn, in the same envs
+            num_made, num_invalid = batch.roll(NUM_COMPARED // (part * NUM_ENVS))
+            assert num_invalid == 0
+            count += num_made + batch.step_fused(NUM_COMPARED // (part * NUM_ENVS))
+    return f"{count:,} equal transitions"
+
+
+def check_masks(family: Family) -> str:
+    rng = np.random.default_rng(ROOT_SEED)
+    with opened(family) as env, driven(family, env) as batch:
+        num_resets = batch.step_and_reset_at_random(NUM_COMPARED // NUM_ENVS, rng)
+    assert num_resets > NUM_ENVS
+    return f"{num_resets} resets"
+
+
+def check_invalid(family: Family) -> str:
+    made = invalid = 0
+    with opened(family) as env, driven(family, env) as batch:
+        while made < NUM_COUNTED:
+            counts = batch.roll(min(1000, NUM_COUNTED // NUM_ENVS))
+            made, invalid = made + counts[0], invalid + counts[1]
+    assert invalid == 0
+    return f"{invalid} of {made:,}"
+
+
+def check_seeds(family: Family) -> str:
+    seen = []
+    for seed, num_workers in ((ROOT_SEED, 1), (ROOT_SEED, 2), (ROOT_SEED + 1, 1)):
+        with opened(family, seed=seed, num_workers=num_workers) as env:
+            data = env.rollout(NUM_COMPARED // 4, break_when_any_done=False)
+            keys = [leaf.key for leaf in (*env.spec.observation, *env.spec.reward) if not leaf.is_side]
+            seen.append([data["next", *key].contiguous().view(torch.uint8) for key in keys])
+    assert all(map(torch.equal, seen[0], seen[1]))
+    assert not all(map(torch.equal, seen[0], seen[2]))
+    return "same data"
+
+
+def check_rendering(family: Family) -> str:
+    with opened(family) as env:
+        env.rollout(2)
+        pictures = env.render()
+    if family.draws is False or (family.draws == "OpenGL" and pictures[0] is None):
+        assert pictures == [None] * NUM_ENVS
+        return "with OpenGL" if family.draws else "no pictures"
+    assert all(picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[2] == 3 for picture in pictures)
+    assert all(picture.std() > 0 for picture in pictures)
+    return "x".join(map(str, pictures[0].shape[:2]))
+
+
+def check_async(family: Family) -> str:
+    with opened(family) as env, driven(family, env) as batch:
+        return f"{batch.exchange(NUM_COMPARED):,} equal transitions"
+
+
+#: Column -> its check. What is drawn is drawn in workers, as a driver that fails may take the process with it.
+CHECKS: dict[str, Callable[[Family], str]] = {
+    "contract": check_contract,
+    "rendering": check_rendering,
+    "seeds": check_seeds,
+    "plain loop": check_plain_loop,
+    "partial resets": check_masks,
+    "invalid transitions": check_invalid,
+    "async": check_async,
+}
+NEEDS_PLAIN = {"plain loop", "partial resets", "invalid transitions", "async"}
+#: The contract is in `test_families`, too, and fewer transitions are counted with the plain loop.
+ONLY_IN_FULL = {"contract", "rendering", "invalid transitions"}
+
+
+def columns_for(family: Family) -> list[str]:
+    """Return the checks to be made in this run."""
+    if IS_FULL:
+        return list(CHECKS)
+    return ["partial resets"] if family.is_slow else [column for column in CHECKS if column not in ONLY_IN_FULL]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # what envs say is theirs
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name: str, record_property: Cell) -> None:
+    family = FAMILIES[name]
+    if not is_installed(family):
+        pytest.skip(f"{family.package} is not installed")
+    for column in columns_for(family):
+        if (column == "seeds" and not family.is_seeded) or (column in NEEDS_PLAIN and family.plain is None):
+            record_property(column, "-")
+            continue
+        record_property(column, "FAILED")
+        record_property(column, CHECKS[column](family))
+
+
+def test_every_column_is_checked() -> None:
+    assert set(COLUMNS) == set(CHECKS)
+
+
+def test_the_page_has_every_family_and_nothing_failed() -> None:
+    """It is what `make matrix` wrote; run that again after a change of the families."""
+    rows = read_page(PAGE)
+    assert [row[0] for row in rows] == [family.title for family in FAMILIES.values()]
+    assert not any("FAILED" in cell or "0 of 200" in cell for row in rows for cell in row)
+    invalid = [row[1 + list(COLUMNS).index("invalid transitions")] for row in rows]
+    assert {cell for cell in invalid if cell != "-"} == {"0 of 10,000"}
