@@ -12,6 +12,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TESTED = {
     "async_rollout",
+    "ctypes_env",
     "custom_env",
     "gymnasium_vector_env",
     "meltingpot_rollout",
@@ -97,6 +98,25 @@ def test_custom_env_refuses_instances_and_runs_its_factory(tmp_path):
     assert len(falls) == 8
     assert all(falls["pushing back", wind] < falls["random pushes", wind] for wind in ("0.02", "0.04", "0.08", "0.16"))
     assert falls["random pushes", "0.02"] < falls["random pushes", "0.16"], "each env got a wind of its own"
+
+
+@pytest.mark.slow
+def test_ctypes_env_keeps_the_contract_and_runs(tmp_path):
+    printed = run_example("ctypes_env", tmp_path)
+    assert re.search(r"the contract holds: rules \(1, 6, 7, 10, 3, 2, 4\), (\d+) episodes ended", printed)
+    steps, crashes, cut = map(int, re.search(r"(\d+) steps: (\d+) crashes, (\d+) flights", printed).groups())
+    assert steps == 4000
+    assert crashes > 0
+    assert cut > 0
+
+
+def test_the_page_on_envs_of_ones_own_has_the_example_itself():
+    example = (EXAMPLES / "ctypes_env.py").read_text()
+    page = (EXAMPLES.parent / "docs" / "custom_envs.md").read_text()
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Drone" in block]
+    assert len(blocks) == 2
+    assert all(block.strip() in example for block in blocks)
+    assert sum(len(block.strip().splitlines()) for block in blocks) < 60
 
 
 @pytest.mark.slow

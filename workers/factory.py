@@ -76,10 +76,14 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
         inside = culprit.group(1) if culprit else _type_name(value)
         holder = "" if inside == _type_name(value) else f" {_type_name(value)}, which holds a"
         what = f"captured the variable `{variable}`, a{holder} {inside} that cannot be pickled"
-    return (
-        f"make_env failed: the factory {describe(factory)} {what}. Build it inside the factory instead: "
-        f"make_env=lambda: make_the_env(...), with only names and numbers captured."
-    )
+        if isinstance(value, type):
+            what = f"uses the class {value.__name__}, which was defined here and cannot be pickled ({error})"
+    if found is not None and isinstance(found[1], type):
+        advice = f"Put {found[1].__name__} into a module of its own, which workers import: from my_module import ..."
+    else:
+        advice = "Build it inside the factory instead: make_env=lambda: make_the_env(...), with only "
+        advice += "names and numbers captured."
+    return f"make_env failed: the factory {describe(factory)} {what}. {advice}"
 
 
 def captures(factory: Any) -> Iterator[tuple[str, Any]]:

@@ -176,3 +176,17 @@ def test_wrong_numbers(arguments, message):
 def test_an_env_among_the_keyword_arguments():
     with pytest.raises(FactoryError, match="got an env \\(TimeLimit\\) as 'base'"):
         ParallelEnv(2, cartpole, env_kwargs={"base": cartpole()})
+
+
+def test_a_class_that_cannot_travel_by_value_needs_a_module():
+    """A ctypes structure that a script defines."""
+    import ctypes
+
+    class State(ctypes.Structure):
+        _fields_ = (("x", ctypes.c_double),)
+
+    def make():
+        return State()
+
+    with pytest.raises(FactoryError, match=r"uses the class State, .*CField.*Put State into a module"):
+        ParallelEnv(1, make, num_workers=1)
