@@ -58,7 +58,7 @@ class Engine:
         self.num_envs = pool.num_envs
         self.known = {leaf.key for spec in self.specs for leaf in spec.leaves()}
         self.all_ids = np.arange(self.num_envs)
-        self.rows = Rows(pool.slab, options, device, is_copy=copy, lenders=pool.lenders)
+        self.rows = Rows(pool.slab, options, device, is_copy=copy, lenders=pool.lenders, residences=pool.settle(device))
         self.pending = np.zeros(self.num_envs, bool)
         self.num_pending = 0
         self.is_dirty = False
@@ -294,6 +294,7 @@ class Engine:
 
     def end_in_ring(self, env_id: int, column: int) -> None:
         """Write the row of an env whose answer was lost to a ring column."""
+        self.rows.repeat_resident(env_id, column)
         source = {key: array.copy() for key, array in self.rows.latest_root(env_id).items()}
         self.rows.end_at(env_id, self.rows.ring_row(env_id, column), source)
 

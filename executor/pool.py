@@ -15,12 +15,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 from envherd.executor.crew import Blueprint, Crew
 from envherd.executor.diagnosis import Frame, env_error, log_stall, worker_late, worker_lost
 from envherd.executor.lending import Lend
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.outcome import Outcome
+from envherd.executor.residence import Residence
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
@@ -372,6 +374,10 @@ class WorkerPool:
         return values
 
     # ---- rollout storages --------------------------------------------------------------------
+
+    def settle(self, device: torch.device | None) -> dict[int, Residence]:  # noqa: ARG002
+        """Leave nothing on a device: what workers give goes through the slab."""
+        return {}
 
     def allocate(self, nbytes: int) -> Segment:
         """Return memory for a rollout storage; its pages are touched by the workers that write them."""

@@ -19,6 +19,7 @@ from envherd.executor.device import Mover
 from envherd.executor.intake import GroupIntake
 from envherd.executor.lending import Lend, LendingIntake
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.residence import Residence, ResidentBatch
 from envherd.shm.layout import Name
 from envherd.shm.slab import Slab
 from envherd.workers.infos import unpack
@@ -57,6 +58,7 @@ class Rows:
         *,
         is_copy: bool,
         lenders: Mapping[int, Lend],
+        residences: Mapping[int, Residence],
     ) -> None:
         self.slab = slab
         self.num_envs = slab.plan.num_envs
@@ -66,15 +68,14 @@ class Rows:
         self.places = [slab.plan.place(env_id) for env_id in range(self.num_envs)]
         self.group_of = np.array([g for g, _ in self.places])
         self.row_of = np.array([r for _, r in self.places])
+        self.residences = residences
         self.batches = [
-            GroupBatch(group, self.num_frames, device, has_interrupted=self.has_interrupted) for group in slab.groups
+            ResidentBatch(group, self.num_frames, residences[index], has_interrupted=self.has_interrupted)
+            if index in residences
+            else GroupBatch(group, self.num_frames, device, has_interrupted=self.has_interrupted)
+            for index, group in enumerate(slab.groups)
         ]
-        self.mover = None
-        if not self.batches[0].is_on_cpu:
-            assert device is not None
-            self.mover = Mover(slab.buffer, device, self.num_frames)
-            for batch in self.batches:
-                batch.mover = self.mover
+        self.mover = self._make_mover()
         self.intakes = [
             LendingIntake(group, options.check_actions, lenders[index])
             if index in lenders
@@ -110,6 +111,16 @@ class Rows:
         #: One group of envs that are not batches themselves: their flags are one column.
         self._is_flat = self._only_done is not None and not self.batches[0].spec.batch_shape
         self._root_done = [group.columns["root", "done"] for group in slab.groups]
+
+    def _make_mover(self) -> Mover | None:
+        """Return what takes batches to the device, which all groups share; None on the cpu."""
+        device = self.batches[0].device
+        if device is None or self.batches[0].is_on_cpu:
+            return None
+        mover = Mover(self.slab.buffer, device, self.num_frames)
+        for batch in self.batches:
+            batch.mover = mover
+        return mover
 
     @property
     def columns(self) -> np.ndarray:
@@ -152,6 +163,8 @@ class Rows:
                 row[name][...] = row["next", *name[1:]]
             if env_id in self.side_next:
                 self.side_root[env_id] = self.side_next[env_id]
+            if self.group_of[env_id] in self.residences:
+                self.residences[self.group_of[env_id]].keep_latest(self.row_of[env_id], column)
             self.in_root[env_id] = True
 
     def _poison(self, column: int) -> None:
@@ -465,6 +478,13 @@ class Rows:
         group = self.slab.groups[self.group_of[env_id]]
         row = self.row_of[env_id]
         return {name: array[column, row : row + 1].reshape(array.shape[2:]) for name, array in group.columns.items()}
+
+    def repeat_resident(self, env_id: int, column: int) -> None:
+        """Write a row of no step to a ring column, where its tensors are on a device."""
+        residence = self.residences.get(int(self.group_of[env_id]))
+        if residence is not None:
+            section = "root" if self.in_root[env_id] else "next"
+            residence.repeat(self.row_of[env_id], column, int(self.columns[env_id]), section)
 
     def latest_root(self, env_id: int) -> dict[Name, np.ndarray]:
         """Return an env's present root row by key (VIEWS)."""

@@ -12,12 +12,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 from envherd.executor.crew import Blueprint
 from envherd.executor.diagnosis import env_error, log_close_fault
 from envherd.executor.lending import Lend
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.outcome import Outcome
+from envherd.executor.residence import Residence, lives_on
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.workers import messages, plain, seeding
 from envherd.workers.adapters import Adapter
@@ -104,6 +106,18 @@ class SerialPool:
                 env_ids=(env_id,),
                 phase="build",
             ) from error
+
+    def settle(self, device: torch.device | None) -> dict[int, Residence]:
+        """Leave the rows of envs that live on a device there; return the rings of their groups."""
+        residences = {}
+        for index, group in enumerate(self.slab.groups):
+            env_ids = group.plan.env_ids
+            if device is not None and lives_on([self._adapters[i] for i in env_ids], device):
+                ring = Residence(group, self.plan.num_frames, device, check_finite=self.options.check_finite)
+                residences[index] = ring
+                for row, env_id in enumerate(env_ids):
+                    self._block.settle(env_id, *ring.writers_of(row))
+        return residences
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Carry out the same command for every env, but a RESET for some (int `[k]`)."""

@@ -19,6 +19,7 @@ import numpy as np
 from envherd.shm.slab import Slab, Storage
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter
+from envherd.workers.checks import Writer
 from envherd.workers.errors import SpecError
 from envherd.workers.infos import packer
 from envherd.workers.messages import BlockOptions, Prepare
@@ -115,6 +116,13 @@ class Block:
     def lend(self, env_id: int, values: list[Any]) -> None:
         """Have an env that takes tensors read these in its next step, one per input leaf, instead of the slab's."""
         self.slots[env_id].lent = values
+
+    def settle(self, env_id: int, following: list[Writer], roots: list[Writer], rewards: list[Writer]) -> None:
+        """Have an env's tensors written to the ring by these, leaf by leaf, as they are; flags stay in the slab."""
+        slot = self.slots[env_id]
+        slot.adapter.gives_tensors = True
+        sink = slot.sinks[RING]
+        sink.next_observation, sink.root_observation, sink.reward = following, roots, rewards
 
     def execute(self, env_id: int, command: int) -> int:
         """Carry out one command for one env and say how it ended; what the env raises is reported."""

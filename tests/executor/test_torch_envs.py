@@ -206,3 +206,57 @@ def test_on_a_gpu_actions_stay_where_they_are():
         assert built[0].given.data_ptr() == action.data_ptr()
         assert following["observation"].device == torch.device("cuda:0")
         assert torch.equal(following["observation"][0], built[0].state)
+
+
+@pytest.fixture
+def resident(monkeypatch):
+    """Take the host for a device: rows stay where they are, in tensors."""
+    monkeypatch.setattr("envherd.executor.residence._is_apart", lambda _device: True)
+
+
+def traced(num_envs: int, make_env: Any, device: Any) -> list[Any]:
+    """Return what an executor hands out by every door, for the same seed."""
+    options = ExecutorOptions(check_finite=True, ring_frames=2)
+    with SerialEnv(num_envs, make_env, seed=3, device=device, options=options) as env:
+        out = [env.reset()]
+        for _ in range(9):
+            td, root = env.step_and_maybe_reset(env.rand_action())
+            out += [td, root, env.current()]
+        td = env.step(env.rand_action())
+        mask = td["next", "done"].clone()
+        mask[0, 0] |= make_env is simulators.Counter  # which can reset rows that have not ended
+        out += [td, env.reset(TensorDict({"_reset": mask}, env.batch_size))]
+        env.send(env.rand_action()[:1], env_ids=[0])
+        out += [env.recv(), env.current()]
+        out.append(env.rollout(8, break_when_any_done=False))
+        assert (env._rows.residences != {}) == (device is not None)
+    return out
+
+
+@pytest.mark.parametrize("make_env", [simulators.Counter, simulators.SameStep])
+def test_rows_that_stay_on_a_device_are_the_same_rows(resident, make_env):
+    for index, (here, there) in enumerate(zip(traced(2, make_env, None), traced(2, make_env, "cpu"), strict=True)):
+        keys = set(here.keys(include_nested=True, leaves_only=True))
+        assert keys == set(there.keys(include_nested=True, leaves_only=True))
+        for key in keys:
+            assert torch.equal(here[key], there[key]), (index, key)
+
+
+def test_rows_on_a_device_are_the_callers_own_and_survive_faults(resident):
+    make_env, built = recorded(simulators.Counter)
+    with SerialEnv(2, make_env, seed=0, device="cpu") as env:
+        root = env.reset()
+        kept = root["observation"].clone()
+        following = env.step(batch_of(torch.rand(2, 4, 2)))["next"]
+        assert torch.equal(root["observation"], kept)
+        kept = following["observation"].clone()
+        env.step(batch_of(torch.rand(2, 4, 2)))
+        assert torch.equal(following["observation"], kept)
+        before = env.current()["observation"]
+        built[1].step = None
+        with pytest.raises(EnvError) as caught:
+            env.step(batch_of(torch.rand(2, 4, 2)))
+        partial = caught.value.partial
+        assert torch.equal(partial["observation"][1], before[1])
+        assert not partial["reward"][1].any()
+        assert torch.equal(partial["observation"][0], built[0].state)

@@ -51,6 +51,8 @@ class Adapter(ABC):
     on_left_out: Callable[[Mapping[str, str]], None] | None = None
     #: Whether `step` takes torch tensors too, and arrays that are VIEWS of the slab; for families of torch simulators.
     takes_tensors: bool = False
+    #: Whether `reset` and `step` give tensors as the env has them; set by an executor that takes them so.
+    gives_tensors: bool = False
     #: Whether no other env of the family may be built in the same process.
     is_alone: bool = False
     #: The factory that built the env, for messages; set by whoever called it.

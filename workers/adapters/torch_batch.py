@@ -60,7 +60,6 @@ class TorchBatchAdapter(Adapter):
     def __init__(self, env: Any, num_rows: int, device: Any, *, keeps_actions: bool | None = None) -> None:
         self.env = env
         self.device = torch.device(device)
-        self.gives_tensors = False
         self._num_rows = num_rows
         self._lender = _Lender(self.device, keeps_actions=keeps_actions)
         self._generators = OwnGenerators()
