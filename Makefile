@@ -14,7 +14,7 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 # An installed package that mypy can follow (it cannot follow the editable install's finder).
 TYPES := build/typecheck/envherd
 
-.PHONY: help venv rollout test test-quick test-full lint format types examples bench-quick clean
+.PHONY: help venv rollout test test-quick test-full matrix lint format types examples bench-quick clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
@@ -23,6 +23,7 @@ help:
 	@echo "make test         run the whole test suite"
 	@echo "make test-quick   run the tests that take no time"
 	@echo "make test-full    and sweeps over all Melting Pot substrates (most of an hour)"
+	@echo "make matrix       check every family of envs in full, and write docs/families.md"
 	@echo "make venv         only make $(VENV)/, with everything installed"
 	@echo "make lint types examples bench-quick"
 
@@ -49,6 +50,9 @@ test-quick: $(STAMP)
 
 test-full: $(STAMP)
 	ENVHERD_FULL=1 $(BIN)/python -m pytest
+
+matrix: $(STAMP)
+	ENVHERD_MATRIX=docs/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k test_family -o faulthandler_timeout=0
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
