@@ -23,7 +23,7 @@ help:
 	@echo "make test         run the whole test suite"
 	@echo "make test-quick   run the tests that take no time"
 	@echo "make test-full    and sweeps over all Melting Pot substrates (most of an hour)"
-	@echo "make matrix       check every family of envs in full, and write docs/families.md"
+	@echo "make matrix       check every family of envs in full (or FAMILY=NAME), and write docs/families.md"
 	@echo "make venv         only make $(VENV)/, with everything installed"
 	@echo "make lint types examples bench-quick"
 
@@ -51,8 +51,10 @@ test-quick: $(STAMP)
 test-full: $(STAMP)
 	ENVHERD_FULL=1 $(BIN)/python -m pytest
 
+FAMILY ?= test_family
 matrix: $(STAMP)
-	ENVHERD_MATRIX=docs/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k test_family -o faulthandler_timeout=0
+	ENVHERD_MATRIX=docs/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k "test_family and ($(FAMILY))" \
+		-o faulthandler_timeout=0
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

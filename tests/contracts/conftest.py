@@ -18,12 +18,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Write the page."""
+    """Write the page; rows of families that were not run stay as they are."""
     target = os.environ.get("ENVHERD_MATRIX")
     if not target or not _cells:
         return
     from tests.contracts.families import FAMILIES
-    from tests.contracts.matrix import write_page
+    from tests.contracts.matrix import COLUMNS, read_page, write_page
 
-    rows = {family.title: _cells.get(name, {}) for name, family in FAMILIES.items()}
-    write_page(Path(target), rows)
+    page = Path(target)
+    known = {row[0]: dict(zip(COLUMNS, row[1:], strict=False)) for row in read_page(page)} if page.exists() else {}
+    rows = {family.title: _cells.get(name) or known.get(family.title, {}) for name, family in FAMILIES.items()}
+    write_page(page, rows)

@@ -32,7 +32,7 @@ class Family:
         draws: what `render` gives: a picture, None, or a picture only with an OpenGL driver ("OpenGL").
         is_seeded: whether the same seed gives the same data.
         is_ordinary: whether its contract is run through every executor in an ordinary run of the tests; others are
-            then run through a block alone.
+            then run through a block alone, or not at all if they are slow.
         is_slow: whether an ordinary run makes only one of the matrix's checks.
     """
 
@@ -195,6 +195,7 @@ FAMILIES: dict[str, Family] = {
         functools.partial(dm_control_env, "cartpole", "swingup", 0.1),
         "dm_control",
         draws="OpenGL",
+        is_slow=True,
     ),
     "dm_control_walker": _of_dm_env(
         "dm_control: walker walk, 50 steps",

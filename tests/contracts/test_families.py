@@ -12,7 +12,10 @@ from tests.contracts.executor_batch import BATCHES
 from tests.contracts.families import FAMILIES, gymnasium_env
 
 CASES = [
-    (name, batch) for name, family in FAMILIES.items() for batch in BATCHES if family.is_ordinary or batch == "block"
+    (name, how)
+    for name, family in FAMILIES.items()
+    for how in BATCHES
+    if family.is_ordinary or (how == "block" and not family.is_slow)
 ]
 
 
