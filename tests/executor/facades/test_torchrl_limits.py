@@ -13,6 +13,7 @@ import gymnasium
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
+from tensordict import TensorDict
 from torchrl.envs import EnvBase, ExcludeTransform, GymEnv, GymWrapper, MeltingpotEnv, TransformedEnv
 from torchrl.testing import mocking_classes as own
 
@@ -141,6 +142,11 @@ class OnlyOne(own.CountingEnv):
         OnlyOne.builder = os.getpid()
         super().__init__(**kwargs)
 
+    def _step(self, tensordict):
+        if bool((tensordict["action"] == 7).all()):
+            time.sleep(1)
+        return super()._step(tensordict)
+
     def process(self):
         return os.getpid(), os.getppid(), hasattr(torch, "a_mark_of_the_caller"), torch.cuda.is_initialized()
 
@@ -155,7 +161,25 @@ def test_workers_are_no_forks_of_the_caller_and_may_be_one_to_an_env(monkeypatch
             assert parent != os.getpid()
             assert not has_mark
             assert not has_cuda
+        td = env.reset()
+        td["action"] = torch.full_like(env.full_action_spec["action"].zero(), 7)
+        before = time.process_time()
+        env.step(td)
+        assert time.process_time() - before < 0.5  # of a processor, not of the clock: TorchRL's polls all the time
     assert OnlyOne.builder is None  # none was built here
+
+
+def test_outputs_keep_no_graph():
+    """Of a policy whose outputs require gradients, in what workers get and give."""
+    weight = torch.ones(1, requires_grad=True)
+    with started(2, lambda: GymEnv("Pendulum-v1"), num_processes=1) as env:
+        rollout = env.rollout(3, lambda td: td.set("action", weight * torch.ones(2, 1)))
+        told = (
+            env.reset().set("action", weight * torch.ones(2, 1)).set("next", TensorDict({"kept": torch.ones(2)}, [2]))
+        )
+        told = env.step(told)  # by message
+    for td in (rollout["next"], told["next"]):
+        assert not any(leaf.requires_grad for leaf in td.values(include_nested=True, leaves_only=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
