@@ -11,6 +11,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from envherd.executor import ParallelEnv, SerialEnv
+from envherd.workers import seeding
 from envherd.workers.adapters.gymnasium_vector import GymnasiumVectorAdapter
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded, SpecError
 from envherd.workers.testing import check_env_contract
@@ -40,7 +41,8 @@ MAKERS = {
     "wrapped": statistics_of,
 }
 #: An AsyncVectorEnv keeps memory for as long as its process lives, so it gets a process of its own.
-KINDS = ["sync", "by hand", "wrapped", pytest.param("async", marks=pytest.mark.slow)]
+CASES = [(kind, mode) for kind in ("sync", "by hand", "wrapped") for mode in MODES]
+ASYNC = [pytest.param("async", mode, marks=pytest.mark.slow) for mode in (NEXT, SAME)]  # DISABLED has its own test
 
 
 def herd(kind, num_envs, make, **kwargs):
@@ -49,8 +51,7 @@ def herd(kind, num_envs, make, **kwargs):
     )
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode"), CASES)
 def test_no_transition_is_invalid(kind, mode):
     with herd(kind, 2, lambda: MAKERS[kind](mode), seed=0) as env:
         data = env.rollout(120, break_when_any_done=False)
@@ -69,16 +70,14 @@ def test_no_transition_of_ten_thousand_is_invalid(kind, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_processes_give_the_same_data(mode):
-    with SerialEnv(2, lambda: sync(mode), seed=3) as serial, ParallelEnv(2, lambda: sync(mode), seed=3) as parallel:
+def test_processes_give_the_same_data():
+    with SerialEnv(2, lambda: sync(NEXT), seed=3) as serial, ParallelEnv(2, lambda: sync(NEXT), seed=3) as parallel:
         one, other = (env.rollout(50, break_when_any_done=False) for env in (serial, parallel))
     assert invalid_transitions(one) == 0
     assert (one == other).all()
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode"), [*CASES, *ASYNC])
 def test_random_masks_reset_exactly_their_rows(kind, mode):
     rng = np.random.default_rng(0)
     with herd(kind, 2, lambda: MAKERS[kind](mode), seed=1) as env:
@@ -95,6 +94,9 @@ def test_random_masks_reset_exactly_their_rows(kind, mode):
             assert not torch.equal(root["observation"][~kept][:, 0], td["observation"][~kept][:, 0]) or kept.all()
             assert not root["done"].any()
             td = root
+        data = env.rollout(60, break_when_any_done=False)
+        assert data["next", "done"].sum() > 10
+        assert invalid_transitions(data) == 0
 
 
 def test_a_row_that_ended_stays_so_until_it_is_reset():
@@ -375,16 +377,40 @@ def test_pictures_of_all_rows_make_one():
 # ---- Atari ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [NEXT, SAME], ids=str)
-def test_atari(mode):
+def atari(mode, **kwargs):
     ale = pytest.importorskip("ale_py.vector_env")
+    settings = {"max_num_frames_per_episode": 24, "noop_max": 8, "stack_num": 1, "use_fire_reset": False}
+    return ale.AtariVectorEnv("pong", 2, num_threads=1, autoreset_mode=mode, **settings, **kwargs)
 
-    def make():
-        return ale.AtariVectorEnv(
-            "breakout", 2, max_num_frames_per_episode=48, noop_max=8, stack_num=1, num_threads=1, autoreset_mode=mode
-        )
 
-    assert check_env_contract(make, num_steps=30).num_ends > 2
+@pytest.mark.slow
+def test_rows_of_an_atari_env_are_those_of_a_plain_loop():
+    native, num_ends = atari(SAME), 0
+    with SerialEnv(1, lambda: atari(SAME), seed=7) as env:
+        td = env.reset()
+        here, _ = native.reset(seed=seeding.episode_seed(7, 0, 0) % (2**31 - 2))
+        for _ in range(16):
+            assert np.array_equal(td["observation"][0].numpy(), here)
+            stepped, td = env.step_and_maybe_reset(env.rand_action(td))
+            here, reward, terminated, truncated, infos = native.step(stepped["action"][0].numpy())
+            done = terminated | truncated
+            there = infos["final_obs"] if done.any() else here
+            assert np.array_equal(stepped["next", "observation"][0].numpy()[done], there[done])
+            assert np.array_equal(stepped["next", "observation"][0].numpy()[~done], here[~done])
+            assert np.array_equal(stepped["next", "truncated"][0, :, 0].numpy(), truncated)
+            assert np.array_equal(stepped["next", "reward"][0, :, 0].numpy(), reward)
+            num_ends += int(done.sum())
+    native.close()
+    assert num_ends >= 4
+
+
+def test_an_atari_env_that_steps_some_rows_at_a_time_is_refused():
     with pytest.raises(FactoryError, match="batch_size 1 of 2"):
-        SerialEnv(1, lambda: ale.AtariVectorEnv("pong", 2, batch_size=1, num_threads=1))
+        SerialEnv(1, lambda: atari(NEXT, batch_size=1))
+
+
+@pytest.mark.full
+@pytest.mark.skipif("ENVHERD_FULL" not in os.environ, reason="half a minute each: set ENVHERD_FULL=1")
+@pytest.mark.parametrize("mode", [NEXT, SAME], ids=str)
+def test_the_contract_holds_for_atari(mode):
+    assert check_env_contract(lambda: atari(mode), num_steps=30).num_ends > 4
