@@ -42,7 +42,8 @@ class Box:
     __hash__ = None  # type: ignore[assignment]  # holds arrays
 
     def __str__(self) -> str:
-        return f"[{np.min(self.low, initial=np.inf)}, {np.max(self.high, initial=-np.inf)}]"
+        low, high = np.asarray(self.low), np.asarray(self.high)
+        return f"[{low.min()}, {high.max()}]" if low.size and high.size else "[]"
 
 
 @dataclass(frozen=True)

@@ -56,3 +56,16 @@ def test_done_leaves_are_root_first():
     assert tuple(leaf.key for leaf in leaves[:3]) == DONE_KEYS
     assert [leaf.shape for leaf in leaves] == [(4, 1)] * 3 + [(4, 2, 1)] * 3
     assert leaves[3].key == ("agents", "done")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (np.uint8(0), np.uint8(255), "[0, 255]"),
+        (np.array([-1, 0]), np.array([5, 9]), "[-1, 9]"),
+        (np.float32(-np.inf), np.float32(2), "[-inf, 2.0]"),
+        (np.zeros(0), np.zeros(0), "[]"),
+    ],
+)
+def test_a_box_says_its_bounds_whatever_their_dtype(low, high, text):
+    assert str(Box(low, high)) == text
