@@ -136,7 +136,7 @@ def _envpool(name: str) -> Factory:
     return EnvPoolFactory(task, **num_rows)
 
 
-def _split_rows(name: str) -> tuple[str, dict[str, int]]:
+def _split_rows(name: str) -> tuple[str, dict[str, Any]]:
     """Split `NAME:ROWS`; a name may have colons of its own."""
     first, _, last = name.rpartition(":")
     return (first, {"num_rows": int(last)}) if first and last.isdigit() and int(last) else (name, {})

@@ -19,7 +19,7 @@ class TellingEnv(gym.Env):
         self.longest, self.reuses_buffer = longest, reuses_buffer
         self.episode = offset
         self.num_steps = 0
-        self.options = []
+        self.options: list = []
         self.buffer = np.zeros(4, np.float32)
 
     def reset(self, *, seed=None, options=None):

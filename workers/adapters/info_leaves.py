@@ -69,10 +69,9 @@ class InfoLeaves(Adapter):
 
     def __init__(self, inner: Adapter, fields: Iterable[Field]) -> None:
         self.inner = inner
-        self.env = inner.env
         self.family = inner.family  # type: ignore[misc]  # one adapter for all families
-        self.takes_tensors, self.is_alone = inner.takes_tensors, inner.is_alone
         self.origin = inner.origin
+        self.takes_tensors, self.is_alone = inner.takes_tensors, inner.is_alone
         self.done_values = inner.done_values  # type: ignore[method-assign]
         self.render = inner.render  # type: ignore[method-assign]
         self.state_dict = inner.state_dict  # type: ignore[method-assign]

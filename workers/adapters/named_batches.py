@@ -32,12 +32,14 @@ class GymnasiumVectorFactory:
         """Return the vector env."""
         import gymnasium
 
+        rendering: dict[str, Any] = {"render_mode": self.render_mode} if self.render_mode else {}
+        disabled = gymnasium.vector.AutoresetMode.DISABLED
         return gymnasium.make_vec(
             self.env_id,
             self.num_rows,
             vectorization_mode="sync",
-            vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED},
-            **({"render_mode": self.render_mode} if self.render_mode else {}),
+            vector_kwargs={"autoreset_mode": disabled},
+            **rendering,
         )
 
 
