@@ -43,8 +43,6 @@ class Exchange:
         """
         if env_ids is None:
             env_ids = td.get(ENV_IDS, None)
-            if env_ids is not None and env_ids.ndim > 1:  # of envs that are batches: each row says its env
-                env_ids = env_ids.flatten(1)[:, 0]
         ids = self.as_ids(env_ids)
         if td.batch_size[:1] != (len(ids),):
             raise ValueError(
@@ -58,6 +56,8 @@ class Exchange:
         if env_ids is None:
             return self._engine.all_ids
         ids = np.atleast_1d(to_numpy(env_ids)).astype(np.int64)
+        if ids.ndim > 1:  # of envs that are batches, as `set_ids` gives them: each row says its env
+            ids = ids.reshape(len(ids), -1)[:, 0]
         if len(ids) and (ids.min() < 0 or ids.max() >= num_envs or len(np.unique(ids)) != len(ids)):
             raise ValueError(f"the call failed: expected different env ids in 0..{num_envs - 1}, got {ids.tolist()}.")
         return ids

@@ -57,7 +57,9 @@ def test_the_env_is_given_the_callers_own_tensor_through_every_door():
         assert torch.equal(received["action"], lone)
         assert received["env_ids"].tolist() == [[1] * 4]
         env.send(received.set("action", lone))
-        assert env.recv()["env_ids"].tolist() == [[1] * 4]
+        received = env.recv()
+        assert received["env_ids"].tolist() == [[1] * 4]
+        assert env.current(received["env_ids"]).batch_size == (1, 4)
         given = []
 
         def policy(td: Any) -> Any:
@@ -97,7 +99,7 @@ def test_indices_begin_where_the_env_begins_them():
 @pytest.mark.parametrize(
     "leaf",
     [
-        LeafSpec(("action",), (2, 3), "float32", Box(np.float32(-1), np.float32(1))),
+        LeafSpec(("action",), (2, 3), "float32", Box(np.array(-1, "f4"), np.array(1, "f4"))),
         LeafSpec(("action",), (2, 3), "float32", Box(np.array([-1, -2, 0], "f4"), np.array([1, 2, 0.5], "f4"))),
         LeafSpec(("action",), (2, 3), "float32", Unbounded()),
         LeafSpec(("action",), (2,), "int64", Discrete(3)),
@@ -186,7 +188,7 @@ def test_a_faulty_step_loses_one_env_alone():
     def make_env(broken: bool) -> Any:  # noqa: FBT001
         simulator = simulators.Counter()
         if broken:
-            simulator.step = lambda _action: (_ for _ in ()).throw(ValueError("it broke"))  # type: ignore[method-assign]
+            simulator.step = lambda _action: (_ for _ in ()).throw(ValueError("it broke"))  # type: ignore[assignment, method-assign]
         return simulator
 
     with SerialEnv(2, make_env, env_kwargs=[{"broken": False}, {"broken": True}], seed=0) as env:

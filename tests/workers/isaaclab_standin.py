@@ -103,7 +103,7 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
     """What both kinds have."""
 
     is_vector_env: ClassVar[bool] = True
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": [None, "human", "rgb_array"]}
+    metadata = {"render_modes": [None, "human", "rgb_array"]}  # noqa: RUF012  # as Gymnasium has it
 
     def __init__(self, cfg: Cfg | None = None, render_mode: str | None = None) -> None:
         self.cfg = cfg = cfg or Cfg()

@@ -349,7 +349,7 @@ def test_env_type_numpy_is_for_envs_that_take_arrays():
 
 def test_unknown_env_types_are_refused():
     with pytest.raises(ValueError, match="env_type"):
-        ExecutorOptions(env_type="jax")  # type: ignore[arg-type]
+        ExecutorOptions(env_type="jax")
 
 
 def test_env_type_torch_leaves_torchrl_to_its_own_adapter():

@@ -79,7 +79,7 @@ def test_rows_are_those_of_a_plain_loop():
 
 @pytest.mark.parametrize("batch", BATCHES if _IS_FULL else ("block",))
 def test_every_rule_holds(batch):
-    report = Contract(balance, num_steps=30, make_batch=BATCHES[batch]).check_all()
+    report = Contract(balance, num_steps=16, make_batch=BATCHES[batch]).check_all()
     assert report.num_ends > 1
 
 

@@ -18,7 +18,7 @@ class Counter(gymnasium.Env[Any, Any]):
     Observations are `[B, 2]`: episode (counted from the seed), count. The reward is the sum of the action.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "DISABLED"}
+    metadata = {"autoreset_mode": "DISABLED"}  # noqa: RUF012  # as Gymnasium has it
     action_width: ClassVar[int] = 2
 
     def __init__(self, num_envs: int = NUM_ROWS, device: str = "cpu") -> None:
@@ -27,6 +27,7 @@ class Counter(gymnasium.Env[Any, Any]):
         self.lengths = torch.arange(num_envs, device=device) + 3
         self.state = torch.zeros(num_envs, 2, device=device)
         self.num_steps = 0
+        self.given: Any = None
         self.masks: list[Any] = []
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -76,7 +77,7 @@ class Lean(Counter):
 class SameStep(Counter):
     """Resets rows in the step in which they end, and publishes what they were like before."""
 
-    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "SAME_STEP"}
+    metadata = {"autoreset_mode": "SAME_STEP"}  # noqa: RUF012  # as Gymnasium has it
 
     def _end(self, truncated: torch.Tensor, extras: dict[str, Any]) -> torch.Tensor:
         if truncated.any():
@@ -88,13 +89,13 @@ class SameStep(Counter):
 class Silent(SameStep):
     """Does not say when it resets."""
 
-    metadata: ClassVar[dict[str, Any]] = {}
+    metadata = {}  # noqa: RUF012  # as Gymnasium has it
 
 
 class NextStep(Counter):
     """Says that it resets in the next step."""
 
-    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "NEXT_STEP"}
+    metadata = {"autoreset_mode": "NEXT_STEP"}  # noqa: RUF012  # as Gymnasium has it
 
 
 class Losing(SameStep):

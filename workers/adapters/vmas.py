@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 from envherd.shm.specs import Box, Discrete, Domain, EnvSpec, Key, LeafSpec, MultiDiscrete, Unbounded, done_leaves
-from envherd.workers import seeding
 from envherd.workers.adapters.structure import interval
 from envherd.workers.adapters.torch_batch import Leaves, Stepped, TorchBatchAdapter, torch_dtype_name
 from envherd.workers.errors import SpecError
@@ -81,7 +80,7 @@ class VmasAdapter(TorchBatchAdapter):
             for one, info in zip(self._listed(observations), self._no_infos, strict=True)
         ]
         groups = [
-            _Group(name, tuple(map(self._names.index, members)), _is_dense(observed, env, name, members, self._names))
+            _Group(name, tuple(map(self._names.index, members)), _is_dense(observed, env, members, self._names))
             for name, members in _group_map(self._names).items()
         ]
         self._takes, observation = _plan_observation(groups, observed)
@@ -161,9 +160,7 @@ def seed_builds() -> None:
     """Have scenarios that are built from now on draw from the global generators as they are now."""
     from vmas.simulator.environment import Environment
 
-    python, numpy_state, torch_state = seeding.caller_state()
-    del python, numpy_state
-    Environment.vmas_random_state[:] = [torch_state, np.random.get_state(), random.getstate()]
+    Environment.vmas_random_state[:] = [torch.get_rng_state(), np.random.get_state(), random.getstate()]
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
@@ -182,9 +179,8 @@ def _group_map(names: Sequence[str]) -> dict[str, list[str]]:
     return {"agents": groups["agent"]} if list(groups) == ["agent"] else groups
 
 
-def _is_dense(observed: _ByAgent, env: Any, name: str, members: Sequence[str], names: list[str]) -> bool:
+def _is_dense(observed: _ByAgent, env: Any, members: Sequence[str], names: list[str]) -> bool:
     """Return whether all members of a group have the same leaves, of the same shapes."""
-    del name
     indices = [names.index(member) for member in members]
     shapes = [[(key, value.shape[1:]) for key, value in _items(observed[i], ())] for i in indices]
     sizes = [_action_shape(_action_space(env, i)) for i in indices]
