@@ -166,7 +166,7 @@ class PlainTorchRL:
         following = self.env.step(self._root.clone().set("action", torch.from_numpy(action["action",])))["next"]
         self._root = following.exclude("reward")
         values = _of_tensordict(following)
-        reward = {("reward",): values.pop(("reward",))}
+        reward: Values = {("reward",): values.pop(("reward",))}
         return values, reward, following["terminated"].numpy(), following["truncated"].numpy()
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class PlainMeltingPot:
         timestep = self.env.step(action["agents", "action"].tolist())
         self._num_steps += 1
         is_cut = self._num_steps == self._max_steps and not timestep.last()
-        rewards = {("agents", "reward"): np.stack(timestep.reward)}
+        rewards: Values = {("agents", "reward"): np.stack(timestep.reward)}
         return self._observed(timestep.observation), rewards, timestep.last(), is_cut
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ class Evil:
     def __repr__(self):
         raise RuntimeError("no repr")
 
-    __str__ = __array__ = __len__ = __iter__ = __reduce_ex__ = __getstate__ = __repr__
+    __str__ = __array__ = __len__ = __iter__ = __reduce_ex__ = __getstate__ = __repr__  # type: ignore[assignment]
 
 
 class Unloadable(Exception):
@@ -55,7 +55,7 @@ class Mean(dict):
     def keys(self):
         raise SystemExit(3)
 
-    items = get = __iter__ = __len__ = __getitem__ = keys
+    items = get = __iter__ = __len__ = __getitem__ = keys  # type: ignore[assignment]
 
 
 #: What an info holds -> whether `plain` and `pickle` hand on its entry `bad`.
