@@ -90,7 +90,7 @@ class Placed:
 
 def _with_index(device: torch.device) -> torch.device:
     """Return `cuda` as `cuda:0` or whichever is current, so that devices can be compared."""
-    is_vague = device.type == "cuda" and device.index is None and torch.cuda.is_available()
+    is_vague = str(device) == "cuda" and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if is_vague else device
 
 

@@ -403,8 +403,8 @@ class Rows:
         if draft.buffer is not None:
             draft.buffer[:] = self.batches[0].next_bytes[column]
         if has_root and reset_ids is not None:
-            leaves = self.batches[0].mended_roots(column, self.row_of[reset_ids])
-            return draft.next_td, self.root_shell.build(leaves)
+            mended = self.batches[0].mended_roots(column, self.row_of[reset_ids])
+            return draft.next_td, self.root_shell.build(mended)
         return draft.next_td, draft.root_td
 
     def root_after(self, leaves: list[Leaves], column: int, reset_ids: np.ndarray | None) -> TensorDictBase:

@@ -114,9 +114,11 @@ class Observations:
         self._next = [batch.next_arrays[batch.next_keys.index(key)] if key in batch.next_keys else None for key in keys]
         self._root = [batch.root_arrays[batch.root_keys.index(key)] if key in batch.root_keys else None for key in keys]
         self._join = _joiner(single_space)
-        is_one_array = is_bare and self._next[0] is not None and self._root[0] is not None
-        self._only_next = list(self._next[0]) if is_one_array else None
-        self._only_root = list(self._root[0]) if is_one_array else []
+        self._only_next: list[np.ndarray] | None = None
+        self._only_root: list[np.ndarray] = []
+        after, fresh = self._next[0], self._root[0]
+        if is_bare and after is not None and fresh is not None:
+            self._only_next, self._only_root = list(after), list(fresh)
 
     def after(self, column: int, reset_ids: np.ndarray | None) -> Any:
         """Return what a step of all envs gave, from a ring column; where some were reset, their new observations.
