@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from envherd.executor.lifecycle import WorkerProcess
@@ -13,6 +14,24 @@ from envherd.workers.protocol import describe_phase
 log = logging.getLogger("envherd")
 
 Frame = dict[str, Any]
+
+
+@dataclass
+class Numbering:
+    """How messages and errors made in this process call envs and workers.
+
+    Attributes:
+        first_env_id, first_worker_id: what env 0 and worker 0 are called.
+        place: where they are, for a process that runs a share of a larger batch; empty otherwise.
+    """
+
+    first_env_id: int = 0
+    first_worker_id: int = 0
+    place: str = ""
+
+
+#: Of this process. A process that hosts a share of a larger batch changes it, before it makes an executor.
+numbering = Numbering()
 
 
 def worker_lost(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None = None) -> WorkerLost:
@@ -28,7 +47,7 @@ def worker_lost(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_i
     hint = " Often out-of-memory: see the memory of each worker in statistics()." if "SIGKILL" in how else ""
     lines = worker.last_lines()
     return WorkerLost(
-        f"{phase} failed: worker {worker.worker_id} ended with {how} ({_where(worker, env_ids, env_id)}).{hint} "
+        f"{phase} failed: worker {_called(worker)} ended with {how} ({_where(worker, env_ids, env_id)}).{hint} "
         f"ExecutorOptions(on_worker_loss='restart') replaces lost workers."
         + (f"\nIts last output:\n{lines}" if lines else ""),
         remote_traceback=lines or None,
@@ -46,7 +65,7 @@ def worker_late(
     worker.wait_exit(1.0)
     option = phase if phase in ("step", "reset") else "build"
     return WorkerTimeout(
-        f"{phase} failed: worker {worker.worker_id} gave no answer within {timeout_s:g} s and was killed "
+        f"{phase} failed: worker {_called(worker)} gave no answer within {timeout_s:g} s and was killed "
         f"({_where(worker, env_ids, env_id)}). Raise ExecutorOptions.{option}_timeout_s if it may take so long.\n"
         f"It was stuck in:\n{stack}",
         remote_traceback=stack,
@@ -62,7 +81,8 @@ def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
     )
     env_id = fault["env_id"]
     return FactoryError(
-        f"{said} (env {env_id}, worker {worker.worker_id}, pid {worker.pid}, phase build).",
+        f"{said} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}{_place()}, "
+        f"phase build).",
         remote_traceback=fault["traceback"],
         type_name=fault["type_name"],
         type_module=fault["type_module"],
@@ -73,12 +93,14 @@ def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
 def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:
     """Return the error for what envs raised: about the first of them (run by `worker_id`), naming the others."""
     fault = first_fault(faults)
-    env_id = fault["env_id"]
-    others = sorted(one["env_id"] for one in faults if one is not fault)
+    env_id = numbering.first_env_id + fault["env_id"]
+    others = sorted(numbering.first_env_id + one["env_id"] for one in faults if one is not fault)
+    worker_id += numbering.first_worker_id
     also = f" Envs {others} raised too." if others else ""
     return EnvError(
         f"{fault['phase']} failed: the env raised {fault['type_name']}: {fault['message']} "
-        f"(env {env_id}, worker {worker_id}, pid {pid}).{also} The other envs go on; reset this one to use it again.",
+        f"(env {env_id}, worker {worker_id}, pid {pid}{_place()}).{also} "
+        f"The other envs go on; reset this one to use it again.",
         remote_traceback=fault["traceback"],
         env_ids=(env_id, *others),
         worker_id=worker_id,
@@ -98,20 +120,26 @@ def log_stall(worker: WorkerProcess, phase_word: int, waited_s: float) -> None:
     """Log where a worker is that has been waited for long, without a deadline."""
     phase, env_id = describe_phase(phase_word)
     log.warning(
-        "worker %d has been in %s of env %s for %.0f s:\n%s", worker.worker_id, phase, env_id, waited_s, worker.stack()
+        "worker %d has been in %s of env %s for %.0f s:\n%s",
+        _called(worker),
+        phase,
+        None if env_id is None else numbering.first_env_id + env_id,
+        waited_s,
+        worker.stack(),
     )
 
 
 def log_notice(frame: Frame) -> None:
     """Log that an env draws from global random generators, or that entries of its infos are left out."""
+    env_id = numbering.first_env_id + frame["env_id"]
     if frame["kind"] == "left_out":
         for name, why in frame["entries"].items():
-            log.warning("env %d: %r of its info is left out (%s). This is said once.", frame["env_id"], name, why)
+            log.warning("env %d: %r of its info is left out (%s). This is said once.", env_id, name, why)
         return
     log.warning(
         "env %d drew from the global generators (%s) during %s: its data depend on which envs share its worker. "
         "ExecutorOptions(isolate_rng=True) makes them reproducible.",
-        frame["env_id"],
+        env_id,
         ", ".join(frame["generators"]),
         frame["phase"],
     )
@@ -119,20 +147,30 @@ def log_notice(frame: Frame) -> None:
 
 def log_close_fault(frame: Frame) -> None:
     """Log what an env raised when it was closed."""
-    log.warning("closing env %s raised %s: %s", frame["env_id"], frame["type_name"], frame["message"])
+    env_id = numbering.first_env_id + frame["env_id"]
+    log.warning("closing env %s raised %s: %s", env_id, frame["type_name"], frame["message"])
+
+
+def _called(worker: WorkerProcess) -> int:
+    return numbering.first_worker_id + worker.worker_id
+
+
+def _place() -> str:
+    return f", {numbering.place}" if numbering.place else ""
 
 
 def _where(worker: WorkerProcess, env_ids: Sequence[int], env_id: int | None) -> str:
-    span = f"{env_ids[0]}-{env_ids[-1]}" if len(env_ids) > 1 else str(env_ids[0])
-    at = "" if env_id is None else f"at env {env_id}, "
-    return f"{at}envs {span}, pid {worker.pid}, generation {worker.generation}"
+    first = numbering.first_env_id
+    span = f"{first + env_ids[0]}-{first + env_ids[-1]}" if len(env_ids) > 1 else str(first + env_ids[0])
+    at = "" if env_id is None else f"at env {first + env_id}, "
+    return f"{at}envs {span}, pid {worker.pid}, generation {worker.generation}{_place()}"
 
 
 def _context(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None) -> dict[str, Any]:
     return {
-        "env_ids": tuple(env_ids),
-        "env_id": env_id,
-        "worker_id": worker.worker_id,
+        "env_ids": tuple(numbering.first_env_id + i for i in env_ids),
+        "env_id": None if env_id is None else numbering.first_env_id + env_id,
+        "worker_id": _called(worker),
         "pid": worker.pid,
         "generation": worker.generation,
         "phase": phase,

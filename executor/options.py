@@ -60,6 +60,8 @@ class ExecutorOptions:
             family are batched simulators with Gymnasium's methods and torch's tensors; "numpy" that they are not.
         pickle_replies: let `call` and `get` bring back arbitrary objects by pickle; off by default,
             plain data and arrays always work.
+        first_env_id: what seeds call env 0. Executors of one root seed that each run a share of one large batch
+            (on machines of their own, say) give the data of that batch, bit for bit, if each says where its begins.
     """
 
     start_method: StartMethod = "zygote"
@@ -87,6 +89,7 @@ class ExecutorOptions:
     episode_seeds: bool = True
     env_type: EnvType = "auto"
     pickle_replies: bool = False
+    first_env_id: int = 0
 
     def for_block(self) -> BlockOptions:
         """Return what concerns the envs themselves."""
@@ -97,6 +100,7 @@ class ExecutorOptions:
             info_keys=self.info_keys,
             episode_seeds=self.episode_seeds,
             env_type=self.env_type,
+            first_env_id=self.first_env_id,
         )
 
     @property
@@ -108,9 +112,11 @@ class ExecutorOptions:
         """Refuse values that cannot work.
 
         Raises:
-            ValueError: fewer than 2 ring frames, an unknown name, or `info_keys` that are none.
+            ValueError: fewer than 2 ring frames, an unknown name, `info_keys` that are none, or a negative env id.
         """
         check_keys(self.info_keys)
+        if self.first_env_id < 0:
+            raise ValueError(f"ExecutorOptions failed: expected first_env_id of at least 0, got {self.first_env_id}.")
         if self.ring_frames < 2:
             raise ValueError(f"ExecutorOptions failed: expected ring_frames of at least 2, got {self.ring_frames}.")
         choices = (

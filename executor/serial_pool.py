@@ -69,7 +69,7 @@ class SerialPool:
         builder = Builder(self.options.info_keys, self.options.env_type)
         try:
             for env_id, factory in enumerate(self._factories):
-                seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, env_id))
+                seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, self.options.first_env_id + env_id))
                 self._build(builder, env_id, factory)
         except BaseException:
             self.close()

@@ -69,6 +69,7 @@ class Block:
         self._report = report
         self._isolate_rng = options.isolate_rng
         self._has_episode_seeds = options.episode_seeds
+        self._first_env_id = options.first_env_id
         self._pack_info = packer(options.infos)
         self._words: dict[str, memoryview] = {}
         self._unpacked: dict[int, tuple[int, int, int, int]] = {}
@@ -212,7 +213,8 @@ class Block:
         prepared, slot.prepared = slot.prepared, None
         episodes = self._words["episode"]
         episode = episodes[slot.env_id]
-        seed = seeding.episode_seed(self.root_seed, slot.env_id, episode) if self._has_episode_seeds else None
+        own_id = self._first_env_id + slot.env_id
+        seed = seeding.episode_seed(self.root_seed, own_id, episode) if self._has_episode_seeds else None
         if prepared is not None and prepared.has_seed:
             seed = prepared.seed
             slot.adapter.reseeded()
@@ -264,7 +266,7 @@ class Block:
         outer = before = seeding.globals_state()
         if self._isolate_rng:
             if slot.rng_state is None:
-                seeding.seed_globals(seeding.build_seed(self.root_seed, slot.env_id))
+                seeding.seed_globals(seeding.build_seed(self.root_seed, self._first_env_id + slot.env_id))
             else:
                 seeding.restore_globals(slot.rng_state)
             before = seeding.globals_state()

@@ -141,7 +141,7 @@ class Worker:
         builder = Builder(message.block.info_keys, message.block.env_type)
         adapters = {}
         for env_id, factory, kwargs in zip(message.env_ids, message.factories, message.env_kwargs, strict=True):
-            seeding.seed_globals(seeding.build_seed(message.root_seed, env_id))
+            seeding.seed_globals(seeding.build_seed(message.root_seed, message.block.first_env_id + env_id))
             try:
                 adapters[env_id] = builder.build(factory, kwargs)
             except BaseException as error:  # a factory may raise anything; the parent decides

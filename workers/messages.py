@@ -41,6 +41,7 @@ class BlockOptions:
         info_keys: entries of the infos that are leaves; see `adapters.info_leaves`.
         episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
         env_type: what the envs take and give; see `adapters.find_adapter`.
+        first_env_id: what seeds call env 0, where these envs are a share of a larger batch.
     """
 
     isolate_rng: bool = False
@@ -49,6 +50,7 @@ class BlockOptions:
     info_keys: InfoKeys | None = None
     episode_seeds: bool = True
     env_type: EnvType = "auto"
+    first_env_id: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
