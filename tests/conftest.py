@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -73,6 +74,22 @@ def _command(pid: int) -> str:
     return "(gone)"
 
 
+def _not_of_others(names: set[str]) -> set[str]:
+    """Return the names in /dev/shm that no living process but this one and its children has mapped.
+
+    Who has made a name cannot be told, and other processes (tests that run at the same time) make some too.
+    """
+    if not names:
+        return names
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    theirs: set[str] = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            maps = "" if pid in ours else Path(f"/proc/{pid}/maps").read_text()
+            theirs.update(line.partition("/dev/shm/")[2].partition(" ")[0] for line in maps.splitlines())
+    return names - theirs
+
+
 def _is_pool(thread: threading.Thread) -> bool:
     """Return whether a thread belongs to a library's pool that lives as long as the process."""
     return thread.name.startswith(("asyncio_", "ThreadPoolExecutor-", "pytest_timeout"))
@@ -99,7 +116,7 @@ class Possessions:
             if self.descriptors.get(fd) != target and not target.startswith(_KEPT_OPEN)
         ]
         found += [f"thread {t.name}" for t in threading.enumerate() if id(t) not in self.threads and not _is_pool(t)]
-        found += [f"/dev/shm/{name}" for name in sorted(now.shm - self.shm)]
+        found += [f"/dev/shm/{name}" for name in sorted(_not_of_others(now.shm - self.shm))]
         found += [f"handler of signal {n}" for n, handler in now.handlers.items() if handler != self.handlers[n]]
         return found + ([f"current folder {now.folder}"] if now.folder != self.folder else [])
 
