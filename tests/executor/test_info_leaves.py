@@ -263,3 +263,24 @@ def test_the_contract_holds():
         return InfoLeaves(inner, declared_fields({"lives": int, ("episode", "r"): float}, inner.spec))
 
     assert check_env_contract(make, num_steps=20).num_ends > 4
+
+
+@pytest.mark.parametrize("mode", list(gymnasium.vector.AutoresetMode))
+def test_rows_of_a_vector_env_tell_of_themselves(mode):
+    """Also at an end that the vector env buries in `final_info`, and in resets of some rows."""
+
+    class Long(Telling):
+        def step(self, action):
+            observation, reward, _, truncated, info = super().step(action)
+            return observation, reward, self.count == 4, truncated, info
+
+    def make_env():
+        return gymnasium.vector.SyncVectorEnv([Telling, Long], autoreset_mode=mode)
+
+    keys = {"lives": int, ("episode", "r"): float}
+    with SerialEnv(1, make_env, seed=0, options=ExecutorOptions(info_keys=keys)) as env:
+        data = env.rollout(5, break_when_any_done=False)[0]
+    assert data["info", "lives"].tolist() == [[3, 3], [2, 2], [1, 1], [3, 0], [2, 3]]
+    assert data["next", "info", "lives"].tolist() == [[2, 2], [1, 1], [0, 0], [2, -1], [1, 2]]
+    assert data["next", "info", "_lives"].all()
+    assert data["next", "info", "episode", "r"].tolist() == [[0, 0], [0, 0], [1.5, 1.5], [0, 0], [0, 0]]
