@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 _QUERY = "index,uuid,name,memory.total,memory.free"
@@ -33,12 +33,7 @@ def read_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     """Return the GPUs that `nvidia-smi` lists and `CUDA_VISIBLE_DEVICES` allows, or torch's if it is imported."""
     if shutil.which("nvidia-smi") is None:
         return _torch_gpus()
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return parse_smi(done.stdout, environment.get("CUDA_VISIBLE_DEVICES")) if done.returncode == 0 else ()
+    return parse_smi(_ask(f"--query-gpu={_QUERY}"), environment.get("CUDA_VISIBLE_DEVICES"))
 
 
 def parse_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:
@@ -63,6 +58,32 @@ def parse_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:
             break  # CUDA stops at the first that is not there, too
         found.append(match)
     return tuple(found)
+
+
+def memory_used_by(pids: Collection[int]) -> int | None:
+    """Return bytes of GPU memory that processes use together; None where there is no GPU, or nobody says."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    return parse_apps(_ask("--query-compute-apps=pid,used_memory"), pids)
+
+
+def parse_apps(text: str, pids: Collection[int]) -> int:
+    """Return bytes in the CSV that `nvidia-smi` prints of the processes on a GPU: pid, MiB."""
+    total = 0
+    for line in text.splitlines():
+        pid, _, used = (field.strip() for field in line.partition(","))
+        if pid.isdigit() and used.isdigit() and int(pid) in pids:
+            total += int(used) * _MIB
+    return total
+
+
+def _ask(query: str) -> str:
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _torch_gpus() -> tuple[Gpu, ...]:

@@ -11,8 +11,10 @@ Assumes: Linux (pidfd, memfd, /proc).
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -30,6 +32,10 @@ _PACKET = 1 << 18
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _STACK_WAIT_S = 1.0  # for a stuck worker to have written its stack; it takes well under a millisecond
 _LAST_LINES = 60
+_LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
+#: Descriptors of the owner: for each worker (socket, log, pidfd), and once per executor (the helper's socket,
+#: lifeline and log; the slab; what starting a process takes meanwhile).
+_FDS_PER_WORKER, _FDS_OF_EXECUTOR = 3, 12
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
     "from envherd.workers.zygote import main; main(int(sys.argv[1]))"
@@ -172,11 +178,14 @@ class Zygote:
                 stderr=captured,
                 start_new_session=True,
             )
-        except BaseException:
+        except BaseException as error:
             ours.close()
             self._close_lifeline()
             if captured is not None:
                 os.close(captured)
+            if isinstance(error, BlockingIOError):  # what fork says at a limit
+                said = f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}"
+                raise WorkerLost(said, phase="start") from error
             raise
         finally:
             theirs.close()
@@ -186,6 +195,11 @@ class Zygote:
         self._is_ready = False
         self.failed_preloads: dict[str, str] = {}
         self.num_threads = 1
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def wait_ready(self) -> None:
         """Wait until it has imported what it was told to; idempotent."""
@@ -197,9 +211,16 @@ class Zygote:
         self.num_threads = answer["num_threads"]
 
     def fork(self, config: dict[str, Any], fds: list[int]) -> int:
-        """Start a worker and return its pid."""
+        """Start a worker and return its pid.
+
+        Raises:
+            WorkerLost: the helper has ended, or the system allows no further process.
+        """
         self.wait_ready()
-        return int(self._request({"op": "fork", "config": config}, fds)["pid"])
+        answer = self._request({"op": "fork", "config": config}, fds)
+        if "error" in answer:
+            raise WorkerLost(f"starting a worker failed: {answer['error']}. {_LIMITS}", phase="start")
+        return int(answer["pid"])
 
     def exit_code(self, pid: int, timeout_s: float = 0.5) -> int | None:
         """Return how a worker ended, or None if it lives or the zygote has gone."""
@@ -275,6 +296,22 @@ def _environment(options: ExecutorOptions) -> dict[str, str]:
         environment.update(dict.fromkeys(_THREAD_VARIABLES, str(options.worker_threads)))
     environment.update(options.env_vars)
     return environment
+
+
+def check_descriptors(num_workers: int) -> None:
+    """Refuse to start workers that the limit on open files has no room for.
+
+    Raises:
+        OSError: EMFILE, with the numbers.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    num_open, num_wanted = len(os.listdir("/proc/self/fd")), num_workers * _FDS_PER_WORKER + _FDS_OF_EXECUTOR
+    if limit != resource.RLIM_INFINITY and num_open + num_wanted > limit:
+        raise OSError(
+            errno.EMFILE,
+            f"starting workers failed: expected room for {num_wanted} more open files ({num_workers} workers), got a "
+            f"limit of {limit} of which {num_open} are open. Raise it (ulimit -n), or use fewer workers",
+        )
 
 
 def worker_config(options: ExecutorOptions, worker_id: int) -> dict[str, Any]:

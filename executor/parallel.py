@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from envherd.executor.agreement import check_agreement
 from envherd.executor.batched import BatchedEnv
@@ -16,11 +16,11 @@ class ParallelEnv(BatchedEnv):
     """N envs in worker processes, stepped as one batch over shared memory.
 
     Args:
-        num_envs: N.
+        num_envs: N; "auto" measures an env for some seconds and decides (see `envherd size` and docs/sizing.md).
         make_env: a callable that builds one env, or a list of N callables (different tasks). It is
             pickled by value and called inside a worker; this process never builds an env.
-        num_workers: processes; None for one per usable core, at most N. Envs are spread over them in
-            contiguous blocks.
+        num_workers: processes; None for one per usable core, at most N; "auto" measures and decides. Envs are
+            spread over them in contiguous blocks.
         env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
         seed: root seed of everything random; None draws one (see the attribute `seed`).
         device: where batches are handed out; None leaves them on the cpu.
@@ -36,10 +36,10 @@ class ParallelEnv(BatchedEnv):
 
     def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
-        num_envs: int,
+        num_envs: int | Literal["auto"],
         make_env: MakeEnv,
         *,
-        num_workers: int | None = None,
+        num_workers: int | Literal["auto"] | None = None,
         env_kwargs: EnvKwargs = None,
         seed: int | None = None,
         device: Any = None,
@@ -48,6 +48,10 @@ class ParallelEnv(BatchedEnv):
     ) -> None:
         options = options or ExecutorOptions()
         where = as_device(device)
+        if isinstance(num_envs, str) or isinstance(num_workers, str):
+            from envherd.executor.sizing.recommending import resolve  # here: it is made of this class
+
+            num_envs, num_workers = resolve(num_envs, num_workers, make_env, env_kwargs, options)
         factories = as_factories(num_envs, make_env)
         blueprint = draw(factories, env_kwargs, choose_workers(num_envs, num_workers), seed, options)
         pool = WorkerPool(blueprint, options)

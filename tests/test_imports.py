@@ -37,6 +37,7 @@ ALLOWED = {
     "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
     "executor/cli/*": {"typer", "rich"},
     "executor/media.py": {"PIL"},
+    "executor/sizing/plotting.py": {"matplotlib"},
     "executor/cluster.py": {"ray"},
     "executor/facades/gymnasium*.py": {"gymnasium"},
     "executor/facades/sb3*.py": {"stable_baselines3", "gymnasium"},

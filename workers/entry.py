@@ -40,6 +40,7 @@ from envherd.workers.reply import Fault
 _F_SETSIG = 10  # fcntl.h; not in python's fcntl module
 _LOG_LIMIT = 1 << 20  # bytes of a worker's log before it is cut
 _LOG_KEPT = 1 << 16  # bytes that are kept then
+_FIRST_FD = 512  # of the worker's own descriptors
 _OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should take a worker, not the learner
 
 
@@ -47,12 +48,12 @@ def main(sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, A
     """Be a worker until told to leave; never returns."""
     _detach_from_terminal()
     _arm_lifeline(lifeline_fd)
+    sock, log_fd = socket.socket(fileno=_out_of_the_way(sock.detach())), _out_of_the_way(log_fd)
     if config.get("output") == "capture":
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
-    log = os.fdopen(log_fd, "a", closefd=False)
-    faulthandler.enable(file=log, all_threads=True)
-    faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)
+    faulthandler.enable(file=log_fd, all_threads=True)
+    _listen_for_stack_requests(log_fd)
     _apply(config)
     try:
         Worker(messages.Channel(sock), log_fd).serve()
@@ -77,10 +78,27 @@ def _detach_from_terminal() -> None:
         score.write(_OOM_SCORE)
 
 
+def _listen_for_stack_requests(log_fd: int) -> None:
+    """Have SIGUSR2 write the stacks of all threads to the log, whatever an env has made of that signal."""
+    faulthandler.unregister(signal.SIGUSR2)
+    faulthandler.register(signal.SIGUSR2, file=log_fd, all_threads=True)
+
+
+def _out_of_the_way(fd: int) -> int:
+    """Move a descriptor to where envs that close or count on low numbers do not reach; it stays where there is no room."""
+    try:
+        moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
+    except OSError:  # the limit on open files is lower
+        return fd
+    os.close(fd)
+    return moved
+
+
 def _arm_lifeline(fd: int) -> None:
     """Ask the kernel for SIGKILL when the owner's end closes."""
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # own file: own F_SETOWN
     os.close(fd)
+    own = _out_of_the_way(own)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
@@ -117,6 +135,7 @@ class Worker:
             messages.Seed: self._on_seed,
             messages.Prepare: self._on_prepare,
             messages.Ask: self._on_ask,
+            messages.Probe: self._on_probe,
         }
 
     def serve(self) -> None:
@@ -154,6 +173,7 @@ class Worker:
             self._channel.send_plain,
             message.block,
         )
+        _listen_for_stack_requests(self._log_fd)  # what envs import may have taken the signal
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
         self._channel.send_plain({"kind": "specs", "specs": specs})
 
@@ -188,6 +208,11 @@ class Worker:
         assert self._build is not None
         adapters = {env_id: slot.adapter for env_id, slot in self._block.slots.items()}
         self._channel.send_plain(answer(message, adapters, pickle_replies=self._build.pickle_replies))
+
+    def _on_probe(self, message: messages.Probe) -> None:
+        from envherd.workers.probe import Prober  # here: other workers have no use for it
+
+        Prober(message, self._channel.send_plain).run()
 
     def _trim_log(self) -> None:
         """Keep the log short: an env may print for days."""

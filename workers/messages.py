@@ -143,11 +143,32 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Measure an env instead of building a block; answered by "probed" frames, the last of which says so, or a fault.
+
+    Attributes:
+        factory: pickled.
+        env_kwargs: keyword arguments of the factory call.
+        root_seed: of the envs and of the random actions.
+        block: how the envs are run.
+        num_envs: how many are built beside each other at most.
+        budget_s: seconds after which no further step, reset or build is begun.
+    """
+
+    factory: bytes
+    env_kwargs: dict[str, Any]
+    root_seed: int
+    block: BlockOptions
+    num_envs: int
+    budget_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Close:
     """Close the envs and leave."""
 
 
-Message = Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Close
+Message = Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Probe | Close
 
 
 @contextlib.contextmanager

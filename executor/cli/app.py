@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from envherd.executor.cli.rollout import rollout
+from envherd.executor.cli.size import size
 
 app = typer.Typer(
     name="envherd",
@@ -15,8 +16,4 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(rollout)
-
-
-@app.callback()
-def _root() -> None:
-    """Keep `rollout` a command of its own although it is the only one so far."""
+app.command()(size)

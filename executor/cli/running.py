@@ -58,13 +58,13 @@ def run(request: Request) -> int:
         is_prepared = True
         collected = _run(request, factory, make_policy, store, console)
     except (EnvherdError, MediaError, StoreError, OSError) as error:
-        _complain(errors, error)
+        complain(errors, error)
         return EXIT_FAILED if is_prepared else EXIT_USAGE
     except KeyboardInterrupt:
         errors.print("interrupted")
         return EXIT_INTERRUPTED
     if collected.failure is not None:
-        _complain(errors, collected.failure)
+        complain(errors, collected.failure)
         return EXIT_FAILED
     return EXIT_INTERRUPTED if collected.is_interrupted else 0
 
@@ -156,7 +156,7 @@ def _call(make_policy: Any, executor: ParallelEnv) -> Any:
     return make_policy(executor) if takes_env else make_policy()
 
 
-def _complain(console: Console, error: Exception) -> None:
+def complain(console: Console, error: Exception) -> None:
     """Print an error as a reader needs it: the message, and where a worker failed, its traceback."""
     console.print(Text("error: ", "bold red").append(str(error), "default"), soft_wrap=True)
     remote = getattr(error, "remote_traceback", None)

@@ -1,0 +1,277 @@
+"""Which setting: pure, from a measurement, the machine and what is wanted; and what keeps it from being faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from envherd.executor.machine import Machine
+from envherd.executor.sizing.measurement import Measurement
+from envherd.executor.sizing.model import (
+    FILES_FIXED,
+    FILES_PER_WORKER,
+    MOST_PER_WORKER,
+    Model,
+    Prediction,
+    Setting,
+)
+from envherd.executor.sizing.modes import MODES, Mode
+from envherd.executor.sizing.overhead import Overhead
+from envherd.executor.sizing.reasons import Facts, reasons
+from envherd.workers.errors import EnvherdError
+
+#: A smaller setting is taken if it is at least this fast, relative to the best.
+_GOOD_ENOUGH = 0.95
+#: Another mode than "sync" is more to write: it must be so much faster.
+_MODE_GAIN = 1.2
+#: Workers beyond the processors, which only envs that wait have use for.
+_MOST_WAITING_WORKERS = 256
+
+
+class DoesNotFit(EnvherdError, RuntimeError):
+    """Not even one env fits the limits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What is wanted.
+
+    Attributes:
+        num_envs: fixed, or None to choose.
+        num_workers: fixed, or None to choose.
+        policy_s: seconds of the policy for each batch.
+        target_steps_per_s: take the smallest setting that is so fast.
+        headroom: share of the available memory that is left alone.
+    """
+
+    num_envs: int | None = None
+    num_workers: int | None = None
+    policy_s: float = 0.0
+    target_steps_per_s: float | None = None
+    headroom: float = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What was decided.
+
+    Attributes:
+        setting: see `Setting`.
+        prediction: of that setting.
+        binding: what keeps it from being faster, one word or two.
+        why: sentences, the most important first.
+        preload: modules that the helper should import beside those it imports anyway.
+        memory_room_bytes: that were there to take, before headroom.
+        most_envs_in_memory: envs that would fit on so many workers; None for more than anybody has asked for.
+        neighbours: settings around it and what they would do, for comparison.
+        meets_target: whether the wanted steps per second are reached; None if none were wanted.
+    """
+
+    setting: Setting
+    prediction: Prediction
+    binding: str
+    why: tuple[str, ...]
+    preload: tuple[str, ...]
+    memory_room_bytes: int
+    most_envs_in_memory: int | None
+    neighbours: tuple[tuple[Setting, Prediction], ...]
+    meets_target: bool | None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as documented in docs/sizing.md."""
+        return {
+            "num_envs": self.setting.num_envs,
+            "num_workers": self.setting.num_workers,
+            "mode": self.setting.mode,
+            "preload": list(self.preload),
+            "binding": self.binding,
+            "why": list(self.why),
+            "meets_target": self.meets_target,
+            "memory_room_bytes": self.memory_room_bytes,
+            "most_envs_in_memory": self.most_envs_in_memory,
+            "predicted": asdict(self.prediction),
+            "neighbours": [{**asdict(one), **asdict(two)} for one, two in self.neighbours],
+        }
+
+
+def decide(measured: Measurement, overhead: Overhead, machine: Machine, goal: Goal, num_frames: int = 4) -> Advice:
+    """Return the smallest setting that is within 5 % of the fastest that fits.
+
+    Args:
+        measured: of the env.
+        overhead: of the executor.
+        machine: what may be used.
+        goal: what is wanted.
+        num_frames: of the executor's ring.
+
+    Raises:
+        DoesNotFit: not even one env fits (or not the number of envs that was asked for), with the numbers.
+    """
+    model = Model(measured, overhead, machine, policy_s=goal.policy_s, num_frames=num_frames)
+    limits = _Limits(model, goal)
+    candidates = [setting for setting in _settings(model, goal) if limits.allow(setting)]
+    if not candidates:
+        raise DoesNotFit(limits.complaint(), needed_bytes=limits.least_bytes, room_bytes=limits.room)
+    predicted = {setting: model.predict(setting) for setting in candidates}
+    chosen, meets = _choose(predicted, goal)
+    unlimited = max((model.predict(one).steps_per_s for one in _settings(model, goal)), default=0.0)
+    facts = Facts(
+        model=model,
+        goal_envs=goal.num_envs,
+        target=goal.target_steps_per_s,
+        chosen=chosen,
+        prediction=predicted[chosen],
+        best_steps_per_s=max(one.steps_per_s for one in predicted.values()),
+        unlimited_steps_per_s=unlimited,
+        limited_by=limits.refused_by,
+        room_bytes=limits.room,
+        headroom=goal.headroom,
+        meets_target=meets,
+    )
+    binding, why = reasons(facts)
+    return Advice(
+        setting=chosen,
+        prediction=predicted[chosen],
+        binding=binding,
+        why=why,
+        preload=_preload(measured),
+        memory_room_bytes=limits.room,
+        most_envs_in_memory=limits.most_envs(chosen.num_workers),
+        neighbours=tuple(_neighbours(chosen, predicted)),
+        meets_target=meets,
+    )
+
+
+class _Limits:
+    """What does not fit, and why."""
+
+    def __init__(self, model: Model, goal: Goal) -> None:
+        machine = model.machine
+        self._model = model
+        self._goal = goal
+        self.room = machine.memory_available
+        self._usable = self.room * (1 - goal.headroom)
+        self._files = machine.files_left
+        self._processes = machine.processes_left
+        gpu_rooms = [gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machine.gpus]
+        self._gpu_room = sum(gpu_rooms) if gpu_rooms else None
+        self.refused_by: dict[str, int] = {}
+
+    @property
+    def least_bytes(self) -> int:
+        return self._model.memory_bytes(self._goal.num_envs or 1, self._goal.num_workers or 1)
+
+    def allow(self, setting: Setting) -> bool:
+        """Return whether a setting fits, and count what refuses it."""
+        name = next(self._refusals(setting), None)
+        if name is not None:
+            self.refused_by[name] = self.refused_by.get(name, 0) + 1
+        return name is None
+
+    def _refusals(self, setting: Setting) -> Iterator[str]:
+        measured, workers = self._model.measured, max(1, setting.num_workers)
+        if self._model.memory_bytes(setting.num_envs, workers) > self._usable:
+            yield "memory"
+        if self._files is not None and FILES_FIXED + FILES_PER_WORKER * workers > self._files:
+            yield "open files"
+        threads = 1 + workers * (1 + measured.num_threads)
+        if self._processes is not None and threads > self._processes:
+            yield "processes"
+        if measured.gpu_bytes and self._gpu_room is not None and workers * measured.gpu_bytes > self._gpu_room:
+            yield "GPU memory"
+
+    def most_envs(self, num_workers: int) -> int | None:
+        """Return how many envs fit the memory on so many workers, or None for over a thousand for each."""
+        workers = max(1, num_workers)
+        first = self._model.memory_bytes(workers, workers)
+        each = (self._model.memory_bytes(workers + 16, workers) - first) / 16
+        most = workers + int((self._usable - first) / max(1.0, each))
+        return most if most < 1000 * workers else None
+
+    def complaint(self) -> str:
+        """Say what does not fit."""
+        mib = 2**20
+        envs = self._goal.num_envs or 1
+        names = ", ".join(self.refused_by) or "memory"
+        return (
+            f"sizing failed: expected room for {envs} env{'s' if envs > 1 else ''}, got too little ({names}). "
+            f"{envs} would take {self.least_bytes / mib:,.0f} MiB; {self.room / mib:,.0f} MiB are available, of which "
+            f"{self._goal.headroom:.0%} are left alone. Raise the limit, ask for fewer envs, or make the env smaller."
+        )
+
+
+def _settings(model: Model, goal: Goal) -> Iterator[Setting]:
+    """Yield the settings that are compared, smaller ones first."""
+    workers = [goal.num_workers] if goal.num_workers else _worker_counts(model, goal.num_envs)
+    for count in workers:
+        envs = {goal.num_envs} if goal.num_envs else {count * each for each in _ENVS_PER_WORKER}
+        for num_envs in sorted(envs):
+            if count <= num_envs:
+                modes: tuple[Mode, ...] = MODES if num_envs > 1 else ("sync",)
+                for mode in modes:
+                    yield Setting(num_envs=num_envs, num_workers=count, mode=mode)
+
+
+_ENVS_PER_WORKER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_PER_WORKER)
+
+
+def _worker_counts(model: Model, num_envs: int | None) -> list[int]:
+    cores = len(model.machine.cpus)
+    most = cores
+    if model.measured.waits_share > 0.2:
+        busy = max(0.02, 1 - model.measured.waits_share)
+        most = min(_MOST_WAITING_WORKERS, int(cores / busy) + 1)
+    most = min(most, num_envs or most)
+    steps = {*range(1, min(most, 16) + 1), *(int(most * share / 8) for share in range(1, 9)), most, cores}
+    return sorted(count for count in steps if 1 <= count <= most)
+
+
+def _choose(predicted: dict[Setting, Prediction], goal: Goal) -> tuple[Setting, bool | None]:
+    """Return the setting, and whether the target is met."""
+    if goal.target_steps_per_s is not None:
+        fast = [s for s, one in predicted.items() if one.steps_per_s >= goal.target_steps_per_s]
+        for mode in MODES:  # sync first: it is the least to write
+            if mine := [setting for setting in fast if setting.mode == mode]:
+                return min(mine, key=lambda s: _size(s, predicted)), True
+    best = {mode: max((p.steps_per_s for s, p in predicted.items() if s.mode == mode), default=0.0) for mode in MODES}
+    taken: Mode = "sync"
+    for other in MODES:
+        if best[other] > best[taken] * _MODE_GAIN:
+            taken = other
+    good = [s for s, p in predicted.items() if s.mode == taken and p.steps_per_s >= _GOOD_ENOUGH * best[taken]]
+    chosen = min(good, key=lambda s: _size(s, predicted))
+    return chosen, None if goal.target_steps_per_s is None else False
+
+
+def _size(setting: Setting, predicted: dict[Setting, Prediction]) -> tuple[float, int, int]:
+    return (setting.num_workers, setting.num_envs, predicted[setting].memory_bytes)
+
+
+def _neighbours(chosen: Setting, predicted: dict[Setting, Prediction]) -> Iterator[tuple[Setting, Prediction]]:
+    """Yield the settings next to the chosen one, one thing changed, in the same mode; then the other modes."""
+    same = [one for one in predicted if one.mode == chosen.mode]
+    ladder_workers = sorted({one.num_workers for one in same if one.num_envs == chosen.num_envs})
+    ladder_envs = sorted({one.num_envs for one in same if one.num_workers == chosen.num_workers})
+    for value in _beside(ladder_workers, chosen.num_workers):
+        setting = Setting(num_envs=chosen.num_envs, num_workers=value, mode=chosen.mode)
+        yield setting, predicted[setting]
+    for value in _beside(ladder_envs, chosen.num_envs):
+        setting = Setting(num_envs=value, num_workers=chosen.num_workers, mode=chosen.mode)
+        yield setting, predicted[setting]
+    for mode in MODES:
+        setting = Setting(num_envs=chosen.num_envs, num_workers=chosen.num_workers, mode=mode)
+        if mode != chosen.mode and setting in predicted:
+            yield setting, predicted[setting]
+
+
+def _beside(ladder: list[int], value: int) -> list[int]:
+    at = ladder.index(value)
+    return ladder[max(0, at - 1) : at] + ladder[at + 1 : at + 2]
+
+
+def _preload(measured: Measurement) -> tuple[str, ...]:
+    """Return the packages whose import made the first build slower than later ones, if none starts threads."""
+    if measured.num_threads or measured.build_s < 2 * measured.build_further_s + 0.2:
+        return ()
+    return measured.imported

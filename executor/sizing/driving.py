@@ -1,0 +1,85 @@
+"""Running an executor as a training loop would, with random actions: synchronously, first-K, or in two groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.sizing.modes import Mode
+
+#: Batches of random actions that are drawn beforehand and used in turn.
+_NUM_DRAWN = 16
+
+
+class Driver:
+    """Steps an executor in one of the modes.
+
+    Args:
+        env: just made.
+        mode: see `modes.Mode`.
+        policy_s: seconds to wait before each batch of actions, as for a policy on a GPU.
+    """
+
+    def __init__(self, env: BatchedEnv, mode: Mode, policy_s: float = 0.0) -> None:
+        self._env = env
+        self._policy_s = policy_s
+        self._keys = [leaf.key for leaf in (*env.action_spec, *env.spec.state)]
+        self._root = env.reset()
+        self._has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
+        self._drawn = [env.rand_action().select(*self._keys) for _ in range(_NUM_DRAWN)]
+        self._turn = 0
+        self._half = max(1, env.num_envs // 2)
+        self._batch: Callable[[], int] = self._step if mode == "sync" or env.num_envs < 2 else self._exchange
+        if self._batch == self._exchange:
+            env.send(self._act(self._root, None))
+
+    def run(self, seconds: float, least: int = 1) -> tuple[int, float]:
+        """Go on for so long; return `(env-steps, seconds)`."""
+        count, steps = 0, 0
+        began = time.perf_counter()
+        while count < least or time.perf_counter() - began < seconds:
+            steps += self._batch()
+            count += 1
+        return steps, time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Receive what is still out."""
+        if self._batch == self._exchange:
+            self._env.recv()
+
+    def _act(self, td: TensorDictBase, env_ids: torch.Tensor | None) -> TensorDictBase:
+        """Set actions, after the policy's time."""
+        if self._policy_s:
+            time.sleep(self._policy_s)
+        if self._has_masks and env_ids is None:
+            return self._env.rand_action(td)
+        drawn = self._drawn[self._turn % _NUM_DRAWN]
+        self._turn += 1
+        return td.update(drawn if env_ids is None else drawn[env_ids])
+
+    def _step(self) -> int:
+        _, self._root = self._env.step_and_maybe_reset(self._act(self._root, None))
+        return self._env.num_envs
+
+    def _exchange(self) -> int:
+        env = self._env
+        received = env.recv(min_envs=self._half)
+        env_ids: Any = received["env_ids"]
+        root = env.current(env_ids)
+        env.send(self._act(root, env_ids), env_ids)
+        return len(env_ids)
+
+
+def median_batch_s(driver: Driver, span_s: float, least: int) -> float:
+    """Return the median seconds of a batch."""
+    times: list[float] = []
+    end = time.perf_counter() + span_s
+    while len(times) < least or time.perf_counter() < end:
+        times.append(driver.run(0.0)[1])
+    return float(np.median(times))

@@ -1,0 +1,214 @@
+"""What a probe has measured of an env, as plain frozen values in seconds and bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.slab import plan_slab
+from envherd.shm.specs import EnvSpec
+
+#: A step blocks if it waits (sleeps, reads, lets threads of its own work) for more than this share of its time.
+_BLOCKING_SHARE = 0.2
+#: The share of the longest steps that the tail index looks at.
+_TAIL_SHARE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One env, measured.
+
+    Attributes:
+        spec: what it gives and takes.
+        build_s: the first build in a process. Imports that its factory does not announce are part of it.
+        build_further_s: a further build in the same process; `build_s` where there was none.
+        first_reset_s: the first reset.
+        reset_samples: seconds of resets after the first.
+        step_samples: seconds that steps take a worker which has its processor to itself, rows written.
+        step_median_s, step_p99_s: of steps as they were seen, whatever else the machine did.
+        tail_index: how fast long steps become rare (Hill's estimate; below 2 they decide everything); None if unknown.
+        cpu_per_step_s: processor seconds of a step, of all threads and child processes.
+        reset_cpu_s: processor seconds of a reset, of the thread that calls it.
+        hidden_cpu_share: of `cpu_per_step_s`, what threads and processes of the env's own use.
+        num_threads: threads (and processes) that the env has started.
+        steps_measured: steps that the figures are from.
+        end_share: steps after which an episode had ended, of all; 0 if none did.
+        contention: share of the time in which the probe waited for a processor that others used.
+        worker_bytes: memory of a worker without an env.
+        first_env_bytes: what the first env of a worker adds.
+        further_env_bytes: what each further one adds; `first_env_bytes` where there was none.
+        shared_bytes: what is there once for all workers: the helper, and libraries.
+        grown_per_reset_bytes, grown_per_1000_steps_bytes: of one env; small ones are noise.
+        row_bytes: of one env in a batch: a transition, the next root and the action.
+        gil_free_share: of a step, in which other Python threads of the process could run; None if unknown.
+        gpu_bytes: memory of GPUs that the probe used; None where there is none.
+        start_s: from nothing to a worker that could build.
+        imported: packages that were imported when the first env was built.
+        stopped_by: what ended the probe early, in words; empty if nothing did.
+    """
+
+    spec: EnvSpec
+    build_s: float
+    build_further_s: float
+    first_reset_s: float
+    reset_samples: np.ndarray
+    step_samples: np.ndarray
+    step_median_s: float
+    step_p99_s: float
+    tail_index: float | None
+    cpu_per_step_s: float
+    reset_cpu_s: float
+    hidden_cpu_share: float
+    num_threads: int
+    steps_measured: int
+    end_share: float
+    contention: float
+    worker_bytes: int
+    first_env_bytes: int
+    further_env_bytes: int
+    shared_bytes: int
+    grown_per_reset_bytes: int
+    grown_per_1000_steps_bytes: int
+    row_bytes: int
+    gil_free_share: float | None = None
+    gpu_bytes: int | None = None
+    start_s: float = 0.0
+    imported: tuple[str, ...] = ()
+    stopped_by: str = ""
+    wall_samples: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step without its resets."""
+        return float(self.step_samples.mean())
+
+    @property
+    def reset_s(self) -> float:
+        """Median seconds of a reset after the first."""
+        return float(np.median(self.reset_samples)) if len(self.reset_samples) else self.first_reset_s
+
+    @property
+    def waits_share(self) -> float:
+        """Share of a step in which the processor is free for others."""
+        own_cpu = self.cpu_per_step_s * (1 - self.hidden_cpu_share)
+        return max(0.0, 1 - own_cpu / self.step_s) if self.step_s > 0 else 0.0
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the figures as documented in docs/sizing.md."""
+        left_out = ("spec", "reset_samples", "step_samples", "wall_samples", "imported")
+        plain = {name: value for name, value in vars(self).items() if name not in left_out}
+        return {
+            **plain,
+            "step_mean_s": self.step_s,
+            "reset_median_s": self.reset_s,
+            "waits_share": self.waits_share,
+            "imported": list(self.imported),
+        }
+
+
+def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **further: Any) -> Measurement | None:
+    """Return what a probe's figures say, or None if it did not get as far as steps.
+
+    Args:
+        figures: of `workers.probe`.
+        zygote: memory of the helper, "pss" and "uss", while the probe was its only worker.
+        **further: `start_s`, `gpu_bytes`, `stopped_by`.
+    """
+    if "steps" not in figures:
+        return None
+    spec = EnvSpec.from_plain(figures["spec"])
+    steps = figures["steps"]
+    count = max(1, steps["count"])
+    wall, own, own_cpu_s = _own_times(np.asarray(steps["times"]) - [[0], [steps["clock_ns"]], [0]])
+    hidden_s = max(0.0, (steps["process_cpu_ns"] - steps["main_cpu_ns"]) / 1e9 / count)
+    hidden_s = hidden_s if hidden_s > 0.02 * own_cpu_s else 0.0
+    reset_wall, resets, _ = _own_times(np.asarray(figures["resets"]).T)
+    builds = [env["build_s"] for env in figures["envs"]]
+    forced = figures.get("forced_resets", {"count": 0, "grown_bytes": 0})
+    first, further_bytes, clean = _env_bytes(figures)
+    return Measurement(
+        spec=spec,
+        build_s=builds[0],
+        build_further_s=float(np.median(builds[1:])) if len(builds) > 1 else builds[0],
+        first_reset_s=float(reset_wall[0]),
+        reset_samples=resets[1:],
+        step_samples=own,
+        step_median_s=float(np.median(wall)),
+        step_p99_s=float(np.quantile(wall, 0.99)),
+        tail_index=tail_index(own),
+        cpu_per_step_s=own_cpu_s + hidden_s,
+        reset_cpu_s=float(figures["resets"][-1][1]) / 1e9,
+        hidden_cpu_share=hidden_s / (own_cpu_s + hidden_s) if own_cpu_s + hidden_s else 0.0,
+        num_threads=max(0, figures["threads"] - figures["threads_before"]),
+        steps_measured=steps["count"],
+        end_share=steps["ends"] / count,
+        contention=float(steps["contention"]),
+        worker_bytes=figures["base"]["dirty"],
+        first_env_bytes=first,
+        further_env_bytes=further_bytes,
+        shared_bytes=zygote["pss"] + clean,
+        grown_per_reset_bytes=max(0, forced["grown_bytes"]) // max(1, forced["count"]),
+        grown_per_1000_steps_bytes=_grown_per_1000_steps(figures["envs"][0], count),
+        row_bytes=row_bytes(spec),
+        gil_free_share=figures.get("gil_free_share"),
+        imported=tuple(figures["envs"][0]["imported"]),
+        wall_samples=wall,
+        **further,
+    )
+
+
+def _own_times(times: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return seconds as they were seen, seconds on a processor of one's own (of each), and mean processor seconds.
+
+    Where calls only compute, what they took of the processor is their own time, whatever else the machine did.
+    Where they also wait, it is wall time less the time for which others had the processor.
+
+    Args:
+        times: ns `[3, n]`: wall, processor, waiting for a processor.
+    """
+    wall, cpu, delay = np.maximum(times, 0) / 1e9
+    undisturbed = np.maximum(wall - delay, cpu)
+    is_computing = np.median(cpu) > (1 - _BLOCKING_SHARE) * np.median(undisturbed)
+    return wall, cpu if is_computing else undisturbed, float(cpu.mean())
+
+
+def _env_bytes(figures: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return `(first env, each further env, files mapped by an env that workers share)` in bytes."""
+    envs = [env for env in figures["envs"] if "ready" in env or "stepped" in env]
+    states = [figures["base"], *(env.get("ready", env.get("stepped")) for env in envs)]
+    # The rows that the probe itself had for the env are no more the env's than its other memory.
+    row = row_bytes(EnvSpec.from_plain(figures["spec"]))
+    steps = [max(0, after["dirty"] - before["dirty"] - row) for before, after in itertools.pairwise(states)]
+    first = steps[0]
+    further = int(np.mean(steps[1:])) if len(steps) > 1 else first
+    return first, further, states[-1]["clean"]
+
+
+def _grown_per_1000_steps(env: Mapping[str, Any], count: int) -> int:
+    grown: int = env["stepped"]["dirty"] - env["warm"]["dirty"]
+    return int(max(0, grown) * 1000 / count)
+
+
+def tail_index(samples: np.ndarray) -> float | None:
+    """Return Hill's estimate over the longest samples; None for too few."""
+    ordered = np.sort(samples)
+    count = int(len(ordered) * _TAIL_SHARE)
+    if count < 10 or ordered[-count - 1] <= 0:
+        return None
+    excess = float(np.log(ordered[-count:] / ordered[-count - 1]).mean())
+    return 1 / excess if excess > 0 else None
+
+
+def row_bytes(spec: EnvSpec) -> int:
+    """Return bytes of one env in a batch: its transition, its next root, its inputs."""
+    plan = plan_slab([spec], 1, 1)
+    return plan.groups[0].frame.nbytes + sum(field.nbytes for field in plan.groups[0].inputs)
+
+
+def slab_bytes(spec: EnvSpec, num_envs: int, num_workers: int, num_frames: int) -> int:
+    """Return bytes of the memory that parent and workers share."""
+    return plan_slab([spec] * num_envs, max(1, num_workers), num_frames).nbytes

@@ -1,0 +1,199 @@
+"""What a setting would do, predicted: env-steps per second, memory, start-up. Pure arithmetic.
+
+A synchronous batch is the executor's own time, then the policy's, then the slowest worker: a worker steps its
+envs one after the other, so its time is a sum of as many step times as it has envs, resets among them, and the
+batch waits for the largest of these sums. All processors together cannot do more than they can, whatever the
+workers' number. With first-K no batch waits; with two groups the policy acts on one while the other steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from envherd.executor.machine import Machine
+from envherd.executor.sizing.measurement import Measurement, slab_bytes
+from envherd.executor.sizing.modes import Mode
+from envherd.executor.sizing.overhead import Overhead
+
+#: What a second hyper-thread adds to a core that computes, where a machine has such.
+SMT_GAIN = 0.3
+#: Random sums that stand for a worker's time, and envs of a worker at most.
+_DRAWS, MOST_PER_WORKER = 4000, 64
+#: Descriptors the executor keeps open, of its own and for each worker.
+FILES_FIXED, FILES_PER_WORKER = 6, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How to run: so many envs on so many workers (0: in the caller's process), in one of the modes."""
+
+    num_envs: int
+    num_workers: int
+    mode: Mode = "sync"
+
+    @property
+    def most_per_worker(self) -> int:
+        """Envs of the worker that has most."""
+        return -(-self.num_envs // max(1, self.num_workers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a setting would do.
+
+    Attributes:
+        steps_per_s: env-steps per second, policy included.
+        batch_s: seconds of a batch of all envs.
+        overhead_s: of these, the executor's own.
+        policy_s: of these, the policy's.
+        slowest_s: of these, until the slowest worker has its rows.
+        mean_s: until an average worker has.
+        compute_s: that the processors need for the envs' work if nothing is lost.
+        memory_bytes: of workers, helper and shared memory.
+        start_s: until the executor is ready, and its first reset done.
+    """
+
+    steps_per_s: float
+    batch_s: float
+    overhead_s: float
+    policy_s: float
+    slowest_s: float
+    mean_s: float
+    compute_s: float
+    memory_bytes: int
+    start_s: float
+
+
+class Model:
+    """Predicts settings of one env on one machine.
+
+    Args:
+        measured: of the env.
+        overhead: of the executor.
+        machine: what may be used.
+        policy_s: seconds that the policy takes for a batch, however large.
+        num_frames: of the executor's ring.
+    """
+
+    def __init__(
+        self, measured: Measurement, overhead: Overhead, machine: Machine, *, policy_s: float = 0.0, num_frames: int = 4
+    ) -> None:
+        self.measured = measured
+        self.overhead = overhead
+        self.machine = machine
+        self.policy_s = policy_s
+        self._num_frames = num_frames
+        self._sums = _sorted_sums(measured)
+        resets_s = measured.end_share * measured.reset_cpu_s
+        self.cpu_per_step_s = measured.cpu_per_step_s + resets_s
+        self.busy_per_step_s = measured.step_s + measured.end_share * measured.reset_s
+
+    @property
+    def cores(self) -> float:
+        """Processors' worth of computing: the quota's, hyper-threads counted for what they add."""
+        machine = self.machine
+        logical = len(machine.cpus)
+        worth = machine.physical_cores + SMT_GAIN * (logical - machine.physical_cores)
+        quota = machine.cgroup.cpu_quota
+        return worth if quota is None else min(worth, quota)
+
+    def slowest_s(self, num_envs: int, num_workers: int) -> float:
+        """Return the expected seconds until the slowest of the workers has stepped its envs once."""
+        per_worker = min(-(-num_envs // num_workers), MOST_PER_WORKER)
+        sums = self._sums[per_worker - 1]
+        ranks = np.linspace(0, 1, len(sums) + 1) ** num_workers
+        return float((sums * np.diff(ranks)).sum())
+
+    def predict(self, setting: Setting) -> Prediction:
+        """Return what a setting would do."""
+        envs, workers = setting.num_envs, setting.num_workers
+        if workers == 0:
+            own = self.overhead.of(envs, 0)
+            work_s = envs * self.busy_per_step_s
+            batch_s = max(own + self.policy_s + work_s, self._least_s(envs, own))
+            return self._prediction(setting, envs / batch_s, own, work_s)
+        own = self.overhead.of(envs, workers)
+        slowest_s = self._until_done(envs, workers)
+        if setting.mode == "sync":
+            rate = envs / max(own + self.policy_s + slowest_s, self._least_s(envs, own))
+        elif setting.mode == "two-groups":
+            rate = self._two_groups(envs, workers)
+        else:
+            rate = self._first_k(envs, workers)
+        return self._prediction(setting, rate, own, slowest_s)
+
+    def _until_done(self, envs: float, workers: int) -> float:
+        """Return seconds of the envs' part of a batch: the slowest worker's, or what the processors can do."""
+        return max(self.slowest_s(int(envs), workers), envs * self.cpu_per_step_s / self.cores)
+
+    def _least_s(self, envs: float, own: float) -> float:
+        """Return the seconds that all processors together need for a batch; the policy is taken to run on a GPU."""
+        return (own + envs * self.cpu_per_step_s) / self.cores
+
+    def _two_groups(self, envs: int, workers: int) -> float:
+        half = max(1, envs // 2)
+        own = self.overhead.of(half, workers) * self.overhead.exchange_factor
+        parent_s = own + self.policy_s
+        group_s = self._until_done(half, min(workers, half))
+        period_s = max(2 * parent_s, 2 * group_s, parent_s + group_s, 2 * self._least_s(half, own))
+        return 2 * half / period_s
+
+    def _first_k(self, envs: int, workers: int) -> float:
+        count = max(1, envs // 2)
+        own = self.overhead.of(count, workers) * self.overhead.exchange_factor
+        parent_s = own + self.policy_s
+        rates = (
+            workers / self.busy_per_step_s,
+            count / parent_s,
+            envs / (setting_cycle(self.busy_per_step_s, envs, workers) + parent_s),
+            count / self._least_s(count, own),
+        )
+        return min(rates)
+
+    def _prediction(self, setting: Setting, rate: float, own: float, slowest_s: float) -> Prediction:
+        workers = max(1, setting.num_workers)
+        return Prediction(
+            steps_per_s=rate,
+            batch_s=setting.num_envs / rate,
+            overhead_s=own,
+            policy_s=self.policy_s,
+            slowest_s=slowest_s,
+            mean_s=setting.num_envs / workers * self.busy_per_step_s,
+            compute_s=setting.num_envs * self.cpu_per_step_s / self.cores,
+            memory_bytes=self.memory_bytes(setting.num_envs, setting.num_workers),
+            start_s=self.start_s(setting),
+        )
+
+    def memory_bytes(self, num_envs: int, num_workers: int) -> int:
+        """Return bytes of workers, helper and shared memory; nothing of the learner's."""
+        measured = self.measured
+        slab = slab_bytes(measured.spec, num_envs, num_workers, self._num_frames)
+        if num_workers == 0:
+            return measured.first_env_bytes + (num_envs - 1) * measured.further_env_bytes + slab
+        first = num_workers * (measured.worker_bytes + measured.first_env_bytes)
+        return measured.shared_bytes + first + (num_envs - num_workers) * measured.further_env_bytes + slab
+
+    def start_s(self, setting: Setting) -> float:
+        """Return seconds until the executor is ready and its envs are reset."""
+        measured = self.measured
+        rest = setting.most_per_worker - 1
+        one = measured.build_s + measured.first_reset_s + rest * (measured.build_further_s + measured.reset_s)
+        return measured.start_s + one * max(1.0, setting.num_workers / self.cores)
+
+
+def setting_cycle(busy_s: float, envs: int, workers: int) -> float:
+    """Return seconds that a step takes an env of a busy worker: its neighbours are stepped before it."""
+    return busy_s * max(1.0, envs / workers / 2)
+
+
+def _sorted_sums(measured: Measurement) -> np.ndarray:
+    """Return times of a worker that steps 1, 2, ... envs once each: `[MOST_PER_WORKER, draws]`, each row sorted."""
+    rng = np.random.default_rng(0)
+    shape = (_DRAWS, MOST_PER_WORKER)
+    times = rng.choice(measured.step_samples, shape)
+    if measured.end_share > 0:
+        resets = measured.reset_samples if len(measured.reset_samples) else np.array([measured.first_reset_s])
+        times = times + (rng.random(shape) < measured.end_share) * rng.choice(resets, shape)
+    return np.sort(times.cumsum(1).T, axis=1)

@@ -1,0 +1,233 @@
+"""Running a probe: one worker process that measures an env, under a limit of time and of memory.
+
+Guarantees: nothing is left behind, whatever happens; a probe that had to be ended, or that the kernel ended, is
+reported with what it had measured until then, or as `ProbeFailed` if that is nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from envherd.executor.cgroups import read_cgroup
+from envherd.executor.diagnosis import Frame, env_error, factory_error
+from envherd.executor.gpus import memory_used_by
+from envherd.executor.lifecycle import WorkerProcess, Zygote, worker_config
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.sizing.measurement import Measurement, from_figures
+from envherd.workers import messages
+from envherd.workers.errors import EnvherdError
+from envherd.workers.processes import anonymous_bytes, descendants, memory_of
+
+#: Seconds between looks at the probe's memory. An env that takes 10 GiB/s is seen 0.2 GiB late.
+_LOOK_S = 0.02
+#: A probe may be late by one build, reset or step; then it is ended.
+_LATE_FACTOR, _LEAST_LATE_S = 4.0, 30.0
+_MIB = 2**20
+
+Progress = Callable[[str, float], None]
+
+
+class ProbeFailed(EnvherdError, RuntimeError):
+    """An env could not be measured: the probe was ended, by a limit or by itself, before it had made a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeLimits:
+    """How much a probe may take.
+
+    Attributes:
+        budget_s: seconds that it measures for, starting and building included.
+        memory_bytes: that it may take; None for as much as there is.
+        num_envs: envs it builds beside each other.
+    """
+
+    budget_s: float = 10.0
+    memory_bytes: int | None = None
+    num_envs: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is probed: a pickled factory, its arguments, and what its modules are."""
+
+    factory: bytes
+    env_kwargs: dict[str, Any]
+    preload: tuple[str, ...]
+    seed: int
+
+
+def probe(subject: Subject, limits: ProbeLimits, options: ExecutorOptions, progress: Progress) -> Measurement:
+    """Measure an env in a worker of its own.
+
+    Args:
+        subject: see `Subject`.
+        limits: see `ProbeLimits`.
+        options: how workers are started and envs are run.
+        progress: called with the stage and the share of the budget that is used up.
+
+    Raises:
+        FactoryError: the factory raised, or returned no env.
+        EnvError: the env raised before enough was measured.
+        ProbeFailed: the probe was ended by a limit, or died, before it had made a step.
+    """
+    began = time.monotonic()
+    with _worker(subject, options) as (zygote, worker):
+        start_s = time.monotonic() - began
+        watch = _Watch(worker, limits, progress)
+        watch.begin(subject, options)
+        watch.run()
+        # Read while both live: what they share is the helper's as far as workers are concerned.
+        return watch.result(zygote, start_s)
+
+
+@contextlib.contextmanager
+def _worker(subject: Subject, options: ExecutorOptions) -> Iterator[tuple[Zygote, WorkerProcess]]:
+    zygote = Zygote(options, list(subject.preload))
+    worker = None
+    try:
+        zygote.wait_ready()
+        worker = WorkerProcess(0, 0, zygote, worker_config(options, 0))
+        yield zygote, worker
+    finally:
+        if worker is not None:
+            with contextlib.suppress(OSError):
+                worker.channel.queue_message(messages.Close())
+                worker.channel.flush_nowait()
+            worker.wait_exit(1.0)
+            worker.kill()
+            worker.wait_exit(1.0)
+            worker.release()
+        zygote.close()
+
+
+class _Watch:
+    """Reads what a probe says, and ends it at its limits."""
+
+    def __init__(self, worker: WorkerProcess, limits: ProbeLimits, progress: Progress) -> None:
+        self._worker = worker
+        self._limits = limits
+        self._progress = progress
+        self._figures: dict[str, Any] = {}
+        self._stage = "start"
+        self._fault: Frame | None = None
+        self._peak_bytes = 0
+        self._gpu_bytes: int | None = None
+        self._stopped_by = ""
+        self._oom_kills = read_cgroup().oom_kills
+
+    def begin(self, subject: Subject, options: ExecutorOptions) -> None:
+        message = messages.Probe(
+            factory=subject.factory,
+            env_kwargs=subject.env_kwargs,
+            root_seed=subject.seed,
+            block=options.for_block(),
+            num_envs=self._limits.num_envs,
+            budget_s=self._limits.budget_s,
+        )
+        self._worker.channel.send_message(message)
+
+    def run(self) -> None:
+        """Wait until the probe has said all, or has ended, or has to be."""
+        began = shown = time.monotonic()
+        end = began + self._limits.budget_s * _LATE_FACTOR + _LEAST_LATE_S
+        poller = select.poll()
+        poller.register(self._worker.channel.sock, select.POLLIN)
+        poller.register(self._worker.pidfd, select.POLLIN)
+        while not self._stopped_by:
+            poller.poll(_LOOK_S * 1000)
+            has_exited = self._worker.has_exited()
+            if self._take():
+                return
+            now = time.monotonic()
+            if now - shown > 0.1:
+                shown = now
+                self._progress(self._stage, min(1.0, (now - began) / self._limits.budget_s))
+            if has_exited:
+                self._explain_death()
+            elif now > end:
+                self._explain_lateness(now - began)
+            else:
+                self._look_at_memory()
+
+    def _take(self) -> bool:
+        """Read what has come; return whether it was the last."""
+        for frame in self._worker.channel.drain_nowait():
+            if frame["kind"] == "fault":
+                self._fault = frame
+                return True
+            if frame["kind"] == "probed":
+                self._stage, self._figures = frame["stage"], frame["figures"]
+                if frame["is_last"]:
+                    self._gpu_bytes = memory_used_by(descendants(self._worker.pid))
+                    return True
+        return False
+
+    def _look_at_memory(self) -> None:
+        self._peak_bytes = max(self._peak_bytes, anonymous_bytes(self._worker.pid))
+        most = self._limits.memory_bytes
+        if most is None or self._peak_bytes <= most:
+            return
+        used = memory_of(self._worker.pid)["uss"]  # the quick look counts pages that are shared with the helper
+        self._peak_bytes = used
+        if used > most:
+            self._worker.kill()
+            self._worker.wait_exit(1.0)
+            self._stopped_by = f"it took {used / _MIB:,.0f} MiB of the {most / _MIB:,.0f} MiB that it may ({self._at})"
+
+    @property
+    def _at(self) -> str:
+        return f"stage {self._stage}"
+
+    def _explain_death(self) -> None:
+        how = self._worker.exit_description()
+        if "SIGKILL" in how and read_cgroup().oom_kills > self._oom_kills:
+            peak = f"{self._peak_bytes / _MIB:,.0f} MiB"
+            self._stopped_by = f"the kernel killed it for the memory limit of its control group at {peak} ({self._at})"
+        elif "SIGKILL" in how:
+            peak = f"{self._peak_bytes / _MIB:,.0f} MiB"
+            self._stopped_by = f"it was killed (SIGKILL), often for want of memory, at {peak} ({self._at})"
+        else:
+            self._stopped_by = f"it ended with {how} ({self._at})"
+
+    def _explain_lateness(self, seconds: float) -> None:
+        stack = self._worker.stack()
+        self._worker.kill()
+        self._worker.wait_exit(1.0)
+        self._stopped_by = f"one call took longer than the {seconds:.0f} s that it was given ({self._at}):\n{stack}"
+
+    def result(self, zygote: Zygote, start_s: float) -> Measurement:
+        """Return what was measured, or raise what kept it from being."""
+        if self._fault is not None and (self._fault["phase"] == "build" or "steps" not in self._figures):
+            raise self._error(self._fault)
+        if self._fault is not None:
+            self._stopped_by = f"the env raised {self._fault['type_name']}: {self._fault['message']}"
+        shared = memory_of_alone(zygote.pid, self._worker.pid)
+        measured = from_figures(
+            self._figures, zygote=shared, start_s=start_s, gpu_bytes=self._gpu_bytes, stopped_by=self._stopped_by
+        )
+        if measured is not None:
+            return measured
+        lines = self._worker.last_lines()
+        raise ProbeFailed(
+            f"measuring failed: the probe was ended before it had made a step: {self._stopped_by}."
+            + (f"\nIts last output:\n{lines}" if lines else ""),
+            phase=self._stage,
+            peak_bytes=self._peak_bytes,
+        )
+
+    def _error(self, fault: Frame) -> EnvherdError:
+        if fault["phase"] == "build":
+            return factory_error(fault, self._worker)
+        return env_error([fault], 0, self._worker.pid)
+
+
+def memory_of_alone(zygote_pid: int, worker_pid: int) -> dict[str, int]:
+    """Return what the helper holds, and shares with its workers: "pss" of both less what is the worker's alone."""
+    both = memory_of(zygote_pid)  # the worker is its child
+    worker = memory_of(worker_pid)
+    return {"pss": max(0, both["pss"] - worker["uss"]), "uss": max(0, both["uss"] - worker["uss"])}

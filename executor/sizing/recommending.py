@@ -1,0 +1,131 @@
+"""`recommend`: measure an env and decide, in one call; and what `num_envs="auto"` and `num_workers="auto"` do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from envherd.executor.blueprint import MakeEnv, as_factories, draw
+from envherd.executor.machine import Machine, read_machine
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.sizing.deciding import Advice, Goal, decide
+from envherd.executor.sizing.measurement import Measurement
+from envherd.executor.sizing.overhead import Overhead, measure_overhead
+from envherd.executor.sizing.probing import ProbeLimits, Subject, probe
+
+_log = logging.getLogger("envherd")
+#: Seconds that `"auto"` measures for; a program that starts should not wait longer.
+AUTO_BUDGET_S = 5.0
+#: Share of the available memory that a probe may take.
+PROBE_MEMORY_SHARE = 0.8
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """What was measured, and what follows from it.
+
+    Attributes:
+        machine: what may be used.
+        measured: of the env.
+        overhead: of the executor.
+        advice: the decision.
+    """
+
+    machine: Machine
+    measured: Measurement
+    overhead: Overhead
+    advice: Advice
+
+
+def recommend(
+    make_env: Callable[..., Any],
+    *,
+    env_kwargs: dict[str, Any] | None = None,
+    goal: Goal | None = None,
+    budget_s: float = 10.0,
+    machine: Machine | None = None,
+    options: ExecutorOptions | None = None,
+) -> Sizing:
+    """Measure an env in a probe worker and say how many of it to run on how many workers.
+
+    Args:
+        make_env: builds one env; see `ParallelEnv`.
+        env_kwargs: keyword arguments of the call.
+        goal: what is fixed and what is wanted; see `Goal`.
+        budget_s: seconds to measure for. Another one or two are taken to measure the executor itself.
+        machine: to plan for; None for this one, as it is now.
+        options: the executor's.
+
+    Raises:
+        FactoryError, EnvError: the env failed. ProbeFailed: it could not be measured within the limits.
+        DoesNotFit: not even one fits.
+    """
+    here = read_machine()
+    limits = ProbeLimits(budget_s=budget_s, memory_bytes=int(here.memory_available * PROBE_MEMORY_SHARE))
+    options = options or ExecutorOptions()
+    measured, overhead = measure(make_env, env_kwargs, limits, options, lambda _stage, _share: None)
+    advice = decide(measured, overhead, machine or here, goal or Goal(), options.num_frames)
+    return Sizing(machine=machine or here, measured=measured, overhead=overhead, advice=advice)
+
+
+def measure(
+    make_env: Callable[..., Any],
+    env_kwargs: dict[str, Any] | None,
+    limits: ProbeLimits,
+    options: ExecutorOptions,
+    progress: Callable[[str, float], None],
+) -> tuple[Measurement, Overhead]:
+    """Measure an env, and the executor with envs that look like it; see `recommend`."""
+    blueprint = draw(as_factories(1, make_env), env_kwargs, 1, 0, options)
+    subject = Subject(
+        factory=blueprint.factories[0],
+        env_kwargs=blueprint.env_kwargs[0],
+        preload=blueprint.preload,
+        seed=blueprint.root_seed,
+    )
+    measured = probe(subject, limits, options, progress)
+    cores = read_machine().cores
+    overhead = measure_overhead(measured.spec, cores, options, lambda share: progress("executor", share))
+    return measured, overhead
+
+
+def with_episodes_of(measured: Measurement, steps: int) -> Measurement:
+    """Return a measurement whose episodes last so many steps."""
+    return replace(measured, end_share=1 / steps)
+
+
+def resolve(
+    num_envs: int | Auto,
+    num_workers: int | Auto | None,
+    make_env: MakeEnv,
+    env_kwargs: Any,
+    options: ExecutorOptions,
+) -> tuple[int, int | None]:
+    """Return the numbers that `ParallelEnv` was given, `"auto"` replaced by what is measured and decided.
+
+    With a list of factories the first is measured, and their number is the number of envs.
+    """
+    if num_envs != "auto" and num_workers != "auto":
+        return num_envs, num_workers
+    for name, value in (("num_envs", num_envs), ("num_workers", num_workers)):
+        if isinstance(value, str) and value != "auto":
+            raise ValueError(f"{name} failed: expected an int or 'auto', got {value!r}.")
+    is_list = isinstance(make_env, (list, tuple))
+    if is_list and num_envs == "auto":
+        num_envs = len(make_env)  # type: ignore[arg-type]  # a list
+        if num_workers != "auto":
+            return num_envs, num_workers
+    factory: Any = make_env[0] if is_list else make_env  # type: ignore[index]  # a list
+    first_kwargs = env_kwargs if env_kwargs is None or isinstance(env_kwargs, dict) else env_kwargs[0]
+    goal = Goal(
+        num_envs=None if num_envs == "auto" else num_envs,
+        num_workers=num_workers if isinstance(num_workers, int) else None,
+    )
+    done = recommend(factory, env_kwargs=first_kwargs, goal=goal, budget_s=AUTO_BUDGET_S, options=options)
+    setting = done.advice.setting
+    _log.info("auto: %d envs on %d workers; %s", setting.num_envs, setting.num_workers, " ".join(done.advice.why))
+    return setting.num_envs, setting.num_workers
