@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envherd.executor.diagnosis import Frame, factory_error, log, log_close_fault, worker_late, worker_lost
-from envherd.executor.lifecycle import WorkerProcess, Zygote, worker_config
+from envherd.executor.lifecycle import WorkerProcess, Zygote, check_descriptors, worker_config
 from envherd.executor.options import ExecutorOptions
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
@@ -69,6 +69,11 @@ class Crew:
         self._knock: Callable[[int], None] = lambda _: None
         self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
 
+    @property
+    def segment(self) -> Segment | None:
+        """The slab's memory, from `hand_over` on."""
+        return self._segment
+
     # ---- start -------------------------------------------------------------------------------
 
     def start(self) -> list[EnvSpec]:
@@ -77,6 +82,7 @@ class Crew:
         Raises:
             FactoryError, WorkerLost, WorkerTimeout: close the crew, nothing is of use then.
         """
+        check_descriptors(len(self.blueprint.blocks))
         self._zygote = Zygote(self.options, list(self.blueprint.preload))
         self._zygote.wait_ready()
         for name, why in self._zygote.failed_preloads.items():

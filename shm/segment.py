@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -140,6 +141,11 @@ def _map(fd: int, nbytes: int) -> Any:
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
     if address == ctypes.c_void_p(-1).value:
+        if ctypes.get_errno() == errno.ENOMEM:
+            raise MemoryError(
+                f"mapping shared memory failed: expected {nbytes / 2**20:.0f} MiB of address space, got none. "
+                f"Use fewer envs or shorter rollouts, or raise the limit (ulimit -v)."
+            )
         raise OSError(ctypes.get_errno(), f"mmap of {nbytes} bytes failed")
     block = (ctypes.c_ubyte * nbytes).from_address(address)
     weakref.finalize(block, libc.munmap, address, nbytes).atexit = False  # views may outlive everything at exit

@@ -85,7 +85,7 @@ def _listen_for_stack_requests(log_fd: int) -> None:
 
 
 def _out_of_the_way(fd: int) -> int:
-    """Move a descriptor to where envs that close or count on low numbers do not reach; it stays where there is no room."""
+    """Move a descriptor beyond the low numbers, which envs may close; it stays where there is no room."""
     try:
         moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
     except OSError:  # the limit on open files is lower
@@ -182,6 +182,8 @@ class Worker:
         buffer = _map(message.nbytes, self._fds, message.name)
         self._slab = Slab(message.plan, buffer)
         self._block.attach(self._slab)
+        self._slab.words["pid"][self._block.worker_id] = os.getpid()
+        self._slab.words["starts"][self._block.worker_id] += 1
         done = Doorbell.attach(buffer, message.plan.bells_offset)
         go = Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id))
         self._loop = Loop(self._block, self._slab, (go, done), self._read_mail, self._trim_log)

@@ -140,21 +140,25 @@ class Zygote:
         if request is None:
             return False
         if request["op"] == "fork":
-            pid = self._fork(request["config"], fds)
-            _send(self._sock, {"pid": pid})
+            try:
+                _send(self._sock, {"pid": self._fork(request["config"], fds)})
+            except OSError as error:  # a limit on processes or memory: this worker cannot be, the others can
+                _send(self._sock, {"error": f"fork: {error}"})
         else:
             self._reap()
             _send(self._sock, {"status": self._statuses.get(request["pid"])})
         return True
 
     def _fork(self, config: dict[str, Any], fds: list[int]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            self._become_worker(config, fds)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become_worker(config, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # the worker does so too; whoever comes first
-        for fd in fds:
-            os.close(fd)
         self._alive.add(pid)
         return pid
 

@@ -60,9 +60,13 @@ def _segfault() -> None:
     ctypes.string_at(0)
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def _signal(number: int) -> None:
+    os.kill(os.getpid(), number)
     time.sleep(60)  # until it arrives
+
+
+def _kill() -> None:
+    _signal(signal.SIGKILL)
 
 
 def _sleep() -> None:
@@ -116,6 +120,12 @@ DEATHS: dict[str, tuple[Callable[[], Any], str]] = {
     "kill": (_kill, "SIGKILL(-9)"),
 }
 
+#: Signals that a process may be sent by others: one that ends it, and one that stops it for good.
+SIGNALS: dict[str, Callable[[], Any]] = {
+    "term": lambda: _signal(signal.SIGTERM),
+    "stop": lambda: _signal(signal.SIGSTOP),
+}
+
 #: Hangs: in python, in a busy loop, and in C with the GIL held.
 HANGS: dict[str, Callable[[], Any]] = {"sleep": _sleep, "spin": _spin, "gil": _hold_the_gil}
 
@@ -132,6 +142,7 @@ BAD_OBSERVATIONS: dict[str, Callable[[np.ndarray], Any]] = {
 _ACTS: dict[str, Callable[[], Any]] = {
     **EXCEPTIONS,
     **{name: act for name, (act, _) in DEATHS.items()},
+    **SIGNALS,
     **HANGS,
     "slow": lambda: time.sleep(0.3),
     "close_descriptors": lambda: os.closerange(3, 256),
@@ -142,9 +153,9 @@ class FaultyEnv(CountingEnv):
     """A `CountingEnv` that breaks once, where it is told to.
 
     Args:
-        fault: a key of `EXCEPTIONS`, `DEATHS`, `HANGS` or `BAD_OBSERVATIONS`; "slow" (0.3 s),
+        fault: a key of `EXCEPTIONS`, `DEATHS`, `SIGNALS`, `HANGS` or `BAD_OBSERVATIONS`; "slow" (0.3 s),
             "close_descriptors"; or None.
-        at: "construct", "reset", "step" or "close".
+        at: "construct", "reset", "step", "render" or "close".
         step: the step of an episode (from 1) at which it breaks, if `at` is "step".
         episode: the first episode (from 0) in which it breaks; with `at="reset"`, the reset that begins it.
         flag: path of a file: break only while it does not exist, and make it first. So a successor of a
@@ -181,6 +192,11 @@ class FaultyEnv(CountingEnv):
         observation, *others = super().step(action)
         is_due = self.episode >= self._fault_episode and self.num_steps == self._fault_step
         return (self._break("step", observation) if is_due else observation, *others)
+
+    def render(self) -> np.ndarray:
+        """Draw, or break."""
+        self._break("render")
+        return super().render()
 
     def close(self) -> None:
         """Close, or break."""

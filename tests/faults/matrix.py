@@ -1,0 +1,311 @@
+"""The matrix fault x state of the protocol, as a table, and how one cell of it is driven.
+
+Every cell breaks one env of three in the state named, and says what the caller saw, in how long, whether the
+other envs went on, and what was left after `close`. `tests.faults.page` makes `docs/faults.md` of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import (
+    EnvError,
+    ExecutorOptions,
+    FactoryError,
+    ParallelEnv,
+    ResetNeeded,
+    WorkerLost,
+    WorkerTimeout,
+)
+from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing.faults import BAD_OBSERVATIONS, DEATHS, EXCEPTIONS, HANGS
+
+NUM_ENVS, VICTIM = 3, 1
+#: In the victim's worker, and in the other one.
+NEIGHBOUR, BYSTANDER = 0, 2
+DEADLINE_S = 0.5
+
+#: State -> where the env breaks in it ("" for a signal from outside), and what it means.
+STATES: dict[str, tuple[str, str]] = {
+    "build": ("construct", "in the factory"),
+    "idle": ("", "between two calls; seen by the next step"),
+    "step": ("step", "in `step_and_maybe_reset`"),
+    "reset": ("reset", "in a `reset` of all"),
+    "sent": ("step", "between `send` and `recv`"),
+    "rollout": ("step", "in a `rollout`"),
+    "render": ("render", "in a question: `render`, `call`, `get`"),
+    "close": ("close", "in `close`"),
+}
+
+#: Signals that arrive from outside while the worker is idle.
+FROM_OUTSIDE = {
+    "segfault": signal.SIGSEGV,
+    "abort": signal.SIGABRT,
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "stop": signal.SIGSTOP,
+}
+
+_ENDS = {**{name: said for name, (_, said) in DEATHS.items()}, "term": "SIGTERM(-15)"}
+FAULTS = (*EXCEPTIONS, *BAD_OBSERVATIONS, *_ENDS, *HANGS, "stop")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the matrix: a fault in a state, under a policy of `on_worker_loss` and a start method."""
+
+    fault: str
+    state: str
+    policy: str = "raise"
+    start_method: str = "zygote"
+
+    @property
+    def name(self) -> str:
+        """What tests and recordings call it."""
+        return f"{self.fault}-{self.state}-{self.policy}-{self.start_method}"
+
+    @property
+    def kind(self) -> str:
+        """Whether the env "raises", or the worker "ends" or "hangs"."""
+        if self.fault in EXCEPTIONS or self.fault in BAD_OBSERVATIONS:
+            return "raises"
+        return "ends" if self.fault in _ENDS else "hangs"
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is such a thing: an idle env raises nothing, observations are made by steps and resets."""
+        if self.state == "idle":
+            return self.fault in FROM_OUTSIDE
+        if self.fault in BAD_OBSERVATIONS:
+            return self.state in ("step", "reset", "sent", "rollout")
+        return True
+
+
+def _all_cells() -> list[Cell]:
+    cells = [Cell(fault, state) for fault in FAULTS for state in STATES]
+    mending = [state for state in STATES if state not in ("build", "close")]
+    cells += [Cell(fault, state, "restart") for fault in (*_ENDS, *HANGS, "stop") for state in mending]
+    for method in ("spawn", "fork"):  # how a worker came to be matters to how it ends, not to what envs raise
+        cells += [Cell(fault, state, "raise", method) for fault in ("segfault", "kill", "gil") for state in STATES]
+    return [cell for cell in cells if cell.is_possible]
+
+
+CELLS = _all_cells()
+#: What an ordinary run drives: each kind of fault, each state, both policies once; other tests do the rest.
+QUICK = {
+    Cell("unpicklable", "rollout"),
+    Cell("value_error", "render"),
+    Cell("kill", "idle"),
+    Cell("kill", "sent"),
+    Cell("term", "rollout"),
+    Cell("exit", "render"),
+    Cell("stop", "step"),
+    Cell("stop", "close"),
+    Cell("kill", "rollout", "restart"),
+    Cell("abort", "idle", "restart"),
+    Cell("kill", "sent", "raise", "fork"),
+}
+
+
+@dataclass
+class Finding:
+    """What a cell came to.
+
+    Attributes:
+        seen: what the caller saw.
+        seconds: from the call (or signal) to that.
+        others: what became of the other envs.
+        left: what was left after `close`.
+    """
+
+    seen: str
+    seconds: float
+    others: str
+    left: str
+
+
+def drive(cell: Cell, flag: Path) -> Finding:
+    """Break an env as the cell says; raise AssertionError if a promise does not hold."""
+    before = _held()
+    at = STATES[cell.state][0]
+    breaking = functools.partial(
+        FaultyEnv, cell.fault, at=at, episode=1 if cell.state == "reset" else 0, flag=str(flag)
+    )
+    envs = [functools.partial(CountingEnv, 1_000_000)] * NUM_ENVS
+    envs[VICTIM] = breaking if at else envs[VICTIM]
+    options = ExecutorOptions(
+        start_method=cell.start_method,  # type: ignore[arg-type]
+        on_worker_loss=cell.policy,  # type: ignore[arg-type]
+        step_timeout_s=DEADLINE_S if cell.kind == "hangs" else 30.0,
+        reset_timeout_s=DEADLINE_S * 4 if cell.kind == "hangs" else 30.0,
+        build_timeout_s=4.0 if (cell.kind, cell.state) == ("hangs", "build") else 60.0,
+        close_timeout_s=DEADLINE_S if cell.state == "close" else 5.0,
+    )
+    make = functools.partial(ParallelEnv, NUM_ENVS, envs, num_workers=2, seed=0, options=options)
+    if cell.state == "build":
+        seen, seconds = _catch(make)
+        _demand(cell, seen)
+        others = "no executor"
+    else:
+        with make() as env:
+            seen, seconds, others = _break_and_go_on(cell, env)
+            began = time.monotonic()
+            env.close()
+            closing = time.monotonic() - began
+        if cell.state == "close":
+            seen, seconds = "nothing" if cell.kind != "raises" else "a warning in the log", closing
+        assert closing < 15, f"close took {closing:.1f} s"
+    left = _left(before)
+    assert not left, left
+    return Finding(_brief(seen), seconds, others, "nothing")
+
+
+def _break_and_go_on(cell: Cell, env: Any) -> tuple[Any, float, str]:
+    env.reset()
+    for _ in range(1 if cell.state in ("step", "idle", "sent") else 0):
+        env.step_and_maybe_reset(actions())
+    if cell.state == "idle":
+        os.kill(env.call("pid")[VICTIM], FROM_OUTSIDE[cell.fault])
+    if cell.state == "close":
+        return None, 0.0, "closed too"
+    seen, seconds = _catch(functools.partial(CALLS[cell.state], env))
+    is_mended = cell.policy == "restart" and cell.kind != "raises" and cell.state != "render"
+    if is_mended:
+        assert seen is None, f"expected rows marked interrupted, got {seen!r}"
+        counted = env.statistics()
+        assert counted.worker_losses == 1
+        if cell.state != "reset":
+            assert counted.interrupted in (1, 2)  # of those sent, the neighbour may have been faster
+        seen = "rows `interrupted`" if cell.state != "reset" else "nothing: reset again"
+        _step_on(env, [0, 1, 2])
+        return seen, seconds, "go on, all"
+    _demand(cell, seen)
+    if cell.kind == "raises" or cell.policy == "restart":
+        others = _step_on(env, [NEIGHBOUR, BYSTANDER] if cell.kind == "raises" else [BYSTANDER])
+        env.reset()
+        _step_on(env, [0, 1, 2])
+        return seen, seconds, f"{others}; all after a reset"
+    others = _step_on(env, [BYSTANDER])
+    with contextlib.suppress(WorkerLost, WorkerTimeout, ResetNeeded):
+        env.reset()
+        raise AssertionError("a lost worker was reset")
+    return seen, seconds, others
+
+
+def _step_on(env: Any, env_ids: list[int]) -> str:
+    """Step some envs twice, and demand that each row follows from the one before; return how they went on."""
+    said = "go on"
+    while env._engine.num_pending:
+        env.recv(1)
+    ended = [i for i in env_ids if env._engine.rows.ended[i]]
+    if ended:
+        said = "go on after a reset"
+        env.reset(only(*ended))
+    for _ in range(2):
+        counts = {i: int(env.current([i])["observation"][0, 1]) for i in env_ids}
+        env.send(actions(len(env_ids)), env_ids)
+        td = env.recv()
+        for env_id, row in zip(td["env_ids"].tolist(), td["next", "observation"].tolist(), strict=True):
+            assert row[1:] == [counts[env_id] + 1, 1], f"env {env_id} went from {counts[env_id]} to {row}"
+    return said
+
+
+def _send_and_receive(env: Any) -> None:
+    env.send(actions())
+    while env._engine.num_pending:
+        env.recv(1)
+
+
+def _roll(env: Any) -> None:
+    env.rollout(4, lambda td: td.set("action", torch.ones(NUM_ENVS, dtype=torch.int64)), break_when_any_done=False)
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "idle": lambda env: env.step_and_maybe_reset(actions()),
+    "step": lambda env: env.step_and_maybe_reset(actions()),
+    "reset": lambda env: env.reset(),
+    "sent": _send_and_receive,
+    "rollout": _roll,
+    "render": lambda env: env.render(),
+}
+
+
+def actions(count: int = NUM_ENVS) -> TensorDict:
+    """Return a batch of ones."""
+    return TensorDict({"action": torch.ones(count, dtype=torch.int64)}, [count])
+
+
+def only(*env_ids: int) -> TensorDict:
+    """Return a mask for a reset of some envs."""
+    mask = torch.zeros(NUM_ENVS, dtype=torch.bool)
+    mask[list(env_ids)] = True
+    return TensorDict({"_reset": mask}, [NUM_ENVS])
+
+
+def _catch(call: Callable[[], Any]) -> tuple[Any, float]:
+    began = time.monotonic()
+    try:
+        call()
+    except (EnvError, FactoryError, WorkerLost, WorkerTimeout) as error:
+        return error, time.monotonic() - began
+    return None, time.monotonic() - began
+
+
+def _demand(cell: Cell, seen: Any) -> None:
+    """Demand the exception of the kind, saying which env, worker, pid and signal."""
+    expected: Any = {"raises": EnvError, "ends": WorkerLost, "hangs": WorkerTimeout}[cell.kind]
+    if cell.state == "build" and cell.kind == "raises":
+        expected = FactoryError
+    assert isinstance(seen, expected), f"expected {expected.__name__}, got {seen!r}"
+    assert VICTIM in seen.env_ids
+    assert seen.context["pid"] > 0
+    if cell.kind == "ends":
+        assert _ENDS[cell.fault] in str(seen)
+    if cell.kind == "hangs":
+        stack = "did not answer" if cell.fault == "stop" else "faults.py"
+        assert stack in str(seen)
+
+
+def _brief(seen: Any) -> str:
+    if isinstance(seen, WorkerLost):
+        return "`WorkerLost` " + next((said for said in _ENDS.values() if said in str(seen)), "")
+    return f"`{type(seen).__name__}`" if isinstance(seen, Exception) else str(seen)
+
+
+def _held() -> tuple[set[str], set[str], set[str]]:
+    """Return this process's descendants, descriptors and the names in /dev/shm."""
+    return _descendants(os.getpid()), set(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+
+
+def _descendants(pid: int) -> set[str]:
+    found: set[str] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in task.read_text().split():
+                with contextlib.suppress(OSError):
+                    if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                        found |= {child} | _descendants(int(child))
+    return found
+
+
+def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
+    """Return what is held now and was not held then; what is about to end has a moment to do so."""
+    end = time.monotonic() + 3
+    while True:
+        now = _held()
+        found = [f"{kind} {name}" for kind, a, b in zip(("process", "fd", "shm"), before, now) for name in b - a]  # noqa: B905
+        found = [one for one in found if not one.startswith("shm sem.mp-")]  # other programs' own
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.02)
