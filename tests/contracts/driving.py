@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -197,6 +198,6 @@ def _equal(leaf: LeafSpec, value: Any, stored: Any) -> bool:
     if leaf.is_side:
         return bool(value == stored)
     array = np.asarray(value)
-    if array.size != int(np.prod(leaf.shape)):
+    if array.size != math.prod(leaf.shape):
         return False
     return array.reshape(leaf.shape).astype(leaf.dtype).tobytes() == np.ascontiguousarray(stored).tobytes()

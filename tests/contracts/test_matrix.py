@@ -24,6 +24,7 @@ from tests.contracts.families import FAMILIES, IS_FULL, Family
 from tests.contracts.matrix import COLUMNS, read_page
 
 NUM_ENVS = 2
+NUM_ENVS_COUNTED = 10
 ROOT_SEED = 11
 #: Transitions: of the plain-loop and async checks, and of the count of those that no env has made.
 NUM_COMPARED, NUM_COUNTED = (400, 10_000) if IS_FULL else (48, 0)
@@ -37,9 +38,9 @@ def is_installed(family: Family) -> bool:
 
 
 @contextlib.contextmanager
-def opened(family: Family, *, seed: int = ROOT_SEED, num_workers: int = 2) -> Iterator[Any]:
+def opened(family: Family, *, seed: int = ROOT_SEED, num_workers: int = 2, num_envs: int = NUM_ENVS) -> Iterator[Any]:
     kind: Any = partial(ParallelEnv, num_workers=num_workers) if IS_FULL else SerialEnv
-    with kind(NUM_ENVS, family.make_env, seed=seed) as env:
+    with kind(num_envs, family.make_env, seed=seed) as env:
         yield env
 
 
@@ -79,9 +80,9 @@ def check_masks(family: Family) -> str:
 
 def check_invalid(family: Family) -> str:
     made = invalid = 0
-    with opened(family) as env, driven(family, env) as batch:
+    with opened(family, num_envs=NUM_ENVS_COUNTED) as env, driven(family, env) as batch:
         while made < NUM_COUNTED:
-            counts = batch.roll(min(1000, NUM_COUNTED // NUM_ENVS))
+            counts = batch.roll(NUM_COUNTED // (2 * NUM_ENVS_COUNTED))
             made, invalid = made + counts[0], invalid + counts[1]
     assert invalid == 0
     return f"{invalid} of {made:,}"
