@@ -14,7 +14,7 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 # An installed package that mypy can follow (it cannot follow the editable install's finder).
 TYPES := build/typecheck/envherd
 
-.PHONY: help venv rollout test test-quick test-full matrix lint format types examples bench-quick clean
+.PHONY: help venv rollout test test-quick test-full matrix faults soak lint format types examples bench-quick clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
@@ -24,6 +24,8 @@ help:
 	@echo "make test-quick   run the tests that take no time"
 	@echo "make test-full    and sweeps over all Melting Pot substrates (most of an hour)"
 	@echo "make matrix       check every family of envs in full (or FAMILY=NAME), and write docs/families.md"
+	@echo "make faults       break envs, workers and the machine in every way and state, and write docs/faults.md"
+	@echo "make soak         $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/soak.md"
 	@echo "make venv         only make $(VENV)/, with everything installed"
 	@echo "make lint types examples bench-quick"
 
@@ -55,6 +57,18 @@ FAMILY ?= test_family
 matrix: $(STAMP)
 	ENVHERD_MATRIX=docs/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k "test_family and ($(FAMILY))" \
 		-o faulthandler_timeout=0
+
+# Recordings are added to those that are there, so the tests may also be run in parts.
+RECORDED := build/faults.jsonl
+faults: $(STAMP)
+	@mkdir -p build
+	ENVHERD_FULL=1 ENVHERD_FAULTS=$(RECORDED) $(BIN)/python -m pytest tests/faults/test_matrix.py tests/faults/test_surroundings.py
+	$(BIN)/python -m tests.faults.page $(RECORDED)
+	$(BIN)/python benchmarks/faults.py --write
+
+MINUTES ?= 20
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) --write
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

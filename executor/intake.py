@@ -34,6 +34,8 @@ def to_numpy(value: Any) -> np.ndarray:
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             value = value.detach()
+        if value.is_meta:
+            raise ActionError("the call failed: expected values, got a tensor on the meta device, which holds none.")
         if value.device.type != "cpu":
             value = value.cpu()
         return value.numpy()

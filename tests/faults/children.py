@@ -1,0 +1,92 @@
+"""Bodies of tests that run in a forked child: limits, mounts and users that this process must not get, or its end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 0x40000  # linux/sched.h, linux/mount.h
+_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 21, 24  # linux/capability.h
+_CAPABILITY_VERSION_3 = 0x20080522
+_PR_CAPBSET_DROP = 24
+NOBODY = 65534
+
+
+def in_child(body: Callable[..., Any], *args: Any) -> Any:
+    """Run a body in a forked child, and return what it returns (as JSON carries it).
+
+    Raises:
+        AssertionError: it raised, with its traceback, or ended without a word.
+    """
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        try:
+            answer = {"value": body(*args)}
+        except BaseException:
+            answer = {"error": traceback.format_exc()}
+        with contextlib.suppress(BaseException):
+            os.write(write, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as file:  # to its end: nothing that the child has started may hold the other one
+        text = file.read()
+    os.waitpid(pid, 0)
+    assert text, "the child ended without a word"
+    answer = json.loads(text)
+    assert "error" not in answer, answer.get("error")
+    return answer["value"]
+
+
+def can_mount() -> bool:
+    """Return whether a child may have mounts of its own."""
+
+    def body() -> bool:
+        with contextlib.suppress(OSError):
+            mount_small("/dev/shm")
+            return True
+        return False
+
+    return bool(in_child(body))
+
+
+def mount_small(folder: str, options: str = "size=64k") -> None:
+    """Mount a file system of a few pages over a folder, for this process and what it starts alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    calls = (
+        lambda: libc.unshare(_CLONE_NEWNS),
+        lambda: libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None),
+        lambda: libc.mount(b"small", folder.encode(), b"tmpfs", 0, options.encode()),
+    )
+    for call in calls:
+        if call():
+            raise OSError(ctypes.get_errno(), "mounts of one's own are not allowed here")
+
+
+def fill(folder: str) -> None:
+    """Fill a file system to its last byte."""
+    with contextlib.suppress(OSError), open(f"{folder}/full", "wb", buffering=0) as file:
+        while file.write(b"x" * 4096):
+            pass
+
+
+def be_bound_by_process_limits() -> None:
+    """Be a user whom RLIMIT_NPROC binds: root is above it."""
+    if os.getuid():
+        return
+    os.setresuid(NOBODY, 0, 0)  # the real user is counted; the effective one may still read python's files
+    libc = ctypes.CDLL(None, use_errno=True)
+    for capability in (_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE):
+        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    head = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)()
+    libc.capget(head, sets)
+    for index in range(2):
+        sets[index] &= ~(1 << _CAP_SYS_ADMIN | 1 << _CAP_SYS_RESOURCE)
+    libc.capset(head, sets)

@@ -1,0 +1,130 @@
+"""Envs that meddle with their process. They need numpy alone: a worker that imported a test would import torch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from envherd.workers.testing import CountingEnv, FaultyEnv
+
+
+class MeddlingEnv(CountingEnv):
+    """Does something to its process in its first step."""
+
+    def __init__(self, meddle: Callable[[], Any]) -> None:
+        super().__init__(1_000_000)
+        self._meddle = meddle
+
+    def step(self, action: list[Any]) -> Any:
+        """Meddle and count."""
+        if self.episode == 0 and self.num_steps == 0:
+            self.kept = self._meddle()
+        return super().step(action)
+
+
+class GrowingEnv(CountingEnv):
+    """Takes more address space in its second step than it is allowed."""
+
+    def step(self, action: list[Any]) -> Any:
+        """Grow, or count."""
+        if self.num_steps == 1 and self.episode == 0:
+            resource.setrlimit(resource.RLIMIT_AS, (2**28, -1))
+            self.held = np.ones(2**30, np.uint8)
+        return super().step(action)
+
+
+class NanEnv(CountingEnv):
+    """Gives NaN in its second step."""
+
+    def step(self, action: list[Any]) -> Any:
+        """Count."""
+        observation, reward, *ends = super().step(action)
+        return (observation, [float("nan")] if self.num_steps == 2 else reward, *ends)
+
+
+class DeafEnv(FaultyEnv):
+    """Hangs, having told its process to ignore the signal that stacks are asked for with."""
+
+    def __init__(self) -> None:
+        super().__init__("sleep", step=1)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+class NestedEnv(CountingEnv):
+    """Holds an executor of its own."""
+
+    def __init__(self) -> None:
+        from envherd.executor import ParallelEnv
+
+        super().__init__(1_000_000)
+        self.inner = ParallelEnv(2, CountingEnv, num_workers=2, seed=0)
+
+    def inner_steps(self) -> int:
+        """Return how many steps its own envs made when told to make five."""
+        return int(self.inner.rollout(5, break_when_any_done=False)["next", "observation"].shape[1])
+
+
+class LeakyEnv(CountingEnv):
+    """Loses so many bytes at every reset, every page of them touched.
+
+    Args:
+        num_bytes: how many.
+        length: steps of an episode.
+    """
+
+    def __init__(self, num_bytes: int, length: int = 3) -> None:
+        super().__init__(length)
+        self._num_bytes = num_bytes
+        self._lost: list[np.ndarray] = []
+
+    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+        """Leak, and begin the next episode."""
+        self._lost.append(np.ones(self._num_bytes, np.uint8))
+        return super().reset(seed, options)
+
+
+def _install_handlers() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGIO):
+        signal.signal(number, lambda *_: None)
+
+
+def _start_threads() -> None:
+    for _ in range(8):
+        threading.Thread(target=time.sleep, args=(600,), daemon=False).start()
+
+
+def _start_processes() -> list[Any]:
+    program = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    return [subprocess.Popen(program, start_new_session=new) for new in (False, True)]
+
+
+def _fork() -> None:
+    if os.fork() == 0:
+        signal.pause()
+
+
+def _change_folder() -> None:
+    os.chdir("/")
+    os.environ.clear()
+    sys.path.clear()
+
+
+MEDDLING: dict[str, Callable[[], Any]] = {
+    "closes descriptors 0 to 2": lambda: os.closerange(0, 3),
+    "closes descriptors 0 to 255": lambda: os.closerange(0, 256),
+    "changes folder, variables and sys.path": _change_folder,
+    "installs signal handlers": _install_handlers,
+    "starts threads that go on": _start_threads,
+    "starts processes": _start_processes,
+    "forks": _fork,
+    "lowers its limit on files": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)),
+}

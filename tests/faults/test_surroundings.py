@@ -1,0 +1,415 @@
+"""What the machine, the caller and odd envs do to an executor: said plainly, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import ActionError, Closed, EnvError, ExecutorOptions, ParallelEnv, WorkerLost
+from envherd.workers.testing import ChattyEnv, CountingEnv, FaultyEnv
+from tests.faults.children import be_bound_by_process_limits, can_mount, fill, in_child, mount_small
+from tests.faults.envs import MEDDLING, DeafEnv, GrowingEnv, MeddlingEnv, NanEnv, NestedEnv
+from tests.faults.matrix import _held, _left
+from tests.faults.page import record
+
+IS_FULL = os.environ.get("ENVHERD_FULL") == "1"
+
+pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(120)]
+
+ENDLESS = functools.partial(CountingEnv, 1_000_000)
+make = functools.partial(ParallelEnv, num_workers=2, seed=0)
+
+
+def actions(value: Any = 1, count: int = 2, dtype: Any = torch.int64) -> TensorDict:
+    return TensorDict({"action": torch.full((count,), value, dtype=dtype)}, [count])
+
+
+def works(env: Any) -> str:
+    """Demand that both envs take two steps, each following from the one before."""
+    root = env.reset()
+    for count in (1, 2):
+        root = env.step_and_maybe_reset(root.update(actions()))[1]
+        assert root["observation"][:, 1:].tolist() == [[count, 1]] * 2
+    return "works"
+
+
+def said(error: BaseException) -> str:
+    return f"`{type(error).__name__}`: {str(error).splitlines()[0]}"
+
+
+# ---- the machine -------------------------------------------------------------------------------
+
+
+def few_files() -> str:
+    before = _held()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 14, limit[1]))
+    with pytest.raises(OSError, match=r"more open files \(2 workers\)"):
+        make(2, ENDLESS)
+    assert not _left(before)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
+    with make(2, ENDLESS) as env:
+        with contextlib.suppress(OSError):
+            while True:
+                os.dup(0)
+        with pytest.raises(OSError, match="Too many open files"):
+            env.rollout(3)
+        works(env)
+    return (
+        "`OSError` (EMFILE) with the numbers before anything is started; a rollout without room is refused, steps go on"
+    )
+
+
+def few_processes(num_allowed: int) -> str:
+    be_bound_by_process_limits()
+    before = _held()
+    resource.setrlimit(resource.RLIMIT_NPROC, (num_allowed, num_allowed))
+    with pytest.raises(WorkerLost, match=r"starting a worker failed.*ulimit -u") as caught:
+        make(2, ENDLESS)
+    assert not _left(before)
+    return said(caught.value)
+
+
+def little_address_space() -> str:
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with make(2, ENDLESS) as env:
+        resource.setrlimit(resource.RLIMIT_AS, (taken + 2**28, -1))
+        with pytest.raises(MemoryError, match="address space") as caught:
+            env.rollout(2**23)
+        works(env)
+    return said(caught.value) + " Steps go on"
+
+
+def little_address_space_in_workers() -> str:
+    with make(2, [functools.partial(GrowingEnv, 99), ENDLESS]) as env:
+        env.reset()
+        env.step(actions())
+        with pytest.raises(EnvError, match="MemoryError") as caught:
+            env.step(actions())
+        works(env)
+    return f"`{type(caught.value).__name__}` of that env; all go on"
+
+
+def small_shm() -> str:
+    mount_small("/dev/shm")
+    fill("/dev/shm")
+    with make(2, functools.partial(CountingEnv, 99, size=512)) as env:
+        env.rollout(4)
+        return works(env)
+
+
+def read_only_shm() -> str:
+    mount_small("/dev/shm", "size=64k,ro")
+    with make(2, ENDLESS) as env:
+        env.rollout(4)
+        return works(env)
+
+
+def full_temporary_folder(folder: str) -> str:
+    mount_small(folder)
+    fill(folder)
+    os.environ["TMPDIR"] = folder
+    os.chdir(folder)
+    with make(2, ENDLESS) as env:
+        env.rollout(4)
+        return works(env)
+
+
+@pytest.fixture(scope="module")
+def mounts() -> None:
+    if not can_mount():
+        pytest.skip("mounts of one's own are not allowed here")
+
+
+def test_few_files():
+    record("few files", what="RLIMIT_NOFILE too low", seen=in_child(few_files))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the limit counts all processes of a user: needs one without any")
+@pytest.mark.parametrize("num_allowed", [1, 2], ids=["no helper", "no worker"])
+def test_few_processes(num_allowed):
+    record(f"few processes {num_allowed}", what="RLIMIT_NPROC too low", seen=in_child(few_processes, num_allowed))
+
+
+@pytest.mark.parametrize(
+    "body", [little_address_space, little_address_space_in_workers], ids=lambda body: body.__name__
+)
+def test_little_memory(body):
+    record(body.__name__, what=f"RLIMIT_AS low: {body.__name__.replace('_', ' ')}", seen=in_child(body))
+
+
+@pytest.mark.usefixtures("mounts")
+@pytest.mark.parametrize("body", [small_shm, read_only_shm], ids=lambda body: body.__name__)
+def test_shm(body):
+    record(body.__name__, what=f"/dev/shm: {body.__name__.replace('_', ' ')}", seen=in_child(body))
+
+
+@pytest.mark.usefixtures("mounts")
+def test_full_temporary_folder(tmp_path):
+    record("full disk", what="TMPDIR and current folder full", seen=in_child(full_temporary_folder, str(tmp_path)))
+
+
+# ---- the owner ---------------------------------------------------------------------------------
+
+
+def _end(how: str, state: str, write: int) -> None:
+    """Be an owner that ends in a state, with a worker that hangs and a fork of its own that lives on."""
+    hung = functools.partial(FaultyEnv, "gil", at="construct" if state == "build" else "step", step=1)
+    if state == "build":
+        threading.Timer(1.0, functools.partial(_leave, how)).start()
+        make(2, [ENDLESS, hung])
+    env = make(2, [ENDLESS, hung])
+    env.reset()
+    if os.fork() == 0:
+        os.close(write)
+        signal.pause()
+    if state == "sent":
+        env.send(actions())
+        time.sleep(0.2)
+    os.write(write, b"ready")
+    if state in ("step", "rollout"):
+        threading.Timer(0.3, functools.partial(_leave, how)).start()
+        env.step(actions()) if state == "step" else env.rollout(5)
+    _leave(how)
+
+
+def _leave(how: str) -> None:
+    if how == "exits":
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGTERM)
+    time.sleep(60)
+
+
+ENDS = [
+    (how, state)
+    for how in ("is killed", "exits", "gets SIGTERM")
+    for state in ("build", "idle", "step", "sent", "rollout")
+]
+QUICK_ENDS = [("is killed", "build"), ("exits", "sent"), ("gets SIGTERM", "step")]
+
+
+@pytest.mark.parametrize(("how", "state"), ENDS if IS_FULL else QUICK_ENDS)
+def test_an_owner_that_ends(how, state):
+    """Its workers go with it, one stuck in C too, though a process that it had forked lives on."""
+    before = _held()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        try:
+            _end(how, state, write)
+        finally:
+            os._exit(1)
+    os.close(write)
+    os.read(read, 5)
+    os.close(read)
+    os.waitpid(pid, 0)
+    forked = [] if state == "build" else [int(p) for p in _held()[0] - before[0] if _is_copy_of_this(p)]
+    for one in forked:
+        time.sleep(0.3)  # its owner has ended and it has not: what holds the workers' lifelines now is not there
+        assert {str(one)} >= _held()[0] - before[0]
+        os.kill(one, signal.SIGKILL)
+        os.waitpid(one, 0)
+    assert not _left(before)
+    record(f"owner {how} {state}", what=f"the owner {how} in state {state}, a worker hung", seen="nothing is left")
+
+
+def _is_copy_of_this(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not IS_FULL, reason="owners that raise, return or exit have tests of their own: test_owner")
+def test_an_owner_that_raises_at_exit():
+    code = (
+        "import atexit\n"
+        "from envherd.executor import ParallelEnv\n"
+        "from envherd.workers.testing import CountingEnv\n"
+        "env = ParallelEnv(2, CountingEnv, num_workers=2)\n"
+        "env.reset()\n"
+        "print(*[w.pid for w in env.statistics().workers], flush=True)\n"
+        "atexit.register(lambda: 1 / 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ZeroDivisionError" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split())
+    record(
+        "raises at exit", what="an exit handler of the owner raises", seen="nothing of ours in stderr; nothing is left"
+    )
+
+
+# ---- envs that meddle --------------------------------------------------------------------------
+
+
+QUICK_MEDDLING = {"closes descriptors 0 to 255", "installs signal handlers", "starts processes", "forks"}
+
+
+@pytest.mark.parametrize("name", [name for name in MEDDLING if IS_FULL or name in QUICK_MEDDLING])
+def test_an_env_that_meddles(name):
+    before = _held()
+    options = ExecutorOptions(step_timeout_s=20.0, reset_timeout_s=20.0)
+    with make(2, [functools.partial(MeddlingEnv, MEDDLING[name]), ENDLESS], options=options) as env:
+        works(env)
+        works(env)
+        assert env.call("echo", 3) == [[[3], {}]] * 2
+        data = env.rollout(3)
+        assert data["next", "observation"][..., 1].tolist() == [[1, 2, 3]] * 2
+        began = time.monotonic()
+        env.close()
+        assert time.monotonic() - began < 15
+    assert not _left(before)
+    record(f"meddles {name}", what=f"an env {name}", seen="nothing: it works, and nothing is left")
+
+
+def test_the_stack_of_a_hung_worker_is_read_though_its_env_took_the_signal():
+    options = ExecutorOptions(step_timeout_s=0.5)
+    with make(1, DeafEnv, num_workers=1, options=options) as env:
+        env.reset()
+        with pytest.raises(Exception, match=r"faults\.py"):
+            env.step(actions(count=1))
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 22 if IS_FULL else 1 << 17])
+def test_an_env_that_prints_megabytes(num_bytes):
+    with make(2, [functools.partial(ChattyEnv, num_bytes), ENDLESS]) as env:
+        root = env.reset()
+        for _ in range(70):
+            root = env.step_and_maybe_reset(root.update(actions()))[1]
+        assert root["observation"][:, 1].tolist() == [70, 70]
+        assert len(env.worker_output(0)) <= 66 * num_bytes  # and not 70 of them: a look at it every 64 steps
+    record("prints", what="an env prints 4 MB at every step", seen="nothing: what is kept of it is cut now and then")
+
+
+def test_an_env_that_is_nan_is_refused_where_that_is_asked_for():
+    with make(2, [functools.partial(NanEnv, 99), ENDLESS], options=ExecutorOptions(check_finite=True)) as env:
+        env.reset()
+        env.step(actions())
+        with pytest.raises(EnvError, match=r"NaN|finite|nan") as caught:
+            env.step(actions())
+        assert caught.value.env_ids == (0,)
+    record("nan", what="an env gives NaN (`check_finite=True`)", seen="`EnvError` of that env; the others go on")
+
+
+# ---- callers -----------------------------------------------------------------------------------
+
+BAD_ACTIONS: dict[str, Callable[[], TensorDict]] = {
+    "too few": lambda: actions(count=1),
+    "of another inner shape": lambda: TensorDict({"action": torch.ones(2, 3, dtype=torch.int64)}, [2]),
+    "of floats": lambda: actions(1.0, dtype=torch.float32),
+    "NaN": lambda: actions(float("nan"), dtype=torch.float32),
+    "out of range": lambda: actions(99),
+    "negative": lambda: actions(-1),
+    "on another device": lambda: TensorDict({"action": torch.ones(2, dtype=torch.int64, device="meta")}, [2]),
+    "missing": lambda: TensorDict({}, [2]),
+}
+
+
+def test_bad_actions_step_nobody():
+    with make(2, ENDLESS) as env:
+        env.reset()
+        for name, bad in BAD_ACTIONS.items():
+            for call in (env.step, env.step_and_maybe_reset, env.send):
+                with pytest.raises((ActionError, ValueError, KeyError)) as caught:
+                    call(bad())
+                assert env.statistics().steps_per_env == (0, 0), name
+            record(f"actions {name}", what=f"actions {name}", seen=said(caught.value).replace("|", "/"))
+        works(env)
+
+
+def test_a_live_executor_that_is_pickled_forked_and_used_after_its_end():
+    env = make(2, ENDLESS)
+    env.reset()
+    with pytest.raises(TypeError):
+        pickle.dumps(env)
+
+    def use() -> str:
+        with pytest.raises(Closed):
+            env.step(actions())
+        env.close()
+        return "Closed"
+
+    assert in_child(use) == "Closed"
+    works(env)
+    env.close()
+    env.close()
+    with pytest.raises(Closed):
+        env.step(actions())
+    record("pickled", what="pickling a live executor", seen="`TypeError`; it goes on")
+    record("forked", what="using or closing it in a fork of the owner", seen="`Closed`; the owner's goes on")
+    record("closed", what="closing twice; using it after `close`", seen="nothing; `Closed`")
+
+
+def test_ctrl_c_between_send_and_recv():
+    with make(2, ENDLESS) as env:
+        env.reset()
+        env.send(actions())
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert env.recv()["next", "observation"][:, 1].tolist() == [1, 1]
+        works(env)
+    record("ctrl-c", what="Ctrl-C between `send` and `recv`", seen="`KeyboardInterrupt`; `recv` still gives every row")
+
+
+def test_two_executors_at_once():
+    with make(2, ENDLESS) as one, make(2, ENDLESS) as two:
+        one.reset()
+        works(two)
+        one.send(actions())
+        os.kill(two.call("pid")[0], signal.SIGKILL)
+        with pytest.raises(WorkerLost):
+            two.reset()
+        assert one.recv()["next", "observation"][:, 1].tolist() == [1, 1]
+    record("two", what="two executors at once, a worker of one killed", seen="the other does not notice")
+
+
+@pytest.mark.skipif(not IS_FULL, reason="imports torch in two workers")
+def test_an_executor_in_an_env_of_an_executor():
+    before = _held()
+    for ending in ("close", "kill"):
+        with make(2, NestedEnv) as env:
+            assert env.call("inner_steps") == [5, 5]
+            works(env)
+            if ending == "kill":
+                os.kill(env.call("pid")[0], signal.SIGKILL)
+        assert not _left(before)
+    record("nested", what="an executor in an env of an executor, and its end", seen="works; nothing is left")
+
+
+@pytest.mark.skipif(not IS_FULL, reason="ten are opened and closed in test_lost_workers")
+def test_many_executors(count=200):
+    before = _held()
+    num_threads = threading.active_count()
+    for _ in range(count):
+        with make(2, ENDLESS) as env:
+            works(env)
+    gc.collect()
+    assert not _left(before)
+    assert threading.active_count() == num_threads
+    record("many", what=f"{count} executors opened and closed in one process", seen="nothing is left")
+
+
+def test_more_memory_than_there_is():
+    with make(2, ENDLESS) as env:
+        with pytest.raises(MemoryError, match="expected at most 90%") as caught:
+            env.rollout(2**36)
+        works(env)
+    record("memory", what="a rollout larger than memory", seen=said(caught.value).partition("the ")[0] + "what is free")
