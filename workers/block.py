@@ -235,7 +235,10 @@ class Block:
         """Keep what the env said in the step or reset just made."""
         assert self._pack_info is not None
         slot.infos.pop(section, None)
-        packed, left_out = self._pack_info(slot.adapter.info)
+        info = slot.adapter.info
+        if info.__class__ is dict and not info:
+            return
+        packed, left_out = self._pack_info(info)
         if packed is not None:
             slot.infos[section] = packed
         if left_out:
