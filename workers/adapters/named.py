@@ -3,8 +3,8 @@
 Each is a frozen value that pickles by reference to this module, so that a worker that unpickles it imports
 nothing but its own family. Melting Pot has a factory of its own, `meltingpot_factory.MeltingPotFactory`.
 
-Making a factory checks nothing; `gymnasium_ids`, `pettingzoo_ids`, `vmas_scenarios`, `dm_control_tasks` and `named_callable` say what
-there is.
+Making a factory checks nothing; `gymnasium_ids`, `pettingzoo_ids`, `vmas_scenarios`, `dm_control_tasks` and
+`named_callable` say what there is.
 """
 
 from __future__ import annotations
