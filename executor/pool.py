@@ -56,6 +56,7 @@ class WorkerPool:
         self._all_ids = np.arange(self.num_envs)
         self._number = 0
         self._asked = 0
+        self._is_hailed = False
         self._rebuilding: dict[int, float] = {}
         self._restarts: list[list[float]] = [[] for _ in blueprint.blocks]
 
@@ -222,7 +223,7 @@ class WorkerPool:
         while True:
             while self._done.try_wait():
                 pass
-            if len(self._ready(env_ids)) >= count:
+            if len(self._ready(env_ids)) >= count or self._is_hailed:
                 return
             left = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
             if left > 0 and self._done.wait(left):
@@ -237,6 +238,15 @@ class WorkerPool:
                 stall_at = now + self.options.stall_log_s
                 for worker_id in self._owing():
                     log_stall(self.crew.workers[worker_id], int(self.slab.words["phase"][worker_id]), now - began)
+
+    def hail(self) -> None:
+        """Have whoever waits in `wait_some` return with what there is, until `unhail`. From any thread."""
+        self._is_hailed = True
+        self._done.ring()
+
+    def unhail(self) -> None:
+        """Let waits last again; whoever holds the pool now calls it."""
+        self._is_hailed = False
 
     def _owing(self) -> list[int]:
         """Return the ids of workers that owe answers."""

@@ -79,11 +79,10 @@ def count(pool: Any, specs: Sequence[EnvSpec], ready_at: float, env_errors: int,
     agents = np.array([num_agents(spec) for spec in specs])
     steps = words["env_steps"]
     workers = []
-    for worker_id, env_ids in enumerate(pool.blueprint.blocks):
-        pid = pool.pid_of(worker_id)
-        busy_s = float(words["busy_ns"][worker_id]) / 1e9
-        uss, pss, cpu_s = _process_figures(pid)
-        generation = pool.generation_of(worker_id)
+    for load, env_ids in zip(read_loads(words, blocks, time.monotonic_ns()), blocks, strict=True):
+        pid = pool.pid_of(load.worker_id)
+        uss, pss, cpu_s = _process_figures(pid) if elsewhere is None else elsewhere[load.worker_id]
+        busy_share = min(1.0, load.busy_s / wall_s)
         workers.append(
             WorkerStatistics(worker_id, pid, env_ids, generation, busy_s, min(1.0, busy_s / wall_s), uss, pss, cpu_s)
         )
@@ -92,6 +91,7 @@ def count(pool: Any, specs: Sequence[EnvSpec], ready_at: float, env_errors: int,
         agent_steps=int((steps * agents).sum()),
         resets=int(words["resets"].sum()),
         episodes=int(words["ends"].sum()),
+    elsewhere = pool.figures() if hasattr(pool, "figures") else None  # of processes on other machines
         env_errors=env_errors,
         worker_losses=pool.num_losses,
         interrupted=interrupted,

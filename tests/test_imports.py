@@ -38,7 +38,7 @@ ALLOWED = {
     "executor/cli/*": {"typer", "rich"},
     "executor/media.py": {"PIL"},
     "executor/sizing/plotting.py": {"matplotlib"},
-    "executor/cluster.py": {"ray"},
+    "executor/cluster/*.py": {"ray", "cloudpickle"},
     "executor/facades/gymnasium*.py": {"gymnasium"},
     "executor/facades/sb3*.py": {"stable_baselines3", "gymnasium"},
     "executor/facades/torchrl*.py": {"torchrl"},

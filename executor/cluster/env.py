@@ -1,0 +1,111 @@
+"""`RayParallelEnv`: the executor over the nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from envherd.executor.agreement import check_agreement
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.blueprint import EnvKwargs, MakeEnv, as_factories, draw
+from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.cluster.orders import Report
+from envherd.executor.cluster.shares import bundles_for
+from envherd.executor.device import as_device
+from envherd.executor.options import ExecutorOptions
+
+Strategy = Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"]
+
+
+class RayParallelEnv(BatchedEnv):
+    """N envs on the nodes of a Ray cluster, stepped as one batch: the same API and the same data as `ParallelEnv`.
+
+    Each node gets a share of contiguous envs, and a host that runs them in worker processes over its own shared memory.
+    Actions go to a host, and rows come back from it, as one buffer for each command.
+
+    Args:
+        num_envs: N; at least one per node.
+        make_env: a callable that builds one env, or a list of N callables. Pickled by value; called on the nodes.
+        num_nodes: how many shares; None for one on every node that has processors (or `resources_per_node`).
+        resources_per_node: what Ray reserves for each share, `{"CPU": 16, "GPU": 1, ...}`, or a list of these; None for
+            all whole processors of each node. Envs are spread over nodes in proportion to the processors.
+        address: of the cluster; None for the one in use, else RAY_ADDRESS, else a new one on this machine.
+        num_workers: worker processes on each node; None for one per processor of its share.
+        env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
+        seed: root seed of everything random; None draws one.
+        device: where batches are handed out; None leaves them on the cpu.
+        copy: as `ParallelEnv`'s.
+        options: see `ExecutorOptions`; its deadlines and its loss policy are kept on the nodes.
+        strategy: how Ray places shares: "STRICT_SPREAD" puts each on a node of its own.
+        runtime_env: of the hosts, as Ray has it; None for the job's own.
+        node_timeout_s: seconds without a sign of life after which a node is given up.
+        placement_timeout_s: seconds to wait for room at the start.
+
+    Attributes:
+        nodes: one `Report` per share: node id, host name, processors, memory, versions.
+        envs_per_node: how many envs each share has.
+
+    Raises:
+        ClusterError: Ray is missing, cannot be reached or has no room, or nodes have other versions than this process.
+        FactoryError, SpecError, WorkerLost, WorkerTimeout: as `ParallelEnv`.
+    """
+
+    def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
+        self,
+        num_envs: int,
+        make_env: MakeEnv,
+        *,
+        num_nodes: int | None = None,
+        resources_per_node: Mapping[str, float] | Sequence[Mapping[str, float]] | None = None,
+        address: str | None = None,
+        num_workers: int | None = None,
+        env_kwargs: EnvKwargs = None,
+        seed: int | None = None,
+        device: Any = None,
+        copy: bool = True,
+        options: ExecutorOptions | None = None,
+        strategy: Strategy = "STRICT_SPREAD",
+        runtime_env: Mapping[str, Any] | None = None,
+        node_timeout_s: float = 30.0,
+        placement_timeout_s: float = 60.0,
+    ) -> None:
+        options = options or ExecutorOptions()
+        where = as_device(device)
+        factories = as_factories(num_envs, make_env)
+        blueprint = draw(factories, env_kwargs, 1, seed, options)
+        _need_ray()
+        from envherd.executor.cluster.fleet import Fleet
+
+        fleet = Fleet(address, node_timeout_s)
+        try:
+            fleet.reserve(
+                lambda free: bundles_for(free, num_envs, num_nodes, resources_per_node),
+                (strategy, placement_timeout_s, runtime_env),
+            )
+            pool = fleet.build(blueprint, options, num_workers)
+            check_agreement(pool.specs, factories, blueprint.env_kwargs)
+            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
+        except BaseException:
+            fleet.give_back()
+            raise
+        self._fleet = fleet
+
+    @property
+    def nodes(self) -> tuple[Report, ...]:
+        """What each host has said of its node."""
+        return tuple(share.report for share in self._fleet.shares)
+
+    @property
+    def envs_per_node(self) -> tuple[int, ...]:
+        """How many envs each share has."""
+        return tuple(share.num_envs for share in self._fleet.shares)
+
+
+def _need_ray() -> None:
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise ClusterError(
+            f"RayParallelEnv failed: expected Ray, got {type(error).__name__}: {error}. "
+            f"Install it, here and on every node: pip install 'envherd[ray]'."
+        ) from error

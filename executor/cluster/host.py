@@ -1,0 +1,388 @@
+"""The host: what runs on a node. It holds the workers of a share of the batch and the slab they write to.
+
+Guarantees: every order is answered, by rows or by an error, whatever became of the workers; an env that answers is not
+held up by its neighbours in other workers. The host builds no env and imports none: factories pass through as bytes.
+Knows nothing of Ray but the name of its node: methods are called by whoever carries the orders, from one thread for
+`collect`, one for `report` and `ping`, and one for the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import diagnosis
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.blueprint import spread
+from envherd.executor.carry import leaf_keys
+from envherd.executor.cluster.orders import ENV_WORDS, Built, Figures, Order, Reply, Report, Rolled, RollOrder, Share
+from envherd.executor.cluster.wire import End
+from envherd.executor.crew import Blueprint
+from envherd.executor.machine import read_machine, usable_cores
+from envherd.executor.outcome import Outcome
+from envherd.executor.pool import WorkerPool
+from envherd.executor.sampling import ActionSampler
+from envherd.shm.slab import WORDS
+from envherd.workers.errors import EnvherdError
+from envherd.workers.protocol import RING, Flag, Op
+
+_NOBODY = np.zeros(0, np.int64)
+_STREAM = 2**32 - 3  # spawn_key of a host's own generators: apart from envs' and from the driver's sampler
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be equal on all nodes, by name."""
+    python = platform.python_version()
+    names = ("envherd", "ray", "numpy", "torch", "tensordict", "cloudpickle")
+    return {"python": python.rpartition(".")[0], **{name: metadata.version(name) for name in names}}
+
+
+class NodeHost:
+    """Runs a share; see the module."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._door = threading.Lock()  # held by whoever waits for the lock, so that `collect` does not take it again
+        self._policies: dict[int, Any] = {}
+        self._versions: dict[int, int] = {}
+
+    def report(self) -> Report:
+        """Say what there is, before there are envs."""
+        import ray
+
+        return Report(
+            node_id=ray.get_runtime_context().get_node_id(),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            cores=usable_cores(),
+            memory_bytes=read_machine().memory_available,
+            versions=versions(),
+        )
+
+    def ping(self) -> int:
+        """Say that this process lives."""
+        return os.getpid()
+
+    # ---- start -------------------------------------------------------------------------------
+
+    def build(self, share: Share) -> Built | EnvherdError:
+        """Start the workers and build the envs; what went wrong is returned."""
+        diagnosis.numbering = diagnosis.Numbering(share.first_env_id, share.first_worker_id, share.place)
+        blocks = spread(len(share.factories), share.num_workers)
+        blueprint = Blueprint(share.factories, share.env_kwargs, blocks, share.root_seed, share.preload)
+        pool = WorkerPool(blueprint, share.options)
+        try:
+            pool.start()
+        except EnvherdError as error:
+            return error
+        self._share = share
+        self._pool = pool
+        self._env = BatchedEnv(pool, seed=share.root_seed, device=None, copy=True, options=share.options)
+        self._rows = self._env.engine.rows
+        self._end = End(pool.slab, pool.plan)
+        self._all_ids = np.arange(pool.num_envs)
+        self._is_sent = np.zeros(pool.num_envs, bool)
+        self._numbers = np.zeros(pool.num_envs, np.int64)
+        self._ops = np.zeros(pool.num_envs, np.int64)
+        self._columns = np.zeros(pool.num_envs, np.int64)
+        self._sent_at = 0.0
+        self._seed_own_generators(share.root_seed)
+        return Built(specs=tuple(pool.specs), blocks=blocks, pids=self.pids())
+
+    def _seed_own_generators(self, root_seed: int) -> None:
+        """Draw what is drawn here, and not in the driver, from streams of this share's own."""
+        seeds = np.random.SeedSequence(root_seed, spawn_key=(_STREAM, self._share.first_env_id)).generate_state(2)
+        self._env.engine.sampler = ActionSampler(self._pool.specs, int(seeds[0]))
+        torch.manual_seed(int(seeds[1]))
+
+    # ---- commands ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the pool for oneself: whoever waits in `collect` lets go of it."""
+        with self._door:
+            self._pool.hail()
+            self._lock.acquire()
+            self._pool.unhail()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def run(self, order: Order) -> Reply:
+        """Carry out an order and wait for all of its answers."""
+        with self._turn():
+            try:
+                columns = self._begin(order)
+                ids = self._all_ids if order.ids is None else order.ids
+                self._wait_for(ids, order)
+            except EnvherdError as error:
+                self._pool.outcome.losses.clear()
+                return Reply(failure=error)
+            return self._answer(order.ids, columns, uniform_op=None if order.ids is not None else order)
+
+    def _begin(self, order: Order, flags: int = 0) -> int | np.ndarray:
+        pool, rows = self._pool, self._rows
+        for extra in order.extras:
+            pool.prepare(extra)
+        if order.inputs is not None:
+            self._end.unpack_inputs(order.inputs, order.ids)
+        if order.ids is None:
+            column = rows.next_column()
+            if order.reset_ids is not None:
+                rows.blank_steps(column, order.reset_ids)
+            pool.submit_all(order.op, RING, column, order.reset_ids)
+            return column
+        columns = rows.next_columns(order.ids)
+        self._ops[order.ids] = order.op
+        self._columns[order.ids] = columns
+        give: Callable[..., None] = pool.submit_later if order.is_late else pool.submit
+        give(order.ids, order.op, RING, columns, flags)
+        return columns
+
+    def _wait_for(self, ids: np.ndarray, order: Order) -> None:
+        if order.ids is None:
+            self._pool.wait_all(order.timeout_s)
+        else:
+            self._pool.wait_some(ids, len(ids), order.timeout_s)
+
+    def submit(self, order: Order) -> EnvherdError | None:
+        """Begin an order whose answers `collect` brings, env by env."""
+        with self._turn():
+            try:
+                assert order.ids is not None
+                self._begin(order, Flag.EACH)
+            except EnvherdError as error:
+                return error
+            self._numbers[order.ids] = order.number
+            self._is_sent[order.ids] = True
+            self._sent_at = time.monotonic()
+        return None
+
+    def collect(self, timeout_s: float | None) -> Reply:
+        """Wait until at least one env has answered a submitted order; return all that have.
+
+        Args:
+            timeout_s: seconds from the latest order after which workers that owe an answer are killed.
+        """
+        while True:
+            with self._door:
+                self._lock.acquire()
+            try:
+                sent = np.flatnonzero(self._is_sent)
+                if not len(sent):
+                    return Reply(ids=_NOBODY, numbers=_NOBODY)
+                left = None if timeout_s is None else max(0.0, self._sent_at + timeout_s - time.monotonic())
+                ready = self._pool.wait_some(sent, 1, left)
+                if len(ready) or self._pool.outcome:
+                    return self._collected(ready)
+            finally:
+                self._lock.release()
+
+    def _collected(self, ready: np.ndarray) -> Reply:
+        numbers = self._numbers[ready]
+        self._is_sent[ready] = False
+        return self._answer(ready, self._columns[ready], uniform_op=None, numbers=numbers)
+
+    def _answer(
+        self,
+        ids: np.ndarray | None,
+        columns: Any,
+        *,
+        uniform_op: Order | None,
+        numbers: np.ndarray | None = None,
+    ) -> Reply:
+        """Note where envs are after commands, and tell it."""
+        pool = self._pool
+        asked = self._all_ids if ids is None else ids
+        outcome = pool.take_outcome(asked) if pool.outcome else None
+        lost = self._env.engine.envs_of(outcome.losses) if outcome is not None else _NOBODY
+        faulty = np.array([*outcome.faults], np.int64) if outcome is not None else _NOBODY
+        if ids is None and not len(lost) and not len(faulty):
+            assert uniform_op is not None
+            root_ids = self._note_all(uniform_op, columns)
+            rows = self._end.pack_rows(None, columns, root_ids, columns)
+            return self._reply(rows, (None, None, root_ids), outcome)
+        if ids is None:
+            assert uniform_op is not None
+            self._ops[:] = uniform_op.op
+            self._ops[uniform_op.reset_ids if uniform_op.reset_ids is not None else _NOBODY] = Op.RESET
+            self._columns[:] = columns
+        alive = ~np.isin(asked, lost)
+        told = asked[alive]
+        root_ids = self._note_some(told, faulty)
+        if len(lost):
+            self._rows.mark_ended(lost)
+            self._is_sent[lost] = False
+        next_ids = told[self._ops[told] != Op.RESET]
+        packed = self._end.pack_rows(next_ids, self._columns[next_ids], root_ids, self._columns[root_ids])
+        reply = self._reply(packed, (told, next_ids, root_ids), outcome)
+        return reply if numbers is None else dataclasses.replace(reply, numbers=numbers[alive])
+
+    def _note_all(self, order: Order, column: int) -> np.ndarray:
+        rows = self._rows
+        if order.op == Op.STEP_RESET:
+            ended = rows.stepped_all_and_reset(column)
+        else:
+            rows.stepped_all(column, order.reset_ids)
+            ended = order.reset_ids
+        return _NOBODY if ended is None else ended
+
+    def _note_some(self, ids: np.ndarray, faulty: np.ndarray) -> np.ndarray:
+        """Note what became of envs that have answered; return which were reset."""
+        rows, ops = self._rows, self._ops[ids]
+        stepped = ops != Op.RESET
+        ended = np.zeros(len(ids), bool)
+        if stepped.any():
+            ended[stepped] = rows.stepped(ids[stepped], self._columns[ids[stepped]])
+        resets = (~stepped | ended & (ops == Op.STEP_RESET)) & ~np.isin(ids, faulty)
+        root_ids: np.ndarray = ids[resets]
+        rows.were_reset(root_ids, self._columns[root_ids])
+        if len(faulty):
+            rows.mark_ended(faulty)
+        return root_ids
+
+    def _reply(
+        self,
+        rows: np.ndarray,
+        who: tuple[np.ndarray | None, np.ndarray | None, np.ndarray],
+        outcome: Outcome | None,
+    ) -> Reply:
+        ids, next_ids, root_ids = who
+        words = self._pool.slab.words
+        return Reply(
+            rows=rows,
+            ids=ids,
+            next_ids=next_ids,
+            root_ids=root_ids,
+            env_words=np.stack([words[name] for name in ENV_WORDS]),
+            outcome=outcome,
+        )
+
+    # ---- everything else ---------------------------------------------------------------------
+
+    def seed(self, root_seed: int) -> EnvherdError | None:
+        """Use a new root seed."""
+        with self._turn():
+            try:
+                self._env.engine.set_seed(root_seed)
+            except EnvherdError as error:
+                return error
+            self._seed_own_generators(root_seed)
+        return None
+
+    def ask(self, what: str, env_ids: list[int], question: dict[str, Any]) -> dict[int, Any] | EnvherdError:
+        """Ask envs for something that is not a step; see `WorkerPool.ask`."""
+        with self._turn():
+            try:
+                return self._pool.ask(what, env_ids, **question)
+            except EnvherdError as error:
+                return error
+
+    def restart(self, worker_id: int) -> tuple[int, ...] | EnvherdError:
+        """Begin to replace a lost worker; return the workers' pids."""
+        with self._turn():
+            try:
+                self._pool.begin_restart(worker_id)
+            except EnvherdError as error:
+                return error
+            return self.pids()
+
+    def pids(self) -> tuple[int, ...]:
+        """Return the workers' process ids."""
+        return tuple(self._pool.pid_of(worker_id) for worker_id in range(self._pool.num_workers))
+
+    def output(self, worker_id: int) -> str:
+        """Return what a worker has printed."""
+        return self._pool.worker_output(worker_id)
+
+    def figures(self) -> Figures:
+        """Return what the workers have done and use."""
+        with self._turn():
+            workers = self._env.engine.statistics().workers
+        words = self._pool.slab.words
+        told = [name for name, (length, writer, _) in WORDS.items() if length != "env" and writer == "worker"]
+        return Figures(
+            processes=[(one.uss_bytes, one.pss_bytes, one.cpu_s) for one in workers],
+            words={name: words[name].reshape(self._pool.num_workers, -1).copy() for name in told},
+            now_ns=time.monotonic_ns(),
+        )
+
+    def close(self, timeout_s: float) -> None:
+        """Close the envs and end the workers."""
+        pool = getattr(self, "_pool", None)
+        if pool is not None:
+            pool.close(timeout_s)
+
+    # ---- rollouts ----------------------------------------------------------------------------
+
+    def take_policy(self, policy_id: int, pickled: bytes, *, is_factory: bool) -> None:
+        """Take a policy, or what builds one here; the one before it is forgotten."""
+        given = cloudpickle.loads(pickled)
+        self._policies = {policy_id: given() if is_factory else given}
+        self._versions = {policy_id: -1}
+
+    def roll(self, order: RollOrder, weights: list[np.ndarray] | None) -> Rolled | EnvherdError:
+        """Make a rollout here; what went wrong is returned."""
+        began = time.monotonic()
+        policy = None if order.policy_id is None else self._policies[order.policy_id]
+        if order.policy_id is not None and weights is not None and self._versions[order.policy_id] != order.version:
+            load_weights(policy, weights)
+            self._versions[order.policy_id] = order.version
+        with self._turn():
+            self._rows.mark_ended(np.flatnonzero(order.ended))
+            try:
+                data = self._env.rollout(order.num_steps, policy, **order.kwargs)
+            except EnvherdError as error:
+                error.partial = None
+                return error
+            columns = self._rows.columns
+            assert self._rows.in_root.all()
+            rows = self._end.pack_rows(_NOBODY, 0, self._all_ids, columns.copy())
+            reply = self._reply(rows, (None, _NOBODY, self._all_ids), None)
+        leaves = _plain_leaves(data)
+        return Rolled(
+            leaves=leaves,
+            batch=data if leaves is None else None,
+            version=order.version,
+            reply=reply,
+            wall_s=time.monotonic() - began,
+        )
+
+
+def weights_of(policy: torch.nn.Module) -> list[np.ndarray]:
+    """Return a module's parameters, then its buffers, on the host (VIEWS where they are there)."""
+    return [tensor.detach().cpu().numpy() for tensor in (*policy.parameters(), *policy.buffers())]
+
+
+def load_weights(policy: torch.nn.Module, weights: list[np.ndarray]) -> None:
+    """Put what `weights_of` returned into a module of the same kind."""
+    with torch.no_grad():
+        for mine, array in zip((*policy.parameters(), *policy.buffers()), weights, strict=True):
+            mine.copy_(torch.tensor(array))
+
+
+def _plain_leaves(data: Any) -> dict[tuple[str, ...], np.ndarray] | None:
+    """Return the leaves of a batch as arrays, or None if it is no plain TensorDict of tensors."""
+    if type(data) is not TensorDict:
+        return None
+    leaves = {}
+    for key in leaf_keys(data):
+        value = data.get(key)
+        if not isinstance(value, torch.Tensor):
+            return None
+        leaves[key] = value.numpy()
+    return leaves

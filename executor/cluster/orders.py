@@ -1,0 +1,185 @@
+"""What driver and hosts say to each other, as plain values. Env ids are the share's own, from 0, in both directions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.outcome import Outcome
+from envherd.shm.specs import EnvSpec
+from envherd.workers import messages
+from envherd.workers.errors import EnvherdError
+
+#: Words of each env that come back with its rows; see `shm.slab.WORDS`.
+ENV_WORDS = ("episode", "env_steps", "resets", "ends")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one host runs.
+
+    Attributes:
+        first_env_id: what the batch calls the share's env 0.
+        first_worker_id: what it calls the share's worker 0.
+        factories: one pickled factory per env.
+        env_kwargs: keyword arguments of each call.
+        num_workers: processes.
+        root_seed: of the whole batch.
+        preload: modules for the host's zygote to import.
+        options: of the executor.
+        place: how messages call the host.
+    """
+
+    first_env_id: int
+    first_worker_id: int
+    factories: tuple[bytes, ...]
+    env_kwargs: tuple[dict[str, Any], ...]
+    num_workers: int
+    root_seed: int
+    preload: tuple[str, ...]
+    options: ExecutorOptions
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a host says of itself before it has envs.
+
+    Attributes:
+        node_id: Ray's, hexadecimal.
+        hostname: of the machine.
+        pid: of the host's process.
+        cores: processors it may use.
+        memory_bytes: it may take.
+        versions: of what must be equal everywhere, by name.
+    """
+
+    node_id: str
+    hostname: str
+    pid: int
+    cores: int
+    memory_bytes: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A host's envs are there.
+
+    Attributes:
+        specs: one per env.
+        blocks: env ids of each worker.
+        pids: of each worker.
+    """
+
+    specs: tuple[EnvSpec, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Commands for some envs, all announced at once.
+
+    Attributes:
+        number: of the order; comes back with the answers.
+        op: for all envs, or int `[k]`.
+        ids: int `[k]`; None for all.
+        reset_ids: int, envs that are reset instead; only where `ids` is None.
+        inputs: uint8, see `End.pack_inputs`; None where nothing is stepped.
+        extras: to be sent ahead, for resets and side inputs.
+        timeout_s: for the answers, in seconds; None for no deadline.
+        is_late: the workers concerned are being replaced; see `WorkerPool.submit_later`.
+    """
+
+    number: int
+    op: Any
+    ids: np.ndarray | None
+    reset_ids: np.ndarray | None = None
+    inputs: np.ndarray | None = None
+    extras: tuple[messages.Prepare, ...] = ()
+    timeout_s: float | None = None
+    is_late: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What became of commands.
+
+    Attributes:
+        rows: uint8, see `End.pack_rows`; None if a failure left nothing to tell.
+        ids: int `[k]`, who has answered, the lost ones left out; None for all.
+        numbers: int `[k]`, of the orders that are answered; None for the order that this is the reply to.
+        next_ids: int, whose `next` is in the rows: those of `ids` that were stepped; None for all.
+        root_ids: int, whose `root` is: those that were reset.
+        env_words: int64 `[words, n]`, of all envs of the share.
+        outcome: what else happened; None if nothing did.
+        failure: why the order was not carried out.
+    """
+
+    rows: np.ndarray | None = None
+    ids: np.ndarray | None = None
+    numbers: np.ndarray | None = None
+    next_ids: np.ndarray | None = None
+    root_ids: np.ndarray | None = None
+    env_words: np.ndarray | None = None
+    outcome: Outcome | None = None
+    failure: EnvherdError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a host's workers have done and use.
+
+    Attributes:
+        processes: `(uss bytes, pss bytes, cpu seconds)` of each worker.
+        words: what workers write about themselves, by word, each `[workers, ...]`; see `shm.slab.WORDS`.
+        now_ns: the host's monotonic clock.
+    """
+
+    processes: list[tuple[int, int, float]]
+    words: dict[str, np.ndarray]
+    now_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollOrder:
+    """A rollout to be made on the host.
+
+    Attributes:
+        num_steps: T.
+        policy_id: of a policy that was shipped; None for random actions.
+        version: of its weights.
+        weights: arrays of parameters, then buffers; None if they are there already.
+        ended: bool `[n]`, envs that must be reset whatever their rows say.
+        kwargs: further arguments of `rollout`.
+    """
+
+    num_steps: int
+    policy_id: int | None
+    version: int
+    weights: list[np.ndarray] | None
+    ended: np.ndarray
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rolled:
+    """A rollout that was made.
+
+    Attributes:
+        leaves: key -> array `[n, T, ...]`; None where the batch is none of plain arrays.
+        batch: the TensorDict itself then.
+        version: of the weights it was made with.
+        reply: where the envs are now, as roots.
+        wall_s: seconds that it took.
+    """
+
+    leaves: dict[tuple[str, ...], np.ndarray] | None
+    batch: Any
+    version: int
+    reply: Reply
+    wall_s: float

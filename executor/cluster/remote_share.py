@@ -1,0 +1,173 @@
+"""A share as the driver sees it: its host, whether that lives, and where its rows are in the driver's slab."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+import ray
+
+from envherd.executor.cluster.orders import ENV_WORDS, Built, Figures, Reply, Report, Share
+from envherd.executor.cluster.ray_cluster import call
+from envherd.executor.cluster.wire import End
+from envherd.shm.slab import Slab, Storage, plan_slab
+from envherd.shm.specs import EnvSpec
+from envherd.workers import messages
+from envherd.workers.errors import WorkerLost
+
+#: Seconds without an answer after which a host is asked whether it lives.
+_PATIENCE_S = 2.0
+
+
+class RemoteShare:
+    """See the module.
+
+    Args:
+        share_id: its place among the shares.
+        share: what the host runs.
+        host: its handle.
+        report: what it said of itself.
+        node_timeout_s: seconds without any sign of life after which a host is given up.
+
+    Attributes:
+        env_ids: int64 `[n]`, of the batch.
+        worker_ids: of the batch.
+        pids: of the workers, on their machine.
+        generations: how often each was replaced.
+        is_gone: whether it has no host.
+        is_collecting: whether the host has been asked for answers that come env by env.
+        heard_at: when it last answered, `time.monotonic()`.
+    """
+
+    def __init__(self, share_id: int, share: Share, host: Any, report: Report, node_timeout_s: float) -> None:
+        self.share_id = share_id
+        self.share = share
+        self.report = report
+        self.first_env_id = share.first_env_id
+        self.num_envs = len(share.factories)
+        self.env_ids = np.arange(share.first_env_id, share.first_env_id + self.num_envs)
+        self.worker_ids = range(share.first_worker_id, share.first_worker_id + share.num_workers)
+        self.root_seed = share.root_seed
+        self.specs: tuple[EnvSpec, ...] = ()
+        self.pids: tuple[int, ...] = ()
+        self.generations = [0] * share.num_workers
+        self._node_timeout_s = node_timeout_s
+        self.adopt(host, report)
+
+    def adopt(self, host: Any, report: Report) -> None:
+        """Have a host build the envs; its answer comes at `built_ref`."""
+        self.host = host
+        self.report = report
+        self.is_gone = False
+        self.is_collecting = False
+        self.heard_at = time.monotonic()
+        self._ping: Any = None
+        self._pinged_at = 0.0
+        share = dataclasses.replace(self.share, root_seed=self.root_seed, place=self.place)
+        self.built_ref = self.call("act", "build", share)
+
+    @property
+    def place(self) -> str:
+        """What messages call the host."""
+        return f"node {self.report.hostname}/{self.report.node_id[:8]}"
+
+    def take_built(self, built: Built) -> None:
+        """Note what the host has built."""
+        self.specs = built.specs
+        self.pids = built.pids
+
+    def attach(self, slab: Slab) -> None:
+        """Take this share's rows of the batch's slab."""
+        plan = plan_slab(self.specs, len(self.worker_ids), slab.plan.num_frames)
+        self.end = End(slab, plan, self.first_env_id)
+
+    def call(self, group: str, method: str, *args: Any) -> Any:
+        """Call a method of the host; return the reference of its answer at once."""
+        return call(self.host, group, method, *args)
+
+    def localize(self, message: messages.Prepare) -> messages.Prepare:
+        """Return a message with the env's id on the host."""
+        return dataclasses.replace(message, env_id=message.env_id - self.first_env_id)
+
+    # ---- rows --------------------------------------------------------------------------------
+
+    def write(self, reply: Reply, columns: np.ndarray, storage: Storage | None) -> None:
+        """Write what came to the slab, or to a rollout storage.
+
+        Args:
+            reply: of the host.
+            columns: int `[n]`, of each env's latest command; all the same if all have answered, or for a storage.
+            storage: None for the ring.
+        """
+        assert reply.rows is not None
+        assert reply.root_ids is not None
+        if storage is not None:
+            self.end.unpack_to_storage(reply.rows, reply.next_ids, reply.root_ids, storage, int(columns[0]))
+            return
+        at: Any = int(columns[0]) if reply.next_ids is None else columns[reply.next_ids]
+        self.end.unpack_to_ring(reply.rows, (reply.next_ids, at), (reply.root_ids, columns[reply.root_ids]))
+
+    def note_words(self, words: dict[str, np.ndarray], reply: Reply) -> None:
+        """Take over what the host's workers have counted."""
+        if reply.env_words is not None:
+            for name, values in zip(ENV_WORDS, reply.env_words, strict=True):
+                words[name][self.env_ids] = values
+
+    def note_figures(self, words: dict[str, np.ndarray], figures: Figures) -> None:
+        """Take over what the host's workers say about themselves."""
+        for name, values in figures.words.items():
+            place = words[name].reshape(-1, values.shape[1])
+            place[list(self.worker_ids)] = values
+            if name == "since_ns":  # of another machine's clock
+                place[list(self.worker_ids)] += time.monotonic_ns() - figures.now_ns
+
+    # ---- life and death ----------------------------------------------------------------------
+
+    def silence(self) -> WorkerLost | None:
+        """Return the loss of a host that has been silent for too long; ask it for a sign of life if it is silent."""
+        now = time.monotonic()
+        if self._ping is not None:
+            done, _ = ray.wait([self._ping], num_returns=1, timeout=0)
+            if done:
+                ping, self._ping = self._ping, None
+                try:
+                    ray.get(ping)
+                except ray.exceptions.RayError as error:
+                    return self.gone(error)
+                self.heard_at = now
+            elif now - self._pinged_at > self._node_timeout_s:
+                return self._loss(f"it gave no sign of life for {self._node_timeout_s:g} s")
+        if self._ping is None and now - self.heard_at > _PATIENCE_S:
+            self._ping, self._pinged_at = self.call("watch", "ping"), now
+        return None
+
+    def gone(self, error: BaseException) -> WorkerLost:
+        """Return the loss of a host that Ray says is gone."""
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return self._loss(f"{type(error).__name__}: {' '.join(lines)[:600]}")
+
+    def no_room(self, loss: BaseException) -> WorkerLost:
+        """Return the loss of a host that cannot be replaced."""
+        return self._loss(f"{loss} It was not replaced: no living node has room for its share")
+
+    def _loss(self, why: str) -> WorkerLost:
+        first, last = self.worker_ids[0], self.worker_ids[-1]
+        return WorkerLost(
+            f"the call failed: {self.place} is lost with workers {first}-{last} (envs {self.env_ids[0]}-"
+            f"{self.env_ids[-1]}): {why}. "
+            f"ExecutorOptions(on_worker_loss='restart') moves a lost node's envs to another.",
+            env_ids=tuple(self.env_ids.tolist()),
+            worker_id=first,
+            node_id=self.report.node_id,
+            phase="call",
+        )
+
+    def abandon(self) -> None:
+        """End the host, if it still lives; nothing is asked of it any more."""
+        self.is_gone = True
+        self.is_collecting = False
+        with contextlib.suppress(Exception):
+            ray.kill(self.host, no_restart=True)

@@ -1,0 +1,93 @@
+"""How the envs of a batch are spread over nodes, and what each node is asked for; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from envherd.executor.cluster.errors import ClusterError
+
+Resources = dict[str, float]
+
+
+def divide(num_envs: int, weights: Sequence[float]) -> list[int]:
+    """Return how many envs each node gets: in proportion to its weight, at least one each.
+
+    Raises:
+        ValueError: fewer envs than nodes.
+    """
+    if num_envs < len(weights):
+        raise ValueError(
+            f"RayParallelEnv failed: expected at least one env per node, got {num_envs} envs for {len(weights)} nodes."
+        )
+    exact = np.asarray(weights, float) / sum(weights) * num_envs
+    counts = np.maximum(1, np.floor(exact).astype(int))
+    while counts.sum() < num_envs:
+        counts[np.argmax(exact - counts)] += 1
+    while counts.sum() > num_envs:  # some nodes were given more than their part: one env each
+        spare = np.where(counts > 1, counts - exact, -np.inf)
+        counts[np.argmax(spare)] -= 1
+    return counts.tolist()
+
+
+def bundles_for(
+    free: Sequence[Mapping[str, float]],
+    num_envs: int,
+    num_nodes: int | None,
+    per_node: Mapping[str, float] | Sequence[Mapping[str, float]] | None,
+) -> list[Resources]:
+    """Return what each node is asked for.
+
+    Args:
+        free: resources of each living node.
+        num_envs: there are no more bundles than envs.
+        num_nodes: how many; None for every node that has a processor (or what `per_node` asks for).
+        per_node: for each node, or one for all; None for all whole processors of a node.
+
+    Raises:
+        ClusterError: no node has what is asked for.
+        ValueError: as many bundles as nodes are expected.
+    """
+    if per_node is not None and not isinstance(per_node, Mapping):
+        if num_nodes not in (None, len(per_node)):
+            raise ValueError(
+                f"RayParallelEnv failed: expected resources_per_node for {num_nodes} nodes, got {len(per_node)}."
+            )
+        return [dict(one) for one in per_node]
+    if per_node is not None:
+        fitting = sum(all(node.get(name, 0) >= amount for name, amount in per_node.items()) for node in free)
+        if num_nodes is None and not fitting:
+            raise ClusterError(_too_little([dict(per_node)], free))
+        return [dict(per_node) for _ in range(min(num_nodes or fitting, num_envs))]
+    cpus = sorted((int(node.get("CPU", 0)) for node in free if node.get("CPU", 0) >= 1), reverse=True)
+    wanted = min(num_nodes or len(cpus), num_envs)
+    if not cpus or wanted > len(cpus):
+        raise ClusterError(_too_little([{"CPU": 1.0}] * max(1, wanted), free))
+    return [{"CPU": float(count)} for count in cpus[:wanted]]
+
+
+def refusal(asked: Sequence[Mapping[str, float]], free: Sequence[Mapping[str, float]], waited_s: float) -> ClusterError:
+    """Return the error for bundles that were not placed in time."""
+    return ClusterError(_too_little(asked, free, waited_s))
+
+
+def _too_little(
+    asked: Sequence[Mapping[str, float]], free: Sequence[Mapping[str, float]], waited_s: float | None = None
+) -> str:
+    waited = "" if waited_s is None else f" within {waited_s:g} s"
+    nodes = "; ".join(_say(node) for node in free) or "none"
+    return (
+        f"RayParallelEnv failed: expected room for {len(asked)} shares of {_say(asked[0])}, each on a node of its own, "
+        f"got none{waited}: {len(free)} living nodes have {nodes} in all (others may be using it). Ask for less "
+        f"(num_nodes, resources_per_node), free or add nodes, or allow several shares on a node (strategy='SPREAD')."
+    )
+
+
+def _say(resources: Mapping[str, float]) -> str:
+    named = {name: amount for name, amount in sorted(resources.items()) if _is_worth_saying(name)}
+    return ", ".join(f"{amount:g} {name}" for name, amount in named.items()) or "nothing"
+
+
+def _is_worth_saying(name: str) -> bool:
+    return not name.startswith("node:") and name not in ("memory", "object_store_memory")
