@@ -328,6 +328,7 @@ class BatchedEnv:
         self._turn.is_closed = True
         if self._rows.mover is not None:
             self._rows.mover.close()
+        self._engine.withdraw()
         self._finalizer()
 
     def ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:

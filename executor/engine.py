@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.diagnosis import env_error, first_fault
+from envherd.executor.listing import announce
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import WorkerPool
 from envherd.executor.rows import Rows
@@ -73,6 +74,8 @@ class Engine:
         self._prepared: dict[int, messages.Prepare] = {}
         self._intake = self.rows.intakes[0] if len(self.rows.intakes) == 1 else None
         self._ready_at = time.monotonic()
+        #: Takes this executor off the list that `envherd top` reads.
+        self.withdraw = self._announce()
         self.use_seed(seed)
 
     @property
@@ -439,9 +442,21 @@ class Engine:
         self.use_seed(seed)
         self.pool.seed(self.seed)
 
+    def _announce(self) -> Callable[[], Any]:
+        crew = getattr(self.pool, "crew", None)  # what runs in this process, or on other machines, has none
+        if crew is None or crew.segment is None:
+            return _nothing
+        blocks = self.pool.blueprint.blocks
+        withdraw: Callable[[], Any] = announce(self, crew.segment, self.pool.plan, blocks, self.specs[0].family)
+        return withdraw
+
     def statistics(self) -> Statistics:
         """Return what was done so far."""
         return count(self.pool, self.specs, self._ready_at, self.num_errors, self.num_interrupted)
+
+
+def _nothing() -> None:
+    """Withdraw nothing: it was not announced."""
 
 
 def _nobody_was_sent(lost: np.ndarray, *, is_replaced: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from envherd.executor.loads import read_loads
 from envherd.shm.specs import EnvSpec
 
 
@@ -28,6 +29,14 @@ class WorkerStatistics:
         uss_bytes: memory that is its own and would be free if it ended.
         pss_bytes: the same plus its share of what it shares with others.
         cpu_s: processor seconds, user and system.
+        env_steps: `env.step` calls of its envs that returned.
+        resets: of its envs.
+        reset_share: of the time since the executor was ready, spent on commands with a reset; estimated from samples.
+        wait_share: of that time, spent waiting for commands.
+        step_p50_s, step_p99_s: of sampled steps, to 10 %; None if there was none, as for a `SerialEnv`.
+        phase: "idle", "step" or "reset", now.
+        phase_env_id: the env that it is at, or None.
+        phase_s: seconds for which it has been at work, or idle.
     """
 
     worker_id: int
@@ -39,6 +48,15 @@ class WorkerStatistics:
     uss_bytes: int
     pss_bytes: int
     cpu_s: float
+    env_steps: int = 0
+    resets: int = 0
+    reset_share: float = 0.0
+    wait_share: float = 0.0
+    step_p50_s: float | None = None
+    step_p99_s: float | None = None
+    phase: str = "idle"
+    phase_env_id: int | None = None
+    phase_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,24 +92,44 @@ class Statistics:
 
 def count(pool: Any, specs: Sequence[EnvSpec], ready_at: float, env_errors: int, interrupted: int) -> Statistics:
     """Read the counters of a pool, and the machine's view of its processes."""
+    elsewhere = pool.figures() if hasattr(pool, "figures") else None  # of processes on other machines
     words = {name: array.copy() for name, array in pool.slab.words.items()}
     wall_s = max(time.monotonic() - ready_at, 1e-9)
     agents = np.array([num_agents(spec) for spec in specs])
     steps = words["env_steps"]
+    blocks = pool.blueprint.blocks
     workers = []
     for load, env_ids in zip(read_loads(words, blocks, time.monotonic_ns()), blocks, strict=True):
         pid = pool.pid_of(load.worker_id)
         uss, pss, cpu_s = _process_figures(pid) if elsewhere is None else elsewhere[load.worker_id]
         busy_share = min(1.0, load.busy_s / wall_s)
         workers.append(
-            WorkerStatistics(worker_id, pid, env_ids, generation, busy_s, min(1.0, busy_s / wall_s), uss, pss, cpu_s)
+            WorkerStatistics(
+                worker_id=load.worker_id,
+                pid=pid,
+                env_ids=env_ids,
+                generation=pool.generation_of(load.worker_id),
+                busy_s=load.busy_s,
+                busy_share=busy_share,
+                uss_bytes=uss,
+                pss_bytes=pss,
+                cpu_s=cpu_s,
+                env_steps=load.env_steps,
+                resets=load.resets,
+                reset_share=min(busy_share, load.reset_s / wall_s),
+                wait_share=1 - busy_share,
+                step_p50_s=load.step_p50_s,
+                step_p99_s=load.step_p99_s,
+                phase=load.phase,
+                phase_env_id=load.phase_env_id,
+                phase_s=load.phase_s,
+            )
         )
     return Statistics(
         env_steps=int(steps.sum()),
         agent_steps=int((steps * agents).sum()),
         resets=int(words["resets"].sum()),
         episodes=int(words["ends"].sum()),
-    elsewhere = pool.figures() if hasattr(pool, "figures") else None  # of processes on other machines
         env_errors=env_errors,
         worker_losses=pool.num_losses,
         interrupted=interrupted,

@@ -35,8 +35,33 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "ends": ("env", "worker", "steps after which the env (or a part of it) had ended, ever"),
     "mail_seq": ("worker", "parent", "messages put on the worker's socket so far"),
     "busy_ns": ("worker", "worker", "nanoseconds spent on commands, ever"),
+    "pid": ("worker", "worker", "its process id"),
+    "starts": ("worker", "worker", "processes that have taken this place, ever"),
+    "since_ns": ("worker", "worker", "when it last began, or finished, what it found to do: monotonic clock"),
+    "reset_ns": ("worker", "worker", "nanoseconds spent on commands with a reset, ever; estimated from samples"),
+    "step_bins": ("bin", "worker", "sampled steps by duration, `NUM_BINS` words of each worker: see `bin_of`"),
     "phase": ("worker", "worker", "the command and env being worked on, 0 when idle: see workers.protocol"),
 }
+
+
+#: Bins of a histogram of durations: four for each doubling, up to two hours.
+NUM_BINS = 176
+
+
+def bin_of(nanoseconds: int) -> int:
+    """Return the bin of a duration, `0 .. NUM_BINS - 1`."""
+    if nanoseconds < 8:
+        return nanoseconds
+    octave = nanoseconds.bit_length()
+    return min((octave << 2) - 4 + (nanoseconds >> octave - 3 & 3), NUM_BINS - 1)
+
+
+def bin_middle(index: int) -> float:
+    """Return nanoseconds in the middle of a bin."""
+    if index < 8:
+        return float(index)
+    octave, quarter = divmod(index + 4, 4)
+    return float((4 + quarter + 0.5) * 2 ** (octave - 3))
 
 
 def next_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
@@ -117,7 +142,7 @@ class SlabPlan:
 def plan_slab(specs: Sequence[EnvSpec], num_workers: int, num_frames: int) -> SlabPlan:
     """Lay out a slab for envs with the given specs (one per env); equal specs share arrays."""
     num_envs = len(specs)
-    counts = {"env": num_envs, "worker": num_workers}
+    counts = {"env": num_envs, "worker": num_workers, "bin": num_workers * NUM_BINS}
     words = lay_out(((name,), (counts[length],), "int64") for name, (length, _, _) in WORDS.items())
     offset = words.nbytes + (1 + num_workers) * DOORBELL_BYTES
     groups: list[GroupPlan] = []

@@ -49,6 +49,15 @@ def anonymous_bytes(pid: int) -> int:
     return total
 
 
+def resident_bytes(pid: int) -> int:
+    """Return RSS of a process and its descendants: what they map of memory, shared pages counted for each."""
+    total = 0
+    for one in descendants(pid):
+        fields = _text(f"/proc/{one}/statm").split()
+        total += int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 else 0
+    return total
+
+
 def children_cpu_ns(pid: int) -> int:
     """Return nanoseconds of processor time of what a process has started and still runs, in steps of 10 ms."""
     return sum(map(_coarse_cpu_ns, descendants(pid)[1:]))

@@ -6,6 +6,7 @@ import typer
 
 from envherd.executor.cli.rollout import rollout
 from envherd.executor.cli.size import size
+from envherd.executor.cli.top import top
 
 app = typer.Typer(
     name="envherd",
@@ -17,3 +18,4 @@ app = typer.Typer(
 )
 app.command()(rollout)
 app.command()(size)
+app.command()(top)

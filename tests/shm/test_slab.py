@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from envherd.shm.slab import WORDS, Slab, Storage, plan_slab, plan_storage
+from envherd.shm.slab import NUM_BINS, WORDS, Slab, Storage, bin_middle, bin_of, plan_slab, plan_storage
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 
 
@@ -22,9 +22,17 @@ def slab_of(*widths, num_workers=2, num_frames=3):
 def test_words_have_one_entry_per_env_or_worker():
     slab = slab_of(4, 4, 4)
     for name, (length, writer, meaning) in WORDS.items():
-        assert len(slab.words[name]) == {"env": 3, "worker": 2}[length]
+        assert len(slab.words[name]) == {"env": 3, "worker": 2, "bin": 2 * NUM_BINS}[length]
         assert writer in ("parent", "worker")
         assert meaning
+
+
+def test_every_duration_has_a_bin_that_is_near_it():
+    assert [bin_of(n) for n in range(9)] == [0, 1, 2, 3, 4, 5, 6, 7, 12]
+    for nanoseconds in (9, 100, 999, 12_345, 10**6, 33 * 10**6, 10**9, 10**12):
+        assert abs(bin_middle(bin_of(nanoseconds)) / nanoseconds - 1) <= 0.15
+    assert bin_of(10**18) == NUM_BINS - 1
+    assert sorted(map(bin_of, range(1, 10_000))) == [bin_of(n) for n in range(1, 10_000)]
 
 
 def test_equal_specs_share_a_group_in_order():

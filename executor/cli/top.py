@@ -1,0 +1,27 @@
+"""`envherd top`: what running executors and their workers are doing now."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def top(
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Look once, print, and leave.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON; with --once one object, else one a line.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    pid: Annotated[int | None, typer.Option(help="Only the executors of this process.")] = None,
+    stack: Annotated[
+        int | None, typer.Option(metavar="WORKER", help="Also show the Python stack of this worker.")
+    ] = None,
+) -> None:
+    """Watch this user's running executors: each worker's speed, load, memory, and what it is at.
+
+    Keys: up and down select a worker, s shows its Python stack, q leaves.
+    """
+    from envherd.executor.cli.watching import Request, run
+
+    request = Request(is_once=once, is_json=json, interval_s=interval, pid=pid, stack_worker=stack)
+    raise typer.Exit(run(request))

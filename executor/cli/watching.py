@@ -1,0 +1,221 @@
+"""What `envherd top` does, from its options to its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from envherd.executor.cli import EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.sizing_report import size_text
+from envherd.executor.listing import listings
+from envherd.executor.watching import ExecutorView, Watch, WorkerView, stack_of
+
+SCHEMA = "envherd.top/1"
+_KEYS = {"\x1b[A": "up", "k": "up", "\x1b[B": "down", "j": "down", "s": "stack", "q": "quit"}
+#: Seconds at one thing from which it is worth a colour.
+_LONG_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options, as given."""
+
+    is_once: bool = False
+    is_json: bool = False
+    interval_s: float = 1.0
+    pid: int | None = None
+    stack_worker: int | None = None
+
+
+def run(request: Request) -> int:
+    """Show what runs; return the exit code."""
+    console = Console()
+    with contextlib.closing(Watcher(request.pid)) as watcher:
+        try:
+            if request.is_once:
+                return _once(request, watcher, console)
+            return _lines(request, watcher) if request.is_json else _live(request, watcher, console)
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+
+
+class Watcher:
+    """Watches whatever executors there are; they come and go."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid = pid
+        self._watches: dict[str, Watch] = {}
+
+    def look(self) -> list[ExecutorView]:
+        """Return what was done since the last look; those that have just come have done nothing."""
+        self.find()
+        return [watch.look() for watch in self._watches.values()]
+
+    def find(self) -> None:
+        """Begin to watch those that have come, and forget those that have gone."""
+        found = {one.path.name: one for one in listings() if self._pid is None or one.pid == self._pid}
+        for name in [name for name in self._watches if name not in found]:
+            self._watches.pop(name).close()
+        for name, listing in found.items():
+            if name not in self._watches:
+                with contextlib.suppress(OSError):  # it has gone meanwhile
+                    self._watches[name] = Watch(listing)
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        for watch in self._watches.values():
+            watch.close()
+
+
+def _once(request: Request, watcher: Watcher, console: Console) -> int:
+    watcher.find()
+    time.sleep(request.interval_s)
+    views = watcher.look()
+    if request.pid is not None and not views:
+        Console(stderr=True).print(f"error: top failed: process {request.pid} runs no executor of this user.")
+        return EXIT_USAGE
+    stack = _stack(views, request.stack_worker)
+    if request.is_json:
+        sys.stdout.write(json.dumps(_plain(views, stack), indent=2) + "\n")
+        return 0
+    console.print(screen(views, selected=-1, stack=stack))
+    return 0
+
+
+def _lines(request: Request, watcher: Watcher) -> int:
+    while True:
+        time.sleep(request.interval_s)
+        sys.stdout.write(json.dumps(_plain(watcher.look(), "")) + "\n")
+        sys.stdout.flush()
+
+
+def _plain(views: list[ExecutorView], stack: str) -> dict[str, Any]:
+    plain: dict[str, Any] = {"schema": SCHEMA, "executors": [view.to_plain() for view in views]}
+    return {**plain, "stack": stack} if stack else plain
+
+
+def _stack(views: list[ExecutorView], worker: int | None) -> str:
+    rows = [one for view in views for one in view.workers]
+    if worker is None or not 0 <= worker < len(rows):
+        return ""
+    return stack_of(rows[worker].load.pid)
+
+
+def _live(request: Request, watcher: Watcher, console: Console) -> int:
+    selected, stack = request.stack_worker or 0, ""
+    watcher.find()
+    with _keys() as read_key, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        views = watcher.look()
+        next_look = time.monotonic()
+        while True:
+            if time.monotonic() >= next_look:
+                views = watcher.look()
+                next_look = time.monotonic() + request.interval_s
+            num_rows = sum(len(view.workers) for view in views)
+            selected = max(0, min(selected, num_rows - 1))
+            live.update(screen(views, selected=selected, stack=stack), refresh=True)
+            key = read_key(max(0.0, next_look - time.monotonic()))
+            if key == "quit":
+                return 0
+            if key == "stack":
+                stack = "" if stack else _stack(views, selected)
+            selected += {"up": -1, "down": 1}.get(key, 0)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Any]:
+    """Give a function that waits for a key and names it; without a terminal it only waits."""
+    if not sys.stdin.isatty():
+
+        def wait(seconds: float) -> str:
+            time.sleep(seconds)
+            return ""
+
+        yield wait
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+
+    def read(seconds: float) -> str:
+        if not select.select([fd], [], [], seconds)[0]:
+            return ""
+        return _KEYS.get(os.read(fd, 8).decode(errors="replace"), "")
+
+    try:
+        yield read
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def screen(views: list[ExecutorView], *, selected: int, stack: str) -> RenderableType:
+    """Return everything as tables."""
+    if not views:
+        return Text("no executor of this user is running (they are listed when they start)", "dim")
+    parts: list[RenderableType] = []
+    row = 0
+    for view in views:
+        parts.append(_executor(view, selected - row))
+        row += len(view.workers)
+    if stack:
+        parts.append(Text(stack))
+    return Group(*parts)
+
+
+def _executor(view: ExecutorView, selected: int) -> Table:
+    one = view.listing
+    envs = sum(map(len, one.blocks))
+    title = f"{one.env} x {envs}, process {one.pid}: {view.steps_per_s:,.0f} env-steps/s   {one.command[:60]}"
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("worker", justify="right")
+    table.add_column("pid", justify="right")
+    table.add_column("envs", justify="right")
+    for name in ("steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "restarts", "USS", "RSS"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("at")
+    for index, worker in enumerate(view.workers):
+        table.add_row(*_cells(worker), style="reverse" if index == selected else "")
+    return table
+
+
+def _cells(worker: WorkerView) -> list[Any]:
+    load = worker.load
+    at = load.phase if load.phase_env_id is None else f"{load.phase} of env {load.phase_env_id}"
+    is_long = load.phase != "idle" and load.phase_s > _LONG_S
+    return [
+        str(load.worker_id),
+        str(load.pid or "-"),
+        str(len(worker.env_ids)),
+        f"{worker.steps_per_s:,.0f}",
+        f"{worker.busy_share:.0%}",
+        f"{worker.reset_share:.0%}",
+        f"{worker.wait_share:.0%}",
+        _time(load.step_p50_s),
+        _time(load.step_p99_s),
+        f"{load.resets:,}",
+        str(load.restarts),
+        size_text(worker.uss_bytes),
+        size_text(worker.rss_bytes),
+        Text(f"{at}, {load.phase_s:,.1f} s", "bold red" if is_long else ""),
+    ]
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e6:,.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:,.1f} ms"
