@@ -9,6 +9,12 @@ numbers knows whether an answer is there; doorbells only say when to look.
     STEP_RESET    1         1 if it then ended  column              column (+ 1 in a storage)
     RESET         0         1                   -                   column
 
+Each side does its part in this order, which is what keeps rows and wake-ups from being lost; a test explores all
+that can come of it (also of deaths and interrupts), and another holds the code to it:
+
+    parent        inputs, command, command_seq, then rings go; takes done tokens, or looks around every 10 ms
+    worker        takes go, reads command_seq, writes rows, status, reply_seq, then rings done
+
 `target` is 0 for the slab's ring, else the number of a rollout storage. In the ring a root is written
 only by a reset (otherwise the new root IS the `next` of that column); in a storage it always is.
 """
@@ -43,6 +49,10 @@ class Flag(IntFlag):
     EACH = 1
     """Ring the done doorbell for this env alone; without it, once for all commands found together."""
 
+
+#: What either side does for a command, in this order.
+PARENT_STEPS = ("inputs", "command", "command_seq", "go")
+WORKER_STEPS = ("go", "command_seq", "rows", "status", "reply_seq", "done")
 
 RING = 0
 """Target number of the slab's own ring of frames."""

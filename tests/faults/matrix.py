@@ -149,7 +149,9 @@ def drive(cell: Cell, flag: Path) -> Finding:
         on_worker_loss=cell.policy,  # type: ignore[arg-type]
         step_timeout_s=DEADLINE_S if cell.kind == "hangs" else 30.0,
         reset_timeout_s=DEADLINE_S * 4 if cell.kind == "hangs" else 30.0,
-        build_timeout_s=4.0 if (cell.kind, cell.state) == ("hangs", "build") else 60.0,
+        build_timeout_s=(12.0 if cell.start_method == "spawn" else 4.0)
+        if (cell.kind, cell.state) == ("hangs", "build")
+        else 60.0,
         close_timeout_s=DEADLINE_S if cell.state == "close" else 5.0,
     )
     make = functools.partial(ParallelEnv, NUM_ENVS, envs, num_workers=2, seed=0, options=options)

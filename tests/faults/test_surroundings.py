@@ -395,7 +395,9 @@ def test_an_executor_in_an_env_of_an_executor():
 
 
 @pytest.mark.skipif(not IS_FULL, reason="ten are opened and closed in test_lost_workers")
-def test_many_executors(count=200):
+@pytest.mark.timeout(1200)
+def test_many_executors():
+    count = 200
     before = _held()
     num_threads = threading.active_count()
     for _ in range(count):

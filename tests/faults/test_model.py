@@ -1,0 +1,137 @@
+"""The concurrency core, explored: no lost wake-up, no deadlock, no stale row, whoever dies and whenever.
+
+And the model is of this code: the parent and a worker are seen to do things in the order that it takes.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from envherd.executor import ParallelEnv, SerialEnv
+from envherd.shm.segment import Segment
+from envherd.shm.sync import DOORBELL_BYTES, Doorbell
+from envherd.workers.loop import Loop
+from envherd.workers.protocol import PARENT_STEPS, RING, WORKER_STEPS, Op, pack
+from envherd.workers.testing import CountingEnv
+from tests.faults.model import Protocol, Violation, explore
+
+IS_FULL = os.environ.get("ENVHERD_FULL") == "1"
+
+
+def swapped(steps: tuple[str, ...], one: str, other: str) -> tuple[str, ...]:
+    return tuple({one: other, other: one}.get(step, step) for step in steps)
+
+
+SMALL = {"num_workers": 2, "num_steps": 2}
+
+#: What is got wrong -> the protocol then, and what comes of it.
+MUTATIONS: dict[str, tuple[Protocol, str]] = {
+    "the number before the rows": (Protocol(worker=swapped(WORKER_STEPS, "rows", "reply_seq"), **SMALL), "stale"),
+    "the number before the command": (
+        Protocol(parent=swapped(PARENT_STEPS, "command", "command_seq"), **SMALL),
+        "stale",
+    ),
+    "the number before the inputs": (Protocol(parent=swapped(PARENT_STEPS, "inputs", "command_seq"), **SMALL), "stale"),
+    "go before the number": (Protocol(parent=swapped(PARENT_STEPS, "go", "command_seq"), **SMALL), "wake-up"),
+    "done before the number": (Protocol(worker=swapped(WORKER_STEPS, "done", "reply_seq"), **SMALL), "wake-up"),
+    "nobody looks for deaths": (Protocol(looks_around=False, num_interrupts=0, **SMALL), "deadlock"),
+    "numbers before tokens": (Protocol(drains_first=False, num_deaths=0, num_interrupts=0), "wake-up"),
+    "a successor that begins at the beginning": (Protocol(starts_from_reply=False, **SMALL), "has its answer"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_three_workers_and_three_steps():
+    """A death at any point; with ENVHERD_FULL an interrupt at any other too."""
+    assert explore(Protocol(num_interrupts=int(IS_FULL))) > 50_000
+
+
+@pytest.mark.slow
+def test_deaths_and_interrupts_together():
+    num_deaths = 2 if IS_FULL else 1
+    assert explore(Protocol(num_deaths=num_deaths, **SMALL)) > 10_000
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_model_sees_what_is_wrong(name):
+    protocol, seen = MUTATIONS[name]
+    with pytest.raises(Violation, match=seen):
+        explore(protocol)
+
+
+# ---- the model is of this code -----------------------------------------------------------------
+
+
+class Watched:
+    """Words of the slab, or a doorbell, whose uses are noted."""
+
+    def __init__(self, name: str, real: Any, notes: list[str]) -> None:
+        self._name, self._real, self._notes = name, real, notes
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._name == "command_seq":
+            self._notes.append(self._name)
+        return self._real[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._notes.append(self._name)
+        self._real[index] = value
+
+    def fill(self, value: Any) -> None:
+        self._notes.append(self._name)
+        self._real.fill(value)
+
+    def __call__(self, *args: Any) -> Any:
+        self._notes.append(self._name)
+        return self._real(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def in_order(notes: list[str]) -> list[str]:
+    """Return the notes, each once, by where they came last: what is announced must not change afterwards."""
+    return [name for index, name in enumerate(notes) if name not in notes[index + 1 :]]
+
+
+def test_a_worker_does_it_in_that_order():
+    segment = Segment.create(2 * DOORBELL_BYTES)
+    go, done = (Doorbell.create(segment.array(), offset) for offset in (0, DOORBELL_BYTES))
+    notes: list[str] = []
+    with SerialEnv(1, CountingEnv, seed=0) as env:
+        pool: Any = env._pool
+        block, words = pool._block, pool.slab.words
+        loop = Loop(block, pool.slab, (go, done), lambda: True, lambda: None)
+        for name in ("command_seq", "status", "reply_seq"):
+            loop._words[name] = Watched(name, loop._words[name], notes)  # type: ignore[assignment]
+        loop._done = SimpleNamespace(ring=Watched("done", done.ring, notes))  # type: ignore[assignment]
+        carry_out = block._carry_out
+        block._carry_out = lambda *args: (carry_out(*args), notes.append("rows"))
+        words["command"][0] = pack(Op.RESET, RING, 0)
+        words["command_seq"][0] += 1
+        loop._scan()
+        assert done.try_wait()
+        assert in_order(notes) == list(WORKER_STEPS[1:])
+        assert words["reply_seq"][0] == words["command_seq"][0]
+    segment.close()
+
+
+@pytest.mark.slow
+def test_the_parent_does_it_in_that_order():
+    notes: list[str] = []
+    with ParallelEnv(1, CountingEnv, num_workers=1, seed=0) as env:
+        env.reset()
+        pool: Any = env._pool
+        pool._command = Watched("command", pool._command, notes)
+        pool._command_seq = Watched("command_seq", pool._command_seq, notes)
+        pool._rings = [Watched("go", ring, notes) for ring in pool._rings]
+        write_inputs = env._engine.write_inputs
+        env._engine.write_inputs = lambda *args: (write_inputs(*args), notes.append("inputs"))  # type: ignore[method-assign]
+        env.send(env.rand_action())
+        assert in_order(notes) == list(PARENT_STEPS)
+        env.recv()
