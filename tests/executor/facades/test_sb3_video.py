@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -24,17 +23,18 @@ pytestmark = [
 ]
 
 NUM_FRAMES = 8
+FPS = 5
 
 
 class Brighter(gymnasium.Env):
     """Draws a square that is brighter with every step; a bright one says which env it is."""
 
-    metadata: ClassVar[dict] = {"render_modes": ["rgb_array"], "render_fps": 5}
     render_mode = "rgb_array"
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self, env_id: int) -> None:
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
         self.env_id = env_id
         self.count = 0
 
@@ -64,7 +64,7 @@ def test_a_video_has_a_frame_for_every_step(make, tmp_path, monkeypatch):
     env.close()
     (path,) = tmp_path.glob("*.mp4")
     with VideoFileClip(str(path)) as clip:
-        assert clip.fps == Brighter.metadata["render_fps"]
+        assert clip.fps == FPS
         frames = list(clip.iter_frames())
     assert len(frames) == NUM_FRAMES
     for step, frame in enumerate(frames):
