@@ -104,6 +104,8 @@ class Commands:
         self._give(env_ids, lambda: self._submit_resets(env_ids))
 
     def _submit_resets(self, env_ids: np.ndarray) -> None:
+        if self._engine.recycler is not None:
+            self._engine.recycler.before_resets(env_ids)
         self._engine.send_prepared(env_ids)
         self._engine.pool.submit(env_ids, Op.RESET, RING, self._columns[env_ids])
 
@@ -151,6 +153,7 @@ class Commands:
             rows.forget_infos() if self._uniform is not None else rows.note_infos({}, ids.tolist())
         self._note_rows(ids, self.dead)
         self._let_go(ids)
+        self._recycle()
 
     def _wait(self, ids: np.ndarray, timeout_s: float | None) -> None:
         engine = self._engine
@@ -191,6 +194,13 @@ class Commands:
             raise error
         if len(lost):
             self._make_good(lost)
+        self._recycle()
+
+    def _recycle(self) -> None:
+        recycler, ended = self._engine.recycler, self.ended_ids
+        if recycler is not None and ended is not None:
+            reset = ended[(self._ops[ended] == _STEP_RESET) & ~np.isin(ended, self.dead)]
+            recycler.after_steps(reset, self._columns[reset])
 
     def _end_rows(self, lost: np.ndarray, faults: dict[int, Any]) -> None:
         failed = [env_id for env_id, fault in faults.items() if fault["phase"] == "step"]

@@ -237,7 +237,7 @@ class Crew:
     def close(self, timeout_s: float) -> None:
         """Close the envs and end the workers within `timeout_s` in all, then by force. Idempotent, never raises."""
         if timeout_s > 0:
-            self._ask_to_close(time.monotonic() + timeout_s)
+            self._ask_to_close(time.monotonic() + timeout_s, self.workers)
         for worker in self.workers:
             worker.kill()
         for worker in self.workers:
@@ -250,13 +250,17 @@ class Crew:
         if self._segment is not None:
             self._segment.close()
 
-    def _ask_to_close(self, end: float) -> None:
-        for worker in self.workers:
+    def dismiss(self, worker_id: int, timeout_s: float) -> None:
+        """Close the envs of one worker and end it within `timeout_s`; what is left of it is `replace`d."""
+        self._ask_to_close(time.monotonic() + timeout_s, [self.workers[worker_id]])
+
+    def _ask_to_close(self, end: float, workers: list[WorkerProcess]) -> None:
+        for worker in workers:
             with contextlib.suppress(OSError):
                 worker.channel.queue_message(messages.Close())
                 self._knock(worker.worker_id)
                 worker.channel.flush_nowait()
-        for worker in self.workers:
+        for worker in workers:
             worker.wait_exit(max(0.0, end - time.monotonic()))
             with contextlib.suppress(Exception):
                 self.drain(worker.worker_id)

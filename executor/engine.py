@@ -20,6 +20,7 @@ from envherd.executor.diagnosis import env_error, first_fault
 from envherd.executor.listing import announce
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import WorkerPool
+from envherd.executor.recycling import MemoryLog, Recycler
 from envherd.executor.rows import Rows
 from envherd.executor.sampling import ActionSampler
 from envherd.executor.serial_pool import SerialPool
@@ -44,6 +45,9 @@ class Engine:
         is_dirty: a call was broken off; the next one begins with `recover`.
         in_flight: envs that are given a command, or whose answers are being noted; None between calls.
         is_rolling: a rollout is in progress; its policy and callback may ask the envs things, but not step them.
+        ready_at: monotonic seconds.
+        memory: what is known of the workers' growth.
+        recycler: replaces workers between episodes, if the options ask for it.
         known: keys of the envs' leaves, without `next`.
         end_sent: deals with envs that were sent, and lost while something else was waited for.
         settle_sends: after a call was broken off, finds out what was really sent.
@@ -73,9 +77,11 @@ class Engine:
         self.has_infos = options.infos != "drop"
         self._prepared: dict[int, messages.Prepare] = {}
         self._intake = self.rows.intakes[0] if len(self.rows.intakes) == 1 else None
-        self._ready_at = time.monotonic()
+        self.ready_at = time.monotonic()
         #: Takes this executor off the list that `envherd top` reads.
         self.withdraw = self._announce()
+        self.memory = MemoryLog()
+        self.recycler = Recycler(self) if options.recycles and isinstance(pool, WorkerPool) else None
         self.use_seed(seed)
 
     @property
@@ -211,6 +217,8 @@ class Engine:
                 rows.forget_infos()
         ended = rows.stepped_all_and_reset(column) if op == Op.STEP_RESET else rows.stepped_all(column)
         self.in_flight = None
+        if self.recycler is not None and ended is not None and op == Op.STEP_RESET:
+            self.recycler.after_steps(ended, np.full(len(ended), column))
         return ended
 
     def run_all(self, op: Op, target: int, column: int) -> None:
@@ -338,6 +346,8 @@ class Engine:
         """Reset some envs at ring columns; replaces lost workers and tries again, as often as the options allow."""
         rows, pool = self.rows, self.pool
         before, self.in_flight = self.in_flight, self.all_ids[~self.pending]
+        if self.recycler is not None:
+            self.recycler.before_resets(env_ids)
         while len(env_ids):
             self._replace_lost(env_ids)
             with self._may_break_off(env_ids):
@@ -452,7 +462,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Return what was done so far."""
-        return count(self.pool, self.specs, self._ready_at, self.num_errors, self.num_interrupted)
+        return count(self)
 
 
 def _nothing() -> None:

@@ -173,6 +173,8 @@ class Exchange:
         if resets.any():
             rows.were_reset(ready[resets], columns[resets])
         engine.in_flight = None
+        if engine.recycler is not None and resets.any():
+            engine.recycler.after_steps(ready[resets], columns[resets])
         return set_ids(td, ready)
 
     def _forget(self, env_ids: np.ndarray) -> None:

@@ -37,6 +37,9 @@ class ExecutorOptions:
         on_worker_loss: "raise" a WorkerLost, or "restart" the worker and mark its rows `interrupted`.
         max_restarts: restarts of one worker within `restart_window_s` before a loss raises after all.
         restart_window_s: seconds.
+        recycle_after: episodes of an env after which its worker is replaced by a new one, where that interrupts no row
+            (see `executor.recycling`); for envs that leak. None: never.
+        max_worker_memory: bytes of a worker's own memory (USS) beyond which it is replaced likewise. None: no limit.
         check_actions: "strict" refuses values outside the spec, NaN and infinities; "finite" refuses
             only NaN, infinities and illegal indices; "off" checks shape and dtype alone.
         check_finite: also refuse NaN and infinities in observations and rewards (costs a pass over
@@ -76,6 +79,8 @@ class ExecutorOptions:
     on_worker_loss: LossPolicy = "raise"
     max_restarts: int = 3
     restart_window_s: float = 60.0
+    recycle_after: int | None = None
+    max_worker_memory: int | None = None
     check_actions: ActionCheck = "strict"
     check_finite: bool = False
     isolate_rng: bool = False
@@ -104,6 +109,11 @@ class ExecutorOptions:
         )
 
     @property
+    def recycles(self) -> bool:
+        """Whether workers are to be replaced between episodes."""
+        return self.recycle_after is not None or self.max_worker_memory is not None
+
+    @property
     def num_frames(self) -> int:
         """Frames in the ring: one more than are valid when expired ones are poisoned before they are used again."""
         return self.ring_frames + self.poison
@@ -112,13 +122,18 @@ class ExecutorOptions:
         """Refuse values that cannot work.
 
         Raises:
-            ValueError: fewer than 2 ring frames, an unknown name, `info_keys` that are none, or a negative env id.
+            ValueError: fewer than 2 ring frames, an unknown name, `info_keys` that are none, a negative env id, or a
+                limit below 1.
         """
         check_keys(self.info_keys)
         if self.first_env_id < 0:
             raise ValueError(f"ExecutorOptions failed: expected first_env_id of at least 0, got {self.first_env_id}.")
         if self.ring_frames < 2:
             raise ValueError(f"ExecutorOptions failed: expected ring_frames of at least 2, got {self.ring_frames}.")
+        for name in ("recycle_after", "max_worker_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"ExecutorOptions failed: expected {name} of at least 1, or None, got {value!r}.")
         choices = (
             ("start_method", get_args(StartMethod)),
             ("on_worker_loss", get_args(LossPolicy)),

@@ -431,14 +431,29 @@ class WorkerPool:
         if len(recent) >= self.options.max_restarts:
             raise self.lost[worker_id]
         self._restarts[worker_id] = [*recent, now]
+        self._succeed(worker_id)
+        del self.lost[worker_id]
+
+    def is_serving(self, worker_id: int) -> bool:
+        """Return whether a worker is there: neither lost nor being replaced."""
+        return worker_id not in self.lost and worker_id not in self._rebuilding
+
+    def recycle(self, worker_id: int) -> None:
+        """Close the envs of a worker that has nothing to do, and begin to replace it."""
+        try:
+            self.crew.dismiss(worker_id, self.options.close_timeout_s)
+        finally:  # also of an interrupt: it has been told to go
+            self._succeed(worker_id)
+
+    def _succeed(self, worker_id: int) -> None:
+        """Start the successor of a worker that has ended or is to be ended."""
         words = self.slab.words
         words["mail_seq"][worker_id] = 0
         words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
             pass  # tokens that its predecessor did not take
         self.crew.replace(worker_id)
-        self._rebuilding[worker_id] = now
-        del self.lost[worker_id]
+        self._rebuilding[worker_id] = time.monotonic()
 
     def _revive(self, worker_ids: Iterable[int]) -> None:
         """Make sure that workers are in service before they are given something to do.

@@ -250,6 +250,10 @@ class _Run:
             if len(lost):
                 engine.note_interrupted(lost)
                 self._reset_lost(lost, op, step, is_last=is_last)
+        if op == Op.STEP_RESET and engine.recycler is not None:
+            ended = np.flatnonzero(self._ended_at(step))
+            for env_id in engine.recycler.after_steps(ended, rows.next_columns(ended)):
+                self._write_root(env_id, step + 1)
         if rows.has_interrupted:
             self._interrupted.append(rows.interrupted.copy())
 
@@ -272,11 +276,18 @@ class _Run:
         for env_id in env_ids.tolist():
             group, row = rows.places[env_id]
             columns = self._lease.storage.columns[group]
-            for key, value in rows.latest_root(env_id).items():
-                if op == Op.STEP_RESET:
-                    columns["root", *key][row, step + 1] = value
-                else:
-                    columns["root", *key][row, step + 1] = columns["next", *key][row, step]
+            if op == Op.STEP_RESET:
+                self._write_root(env_id, step + 1)
+                continue
+            for key in rows.latest_root(env_id):
+                columns["root", *key][row, step + 1] = columns["next", *key][row, step]
+
+    def _write_root(self, env_id: int, step: int) -> None:
+        """Put where an env is, in the ring, into the root of a step."""
+        group, row = self._rows.places[env_id]
+        columns = self._lease.storage.columns[group]
+        for key, value in self._rows.latest_root(env_id).items():
+            columns["root", *key][row, step] = value
 
     def park(self) -> None:
         """Note in the ring where the envs are now, so that steps and resets go on from there."""

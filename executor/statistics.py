@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +36,8 @@ class WorkerStatistics:
         phase: "idle", "step" or "reset", now.
         phase_env_id: the env that it is at, or None.
         phase_s: seconds for which it has been at work, or idle.
+        growth_per_reset: bytes of its own memory per reset of its envs, between the first and the latest call of
+            `statistics()` since it was started; None if there was no reset between them. An env that leaks shows here.
     """
 
     worker_id: int
@@ -57,6 +58,7 @@ class WorkerStatistics:
     phase: str = "idle"
     phase_env_id: int | None = None
     phase_s: float = 0.0
+    growth_per_reset: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Statistics:
         env_errors: exceptions raised by envs.
         worker_losses: workers that died or were killed for being late.
         interrupted: rows that were marked interrupted.
+        recycled: workers that were replaced between episodes (see `ExecutorOptions.recycle_after`).
         steps_per_env: `env.step` calls of each env.
         resets_per_env: resets of each env.
         wall_s: seconds since the executor was ready.
@@ -88,27 +91,31 @@ class Statistics:
     resets_per_env: tuple[int, ...]
     wall_s: float
     workers: tuple[WorkerStatistics, ...]
+    recycled: int = 0
 
 
-def count(pool: Any, specs: Sequence[EnvSpec], ready_at: float, env_errors: int, interrupted: int) -> Statistics:
-    """Read the counters of a pool, and the machine's view of its processes."""
+def count(engine: Any) -> Statistics:
+    """Read the counters of an engine's pool, and the machine's view of its processes (kept in its `MemoryLog`)."""
+    pool, recycler = engine.pool, engine.recycler
     elsewhere = pool.figures() if hasattr(pool, "figures") else None  # of processes on other machines
     words = {name: array.copy() for name, array in pool.slab.words.items()}
-    wall_s = max(time.monotonic() - ready_at, 1e-9)
-    agents = np.array([num_agents(spec) for spec in specs])
+    wall_s = max(time.monotonic() - engine.ready_at, 1e-9)
+    agents = np.array([num_agents(spec) for spec in engine.specs])
     steps = words["env_steps"]
     blocks = pool.blueprint.blocks
     workers = []
     for load, env_ids in zip(read_loads(words, blocks, time.monotonic_ns()), blocks, strict=True):
         pid = pool.pid_of(load.worker_id)
-        uss, pss, cpu_s = _process_figures(pid) if elsewhere is None else elsewhere[load.worker_id]
+        uss, pss, cpu_s = process_figures(pid) if elsewhere is None else elsewhere[load.worker_id]
+        generation = pool.generation_of(load.worker_id)
+        engine.memory.note(load.worker_id, generation, load.resets, uss)
         busy_share = min(1.0, load.busy_s / wall_s)
         workers.append(
             WorkerStatistics(
                 worker_id=load.worker_id,
                 pid=pid,
                 env_ids=env_ids,
-                generation=pool.generation_of(load.worker_id),
+                generation=generation,
                 busy_s=load.busy_s,
                 busy_share=busy_share,
                 uss_bytes=uss,
@@ -123,6 +130,7 @@ def count(pool: Any, specs: Sequence[EnvSpec], ready_at: float, env_errors: int,
                 phase=load.phase,
                 phase_env_id=load.phase_env_id,
                 phase_s=load.phase_s,
+                growth_per_reset=engine.memory.growth_per_reset(load.worker_id),
             )
         )
     return Statistics(
@@ -130,13 +138,14 @@ def count(pool: Any, specs: Sequence[EnvSpec], ready_at: float, env_errors: int,
         agent_steps=int((steps * agents).sum()),
         resets=int(words["resets"].sum()),
         episodes=int(words["ends"].sum()),
-        env_errors=env_errors,
+        env_errors=engine.num_errors,
         worker_losses=pool.num_losses,
-        interrupted=interrupted,
+        interrupted=engine.num_interrupted,
         steps_per_env=tuple(steps.tolist()),
         resets_per_env=tuple(words["resets"].tolist()),
         wall_s=wall_s,
         workers=tuple(workers),
+        recycled=0 if recycler is None else recycler.num_recycled,
     )
 
 
@@ -146,7 +155,7 @@ def num_agents(spec: EnvSpec) -> int:
     return sum(math.prod(shape[inner:]) for key, shape in spec.groups if len(key) == 1) or 1
 
 
-def _process_figures(pid: int) -> tuple[int, int, float]:
+def process_figures(pid: int) -> tuple[int, int, float]:
     """Return `(uss bytes, pss bytes, cpu seconds)` of a process; zeros if it has gone."""
     try:
         process = psutil.Process(pid)

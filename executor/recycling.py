@@ -1,0 +1,121 @@
+"""Workers that are replaced before their envs have leaked too much, and what envs leak.
+
+Guarantees: a worker is replaced only where an episode of every one of its envs has ended and the next has not begun
+(its envs are about to be reset, or were reset by the step that ended them), so no row is interrupted. Envs are closed
+as at the end, built anew, and reset with the seeds that they would have had: the data are those of a run without it.
+Does not know when a worker's envs will all be between episodes: with one env per worker, at every end; with several,
+when they end together or are all reset. Until then it waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from envherd.executor.pool import WorkerPool
+from envherd.executor.statistics import process_figures
+
+if TYPE_CHECKING:
+    from envherd.executor.engine import Engine
+
+
+@dataclass
+class _Samples:
+    generation: int
+    first_resets: int
+    first_bytes: int
+    resets: int
+    num_bytes: int
+
+
+class MemoryLog:
+    """How the workers' own memory grows with the resets of their envs, as far as anybody has looked."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, _Samples] = {}
+
+    def note(self, worker_id: int, generation: int, resets: int, num_bytes: int) -> None:
+        """Keep a look at a worker: after so many resets it had so many bytes. Those of predecessors are forgotten."""
+        kept = self._samples.get(worker_id)
+        if kept is None or kept.generation != generation:
+            self._samples[worker_id] = _Samples(generation, resets, num_bytes, resets, num_bytes)
+        elif resets > kept.resets:
+            kept.resets, kept.num_bytes = resets, num_bytes
+
+    def growth_per_reset(self, worker_id: int) -> float | None:
+        """Return bytes per reset between the first and the latest look; None if there was no reset in between."""
+        kept = self._samples.get(worker_id)
+        if kept is None or kept.resets == kept.first_resets:
+            return None
+        return (kept.num_bytes - kept.first_bytes) / (kept.resets - kept.first_resets)
+
+
+class Recycler:
+    """Replaces the workers of an engine that are due (its options say when), where that interrupts nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert isinstance(engine.pool, WorkerPool)
+        self._engine = engine
+        self._pool = engine.pool
+        self._began = np.zeros(self._pool.num_workers, np.int64)  # resets of each worker's envs when it came
+        self.num_recycled = 0
+
+    def before_resets(self, env_ids: np.ndarray) -> None:
+        """Replace the workers that are due and all of whose envs are about to be reset."""
+        for worker_id in self._whole_workers(env_ids):
+            if self._is_due(worker_id, num_begun=0):
+                self._replace(worker_id)
+
+    def after_steps(self, env_ids: np.ndarray, columns: np.ndarray) -> list[int]:
+        """Replace the workers that are due and all of whose envs were just reset by the steps that ended them.
+
+        Args:
+            env_ids: int `[k]`, which were reset.
+            columns: int `[k]`, ring columns: where their roots are, or go to; the successors' are written there.
+
+        Returns:
+            The envs of the workers that were replaced.
+        """
+        rows, replaced = self._engine.rows, []
+        column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
+        said = {what: dict(kept) for what, kept in (("side", rows.side_next), ("infos", rows.infos["next"]))}
+        for worker_id in self._whole_workers(env_ids):
+            if self._is_due(worker_id, num_begun=1):
+                ids = np.array(self._pool.blueprint.blocks[worker_id])
+                self._replace(worker_id)
+                self._pool.slab.words["episode"][ids] -= 1  # the episode that was begun is begun again
+                self._engine.reset_at(ids, np.array([column_of[i] for i in ids.tolist()]))
+                replaced += ids.tolist()
+        for env_id in replaced:  # what the steps had said; the resets after them have not
+            for what, kept in (("side", rows.side_next), ("infos", rows.infos["next"])):
+                if env_id in said[what]:
+                    kept[env_id] = said[what][env_id]
+        return replaced
+
+    def _whole_workers(self, env_ids: np.ndarray) -> list[int]:
+        """Return the workers in service all of whose envs are among these."""
+        counts = np.bincount(self._pool.worker_of[env_ids], minlength=self._pool.num_workers)
+        blocks = self._pool.blueprint.blocks
+        return [w for w in np.flatnonzero(counts).tolist() if counts[w] == len(blocks[w]) and self._pool.is_serving(w)]
+
+    def _is_due(self, worker_id: int, num_begun: int) -> bool:
+        options, resets = self._engine.options, self._resets(worker_id)
+        num_ended = resets - self._began[worker_id] - num_begun
+        if options.recycle_after is not None and num_ended >= options.recycle_after:
+            return True
+        if options.max_worker_memory is None:
+            return False
+        num_bytes = process_figures(self._pool.pid_of(worker_id))[0]
+        self._engine.memory.note(worker_id, self._pool.generation_of(worker_id), resets, num_bytes)
+        return num_bytes > options.max_worker_memory
+
+    def _resets(self, worker_id: int) -> int:
+        ids = list(self._pool.blueprint.blocks[worker_id])
+        return int(self._pool.slab.words["resets"][ids].max())
+
+    def _replace(self, worker_id: int) -> None:
+        self.num_recycled += 1
+        self._began[worker_id] = self._resets(worker_id)
+        self._pool.recycle(worker_id)

@@ -1,0 +1,133 @@
+"""Workers of envs that leak are replaced between episodes: no row is interrupted, and the data are the same."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor.commands import Commands
+from envherd.workers.protocol import Op
+from envherd.workers.testing import CountingEnv
+from tests.faults.envs import LeakyEnv
+
+pytestmark = pytest.mark.slow
+
+MB = 1 << 20
+RECYCLING = ExecutorOptions(recycle_after=2)
+
+
+def act(td: Any) -> Any:
+    return td.set("action", (td["observation"][..., 0] + td["observation"][..., 1]) % 5)
+
+
+def fused(env: Any, num_steps: int) -> list[Any]:
+    root, rows = env.reset(), []
+    for _ in range(num_steps):
+        td, root = env.step_and_maybe_reset(act(root))
+        rows += [td["next"].clone(), root.clone()]
+    return rows
+
+
+def reset_by_hand(env: Any, num_steps: int) -> list[Any]:
+    root, rows = env.reset(), []
+    for _ in range(num_steps):
+        td = env.step(act(root))
+        root = env.reset(td.select().set("_reset", td["next", "done"]))
+        rows += [td["next"].clone(), root.clone()]
+    return rows
+
+
+def rolled(env: Any, num_steps: int) -> list[Any]:
+    return [env.rollout(num_steps, act, break_when_any_done=False), env.rollout(3, act, auto_reset=False)]
+
+
+def sent(env: Any, num_steps: int) -> list[Any]:
+    env.send(act(env.reset()))
+    rows: dict[int, list[Any]] = {i: [] for i in range(env.num_envs)}
+    left = [num_steps] * env.num_envs
+    while any(left):
+        td = env.recv(1)
+        env_id = int(td["env_ids"])
+        now = env.current([env_id])
+        rows[env_id] += [td["next"].clone(), now.clone()]
+        left[env_id] -= 1
+        if left[env_id]:
+            env.send(act(now), [env_id])
+    return [row for env_id in rows for row in rows[env_id]]
+
+
+def commanded(env: Any, num_steps: int) -> list[Any]:
+    """As the facades do it."""
+    commands, rows, engine = Commands(env.engine), [], env.engine
+    commands.start_resets(engine.all_ids)
+    commands.finish()
+    for _ in range(num_steps):
+        engine.write_inputs(act(env.current()))
+        commands.start_steps(Op.STEP_RESET)
+        commands.finish()
+        rows.append(env.current())
+    return rows
+
+
+@pytest.mark.parametrize("drive", [fused, reset_by_hand, rolled, sent, commanded], ids=lambda drive: drive.__name__)
+def test_the_data_are_those_of_a_run_without_it(drive):
+    with SerialEnv(2, CountingEnv, seed=5) as serial:
+        expected = drive(serial, 18)
+    with ParallelEnv(2, CountingEnv, num_workers=2, seed=5, options=RECYCLING) as env:
+        got = drive(env, 18)
+        counted = env.statistics()
+    assert counted.recycled >= 2
+    assert sum(worker.generation for worker in counted.workers) == counted.recycled
+    assert (counted.worker_losses, counted.interrupted, counted.env_errors) == (0, 0, 0)
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert (one == other).all()
+
+
+def test_a_worker_of_several_envs_waits_until_all_are_between_episodes():
+    make = [functools.partial(CountingEnv, 2), functools.partial(CountingEnv, 4)]
+    with ParallelEnv(2, make, num_workers=1, seed=5, options=ExecutorOptions(recycle_after=1)) as env:
+        root, generations = env.reset(), []
+        for _ in range(8):
+            root = env.step_and_maybe_reset(act(root))[1]
+            generations.append(env.statistics().workers[0].generation)
+        assert generations == [0, 0, 0, 1, 1, 1, 1, 2]
+        env.reset()  # the caller's resets end episodes too
+        assert env.statistics().workers[0].generation == 3
+
+
+def test_memory_is_bounded_and_its_growth_is_seen():
+    make = functools.partial(LeakyEnv, 8 * MB)
+    with ParallelEnv(1, make, num_workers=1, seed=0) as env:
+        env.reset()
+        env.statistics()
+        for _ in range(4):
+            env.reset()
+        growth = env.statistics().workers[0].growth_per_reset
+        assert growth == pytest.approx(8 * MB, rel=0.2)
+        most = env.statistics().workers[0].uss_bytes
+    options = ExecutorOptions(max_worker_memory=most)
+    with ParallelEnv(1, make, num_workers=1, seed=0, options=options) as env:
+        data = env.rollout(60, act, break_when_any_done=False)
+        counted = env.statistics()
+        assert counted.workers[0].uss_bytes < most + 16 * MB
+    assert counted.recycled >= 2
+    assert counted.interrupted == 0
+    assert data["next", "observation"][0, :, 1].tolist() == [1, 2, 3] * 20
+
+
+def test_an_env_that_does_not_leak_does_not_grow():
+    with ParallelEnv(1, CountingEnv, num_workers=1, seed=0) as env:
+        assert env.statistics().workers[0].growth_per_reset is None
+        for _ in range(50):
+            env.reset()
+        assert abs(env.statistics().workers[0].growth_per_reset) < MB
+
+
+@pytest.mark.parametrize("name", ["recycle_after", "max_worker_memory"])
+def test_a_limit_that_cannot_be(name):
+    with pytest.raises(ValueError, match=f"expected {name} of at least 1, or None, got 0"):
+        ExecutorOptions(**{name: 0})
