@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from envherd.executor.agreement import check_agreement
 from envherd.executor.batched import BatchedEnv
@@ -13,6 +13,10 @@ from envherd.executor.cluster.orders import Report
 from envherd.executor.cluster.shares import bundles_for
 from envherd.executor.device import as_device
 from envherd.executor.options import ExecutorOptions
+
+if TYPE_CHECKING:
+    from envherd.executor.cluster.remote_rollouts import RemoteRollouts
+    from envherd.executor.policy import Policy
 
 Strategy = Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"]
 
@@ -89,6 +93,17 @@ class RayParallelEnv(BatchedEnv):
             fleet.give_back()
             raise
         self._fleet = fleet
+        self._cluster_pool = pool
+
+    def remote_rollouts(self, policy_factory: Callable[[], Policy] | None = None) -> RemoteRollouts:
+        """Return what makes rollouts on the nodes, the policy beside the envs; a `Collector` takes it.
+
+        Args:
+            policy_factory: builds the policy on a node, for policies that cannot be pickled.
+        """
+        from envherd.executor.cluster.remote_rollouts import RemoteRollouts
+
+        return RemoteRollouts(self.engine, self._cluster_pool, policy_factory, self.close)
 
     @property
     def nodes(self) -> tuple[Report, ...]:

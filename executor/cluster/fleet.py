@@ -11,15 +11,12 @@ import ray
 from envherd.executor.blueprint import spread
 from envherd.executor.cluster.orders import Built, Share
 from envherd.executor.cluster.pool import ClusterPool
-from envherd.executor.cluster.ray_cluster import Connection, Places, living_nodes, take_reports
+from envherd.executor.cluster.ray_cluster import COME_UP_S, Connection, Places, living_nodes, take_reports
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.cluster.shares import Resources, divide
 from envherd.executor.crew import Blueprint
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import EnvherdError
-
-#: Seconds for a host's process to come up: it imports torch, on a machine that may be busy.
-_COME_UP_S = 180.0
 
 
 class Fleet:
@@ -70,7 +67,7 @@ class Fleet:
         """
         assert self._places is not None
         self._hosts = [self._places.start_host(index) for index in range(len(self._bundles))]
-        reports = take_reports(self._hosts, _COME_UP_S)
+        reports = take_reports(self._hosts, COME_UP_S)
         processors = [
             max(1, min(report.cores, int(bundle.get("CPU", report.cores)) or report.cores))
             for report, bundle in zip(reports, self._bundles, strict=True)
@@ -90,9 +87,9 @@ class Fleet:
                 root_seed=blueprint.root_seed,
                 preload=blueprint.preload,
                 options=dataclasses.replace(options, poison=False, first_env_id=options.first_env_id + first_env),
-                place="",
             )
-            self.shares.append(RemoteShare(index, share, host, report, self._node_timeout_s))
+            self.shares.append(RemoteShare(index, share, report, self._node_timeout_s))
+            self.shares[-1].adopt(host)
             first_env, first_worker = first_env + count, first_worker + workers
         for share_there in self.shares:
             self._await_built(share_there)
@@ -133,8 +130,7 @@ class Fleet:
             return False
         host = self._places.start_host(share.share_id)
         self._hosts[share.share_id] = host
-        (report,) = take_reports([host], _COME_UP_S)
-        share.adopt(host, report)
+        share.adopt(host)
         return True
 
     def give_back(self) -> None:

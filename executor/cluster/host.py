@@ -28,7 +28,18 @@ from envherd.executor import diagnosis
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.blueprint import spread
 from envherd.executor.carry import leaf_keys
-from envherd.executor.cluster.orders import ENV_WORDS, Built, Figures, Order, Reply, Report, Rolled, RollOrder, Share
+from envherd.executor.cluster.orders import (
+    ENV_WORDS,
+    Built,
+    Figures,
+    Order,
+    PolicyKind,
+    Reply,
+    Report,
+    Rolled,
+    RollOrder,
+    Share,
+)
 from envherd.executor.cluster.wire import End
 from envherd.executor.crew import Blueprint
 from envherd.executor.machine import read_machine, usable_cores
@@ -56,6 +67,7 @@ class NodeHost:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._door = threading.Lock()  # held by whoever waits for the lock, so that `collect` does not take it again
+        self._is_built = threading.Event()  # or cannot be
         self._policies: dict[int, Any] = {}
         self._versions: dict[int, int] = {}
 
@@ -80,13 +92,15 @@ class NodeHost:
 
     def build(self, share: Share) -> Built | EnvherdError:
         """Start the workers and build the envs; what went wrong is returned."""
-        diagnosis.numbering = diagnosis.Numbering(share.first_env_id, share.first_worker_id, share.place)
+        report = self.report()
+        diagnosis.numbering = diagnosis.Numbering(share.first_env_id, share.first_worker_id, report.place)
         blocks = spread(len(share.factories), share.num_workers)
         blueprint = Blueprint(share.factories, share.env_kwargs, blocks, share.root_seed, share.preload)
         pool = WorkerPool(blueprint, share.options)
         try:
             pool.start()
         except EnvherdError as error:
+            self._is_built.set()
             return error
         self._share = share
         self._pool = pool
@@ -100,7 +114,8 @@ class NodeHost:
         self._columns = np.zeros(pool.num_envs, np.int64)
         self._sent_at = 0.0
         self._seed_own_generators(share.root_seed)
-        return Built(specs=tuple(pool.specs), blocks=blocks, pids=self.pids())
+        self._is_built.set()
+        return Built(specs=tuple(pool.specs), blocks=blocks, pids=self.pids(), report=report)
 
     def _seed_own_generators(self, root_seed: int) -> None:
         """Draw what is drawn here, and not in the driver, from streams of this share's own."""
@@ -151,6 +166,8 @@ class NodeHost:
         self._columns[order.ids] = columns
         give: Callable[..., None] = pool.submit_later if order.is_late else pool.submit
         give(order.ids, order.op, RING, columns, flags)
+        if order.is_late:
+            pool.nudge()  # this may be the successor already, with no worker left to rebuild
         return columns
 
     def _wait_for(self, ids: np.ndarray, order: Order) -> None:
@@ -178,6 +195,7 @@ class NodeHost:
         Args:
             timeout_s: seconds from the latest order after which workers that owe an answer are killed.
         """
+        self._is_built.wait()  # it comes in another thread than this
         while True:
             with self._door:
                 self._lock.acquire()
@@ -329,10 +347,10 @@ class NodeHost:
 
     # ---- rollouts ----------------------------------------------------------------------------
 
-    def take_policy(self, policy_id: int, pickled: bytes, *, is_factory: bool) -> None:
+    def take_policy(self, policy_id: int, pickled: bytes, kind: PolicyKind) -> None:
         """Take a policy, or what builds one here; the one before it is forgotten."""
         given = cloudpickle.loads(pickled)
-        self._policies = {policy_id: given() if is_factory else given}
+        self._policies = {policy_id: given() if kind == "factory" else given}
         self._versions = {policy_id: -1}
 
     def roll(self, order: RollOrder, weights: list[np.ndarray] | None) -> Rolled | EnvherdError:
@@ -342,8 +360,11 @@ class NodeHost:
         if order.policy_id is not None and weights is not None and self._versions[order.policy_id] != order.version:
             load_weights(policy, weights)
             self._versions[order.policy_id] = order.version
+        engine = self._env.engine
+        before = self._pool.num_losses, engine.num_interrupted
         with self._turn():
-            self._rows.mark_ended(np.flatnonzero(order.ended))
+            if order.ended.any():
+                self._rows.mark_ended(np.flatnonzero(order.ended))
             try:
                 data = self._env.rollout(order.num_steps, policy, **order.kwargs)
             except EnvherdError as error:
@@ -357,8 +378,11 @@ class NodeHost:
         return Rolled(
             leaves=leaves,
             batch=data if leaves is None else None,
+            tail=tuple(data.batch_size[2:]),
             version=order.version,
             reply=reply,
+            worker_losses=self._pool.num_losses - before[0],
+            interrupted=engine.num_interrupted - before[1],
             wall_s=time.monotonic() - began,
         )
 

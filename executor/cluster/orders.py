@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
 
+#: What is shipped to a host: a policy, or a callable that builds one there.
+PolicyKind = Literal["policy", "factory"]
 #: Words of each env that come back with its rows; see `shm.slab.WORDS`.
 ENV_WORDS = ("episode", "env_steps", "resets", "ends")
 
@@ -30,7 +32,6 @@ class Share:
         root_seed: of the whole batch.
         preload: modules for the host's zygote to import.
         options: of the executor.
-        place: how messages call the host.
     """
 
     first_env_id: int
@@ -41,7 +42,6 @@ class Share:
     root_seed: int
     preload: tuple[str, ...]
     options: ExecutorOptions
-    place: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,11 @@ class Report:
     memory_bytes: int
     versions: dict[str, str]
 
+    @property
+    def place(self) -> str:
+        """What messages call the node."""
+        return f"node {self.hostname}/{self.node_id[:8]}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
@@ -73,11 +78,13 @@ class Built:
         specs: one per env.
         blocks: env ids of each worker.
         pids: of each worker.
+        report: of the host.
     """
 
     specs: tuple[EnvSpec, ...]
     blocks: tuple[tuple[int, ...], ...]
     pids: tuple[int, ...]
+    report: Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +160,6 @@ class RollOrder:
         num_steps: T.
         policy_id: of a policy that was shipped; None for random actions.
         version: of its weights.
-        weights: arrays of parameters, then buffers; None if they are there already.
         ended: bool `[n]`, envs that must be reset whatever their rows say.
         kwargs: further arguments of `rollout`.
     """
@@ -161,7 +167,6 @@ class RollOrder:
     num_steps: int
     policy_id: int | None
     version: int
-    weights: list[np.ndarray] | None
     ended: np.ndarray
     kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -173,13 +178,18 @@ class Rolled:
     Attributes:
         leaves: key -> array `[n, T, ...]`; None where the batch is none of plain arrays.
         batch: the TensorDict itself then.
+        tail: the batch size behind `[n, T]`.
         version: of the weights it was made with.
+        worker_losses, interrupted: what was replaced meanwhile; see `Statistics`.
         reply: where the envs are now, as roots.
         wall_s: seconds that it took.
     """
 
     leaves: dict[tuple[str, ...], np.ndarray] | None
     batch: Any
+    tail: tuple[int, ...]
     version: int
+    worker_losses: int
+    interrupted: int
     reply: Reply
     wall_s: float

@@ -21,8 +21,10 @@ import numpy as np
 import ray
 import torch
 
+from envherd.executor.cluster.host import versions
 from envherd.executor.cluster.orders import Order, Reply
 from envherd.executor.cluster.post import Post
+from envherd.executor.cluster.ray_cluster import check_versions
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.cluster.wire import DriverMemory
 from envherd.executor.crew import Blueprint
@@ -48,6 +50,10 @@ class ClusterPool:
         shares: one per host, built.
         options: of the executor.
         fleet: replaces lost hosts, and ends with the pool.
+
+    Attributes:
+        shares: one per host.
+        post: what hosts have been asked.
     """
 
     def __init__(
@@ -83,7 +89,7 @@ class ClusterPool:
         self._targets: dict[int, int] = {}  # of the latest order for all envs: number -> target
         self._columns = np.zeros(self.num_envs, np.int64)
         self._extras: dict[int, messages.Prepare] = {}
-        self._post = Post(self.lose_share, self._mend)
+        self.post = Post(self.lose_share, self._mend)
         self._restarts: dict[int, list[float]] = {}
         self._failure: EnvherdError | None = None
 
@@ -173,11 +179,11 @@ class ClusterPool:
             is_late=is_late,
         )
         if is_each:
-            self._post.expect(share, share.call("act", "submit", order), self._take_refusal)
+            self.post.expect(share, share.call("act", "submit", order), self._take_refusal)
             self._is_under_way[asked] = True
             self._collect_from(share)
         else:
-            self._post.expect(share, share.call("act", "run", order), _Answered(self, self._number))
+            self.post.expect(share, share.call("act", "run", order), _Answered(self, self._number))
             self._is_under_way[asked] = True
 
     def _collect_owed(self, share: RemoteShare) -> None:
@@ -188,7 +194,7 @@ class ClusterPool:
         """Have a host send what answers come, if nobody has asked it to."""
         if share.is_collecting or share.is_gone:
             return
-        self._post.expect(share, share.call("answer", "collect", self.options.step_timeout_s), self._take_collected)
+        self.post.expect(share, share.call("answer", "collect", self.options.step_timeout_s), self._take_collected)
         share.is_collecting = True
 
     def nudge(self) -> None:
@@ -221,7 +227,7 @@ class ClusterPool:
     def wait_all(self, timeout_s: float | None) -> None:  # noqa: ARG002  # the hosts keep the deadline
         """Wait for every outstanding answer; what else happened is in `outcome`. The hosts keep the deadline."""
         while self._command_seq.tobytes() != self._reply_seq.tobytes():
-            self._post.take(None)
+            self.post.take(None)
         self._raise_failure()
 
     def wait_some(
@@ -232,13 +238,13 @@ class ClusterPool:
         With `kill_late` the hosts keep the deadline.
         """
         end = None if timeout_s is None or kill_late else time.monotonic() + timeout_s
-        self._post.take(0.0)
+        self.post.take(0.0)
         while True:
             ready = env_ids[self._command_seq[env_ids] == self._reply_seq[env_ids]]
             left = None if end is None else end - time.monotonic()
             if len(ready) >= count or (left is not None and left <= 0):
                 break
-            self._post.take(left)
+            self.post.take(left)
         self._raise_failure()
         return ready[np.argsort(self._command_seq[ready], kind="stable")]
 
@@ -257,9 +263,9 @@ class ClusterPool:
 
     def _take_refusal(self, share: RemoteShare, error: EnvherdError | None) -> None:
         if error is not None:
-            self._fail(share, error)
+            self.fail(share, error)
 
-    def _fail(self, share: RemoteShare, error: EnvherdError) -> None:
+    def fail(self, share: RemoteShare, error: EnvherdError) -> None:
         """Note that a host could not carry out an order: nobody knows where its envs are."""
         self._failure = self._failure or error
         worker_id = error.context.get("worker_id")
@@ -282,7 +288,7 @@ class ClusterPool:
     def take_run(self, share: RemoteShare, reply: Reply, number: int) -> None:
         """Take the answer to an order for all envs of a share, or for some."""
         if reply.failure is not None:
-            self._fail(share, reply.failure)
+            self.fail(share, reply.failure)
             return
         env_ids = share.env_ids if reply.ids is None else reply.ids + share.first_env_id
         told = env_ids[self._command_seq[env_ids] == number]
@@ -317,7 +323,7 @@ class ClusterPool:
         if share.is_gone:
             return
         share.abandon()
-        self._post.forget(share)
+        self.post.forget(share)
         for worker_id in share.worker_ids:
             self._declare_lost(worker_id, error)
 
@@ -333,7 +339,7 @@ class ClusterPool:
             return  # it came back with its host
         share = self.shares[int(self.share_of[self.blueprint.blocks[worker_id][0]])]
         if not share.is_gone:
-            pids = self._post.get(share, share.call("act", "restart", worker_id - share.worker_ids[0]))
+            pids = self.post.get(share, share.call("act", "restart", worker_id - share.worker_ids[0]))
             if isinstance(pids, EnvherdError):
                 raise pids
             share.pids = pids
@@ -343,7 +349,7 @@ class ClusterPool:
         self._note_restart(share, error)
         if not self._fleet.replace(share):
             raise share.no_room(error)
-        self._post.expect(share, share.built_ref, self._take_rebuilt)
+        self.post.expect(share, share.built_ref, self._take_rebuilt)
         for own in share.worker_ids:
             self.lost.pop(own, None)
 
@@ -358,7 +364,12 @@ class ClusterPool:
         if isinstance(built, EnvherdError):
             self.lose_share(share, built)
             return
-        share.pids = built.pids
+        try:
+            check_versions(versions(), [built.report])
+        except EnvherdError as error:
+            self.lose_share(share, error)
+            return
+        share.take_built(built)
         for env_id, spec in zip(share.env_ids.tolist(), built.specs, strict=True):
             if spec != self.specs[env_id]:
                 difference = self.specs[env_id].difference(spec)
@@ -389,7 +400,7 @@ class ClusterPool:
             if not share.is_gone:
                 refs.append((share, share.call("act", "seed", root_seed)))
         for share, ref in refs:
-            error = self._post.get(share, ref)
+            error = self.post.get(share, ref)
             if isinstance(error, EnvherdError):
                 raise error
 
@@ -420,7 +431,7 @@ class ClusterPool:
         for share_id, ref in asked.items():
             share = self.shares[share_id]
             try:
-                answer = self._post.get(share, ref)
+                answer = self.post.get(share, ref)
             except EnvherdError as error:
                 errors.insert(0, error)
                 continue
@@ -458,7 +469,7 @@ class ClusterPool:
         return (
             ""
             if share.is_gone
-            else str(self._post.get(share, share.call("act", "output", worker_id - share.worker_ids[0])))
+            else str(self.post.get(share, share.call("act", "output", worker_id - share.worker_ids[0])))
         )
 
     def _share_of_worker(self, worker_id: int) -> RemoteShare:
@@ -481,7 +492,7 @@ class ClusterPool:
             if share.is_gone:
                 found += [(0, 0, 0.0)] * len(share.worker_ids)
                 continue
-            figures = self._post.get(share, share.call("act", "figures"))
+            figures = self.post.get(share, share.call("act", "figures"))
             share.note_figures(self.slab.words, figures)
             found += figures.processes
         return found

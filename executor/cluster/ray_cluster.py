@@ -25,6 +25,8 @@ log = logging.getLogger("envherd")
 
 #: Threads of a host: one for orders, one for answers, one that says that it lives.
 _GROUPS = {"act": 1, "answer": 1, "watch": 1}
+#: Seconds for a host's process to come up: it imports torch, on a machine that may be busy.
+COME_UP_S = 180.0
 #: Seconds for Ray to find another place for a share whose node is gone, before a smaller wish is tried.
 _MOVE_S = 10.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import ray
 
 from envherd.executor.cluster.orders import ENV_WORDS, Built, Figures, Reply, Report, Share
-from envherd.executor.cluster.ray_cluster import call
+from envherd.executor.cluster.ray_cluster import COME_UP_S, call
 from envherd.executor.cluster.wire import End
 from envherd.shm.slab import Slab, Storage, plan_slab
 from envherd.shm.specs import EnvSpec
@@ -20,6 +21,9 @@ from envherd.workers.errors import WorkerLost
 
 #: Seconds without an answer after which a host is asked whether it lives.
 _PATIENCE_S = 2.0
+#: Characters of what Ray says that are passed on.
+_MAX_SAID = 800
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RemoteShare:
@@ -28,8 +32,7 @@ class RemoteShare:
     Args:
         share_id: its place among the shares.
         share: what the host runs.
-        host: its handle.
-        report: what it said of itself.
+        report: what the host's node has said of itself.
         node_timeout_s: seconds without any sign of life after which a host is given up.
 
     Attributes:
@@ -39,10 +42,11 @@ class RemoteShare:
         generations: how often each was replaced.
         is_gone: whether it has no host.
         is_collecting: whether the host has been asked for answers that come env by env.
+        is_rolling: whether the host has been asked for a rollout that has not come yet.
         heard_at: when it last answered, `time.monotonic()`.
     """
 
-    def __init__(self, share_id: int, share: Share, host: Any, report: Report, node_timeout_s: float) -> None:
+    def __init__(self, share_id: int, share: Share, report: Report, node_timeout_s: float) -> None:
         self.share_id = share_id
         self.share = share
         self.report = report
@@ -55,29 +59,32 @@ class RemoteShare:
         self.pids: tuple[int, ...] = ()
         self.generations = [0] * share.num_workers
         self._node_timeout_s = node_timeout_s
-        self.adopt(host, report)
+        self.is_gone = True
 
-    def adopt(self, host: Any, report: Report) -> None:
-        """Have a host build the envs; its answer comes at `built_ref`."""
+    def adopt(self, host: Any) -> None:
+        """Have a host build the envs, which may not have come up yet; its answer comes at `built_ref`."""
         self.host = host
-        self.report = report
         self.is_gone = False
+        self._is_built = False
         self.is_collecting = False
+        self.is_rolling = False
         self.heard_at = time.monotonic()
         self._ping: Any = None
         self._pinged_at = 0.0
-        share = dataclasses.replace(self.share, root_seed=self.root_seed, place=self.place)
+        share = dataclasses.replace(self.share, root_seed=self.root_seed)
         self.built_ref = self.call("act", "build", share)
 
     @property
     def place(self) -> str:
         """What messages call the host."""
-        return f"node {self.report.hostname}/{self.report.node_id[:8]}"
+        return self.report.place
 
     def take_built(self, built: Built) -> None:
         """Note what the host has built."""
+        self._is_built = True
         self.specs = built.specs
         self.pids = built.pids
+        self.report = built.report
 
     def attach(self, slab: Slab) -> None:
         """Take this share's rows of the batch's slab."""
@@ -138,16 +145,18 @@ class RemoteShare:
                 except ray.exceptions.RayError as error:
                     return self.gone(error)
                 self.heard_at = now
-            elif now - self._pinged_at > self._node_timeout_s:
-                return self._loss(f"it gave no sign of life for {self._node_timeout_s:g} s")
+            elif now - self._pinged_at > (limit := self._node_timeout_s if self._is_built else COME_UP_S):
+                return self._loss(f"it gave no sign of life for {limit:g} s")
         if self._ping is None and now - self.heard_at > _PATIENCE_S:
             self._ping, self._pinged_at = self.call("watch", "ping"), now
         return None
 
     def gone(self, error: BaseException) -> WorkerLost:
         """Return the loss of a host that Ray says is gone."""
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return self._loss(f"{type(error).__name__}: {' '.join(lines)[:600]}")
+        lines = [line.strip() for line in _COLORS.sub("", str(error)).splitlines() if line.strip()]
+        said = " ".join(lines)
+        said = said if len(said) < _MAX_SAID else f"{said[: _MAX_SAID // 2]} ... {said[-_MAX_SAID // 2 :]}"
+        return self._loss(f"{type(error).__name__}: {said}")
 
     def no_room(self, loss: BaseException) -> WorkerLost:
         """Return the loss of a host that cannot be replaced."""

@@ -1,0 +1,346 @@
+"""Remote rollouts: the policy goes to the envs, and whole rollouts `[n, T]` come back.
+
+Guarantees: a policy crosses once, its weights whenever they have changed, each set once for all nodes; every rollout
+says which version of the weights it was made with. A rollout that was lost with its node is made again by the node's
+successor, from new episodes; nothing of what was lost is in the data.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+import ray
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.cluster.host import weights_of
+from envherd.executor.cluster.orders import Rolled, RollOrder
+from envherd.executor.cluster.remote_share import RemoteShare
+from envherd.executor.policy import Placed, Policy
+from envherd.workers.errors import EnvherdError, WorkerLost, WorkerTimeout
+
+if TYPE_CHECKING:
+    from envherd.executor.cluster.pool import ClusterPool
+    from envherd.executor.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteBatch:
+    """A rollout of one node's envs.
+
+    Attributes:
+        data: batch `[n, T]`, time last. Own memory.
+        env_ids: int64 `[n]`.
+        version: of the weights it was made with, as `RemoteRollouts.version` counts them.
+        staleness: how many versions there have been since, when it was handed out.
+        node: where it was made.
+        wall_s: seconds that it took there.
+    """
+
+    data: TensorDictBase
+    env_ids: np.ndarray
+    version: int
+    staleness: int
+    node: str
+    wall_s: float
+
+
+class RemoteRollouts:
+    """Makes rollouts on the nodes of a `RayParallelEnv`; a `Collector` takes it as its executor.
+
+    The policy runs on the nodes, on their own copy, without grad. What it draws at random there comes from generators
+    of the root seed and the node's share; the envs' data depend on actions and seed alone, as everywhere.
+
+    Args:
+        engine: of the executor.
+        pool: of the executor.
+        policy_factory: builds the policy on a node, where the policy itself cannot be pickled; its weights still come
+            from the policy that is given to `rollout` or `stream`.
+
+    Attributes:
+        num_envs: N.
+        specs: one per env.
+        version: how often the weights have changed since the policy was first given, from 0.
+    """
+
+    def __init__(
+        self, engine: Engine, pool: ClusterPool, policy_factory: Callable[[], Policy] | None, close: Callable[[], None]
+    ) -> None:
+        self.num_envs = engine.num_envs
+        self.specs = engine.specs
+        self.version = 0
+        self._engine = engine
+        self._pool = pool
+        self._factory = policy_factory
+        self._close = close
+        self._ids = itertools.count()
+        self._policy: Any = None
+        self._policy_id: int | None = None
+        self._pickled: Any = None
+        self._shipped: dict[int, tuple[Any, int]] = {}  # share id -> (host, policy id)
+        self._stamp: Any = None
+        self._weights: Any = None
+        self._done: dict[int, Rolled | EnvherdError] = {}
+
+    # ---- what users call ---------------------------------------------------------------------
+
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Policy | None = None,
+        *,
+        auto_reset: bool = True,
+        break_when_any_done: bool = False,
+        tensordict: TensorDictBase | None = None,
+        primer: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """Have every node make a rollout with the policy's present weights, and return them as one batch.
+
+        Args:
+            max_steps: T.
+            policy: takes a root batch `[n]` and returns it with the action; None draws random actions on the nodes.
+            auto_reset: reset all envs first; False goes on, and resets those that have ended.
+            break_when_any_done: must be False: nodes do not wait for each other's steps.
+            tensordict: batch `[N]`, with the policy's own state before the first step.
+            primer: batch `[N]`, the policy's state at the begin of an episode.
+
+        Returns:
+            Batch `[N, T]`, time last. Own memory.
+
+        Raises:
+            EnvError, WorkerLost, WorkerTimeout, Busy, Closed: the rollout is lost; the executor goes on.
+            ClusterError: the policy cannot be pickled.
+        """
+        if break_when_any_done:
+            raise ValueError("rollout failed: expected break_when_any_done=False, got True: nodes roll on their own.")
+        with self._engine.turn:
+            self._begin(policy)
+            kwargs = {"auto_reset": auto_reset, "break_when_any_done": False}
+            states = (tensordict, primer)
+            results: dict[int, Rolled] = {}
+            try:
+                for share in self._pool.shares:
+                    self._start(share, max_steps, kwargs, states)
+                while len(results) < len(self._pool.shares):
+                    share_id, result = self._next(max_steps, kwargs, states)
+                    results[share_id] = result
+            except BaseException:
+                self._drain()
+                raise
+            return self._join([results[share.share_id] for share in self._pool.shares])
+
+    def stream(self, max_steps: int, policy: Policy | None = None, *, overlap: bool = True) -> Iterator[RemoteBatch]:
+        """Iterate rollouts as nodes finish them, the first that is ready first: a slow node holds nobody up.
+
+        Episodes go on from batch to batch. While it is iterated, the executor does nothing else; closing the iterator
+        waits for what is under way.
+
+        Args:
+            max_steps: T.
+            policy: as of `rollout`; its weights are looked at whenever a rollout is begun.
+            overlap: begin a node's next rollout before its last one is handed out, so that it works while the caller
+                learns, with weights that are then one or more versions old. False begins it at the next call.
+
+        Yields:
+            One node's rollout, with the version of its weights and how stale they are.
+        """
+        kwargs = {"auto_reset": False, "break_when_any_done": False}
+        with self._engine.turn:
+            self._begin(policy)
+            self._engine.is_rolling = True
+        waiting = list(self._pool.shares)
+        try:
+            while True:
+                with self._engine.turn:
+                    for share in waiting:
+                        self._start(share, max_steps, kwargs, (None, None))
+                    share_id, result = self._next(max_steps, kwargs, (None, None))
+                    share = self._pool.shares[share_id]
+                    data = self._join([result])
+                    waiting = [share]
+                    if overlap:
+                        self._start(share, max_steps, kwargs, (None, None))
+                        waiting = []
+                    self._refresh()
+                yield RemoteBatch(
+                    data=data,
+                    env_ids=share.env_ids.copy(),
+                    version=result.version,
+                    staleness=self.version - result.version,
+                    node=share.place,
+                    wall_s=result.wall_s,
+                )
+        finally:
+            if not self._engine.turn.is_closed:
+                self._drain()
+                self._engine.is_rolling = False
+
+    def close(self) -> None:
+        """Close the executor."""
+        self._close()
+
+    # ---- the policy --------------------------------------------------------------------------
+
+    def _begin(self, policy: Any) -> None:
+        engine = self._engine
+        engine.refuse_rolling()
+        engine.refuse_pending(engine.all_ids)
+        policy = policy.policy if isinstance(policy, Placed) else policy
+        if policy is not self._policy:
+            self._policy, self._stamp, self._weights = policy, None, None
+            self._policy_id = None if policy is None else next(self._ids)
+            self._pickled = None if policy is None else ray.put(self._pickle(policy))
+            self.version = 0
+        self._refresh()
+
+    def _pickle(self, policy: Any) -> bytes:
+        what = policy if self._factory is None else self._factory
+        try:
+            return cloudpickle.dumps(what)
+        except Exception as error:
+            raise ClusterError(
+                f"rollout failed: expected a policy that can be pickled, got {type(policy).__name__}: {error}. Give "
+                f"remote_rollouts(policy_factory=...), which builds it on the nodes; weights follow the policy here."
+            ) from error
+
+    def _refresh(self) -> None:
+        """Note a new version of the weights if they have changed."""
+        if not isinstance(self._policy, torch.nn.Module):
+            return
+        tensors = [*self._policy.parameters(), *self._policy.buffers()]
+        stamp = [(tensor.data_ptr(), tensor._version) for tensor in tensors]  # noqa: SLF001  # counts writes
+        if stamp != self._stamp:
+            self.version += self._stamp is not None
+            self._stamp = stamp
+            self._weights = ray.put(weights_of(self._policy))
+
+    def _ship(self, share: RemoteShare) -> None:
+        if self._policy_id is None or self._shipped.get(share.share_id) == (share.host, self._policy_id):
+            return
+        kind = "policy" if self._factory is None else "factory"
+        self._pool.post.get(share, share.call("act", "take_policy", self._policy_id, self._pickled, kind))
+        self._shipped[share.share_id] = (share.host, self._policy_id)
+
+    # ---- rollouts ----------------------------------------------------------------------------
+
+    def _start(self, share: RemoteShare, max_steps: int, kwargs: dict[str, Any], states: tuple[Any, Any]) -> None:
+        """Have a node begin a rollout; a lost one is replaced first, if it may be."""
+        if any(worker_id in self._pool.lost for worker_id in share.worker_ids):
+            self._restore(share)
+        self._ship(share)
+        self._refresh()
+        names = ("tensordict", "primer")
+        span = slice(share.first_env_id, share.first_env_id + share.num_envs)
+        own = {name: state[span].cpu() for name, state in zip(names, states, strict=True) if state is not None}
+        order = RollOrder(
+            num_steps=max_steps,
+            policy_id=self._policy_id,
+            version=self.version,
+            ended=self._engine.rows.ended[share.env_ids].copy(),
+            kwargs={**kwargs, **own},
+        )
+        self._done.pop(share.share_id, None)
+        self._pool.post.expect(share, share.call("act", "roll", order, self._weights), self._take)
+        share.is_rolling = True
+
+    def _take(self, share: RemoteShare, rolled: Rolled | EnvherdError) -> None:
+        self._done[share.share_id] = rolled
+        share.is_rolling = False
+
+    def _next(self, max_steps: int, kwargs: dict[str, Any], states: tuple[Any, Any]) -> tuple[int, Rolled]:
+        """Wait for the next rollout that is there; note where its envs are."""
+        pool = self._pool
+        while not self._done:
+            pool.post.take(None)
+            for share in pool.shares:
+                if share.is_rolling and share.is_gone:
+                    share.is_rolling = False
+                    self._start(share, max_steps, kwargs, states)  # or raise its loss
+        share_id = next(iter(self._done))
+        result = self._done.pop(share_id)
+        share = pool.shares[share_id]
+        if isinstance(result, EnvherdError):
+            self._engine.rows.mark_ended(share.env_ids)
+            if isinstance(result, (WorkerLost, WorkerTimeout)):
+                pool.fail(share, result)
+            raise result
+        self._settle(share, result)
+        return share_id, result
+
+    def _restore(self, share: RemoteShare) -> None:
+        """Replace what a share has lost, or raise its loss."""
+        pool, rows = self._pool, self._engine.rows
+        lost = [worker_id for worker_id in share.worker_ids if worker_id in pool.lost]
+        if self._engine.options.on_worker_loss != "restart":
+            pool.outcome.losses.clear()
+            rows.mark_lost(self._engine.envs_of(lost))
+            raise pool.lost[lost[0]]
+        for worker_id in lost:
+            rows.mark_lost(self._engine.envs_of([worker_id]))
+            pool.begin_restart(worker_id)
+
+    def _settle(self, share: RemoteShare, rolled: Rolled) -> None:
+        """Note where a share's envs are after a rollout."""
+        rows, pool = self._engine.rows, self._pool
+        columns = rows.next_columns(share.env_ids)
+        share.write(rolled.reply, columns, None)
+        share.note_words(pool.slab.words, rolled.reply)
+        rows.were_reset(share.env_ids, columns)
+        pool.num_losses += rolled.worker_losses
+        self._engine.num_interrupted += rolled.interrupted
+
+    def _drain(self) -> None:
+        """Wait for what is under way, note where envs are, and forget the data."""
+        pool = self._pool
+        while any(share.is_rolling and not share.is_gone for share in pool.shares):
+            pool.post.take(None)
+        for share in pool.shares:
+            share.is_rolling = False
+            result = self._done.pop(share.share_id, None)
+            if isinstance(result, Rolled):
+                self._settle(share, result)
+            else:
+                self._engine.rows.mark_ended(share.env_ids) if result is not None or share.is_gone else None
+
+    def _join(self, parts: list[Rolled]) -> TensorDictBase:
+        """Return rollouts as one batch, in memory of its own."""
+        device = self._engine.device
+        leaves = [part.leaves for part in parts]
+        if any(own is None or own.keys() != (leaves[0] or {}).keys() for own in leaves):
+            rows = [row for part in parts for row in _as_batch(part).unbind(0)]
+            data: TensorDictBase = LazyStackedTensorDict(*rows, stack_dim=0)
+            return data if device is None else data.to(device)
+        joined = {}
+        for key in leaves[0] or {}:
+            arrays = [own[key] for own in leaves if own is not None]
+            target = torch.empty(
+                (sum(map(len, arrays)), *arrays[0].shape[1:]), dtype=torch.from_numpy(arrays[0][:0].copy()).dtype
+            )
+            np.concatenate(arrays, out=target.numpy())
+            joined[key] = target
+        num_envs, num_steps = next(iter(joined.values())).shape[:2]
+        return _batch_of(joined, (num_envs, num_steps, *parts[0].tail), device)
+
+
+def _batch_of(
+    leaves: dict[tuple[str, ...], torch.Tensor], batch_size: tuple[int, ...], device: torch.device | None
+) -> TensorDictBase:
+    data = TensorDict({}, batch_size)
+    for key, value in leaves.items():
+        data.set(key, value)
+    data.refine_names(..., "time") if len(batch_size) == 2 else None
+    return data if device is None else data.to(device)
+
+
+def _as_batch(part: Rolled) -> TensorDictBase:
+    if part.leaves is None:
+        return part.batch
+    leaves = {key: torch.from_numpy(array.copy()) for key, array in part.leaves.items()}
+    num_envs, num_steps = next(iter(leaves.values())).shape[:2]
+    return _batch_of(leaves, (num_envs, num_steps, *part.tail), None)
