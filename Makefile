@@ -68,7 +68,7 @@ faults: $(STAMP)
 
 MINUTES ?= 20
 soak: $(STAMP)
-	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) --write
+	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --write
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
