@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan
@@ -32,6 +32,9 @@ _log = logging.getLogger("envherd")
 SCHEMA = "envherd.running/1"
 #: Where to keep the files instead; empty for nowhere.
 FOLDER_VARIABLE = "ENVHERD_RUNTIME_DIR"
+#: Files from which on a new executor removes those of executors that have gone.
+_MANY = 32
+_ELSEWHERE: Literal["elsewhere"] = "elsewhere"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +103,8 @@ def announce(owner: Any, segment: Segment, plan: SlabPlan, blocks: Sequence[Sequ
         if not _make_own(where):
             _log.debug("%s is not this user's own folder: the executor is not listed", where)
             return _nothing
+        if len(os.listdir(where)) > _MANY:
+            list(listings())
         path = where / f"{os.getpid()}-{os.fstat(segment.fd).st_ino}.json"
         _write_private(path, json.dumps(_contents(segment, plan, blocks, env)))
     except OSError as error:
@@ -113,6 +118,7 @@ def _contents(segment: Segment, plan: SlabPlan, blocks: Sequence[Sequence[int]],
         "schema": SCHEMA,
         "pid": os.getpid(),
         "started_at": start_of(os.getpid()),
+        "namespace": _namespace(),
         "made_at": time.time(),
         "env": env,
         "blocks": [list(block) for block in blocks],
@@ -139,7 +145,9 @@ def listings() -> Iterator[Listing]:
     found = []
     for path in where.glob("*.json"):
         listing = _read(path)
-        if listing is not None and listing.is_alive():
+        if listing is _ELSEWHERE:
+            continue
+        if isinstance(listing, Listing) and listing.is_alive():
             found.append(listing)
         else:
             with contextlib.suppress(OSError):
@@ -153,14 +161,17 @@ def stale_files() -> list[Path]:
     if where is None or not _is_own(where):
         return []
     read = ((path, _read(path)) for path in where.glob("*.json"))
-    return [path for path, listing in read if listing is None or not listing.is_alive()]
+    return [path for path, one in read if one is None or (isinstance(one, Listing) and not one.is_alive())]
 
 
-def _read(path: Path) -> Listing | None:
+def _read(path: Path) -> Listing | Literal["elsewhere"] | None:
+    """Return what a file says; None if that is nothing, or "elsewhere" if its pids mean nothing here (a container)."""
     try:
         plain = json.loads(path.read_text())
         if plain["schema"] != SCHEMA:
             return None
+        if plain["namespace"] != _namespace():
+            return _ELSEWHERE
         pid = int(plain["pid"])
         words = {name: (int(offset), int(length)) for name, (offset, length) in plain["words"].items()}
         return Listing(
@@ -183,6 +194,10 @@ def _read(path: Path) -> Listing | None:
 def start_of(pid: int) -> int:
     """Return when a process began, in ticks since the machine did; raises OSError if it has gone."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def _namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
 
 
 def _command(pid: int) -> str:

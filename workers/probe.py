@@ -40,6 +40,8 @@ _MOST_SAMPLES = 4096
 #: Nanoseconds from which a step or reset is long: the next is asked how long it waited for a processor.
 _LONG_NS = 500_000
 #: Shares of the budget: the first env's steps; then its further resets; then each further env.
+# However long building took, steps get the least share.
+_LEAST_STEPS_SHARE = 0.2
 _STEPS_SHARE, _RESETS_SHARE, _FURTHER_SHARE, _GIL_SHARE = 0.5, 0.15, 0.1, 0.05
 _MOST_RESETS = 20
 #: Seconds between the wake-ups of the thread that looks whether an env lets other threads run.
@@ -255,7 +257,7 @@ class Prober:
         pid = os.getpid()
         process, main_cpu, ends = _cpu_ns(), time.thread_time_ns(), run.ends
         delay, began = run_delay_ns(), time.perf_counter_ns()
-        seconds = min(self._budget(_STEPS_SHARE), max(self._left() * 0.6, 0.0))
+        seconds = min(self._budget(_STEPS_SHARE), max(self._left() * 0.6, self._budget(_LEAST_STEPS_SHARE)))
         steps = self._step_and_tell(run, seconds)
         delay, span_ns = run_delay_ns() - delay, time.perf_counter_ns() - began
         main_cpu, process = time.thread_time_ns() - main_cpu, _cpu_ns() - process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from envherd.executor.cli.doctor import doctor
 from envherd.executor.cli.rollout import rollout
 from envherd.executor.cli.size import size
 from envherd.executor.cli.top import top
@@ -19,3 +20,4 @@ app = typer.Typer(
 app.command()(rollout)
 app.command()(size)
 app.command()(top)
+app.command()(doctor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -217,7 +218,7 @@ _ENVS_PER_WORKER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_PER_WORKER)
 
 
 def _worker_counts(model: Model, num_envs: int | None) -> list[int]:
-    cores = len(model.machine.cpus)
+    cores = math.ceil(model.machine.cores)
     most = cores
     if model.measured.waits_share > 0.2:
         busy = max(0.02, 1 - model.measured.waits_share)
@@ -245,7 +246,7 @@ def _choose(predicted: dict[Setting, Prediction], goal: Goal) -> tuple[Setting, 
 
 
 def _size(setting: Setting, predicted: dict[Setting, Prediction]) -> tuple[float, int, int]:
-    return (setting.num_workers, setting.num_envs, predicted[setting].memory_bytes)
+    return (setting.num_envs, setting.num_workers, predicted[setting].memory_bytes)
 
 
 def _neighbours(chosen: Setting, predicted: dict[Setting, Prediction]) -> Iterator[tuple[Setting, Prediction]]:

@@ -14,6 +14,8 @@ from envherd.shm.specs import EnvSpec
 
 #: A step blocks if it waits (sleeps, reads, lets threads of its own work) for more than this share of its time.
 _BLOCKING_SHARE = 0.2
+#: Bytes that a process may take more for reasons of python's own.
+_NOISE_BYTES = 64 * 1024
 #: The share of the longest steps that the tail index looks at.
 _TAIL_SHARE = 0.05
 
@@ -94,8 +96,7 @@ class Measurement:
     @property
     def waits_share(self) -> float:
         """Share of a step in which the processor is free for others."""
-        own_cpu = self.cpu_per_step_s * (1 - self.hidden_cpu_share)
-        return max(0.0, 1 - own_cpu / self.step_s) if self.step_s > 0 else 0.0
+        return max(0.0, 1 - self.cpu_per_step_s / self.step_s) if self.step_s > 0 else 0.0
 
     def to_plain(self) -> dict[str, Any]:
         """Return the figures as documented in docs/sizing.md."""
@@ -190,7 +191,7 @@ def _env_bytes(figures: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def _grown_per_1000_steps(env: Mapping[str, Any], count: int) -> int:
     grown: int = env["stepped"]["dirty"] - env["warm"]["dirty"]
-    return int(max(0, grown) * 1000 / count)
+    return int(max(0, grown - _NOISE_BYTES) * 1000 / count)
 
 
 def tail_index(samples: np.ndarray) -> float | None:

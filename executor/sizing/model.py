@@ -84,7 +84,13 @@ class Model:
         self.overhead = overhead
         self.machine = machine
         self.policy_s = policy_s
-        self._num_frames = num_frames
+        one, more_envs, more_workers = (
+            slab_bytes(measured.spec, envs, workers, num_frames) for envs, workers in ((64, 1), (128, 1), (64, 64))
+        )
+        self._slab_per_env = (more_envs - one) / 64
+        self._slab_per_worker = (more_workers - one) / 63
+        self._slab_fixed = max(0.0, one - 64 * self._slab_per_env - self._slab_per_worker)
+        self._known: dict[Setting, Prediction] = {}
         self._sums = _sorted_sums(measured)
         resets_s = measured.end_share * measured.reset_cpu_s
         self.cpu_per_step_s = measured.cpu_per_step_s + resets_s
@@ -108,6 +114,11 @@ class Model:
 
     def predict(self, setting: Setting) -> Prediction:
         """Return what a setting would do."""
+        if setting not in self._known:
+            self._known[setting] = self._predict(setting)
+        return self._known[setting]
+
+    def _predict(self, setting: Setting) -> Prediction:
         envs, workers = setting.num_envs, setting.num_workers
         if workers == 0:
             own = self.overhead.of(envs, 0)
@@ -169,7 +180,7 @@ class Model:
     def memory_bytes(self, num_envs: int, num_workers: int) -> int:
         """Return bytes of workers, helper and shared memory; nothing of the learner's."""
         measured = self.measured
-        slab = slab_bytes(measured.spec, num_envs, num_workers, self._num_frames)
+        slab = int(self._slab_fixed + self._slab_per_env * num_envs + self._slab_per_worker * num_workers)
         if num_workers == 0:
             return measured.first_env_bytes + (num_envs - 1) * measured.further_env_bytes + slab
         first = num_workers * (measured.worker_bytes + measured.first_env_bytes)

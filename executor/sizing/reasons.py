@@ -50,10 +50,10 @@ def _binding(facts: Facts) -> str:
         return "target"
     if facts.limited_by and facts.unlimited_steps_per_s > 1.05 * facts.best_steps_per_s:
         return max(facts.limited_by, key=lambda name: facts.limited_by[name])
-    shares = {"policy": one.policy_s, "overhead": one.overhead_s}
-    for name, seconds in shares.items():
-        if seconds > 0.5 * one.batch_s:
-            return name
+    parts = {"policy": one.policy_s, "overhead": one.overhead_s, "envs": one.slowest_s}
+    largest = max(parts, key=lambda name: parts[name])
+    if largest != "envs":
+        return largest
     if one.compute_s < 0.6 * one.slowest_s and one.mean_s < 0.7 * one.slowest_s:
         return "step variance"
     if facts.goal_envs is not None and facts.chosen.num_workers == facts.goal_envs < len(model.machine.cpus):
@@ -165,9 +165,10 @@ def _target(facts: Facts) -> Iterator[str]:
     if facts.meets_target is False:
         assert facts.target is not None
         factor = facts.target / facts.best_steps_per_s
+        cores = f": about {factor * facts.model.machine.cores:,.0f} such cores would be needed"
         yield (
-            f"the target of {facts.target:,.0f} env-steps/s is out of reach here by a factor of {factor:.1f}: about "
-            f"{factor * facts.model.machine.cores:,.0f} such cores would be needed, if nothing else binds there."
+            f"the target of {facts.target:,.0f} env-steps/s is out of reach here by a factor of {factor:.1f}"
+            f"{cores if _binding(facts) in ('cores', 'quota') else ''}."
         )
 
 

@@ -1,0 +1,42 @@
+"""`envherd doctor`: check the machine and the installation, and say how to mend what is wrong."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check Python, packages, Melting Pot, start methods, shared memory, limits, GPU, and what dead runs left.
+
+    The exit code is 1 if anything fails, 0 otherwise; warnings do not count.
+    """
+    import json as json_module
+    import sys
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from envherd.executor.cli import EXIT_FAILED
+    from envherd.executor.doctor import Finding, examine
+
+    console = Console()
+    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    findings: list[Finding] = []
+    for finding in examine():
+        findings.append(finding)
+        if json:
+            continue
+        line = Text(f"{finding.level:>4}  ", styles[finding.level]).append(f"{finding.name}: ", "bold")
+        console.print(line.append(finding.said, "default"), soft_wrap=True)
+        if finding.fix and finding.level != "ok":
+            console.print(Text(f"      fix: {finding.fix}", "cyan"), soft_wrap=True)
+    has_failed = any(finding.level == "fail" for finding in findings)
+    if json:
+        report = {"schema": "envherd.doctor/1", "is_ok": not has_failed, "findings": [vars(one) for one in findings]}
+        sys.stdout.write(json_module.dumps(report, indent=2) + "\n")
+    raise typer.Exit(EXIT_FAILED if has_failed else 0)

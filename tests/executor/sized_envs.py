@@ -1,0 +1,69 @@
+"""Envs whose cost is known."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from envherd.workers.testing import CountingEnv
+
+MIB = 2**20
+
+
+class SleepingEnv(CountingEnv):
+    """Waits 3 ms in a step, and computes nothing."""
+
+    def step(self, action):
+        time.sleep(0.003)
+        return super().step(action)
+
+
+class HeavyMemoryEnv(CountingEnv):
+    """Has 48 MiB of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = np.ones(48 * MIB, np.uint8)
+
+
+class LeakingEnv(CountingEnv):
+    """Takes 8 KiB more in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def step(self, action):
+        self.kept.append(np.ones(8192, np.uint8))
+        return super().step(action)
+
+
+class BottomlessEnv(CountingEnv):
+    """Takes memory in its first reset for as long as there is any."""
+
+    def reset(self, seed, options=None):
+        taken = []
+        while True:
+            taken.append(np.ones(16 * MIB, np.uint8))
+            time.sleep(0.002)
+
+
+class DyingEnv(CountingEnv):
+    """Ends its process in a step."""
+
+    def step(self, action):
+        import os
+
+        os._exit(7)
+
+
+class FailingEnv(CountingEnv):
+    """Raises in a step."""
+
+    def step(self, action):
+        raise ValueError("no such key")
+
+
+def make_failing():
+    raise RuntimeError("no licence")

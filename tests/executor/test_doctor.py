@@ -1,0 +1,74 @@
+"""The doctor: every finding has a level, and a fix where it is needed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from envherd.executor import doctor
+from envherd.executor.cgroups import Cgroup
+from envherd.executor.cli.app import app
+from envherd.executor.machine import read_machine
+
+
+@pytest.mark.parametrize(
+    ("installed", "wanted", "fits"),
+    [
+        ("2.6.0+cpu", ">=2.6", True),
+        ("0.7.9", ">=0.8", False),
+        ("0.14.1", "<0.15,>=0.14", True),
+        ("0.15.0", "<0.15,>=0.14", False),
+        ("1.2.3", "==1.2.*", True),
+        ("1.2", "==1.2.0", True),
+        ("3", "!=3", True),
+    ],
+)
+def test_versions(installed, wanted, fits):
+    assert doctor.satisfies(installed, wanted) is fits
+
+
+def levels(check, machine):
+    return [finding.level for finding in check(machine)]
+
+
+def test_limits_that_are_too_low_are_said():
+    machine = replace(read_machine(), cpu_pressure=0.0, limits={"nofile": 100}, open_files=10, cgroup=Cgroup())
+    assert levels(doctor.limits, machine) == ["fail", "ok"]
+    finding = next(doctor.limits(machine))
+    assert (finding.said, finding.fix) == ("90 left: enough for 28 workers", "ulimit -n 65536")
+    assert levels(doctor.limits, replace(machine, limits={"nofile": 600, "as": 2**32})) == ["warn", "ok", "warn"]
+    starved = replace(machine, cgroup=Cgroup(cpu_quota=0.5, oom_kills=2, pids_room=5, memory_room=2**20))
+    assert levels(doctor.cores, starved) == ["warn", "ok"]
+    assert levels(doctor.cores, replace(machine, cpu_pressure=0.9))[1] == "warn"
+    assert levels(doctor.memory, starved) == ["warn", "warn"]
+    assert levels(doctor.limits, starved) == ["fail", "warn"]
+    assert levels(doctor.dev_shm, replace(machine, shm_total=64 * 2**20, shm_free=0)) == ["warn"]
+
+
+@pytest.mark.slow
+def test_doctor_as_json_starts_workers_in_every_way(tmp_path):
+    done = CliRunner().invoke(app, ["doctor", "--json"], env={"ENVHERD_RUNTIME_DIR": str(tmp_path)})
+    report = json.loads(done.stdout)
+    findings = {finding["name"]: finding for finding in report["findings"]}
+    for method in ("zygote", "spawn", "fork"):
+        assert findings[f"start method {method}"]["level"] == "ok"
+    assert findings["shared memory"]["level"] == "ok"
+    assert findings["torch"]["level"] == "ok"
+    for finding in findings.values():
+        assert finding["level"] == "ok" or finding["fix"]
+    assert done.exit_code == (0 if report["is_ok"] else 1)
+
+
+def test_a_check_that_raises_is_a_finding(monkeypatch):
+    def broken():
+        raise OSError("no such place")
+        yield
+
+    monkeypatch.setattr(doctor, "_packages", broken)
+    monkeypatch.setattr(doctor, "_starter", lambda _: lambda: iter(()))
+    monkeypatch.setattr(doctor, "_dmlab2d", lambda: iter(()))
+    (finding,) = [one for one in doctor.examine() if one.name == "packages"]
+    assert (finding.level, finding.said) == ("fail", "looking at it raised OSError: no such place")
