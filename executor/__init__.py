@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
     from envherd.executor.serial import SerialEnv
+    from envherd.executor.sizing.recommending import recommend
     from envherd.executor.statistics import Statistics, WorkerStatistics
     from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
     from envherd.workers.errors import (
@@ -50,6 +51,7 @@ __all__ = [
     "WorkerLost",
     "WorkerStatistics",
     "WorkerTimeout",
+    "recommend",
 ]
 
 #: Where each name is. They are imported when they are first used (PEP 562): torch takes seconds, and
@@ -62,6 +64,7 @@ _HOMES = {
     "SerialEnv": "envherd.executor.serial",
     "Statistics": "envherd.executor.statistics",
     "WorkerStatistics": "envherd.executor.statistics",
+    "recommend": "envherd.executor.sizing.recommending",
 }
 
 
