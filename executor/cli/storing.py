@@ -1,6 +1,6 @@
 """A rollout on disk: a memory-mapped TensorDict, written step by step, so that memory does not grow.
 
-data = tensordict.TensorDict.load_memmap(DIR)      # [N, T], time last, as `ParallelEnv.rollout` gives it
+data = tensordict.TensorDict.load_memmap(DIR, allow_pickle=False)  # [N, T], as `ParallelEnv.rollout` gives it
 """
 
 from __future__ import annotations

@@ -87,7 +87,9 @@ class Checked:
         after = now["observation"].tolist()
         got = (tuple(after), float(now["reward"]), bool(now["terminated"]), bool(now["truncated"]))
         if now["interrupted"].item():
-            assert got == (tuple(before), 0.0, False, True)
+            assert got == (tuple(before), 0.0, False, True), (
+                f"env {env_id} was interrupted after {before} and says {got}"
+            )
             self.num_interrupted += 1
         else:
             expected = self.book.successor.get((env_id, tuple(before)))

@@ -1,0 +1,197 @@
+"""What docs/security.md says: nothing for another user to open, nothing to connect to, nothing unpickled from files."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
+from typer.testing import CliRunner
+
+from envherd.executor import EnvError, ParallelEnv
+from envherd.executor.cli.app import app
+from envherd.executor.cli.storing import RolloutStore
+from envherd.workers.testing import CountingEnv
+from tests.faults.children import NOBODY, in_child
+
+ROOT = Path(__file__).parents[2]
+
+#: File -> what it unpickles. Nothing else does, and nothing reads a file for it.
+UNPICKLES = {
+    "workers/messages.py": "what the parent sends to its own worker, over a socket without a name",
+    "workers/factory.py": "factories, which came with such a message",
+    "workers/adapters/sb3_factory.py": "the same",
+    "workers/adapters/torchrl_guest.py": "the same",
+    "executor/batched.py": "answers of workers, with options.pickle_replies",
+    "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
+    "workers/adapters/gymnasium_native.py": "values of spaces that are no arrays (facade of Gymnasium)",
+    "workers/adapters/torchrl_crossing.py": "specs and odd leaves (facade of TorchRL)",
+}
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+# ---- other users -------------------------------------------------------------------------------
+
+
+def _descend(pid: int) -> list[int]:
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += _descend(int(child))
+    return found
+
+
+def _pry(pids: list[int]) -> list[str]:
+    """As another user, try everything that would let one in; return what worked."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    opened = []
+    for pid in pids:
+        for name in (
+            "mem",
+            "environ",
+            "maps",
+            *(f"fd/{fd}" for fd in range(1024)),
+            *(f"map_files/{n}" for n in range(4)),
+        ):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
+                file.read(1)
+                opened.append(f"{pid}/{name}")
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR2)
+            opened.append(f"signal to {pid}")
+        with contextlib.suppress(OSError):
+            opened.append(f"descriptors of {pid}: {os.listdir(f'/proc/{pid}/fd')}")
+    return opened
+
+
+def _inodes(pids: list[int]) -> set[str]:
+    found = set()
+    for pid in pids:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{fd}")
+                if target.startswith("socket:["):
+                    found.add(target[8:-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_another_user_finds_nothing_to_open():
+    names = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp", "/run")}
+    with ParallelEnv(2, CountingEnv, num_workers=2) as env:
+        env.rollout(3)
+        pids = [pid for worker in env.statistics().workers for pid in _descend(worker.pid)]
+        pids.append(int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1]))  # their helper
+        assert in_child(_pry, pids) == []
+        assert len(env.rollout(2)) == 2
+        new = {name for folder, old in names.items() for name in set(os.listdir(folder)) - old}
+        assert not [name for name in new if "envherd" in name]
+
+
+@pytest.mark.slow
+def test_what_is_shared_has_no_name_and_is_the_owners():
+    before = set(os.listdir("/proc/self/fd"))
+    with ParallelEnv(2, CountingEnv, num_workers=2) as env:
+        data = env.rollout(3)
+        shared = 0
+        for fd in set(os.listdir("/proc/self/fd")) - before:
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{fd}")
+                if "memfd:envherd" in target:
+                    shared += 1
+                    assert "(deleted)" in target
+                    assert os.fstat(int(fd)).st_nlink == 0  # no name anywhere
+        assert shared >= 4  # the slab, and the logs
+        assert len(data) == 2
+
+
+@pytest.mark.slow
+def test_there_is_nothing_to_connect_to():
+    with ParallelEnv(2, CountingEnv, num_workers=2) as env:
+        env.reset()
+        pids = [os.getpid(), *(worker.pid for worker in env.statistics().workers)]
+        ours = _inodes(pids)
+        assert ours
+        for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[6] in ours:
+                assert len(fields) == 7, f"a socket with a name: {line}"
+                assert int(fields[3], 16) & 0x10000 == 0, f"a socket that listens: {line}"
+        for table in ("tcp", "tcp6", "udp", "udp6"):
+            path = Path(f"/proc/net/{table}")
+            for line in path.read_text().splitlines()[1:] if path.exists() else ():
+                assert line.split()[9] not in _inodes(pids[1:])
+
+
+# ---- pickles -----------------------------------------------------------------------------------
+
+
+def test_who_unpickles_at_all():
+    found = set()
+    for path in (path for layer in ("shm", "workers", "executor") for path in (ROOT / layer).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("load", "loads")
+            ):
+                of = getattr(node.func.value, "id", "")
+                if of not in ("json", "tomllib", "plain", "suite"):
+                    found.add(path.relative_to(ROOT).as_posix())
+    assert {name for name in found if "/cluster/" not in name} == set(UNPICKLES)  # Ray's own pickles: see the page
+
+
+@pytest.mark.slow
+def test_what_a_worker_sends_is_not_unpickled(tmp_path):
+    with ParallelEnv(1, CountingEnv) as env:
+        env.reset()
+        env.set("secret", Payload(tmp_path / "ran in the worker"))  # downwards: our own code, for our own child
+        assert (tmp_path / "ran in the worker").exists()
+        (tmp_path / "ran in the worker").unlink()
+        with pytest.raises(EnvError, match="pickle_replies"):
+            env.get("echo")
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_stored_rollout_is_loaded_without_unpickling(tmp_path):
+    store = RolloutStore(tmp_path / "good", 2)
+    for step in range(2):
+        store.add(TensorDict({"observation": torch.full((3, 4), step)}, [3]))
+    store.finish()
+    data = TensorDict.load_memmap(tmp_path / "good", allow_pickle=False)
+    assert data["observation"][:, :, 0].tolist() == [[0, 1]] * 3
+    assert not [path for path in tmp_path.rglob("*") if "pickle" in path.name or path.suffix == ".pkl"]
+    TensorDict({"odd": NonTensorData(Payload(tmp_path / "ran"))}, []).memmap(tmp_path / "evil")
+    with pytest.raises(Exception, match=r"[Pp]ickle"):
+        TensorDict.load_memmap(tmp_path / "evil", allow_pickle=False)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["pkl", "pt"])
+def test_the_command_line_never_unpickles_a_file(tmp_path, suffix):
+    path = tmp_path / f"env.{suffix}"
+    path.write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    for name in (str(path), f"{path}:make", f"python:{path}", f"python:{path}:make", f"gymnasium:{path}"):
+        result = CliRunner().invoke(app, ["rollout", name, "--steps", "1", "--envs", "1"])
+        assert result.exit_code != 0
+        assert not (tmp_path / "ran").exists()
