@@ -305,7 +305,11 @@ class Prober:
         """Build further envs in this process, for their memory."""
         for env_id in range(1, self._message.num_envs):
             cost = self._figures["envs"][-1]["build_s"] + self._runs[-1].resets[0][0] / 1e9
-            if cost > self._left() or self._runs[0].block.slots[0].adapter.is_alone:
+            # A second env is worth being late for: from the first alone nobody knows what the others add.
+            if (
+                cost > (self._message.budget_s if env_id == 1 else self._left())
+                or self._runs[0].block.slots[0].adapter.is_alone
+            ):
                 return
             self._tell(f"env {env_id + 1}")
             run = self._build(env_id)
