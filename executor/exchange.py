@@ -70,6 +70,7 @@ class Exchange:
         engine.refuse_ended(env_ids)
         engine.write_inputs(td, env_ids)
         columns = engine.rows.next_columns(env_ids)
+        engine.rows.interrupted[env_ids] = False  # what was said of a step of all that was lost
         self._ops[env_ids] = op
         self._columns[env_ids] = columns
         self._sending = env_ids, engine.pool.number

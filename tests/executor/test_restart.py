@@ -91,6 +91,16 @@ def test_when_sent(tmp_path):
                 env.send(act(env.current([2])))
 
 
+def test_what_is_sent_after_a_lost_step_is_not_interrupted(tmp_path):
+    with ParallelEnv(NUM_ENVS, factories(tmp_path, step=1), num_workers=2, seed=0, options=RESTART) as env:
+        td, root = env.step_and_maybe_reset(act(env.reset()))
+        assert td["next", "interrupted"].any()
+        env.send(act(root))
+        now = env.recv()["next"]
+        assert not now["interrupted"].any()
+        assert sorted(now["observation"][:, 1].tolist()) == [1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("at", ["reset", "step"])
 def test_a_hang_is_replaced_too(tmp_path, at):
     options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=0.5, reset_timeout_s=2.0)
