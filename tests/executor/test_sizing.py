@@ -320,11 +320,8 @@ def test_size_as_a_table_a_picture_json_and_yaml(tmp_path, monkeypatch):
     assert report["predicted"]["steps_per_s"] > 0
     assert report["verified"][0]["measured_steps_per_s"] > 0
     assert (tmp_path / "size.png").read_bytes()[:4] == b"\x89PNG"
-    assert yaml.safe_load((tmp_path / "size.yaml").read_text()) == {
-        "num_envs": 2,
-        "num_workers": 1,
-        "stepping": report["mode"],
-    }
+    lines = [line for line in (tmp_path / "size.yaml").read_text().splitlines() if not line.startswith("#")]
+    assert lines == ["num_envs: 2", "num_workers: 1", f"stepping: {report['mode']}"]
 
 
 def test_what_cannot_be_sized_is_exit_code_2():
