@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -38,8 +39,10 @@ settings.load_profile("steady")
 def pytest_configure() -> None:
     """Adopt orphans: what a test's process leaves becomes a child of this one; and let Ctrl-C through.
 
-    A shell that runs tests in the background has it ignored, by them and by all that they start.
+    A shell that runs tests in the background has it ignored, by them and by all that they start. Python's own
+    resource tracker, which lives as long as the process that first needs it, is started before any test.
     """
+    multiprocessing.resource_tracker.ensure_running()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -13,6 +13,7 @@ from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers import plain
 from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.gymnasium import GymnasiumAdapter
+from envherd.workers.adapters.gymnasium_vector import GymnasiumVectorAdapter
 from envherd.workers.errors import SpecError
 from tests.workers.adapter_values import drawn, stored
 
@@ -134,11 +135,10 @@ def test_spec_of_cartpole():
     assert EnvSpec.from_plain(plain.decode(plain.encode(spec.to_plain()))) == spec
 
 
-def test_is_found_for_wrapped_and_own_envs_and_not_for_vector_envs():
+def test_is_found_for_wrapped_and_own_envs_and_another_for_vector_envs():
     assert find_adapter(gymnasium.make("CartPole-v1")) is GymnasiumAdapter
     assert find_adapter(Scripted()) is GymnasiumAdapter
-    with pytest.raises(TypeError, match="SyncVectorEnv"):
-        find_adapter(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"))
+    assert find_adapter(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync")) is GymnasiumVectorAdapter
 
 
 def test_autoreset_wrapper_changes_nothing():
