@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+# Test files that run at the same time.
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
 ROLLOUT_ENV ?= meltingpot:commons_harvest__open
 ROLLOUT_ENVS ?= 4
 ROLLOUT_STEPS ?= 200
@@ -45,10 +49,10 @@ rollout: $(STAMP)
 		--out $(ROLLOUT_NAME) --gif $(ROLLOUT_NAME).gif --png $(ROLLOUT_NAME).png
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not full"
+	$(PYTEST) -m "not slow and not full"
 
 test-full: $(STAMP)
 	ENVHERD_FULL=1 $(BIN)/python -m pytest
