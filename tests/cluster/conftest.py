@@ -1,0 +1,81 @@
+"""One Ray cluster of three nodes on this machine, for all tests here.
+
+It is started before a test's possessions are counted, so what the check of every test finds is what the executor has
+left. The driver's own sockets and maps of Ray's object store come and go with Ray and are not counted; hosts and what
+they have started are, wherever they run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import Possessions
+
+_STORE_BYTES = 80 * 2**20
+#: Seconds for Ray to have ended a host that was killed, on a busy machine.
+_GRACE_S = 20.0
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """Return a cluster: a head without processors, where the driver is, and two nodes with eight each."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=8, object_store_memory=_STORE_BYTES, wait=False)
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def hosts() -> list[str]:
+    """Return what of envherd's runs below this process: hosts, helpers, workers."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            line = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if "NodeHost" in line or "envherd.workers" in line:
+            found.append(f"process {process.pid}: {line[:200]}")
+    return found
+
+
+def is_rays(line: str) -> bool:
+    """Return whether a descriptor is one of the driver's connections to Ray."""
+    is_ipc = any(
+        kind in line for kind in ("socket:", "anon_inode:", "pipe:", "/dev/shm/plasma", "/tmp/ray", "(deleted)")
+    )
+    return line.startswith("descriptor") and is_ipc
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves anything behind, on any node; as the check of the same name elsewhere."""
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster")
+    if "shared_env" in request.fixturenames:
+        request.getfixturevalue("shared_env")
+    before, running = Possessions(), set(hosts())
+    yield
+    end = time.monotonic() + _GRACE_S
+    while True:
+        left = [line for line in before.gained() if not is_rays(line)]
+        left += [line for line in hosts() if line not in running]
+        if not left or time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    if left:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left))

@@ -1,0 +1,136 @@
+"""A cluster loses workers, hosts, nodes, its driver: rows are interrupted, the rest goes on, nobody stays behind."""
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from envherd.executor import ExecutorOptions, WorkerLost
+from envherd.executor.cluster import RayParallelEnv
+from envherd.workers.testing import CountingEnv
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.broken_pool,
+    pytest.mark.usefixtures("cluster"),
+    pytest.mark.timeout(300),
+]
+
+N = 4
+ENDLESS = functools.partial(CountingEnv, 1_000_000)
+ONE = {"CPU": 1}
+
+
+def step(env):
+    return env.step_and_maybe_reset(env.rand_action(env.current()))
+
+
+def interrupted(td):
+    return td["next", "interrupted"].flatten().tolist()
+
+
+def check_loss(env, lost):
+    """Step once after a loss: its rows are interrupted and start anew, the others go on."""
+    before = env.current()["observation"].clone()
+    td, root = step(env)
+    assert interrupted(td) == lost
+    rows = torch.tensor(lost)
+    assert torch.equal(td["next", "observation"][rows], before[rows]), "the last true observation"
+    assert td["next", "truncated"].flatten().tolist() == lost
+    assert not td["next", "terminated"].any()
+    assert not td["next", "reward"][rows].any()
+    assert (td["next", "observation"][~rows, 1] == before[~rows, 1] + 1).all()
+    assert (root["observation"][rows, 1] == 0).all()
+    td, _ = step(env)
+    assert interrupted(td) == [False] * N
+
+
+def add_node(cluster):
+    """Add a node that nobody else is placed on; Ray's handler of SIGTERM, which comes with it, is taken away again."""
+    handler = signal.getsignal(signal.SIGTERM)
+    node = cluster.add_node(num_cpus=1, resources={"mine": 1}, object_store_memory=80 * 2**20)
+    signal.signal(signal.SIGTERM, handler)
+    return node
+
+
+def test_what_is_lost_is_replaced_and_the_rest_goes_on(cluster):
+    options = ExecutorOptions(on_worker_loss="restart", max_restarts=9)
+    nodes = [add_node(cluster) for _ in range(2)]
+    mine = {"CPU": 1, "mine": 1}
+    try:
+        with RayParallelEnv(
+            N, ENDLESS, seed=0, resources_per_node=mine, num_workers=2, options=options, node_timeout_s=4.0
+        ) as env:
+            env.reset()
+            step(env)
+            os.kill(env.statistics().workers[3].pid, signal.SIGKILL)
+            check_loss(env, [False, False, False, True])
+            os.kill(env.nodes[0].pid, signal.SIGSTOP)  # silent, as behind a cut network
+            stopped = env.nodes[0].pid
+            check_loss(env, [True, True, False, False])
+            assert env.nodes[0].pid != stopped
+            gone = next(node for node in nodes if node.node_id == env.nodes[1].node_id)
+            nodes.remove(gone)
+            nodes.append(add_node(cluster))
+            cluster.remove_node(gone)
+            check_loss(env, [False, False, True, True])
+            assert env.nodes[1].node_id == nodes[-1].node_id, "moved to where there is room"
+            cluster.remove_node(nodes.pop())
+            with pytest.raises(WorkerLost, match="no living node has room"):
+                step(env)
+            assert env.statistics().worker_losses == 7
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
+
+
+def test_a_lost_host_is_raised_and_the_executor_can_be_closed():
+    with RayParallelEnv(2, ENDLESS, num_nodes=2, resources_per_node=ONE) as env:
+        env.reset()
+        os.kill(env.nodes[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"node .* is lost with workers 1-1 \(envs 1-1\)") as caught:
+            step(env)
+        assert caught.value.env_ids == (1,)
+        assert caught.value.partial["observation"][0, 1] == 1, "the other node's env was stepped"
+        with pytest.raises(WorkerLost, match="is lost with workers 1-1"):
+            env.remote_rollouts().rollout(2)
+
+
+DRIVER = """
+import os, sys, functools
+from envherd.executor.cluster import RayParallelEnv
+from envherd.workers.testing import CountingEnv
+make_env = functools.partial(CountingEnv, 9)
+env = RayParallelEnv(1, make_env, num_nodes=1, resources_per_node={"CPU": 1}, address=sys.argv[1])
+env.reset()
+print(env.nodes[0].pid, *env.call("pid"), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lost_driver_leaves_nobody_behind(cluster):
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, cluster.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with driver:
+        try:
+            pids = [int(word) for word in driver.stdout.readline().split()]
+            assert len(pids) == 2
+            assert all(map(psutil.pid_exists, pids))
+        finally:
+            driver.kill()
+    while any(map(is_alive, pids)):  # the test's timeout bounds it
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False

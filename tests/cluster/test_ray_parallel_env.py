@@ -1,0 +1,220 @@
+"""One batch over the nodes of a cluster is the batch of one machine: data, errors, rollouts, whoever is ready first."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import ActionError, Busy, Collector, EnvError, FactoryError, ParallelEnv, ResetNeeded
+from envherd.executor.cluster import ClusterError, RayParallelEnv
+from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv
+from tests.cluster.envs import Counter, GatedEnv, HeldCounter
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
+
+N = 5
+make_env = functools.partial(CountingEnv, None)
+
+
+@pytest.fixture(scope="module")
+def shared_env(cluster):
+    """Two nodes with three and two envs; every test gives it a seed of its own."""
+    with RayParallelEnv(N, make_env, seed=0, resources_per_node={"CPU": 2}) as env:
+        yield env
+
+
+@pytest.fixture(params=[3])
+def pair(request, shared_env):
+    """The cluster's env, and one machine's with the same seed."""
+    shared_env.set_seed(request.param)
+    with ParallelEnv(N, make_env, seed=request.param, num_workers=2) as local:
+        yield shared_env, local
+
+
+def assert_equal(one, other):
+    assert one.batch_size == other.batch_size
+    assert one.names == other.names
+    keys = set(one.keys(include_nested=True, leaves_only=True))
+    assert keys == set(other.keys(include_nested=True, leaves_only=True))
+    for key in keys:
+        assert one.get(key).dtype == other.get(key).dtype, key
+        assert torch.equal(one.get(key), other.get(key)), key
+
+
+def test_it_is_spread_over_the_nodes(shared_env):
+    assert shared_env.envs_per_node == (3, 2)
+    assert shared_env.num_workers == 4
+    assert len({node.node_id for node in shared_env.nodes}) == 2
+    assert [worker.env_ids for worker in shared_env.statistics().workers] == [(0, 1), (2,), (3,), (4,)]
+    assert len(set(shared_env.call("pid"))) == 4
+
+
+def test_steps_and_resets_are_those_of_one_machine(pair):
+    envs = pair
+    roots = [env.reset() for env in envs]
+    assert_equal(*roots)
+    num_ends = 0
+    for _ in range(12):
+        made = [env.step_and_maybe_reset(env.rand_action(root)) for env, root in zip(envs, roots, strict=True)]
+        steps, roots = zip(*made, strict=True)
+        assert_equal(*steps)
+        assert_equal(*roots)
+        num_ends += int(steps[0]["next", "done"].sum())
+    assert num_ends > 5
+    mask = torch.tensor([False, True, False, False, True])
+    assert_equal(*[env.reset(TensorDict({"_reset": mask}, [N])) for env in envs])
+    assert_equal(*[env.step(env.rand_action(env.current())) for env in envs])
+
+
+def test_rollouts_are_those_of_one_machine_and_stay_the_callers(pair):
+    kept = []
+    for steps in (7, 7, 4, 7):
+        data = [env.rollout(steps, break_when_any_done=False, auto_reset=not kept) for env in pair]
+        assert_equal(*data)
+        kept.append((data[0], data[0].clone()))
+    for data, copy in kept:
+        assert_equal(data, copy)
+    out = kept[0][0]
+    again = [env.rollout(7, break_when_any_done=False, out=o) for env, o in zip(pair, (out, None), strict=True)]
+    assert_equal(*again)
+    assert again[0]["next", "done"].data_ptr() == out["next", "done"].data_ptr()
+
+
+def test_envs_are_received_in_any_order_with_the_same_data(pair):
+    remote, local = pair
+    for env in pair:
+        env.reset()
+    for _ in range(4):
+        for env in pair:
+            env.send(env.rand_action(env.current()))
+        parts = [remote.recv(k) for k in (1, 3, 1)]
+        with pytest.raises(ValueError, match="expected 1 to 0 envs"):
+            remote.recv(1)
+        got = torch.cat(parts)
+        theirs = local.recv()
+        assert_equal(*[td[td["env_ids"].argsort()] for td in (got, theirs)])
+
+
+def test_remote_rollouts_are_those_of_one_machine(pair):
+    remote, local = pair
+    rollouts = remote.remote_rollouts()
+    policy = Counter()
+    for round_ in range(3):
+        kwargs = {"auto_reset": round_ == 0, "break_when_any_done": False}
+        assert_equal(*[env.rollout(9, policy, **kwargs) for env in (rollouts, local)])
+        assert rollouts.version == round_
+        assert_equal(remote.current(), local.current())
+        for env in pair:
+            env.reset(TensorDict({"_reset": env.current()["done"]}, [N]))
+        assert_equal(*[env.step_and_maybe_reset(policy(env.current()))[1] for env in pair])
+        with torch.no_grad():
+            policy.shift += 1
+
+
+def test_a_collector_takes_both(pair):
+    remote, local = pair
+    policy = Counter()
+    for env in (remote, remote.remote_rollouts(policy_factory=HeldCounter)):
+        local.set_seed(8)
+        remote.set_seed(8)
+        theirs = Collector(local, policy, frames_per_batch=4 * N, close_env=False)
+        ours = Collector(env, policy, frames_per_batch=4 * N, close_env=False)
+        for _ in range(3):
+            assert_equal(ours.collect(), theirs.collect())
+
+
+def test_a_stream_says_how_stale_its_rollouts_are(shared_env):
+    policy = Counter()
+    rollouts = shared_env.remote_rollouts()
+    shared_env.set_seed(1)
+    seen = {}
+    for batch in itertools.islice(rollouts.stream(6, policy), 8):
+        assert batch.data.batch_size == (len(batch.env_ids), 6)
+        assert batch.staleness == rollouts.version - batch.version
+        shift = batch.data["action"] - batch.data["observation"][..., 1]
+        assert (shift % 5 == batch.version % 5).all(), "the rollout was made with the weights that it names"
+        before = seen.setdefault(batch.node, batch.data["next", "observation"][:, :0])
+        if before.shape[1]:
+            goes_on = batch.data["observation"][:, 0, 1] == before[:, -1, 1]
+            assert (goes_on | (batch.data["observation"][:, 0, 1] == 0)).all()
+        seen[batch.node] = batch.data["next", "observation"]
+        with torch.no_grad():
+            policy.shift += 1
+        with pytest.raises(Busy):
+            shared_env.step(shared_env.rand_action())
+    assert sum(map(len, seen.values())) == N
+    shared_env.reset()
+
+
+def test_a_policy_that_cannot_be_pickled_is_named(shared_env):
+    with pytest.raises(ClusterError, match="a policy that can be pickled, got HeldCounter"):
+        shared_env.remote_rollouts().rollout(2, HeldCounter())
+    with pytest.raises(ValueError, match="nodes roll on their own"):
+        shared_env.remote_rollouts().rollout(2, break_when_any_done=True)
+
+
+def test_refusals_touch_nothing(shared_env):
+    shared_env.set_seed(2)
+    shared_env.reset()
+    before = shared_env.statistics().env_steps
+    with pytest.raises(ActionError, match=r"got 9 at \(3,\) \(env 3\)"):
+        shared_env.step(TensorDict({"action": torch.tensor([0, 0, 0, 9, 0])}, [N]))
+    assert shared_env.statistics().env_steps == before
+    with pytest.raises(EnvError, match=r"no attribute 'nothing' \(env 4, worker 3, pid \d+, node "):
+        shared_env.call("nothing", env_ids=[4])
+
+
+def step_until_it_raises(env):
+    while True:
+        env.step_and_maybe_reset(env.rand_action(env.current()))
+
+
+def test_unlike_envs_faults_and_a_slow_node(tmp_path):
+    gate = tmp_path / "gate"
+    factories = [
+        functools.partial(CountingEnv, 1_000),
+        functools.partial(FaultyEnv, "value_error"),
+        functools.partial(GatedEnv, str(gate)),
+        AgentsEnv,
+    ]
+    with RayParallelEnv(4, factories, seed=0, resources_per_node={"CPU": 2}) as env:
+        assert env.envs_per_node == (2, 2)
+        env.reset()
+        actions = env.rand_action()
+        env.send(actions)
+        assert env.recv(2)["env_ids"].tolist() != [2], "whoever is ready first"
+        assert env.recv(1)["env_ids"].tolist() != [2]
+        with pytest.raises(TimeoutError, match="Nothing is lost"):
+            env.recv(1, timeout_s=0.05)
+        env.send(actions[:1], [0])
+        assert env.recv(1)["env_ids"].tolist() == [0], "a slow env holds nobody up"
+        gate.touch()
+        assert env.recv(1)["env_ids"].tolist() == [2]
+        with pytest.raises(EnvError, match=r"raised ValueError: .* \(env 1, worker 1, pid \d+\)") as caught:
+            step_until_it_raises(env)
+        assert caught.value.env_ids == (1,)
+        with pytest.raises(ResetNeeded, match=r"envs \[1\]"):
+            env.step(env.rand_action(env.current()))
+
+
+def test_a_factory_that_raises_and_versions_that_differ_are_said(tmp_path):
+    def broken():
+        raise OSError("no such level")
+
+    with pytest.raises(FactoryError, match=r"raised OSError: no such level \(env 0, worker 0, pid \d+, node "):
+        RayParallelEnv(1, broken, num_nodes=1, resources_per_node={"CPU": 1})
+    info = tmp_path / "tensordict-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tensordict\nVersion: 9.9\n")
+    runtime_env = {"env_vars": {"PYTHONPATH": str(tmp_path)}}
+    with pytest.raises(ClusterError, match=r"expected tensordict [\d.]+ on every node, as in the driver, got 9.9 on"):
+        RayParallelEnv(1, make_env, num_nodes=1, resources_per_node={"CPU": 1}, runtime_env=runtime_env)
+
+
+def test_more_than_there_is_is_refused():
+    with pytest.raises(ClusterError, match=r"room for 3 shares of 1 CPU.*8 CPU; 8 CPU"):
+        RayParallelEnv(8, make_env, num_nodes=3)
+    with pytest.raises(ClusterError, match=r"room for 2 shares of 64 CPU.*got none within 0.2 s"):
+        RayParallelEnv(8, make_env, num_nodes=2, resources_per_node={"CPU": 64}, placement_timeout_s=0.2)
