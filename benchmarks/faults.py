@@ -1,7 +1,8 @@
 """The same faults under envherd and under other executors: when the caller knows, what is left, what still works.
 
-Every case runs in a process of its own, whose orphans this one adopts and counts. Nothing of an executor is changed but
-the deadline that envherd is given where an env hangs: the others have none in the calls that users make, or hours.
+Every case runs in a process of its own, whose orphans this one adopts and counts. Executors are as they come, but for
+the deadline that envherd is given where an env hangs (the others have none, or one of hours) and TorchRL's
+start method.
 
 Run: python benchmarks/faults.py [--write]    (--write: into docs/faults.md and the README)
 """
@@ -123,10 +124,12 @@ def sb3(makers: list[Callable[[], Any]]) -> Pool:
 
 
 def torchrl(makers: list[Callable[[], Any]]) -> Pool:
-    """Build TorchRL's `ParallelEnv`."""
+    """Build TorchRL's `ParallelEnv`, forked: spawned workers take half a minute to import it on a busy machine."""
     from torchrl.envs import GymWrapper, ParallelEnv
 
-    env = ParallelEnv(NUM_ENVS, [functools.partial(_wrapped, GymWrapper, make) for make in makers])
+    env = ParallelEnv(
+        NUM_ENVS, [functools.partial(_wrapped, GymWrapper, make) for make in makers], mp_start_method="fork"
+    )
     return env.close, env.reset, lambda: env.step(env.rand_action())
 
 
@@ -158,7 +161,7 @@ def run_case(executor: str, fault: str, folder: str) -> None:
             step()
         say(stage="seen", what="nothing", seconds=None)
     except BaseException as error:
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
         say(stage="seen", what=text, seconds=time.monotonic() - float(Path(stamp).read_text()))
     try:
         reset()
@@ -250,7 +253,7 @@ def cell(heard: dict[str, Any], fault: str) -> str:
     if "seen" not in heard:
         return f"**hangs**; {left}"
     seen, used, closed = heard["seen"], heard.get("used"), heard.get("closed")
-    what = seen["what"][:60].replace("RuntimeError: rows", "rows").replace("|", "/")
+    what = seen["what"].partition(": the env br")[0][:60].replace("RuntimeError: rows", "rows").replace("|", "/")
     usable = "**hangs when used**" if used is None else f"usable: {used['what']}"
     if used is not None and closed is None:
         usable += ", **`close` hangs**"
@@ -274,8 +277,10 @@ def write(table: str) -> None:
     title = "## Beside other executors"
     text = (
         f"{title}\n\nThe same faults in the last of three envs, by `python benchmarks/faults.py` "
-        f"({versions}, Python {platform.python_version()}). Executors as they come; envherd with a deadline of "
-        f'{DEADLINE_S:g} s and `on_worker_loss="restart"`. *Hangs* means that nothing came within {LIMIT_S:g} s. '
+        f"({versions}, Python {platform.python_version()}). Executors as they come, but TorchRL's workers "
+        "forked, which start sooner; envherd with a deadline of "
+        f'{DEADLINE_S:g} s and `on_worker_loss="restart"` (its seconds are those until the new worker '
+        f"had built and reset its env). *Hangs* means that nothing came within {LIMIT_S:g} s. "
         "*Left* is counted 2 s after the process that had the executor ended.\n\n" + table + "\n"
     )
     page = ROOT / "docs" / "faults.md"

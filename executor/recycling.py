@@ -78,9 +78,10 @@ class Recycler:
         Returns:
             The envs of the workers that were replaced.
         """
-        rows, replaced = self._engine.rows, []
+        rows = self._engine.rows
+        replaced: list[int] = []
         column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
-        said = {what: dict(kept) for what, kept in (("side", rows.side_next), ("infos", rows.infos["next"]))}
+        side, infos = dict(rows.side_next), dict(rows.infos["next"])
         for worker_id in self._whole_workers(env_ids):
             if self._is_due(worker_id, num_begun=1):
                 ids = np.array(self._pool.blueprint.blocks[worker_id])
@@ -89,9 +90,10 @@ class Recycler:
                 self._engine.reset_at(ids, np.array([column_of[i] for i in ids.tolist()]))
                 replaced += ids.tolist()
         for env_id in replaced:  # what the steps had said; the resets after them have not
-            for what, kept in (("side", rows.side_next), ("infos", rows.infos["next"])):
-                if env_id in said[what]:
-                    kept[env_id] = said[what][env_id]
+            if env_id in side:
+                rows.side_next[env_id] = side[env_id]
+            if env_id in infos:
+                rows.infos["next"][env_id] = infos[env_id]
         return replaced
 
     def _whole_workers(self, env_ids: np.ndarray) -> list[int]:

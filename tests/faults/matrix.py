@@ -142,7 +142,7 @@ def drive(cell: Cell, flag: Path) -> Finding:
     breaking = functools.partial(
         FaultyEnv, cell.fault, at=at, episode=1 if cell.state == "reset" else 0, flag=str(flag)
     )
-    envs = [functools.partial(CountingEnv, 1_000_000)] * NUM_ENVS
+    envs: list[Callable[[], Any]] = [functools.partial(CountingEnv, 1_000_000)] * NUM_ENVS
     envs[VICTIM] = breaking if at else envs[VICTIM]
     options = ExecutorOptions(
         start_method=cell.start_method,  # type: ignore[arg-type]

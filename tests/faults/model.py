@@ -233,7 +233,7 @@ class Protocol:
 def _tell(w: Worker, what: str, number: int) -> Worker:
     if what == "go":
         return _knock(w)
-    return w._replace(runs=0, command_seq=number) if what == "command_seq" else w._replace(**{what: number})
+    return w._replace(runs=0, command_seq=number) if what == "command_seq" else w._replace(**{what: number})  # type: ignore[arg-type]
 
 
 def _knock(w: Worker) -> Worker:

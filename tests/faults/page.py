@@ -16,23 +16,27 @@ from typing import Any
 from tests.faults.matrix import CELLS, FAULTS, STATES, Cell
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+#: What the page says of all cells once.
+USUAL = ("go on", "go on, all", "go on; all after a reset")
 PEERS = "## Beside other executors"
 
 _HEAD = """# Faults
 
 What happens when something breaks. This page is written by `make faults` from what its tests saw
-({machine}); an ordinary run of the tests makes part of them. All faults are real: the process is really killed, the
-GIL really held. After every one of them `close()` left no process, no descriptor and no name in /dev/shm.
+({machine}); an ordinary run makes part of them.
+All faults are real: the process is really killed, the GIL really held. After every one of them `close()` left no
+process, no descriptor and no name in /dev/shm.
 
 Seconds are from the call to the exception, of one run on a busy machine. Hangs were given a deadline of 0.5 s (4 s to
-build; 2 s to reset and to render). A dash: there is no such thing.
+build, 12 s if spawned; 2 s to reset and to render). A dash: there is no such thing.
 
 """
 
 _INTERLUDE = """
 The worker runs two envs, one of which breaks; another worker runs a third. After an exception of an env all others go
-on, also those in its worker. After a loss the envs of other workers go on where they were; those of the lost worker
-raise it again at every call, or, with `on_worker_loss="restart"`, are built anew:
+on, also those in its worker, and it does after a reset. After a loss the envs of other workers go on where they were
+(where a cell says so, after a reset); those of the lost worker raise it again at every call, or, with
+`on_worker_loss="restart"`, are built anew:
 
 """
 
@@ -59,7 +63,8 @@ def _text(recorded: dict[str, dict[str, Any]], cell: Cell) -> str:
     found = recorded.get(cell.name)
     if found is None:
         return "not run" if cell in CELLS else "-"
-    others = "" if found["others"] in ("no executor", "closed too") else f"; others {found['others']}"
+    is_usual = found["others"] in ("no executor", "closed too", *USUAL)
+    others = "" if is_usual else f"; others {found['others']}"
     return f"{found['seen']}, {found['seconds']:.2f} s{others}"
 
 

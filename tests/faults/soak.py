@@ -211,8 +211,8 @@ def write(report: Report) -> None:
         "# Soak\n\n"
         f"Written by `make soak`: {after.at_s / 60:.0f} minutes, seed {report.seed}. Executors of {NUM_ENVS} envs on "
         "one to three workers are opened, used in every way, broken (killed, crashed, stopped at random instants) and "
-        "closed; every row is compared with what `SerialEnv` gives for the same env, episode and step. No row was wrong: "
-        "one would end the run. Memory grew by "
+        "closed; every row is compared with what `SerialEnv` gives for the same env, episode and step. No row "
+        "was wrong: one would end the run. Memory grew by "
         f"{report.growth_mb():+.1f} MiB from the second tenth of the run to the last.\n\n"
         + "\n".join(lines)
         + "\n\n"

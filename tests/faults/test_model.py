@@ -5,6 +5,7 @@ And the model is of this code: the parent and a worker are seen to do things in 
 
 from __future__ import annotations
 
+import functools
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -26,21 +27,21 @@ def swapped(steps: tuple[str, ...], one: str, other: str) -> tuple[str, ...]:
     return tuple({one: other, other: one}.get(step, step) for step in steps)
 
 
-SMALL = {"num_workers": 2, "num_steps": 2}
+small = functools.partial(Protocol, num_workers=2, num_steps=2)
 
 #: What is got wrong -> the protocol then, and what comes of it.
 MUTATIONS: dict[str, tuple[Protocol, str]] = {
-    "the number before the rows": (Protocol(worker=swapped(WORKER_STEPS, "rows", "reply_seq"), **SMALL), "stale"),
+    "the number before the rows": (small(worker=swapped(WORKER_STEPS, "rows", "reply_seq")), "stale"),
     "the number before the command": (
-        Protocol(parent=swapped(PARENT_STEPS, "command", "command_seq"), **SMALL),
+        small(parent=swapped(PARENT_STEPS, "command", "command_seq")),
         "stale",
     ),
-    "the number before the inputs": (Protocol(parent=swapped(PARENT_STEPS, "inputs", "command_seq"), **SMALL), "stale"),
-    "go before the number": (Protocol(parent=swapped(PARENT_STEPS, "go", "command_seq"), **SMALL), "wake-up"),
-    "done before the number": (Protocol(worker=swapped(WORKER_STEPS, "done", "reply_seq"), **SMALL), "wake-up"),
-    "nobody looks for deaths": (Protocol(looks_around=False, num_interrupts=0, **SMALL), "deadlock"),
+    "the number before the inputs": (small(parent=swapped(PARENT_STEPS, "inputs", "command_seq")), "stale"),
+    "go before the number": (small(parent=swapped(PARENT_STEPS, "go", "command_seq")), "wake-up"),
+    "done before the number": (small(worker=swapped(WORKER_STEPS, "done", "reply_seq")), "wake-up"),
+    "nobody looks for deaths": (small(looks_around=False, num_interrupts=0), "deadlock"),
     "numbers before tokens": (Protocol(drains_first=False, num_deaths=0, num_interrupts=0), "wake-up"),
-    "a successor that begins at the beginning": (Protocol(starts_from_reply=False, **SMALL), "has its answer"),
+    "a successor that begins at the beginning": (small(starts_from_reply=False), "has its answer"),
 }
 
 
@@ -54,7 +55,7 @@ def test_three_workers_and_three_steps():
 @pytest.mark.slow
 def test_deaths_and_interrupts_together():
     num_deaths = 2 if IS_FULL else 1
-    assert explore(Protocol(num_deaths=num_deaths, **SMALL)) > 10_000
+    assert explore(small(num_deaths=num_deaths)) > 10_000
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -108,8 +109,8 @@ def test_a_worker_does_it_in_that_order():
         block, words = pool._block, pool.slab.words
         loop = Loop(block, pool.slab, (go, done), lambda: True, lambda: None)
         for name in ("command_seq", "status", "reply_seq"):
-            loop._words[name] = Watched(name, loop._words[name], notes)  # type: ignore[assignment]
-        loop._done = SimpleNamespace(ring=Watched("done", done.ring, notes))  # type: ignore[assignment]
+            loop._words[name] = Watched(name, loop._words[name], notes)
+        loop._done = SimpleNamespace(ring=Watched("done", done.ring, notes))
         carry_out = block._carry_out
         block._carry_out = lambda *args: (carry_out(*args), notes.append("rows"))
         words["command"][0] = pack(Op.RESET, RING, 0)
@@ -131,7 +132,7 @@ def test_the_parent_does_it_in_that_order():
         pool._command_seq = Watched("command_seq", pool._command_seq, notes)
         pool._rings = [Watched("go", ring, notes) for ring in pool._rings]
         write_inputs = env._engine.write_inputs
-        env._engine.write_inputs = lambda *args: (write_inputs(*args), notes.append("inputs"))  # type: ignore[method-assign]
+        env._engine.write_inputs = lambda *args: (write_inputs(*args), notes.append("inputs"))
         env.send(env.rand_action())
         assert in_order(notes) == list(PARENT_STEPS)
         env.recv()
