@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from envherd.executor.agreement import check_agreement
 from envherd.executor.batched import BatchedEnv
@@ -16,6 +16,7 @@ from envherd.executor.options import ExecutorOptions
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.remote_rollouts import RemoteRollouts
+    from envherd.executor.engine import Pool
     from envherd.executor.policy import Policy
 
 Strategy = Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"]
@@ -88,7 +89,8 @@ class RayParallelEnv(BatchedEnv):
             )
             pool = fleet.build(blueprint, options, num_workers)
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
-            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
+            like = cast("Pool", pool)  # it has the methods of a `WorkerPool`
+            super().__init__(like, seed=blueprint.root_seed, device=where, copy=copy, options=options)
         except BaseException:
             fleet.give_back()
             raise

@@ -357,7 +357,8 @@ class NodeHost:
         """Make a rollout here; what went wrong is returned."""
         began = time.monotonic()
         policy = None if order.policy_id is None else self._policies[order.policy_id]
-        if order.policy_id is not None and weights is not None and self._versions[order.policy_id] != order.version:
+        is_new = order.policy_id is not None and self._versions[order.policy_id] != order.version
+        if policy is not None and weights is not None and is_new:
             load_weights(policy, weights)
             self._versions[order.policy_id] = order.version
         engine = self._env.engine

@@ -70,7 +70,11 @@ class Connection:
 
 def living_nodes() -> list[Resources]:
     """Return the resources of every living node."""
-    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return [dict(node["Resources"]) for node in _nodes() if node["Alive"]]
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return ray.nodes()  # type: ignore[no-untyped-call]  # Ray says nothing of its type
 
 
 class Places:
@@ -125,7 +129,8 @@ class Places:
             options["memory"] = bundle["memory"]
         if self._runtime_env is not None:
             options["runtime_env"] = dict(self._runtime_env)
-        made: Any = ray.remote(concurrency_groups=_GROUPS)(NodeHost)
+        remote: Any = ray.remote  # its types know no concurrency groups
+        made = remote(concurrency_groups=_GROUPS)(NodeHost)
         return made.options(**options).remote()
 
     def move(self, share_id: int) -> bool:
@@ -148,7 +153,7 @@ class Places:
         with contextlib.suppress(Exception):
             table = ray.util.placement_group_table(group)
             node_id = table["bundles_to_node_id"].get(index)
-            return any(node["Alive"] and node["NodeID"] == node_id for node in ray.nodes())
+            return any(node["Alive"] and node["NodeID"] == node_id for node in _nodes())
         return False
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ class DriverMemory:
     """Memory for a rollout, of the driver's own; its arrays know when nobody uses them any more."""
 
     def __init__(self, nbytes: int) -> None:
-        self._bytes = memoryview(np.empty(nbytes, np.uint8))
+        self._bytes = np.empty(nbytes, np.uint8).data
 
     def array(self) -> np.ndarray:
         """Return the bytes as uint8 `[nbytes]`, a VIEW that lives as long as what is made of it."""
@@ -38,7 +38,7 @@ class DriverMemory:
 class _Part(NamedTuple):
     """What of a batch of envs belongs to one group of equal ones."""
 
-    count: int
+    size: int
     positions: _Index  # in the batch
     rows: _Index  # in the arrays of this end
 
@@ -116,7 +116,7 @@ class End:
         for parts, layouts, at in ((nexts, next_layouts, columns), (roots, root_layouts, root_columns)):
             for home, part, layout in zip(self._homes, parts, layouts, strict=True):
                 arrays = self._slab.groups[home].columns
-                for field in layout if part.count else ():
+                for field in layout if part.size else ():
                     view(buffer, field)[...] = arrays[field.name][_at(at, part), part.rows]
         return buffer
 
@@ -153,7 +153,7 @@ class End:
             layouts = self._lay_out(section, parts, start)
             start = layouts[-1].nbytes
             for home, part, layout in zip(self._homes, parts, layouts, strict=True):
-                for field in layout if part.count else ():
+                for field in layout if part.size else ():
                     yield (home, field.name), view(buffer, field), part, columns
 
     # ---- arithmetic --------------------------------------------------------------------------
@@ -169,12 +169,12 @@ class End:
 
     def _lay_out(self, section: str, parts: list[_Part], start: int = 0) -> list[Layout]:
         """Return a layout for each group, one behind the other; the last one's `nbytes` is the end of all."""
-        key = (section, tuple(part.count for part in parts), start)
+        key = (section, tuple(part.size for part in parts), start)
         found = self._layouts.get(key)
         if found is None:
             found = []
             for group, part in zip(self._groups, parts, strict=True):
-                found.append(lay_out(_requests(group, section, part.count), start))
+                found.append(lay_out(_requests(group, section, part.size), start))
                 start = found[-1].nbytes
             self._layouts[key] = found
         return found
