@@ -106,10 +106,7 @@ CELLS = _all_cells()
 QUICK = {
     Cell("unpicklable", "rollout"),
     Cell("value_error", "render"),
-    Cell("kill", "idle"),
-    Cell("kill", "sent"),
     Cell("term", "rollout"),
-    Cell("exit", "render"),
     Cell("stop", "step"),
     Cell("stop", "close"),
     Cell("kill", "rollout", "restart"),

@@ -119,6 +119,7 @@ class Soak:
         options = ExecutorOptions(
             on_worker_loss="restart",
             max_restarts=10_000,
+            build_timeout_s=5.0,
             step_timeout_s=1.0,
             reset_timeout_s=1.0,
             close_timeout_s=1.0,

@@ -10,14 +10,14 @@ from tests.faults.soak import Report, Sample, Soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(280)]
 
-SECONDS = 60.0 if os.environ.get("ENVHERD_FULL") == "1" else 5.0
+SECONDS = 60.0 if os.environ.get("ENVHERD_FULL") == "1" else 3.0
 
 
 def test_nothing_is_left_of_executors_that_come_break_and_go():
     report = Soak(seed=1).run(SECONDS)
     assert report.leaks() == []
     assert report.done["opened"] >= 2
-    assert report.done["rows compared"] > 20
+    assert report.done["rows compared"] > 5
 
 
 def test_a_leak_is_seen():
