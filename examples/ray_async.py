@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
-from ray_step import some_cluster
+from ray_step import some_cluster  # type: ignore[import-not-found]  # it is beside this script
 
 from envherd.executor.cluster import RayParallelEnv
 

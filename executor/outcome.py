@@ -43,6 +43,10 @@ class Outcome:
                 given[env_id] = kept.pop(env_id)
         return other
 
+    def hand_out(self, env_ids: np.ndarray | None) -> tuple[Outcome, Outcome]:
+        """Return what is about some envs, with all losses, and the rest; None: all is about them."""
+        return self, Outcome() if env_ids is None else self.split_off(env_ids)
+
     def take(self, frame: Frame) -> None:
         """Keep a message that came with rows."""
         if frame["kind"] == "fault":

@@ -310,9 +310,7 @@ class WorkerPool:
         Args:
             env_ids: keep what other envs have said for later, but not losses; None takes all.
         """
-        outcome, self.outcome = self.outcome, Outcome()
-        if env_ids is not None:
-            self.outcome = outcome.split_off(env_ids)
+        outcome, self.outcome = self.outcome.hand_out(env_ids)
         return outcome
 
     # ---- mail --------------------------------------------------------------------------------

@@ -176,9 +176,7 @@ class SerialPool:
 
     def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
         """Return what happened since the last call, and forget it; see `WorkerPool.take_outcome`."""
-        outcome, self.outcome = self.outcome, Outcome()
-        if env_ids is not None:
-            self.outcome = outcome.split_off(env_ids)
+        outcome, self.outcome = self.outcome.hand_out(env_ids)
         return outcome
 
     def prepare(self, message: messages.Prepare) -> None:

@@ -356,11 +356,12 @@ class NodeHost:
     def roll(self, order: RollOrder, weights: list[np.ndarray] | None) -> Rolled | EnvherdError:
         """Make a rollout here; what went wrong is returned."""
         began = time.monotonic()
-        policy = None if order.policy_id is None else self._policies[order.policy_id]
-        is_new = order.policy_id is not None and self._versions[order.policy_id] != order.version
-        if policy is not None and weights is not None and is_new:
-            load_weights(policy, weights)
-            self._versions[order.policy_id] = order.version
+        policy: Any = None
+        if order.policy_id is not None:
+            policy = self._policies[order.policy_id]
+            if weights is not None and self._versions[order.policy_id] != order.version:
+                load_weights(policy, weights)
+                self._versions[order.policy_id] = order.version
         engine = self._env.engine
         before = self._pool.num_losses, engine.num_interrupted
         with self._turn():

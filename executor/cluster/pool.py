@@ -13,6 +13,7 @@ Assumes: one caller at a time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -183,7 +184,7 @@ class ClusterPool:
             self._is_under_way[asked] = True
             self._collect_from(share)
         else:
-            self.post.expect(share, share.call("act", "run", order), _Answered(self, self._number))
+            self.post.expect(share, share.call("act", "run", order), functools.partial(self._take_run, self._number))
             self._is_under_way[asked] = True
 
     def _collect_owed(self, share: RemoteShare) -> None:
@@ -213,9 +214,7 @@ class ClusterPool:
 
     def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
         """Return what happened since the last call, and forget it; see `WorkerPool.take_outcome`."""
-        outcome, self.outcome = self.outcome, Outcome()
-        if env_ids is not None:
-            self.outcome = outcome.split_off(env_ids)
+        outcome, self.outcome = self.outcome.hand_out(env_ids)
         return outcome
 
     def outstanding(self) -> np.ndarray:
@@ -285,7 +284,7 @@ class ClusterPool:
             self._reply_seq[told] = self._command_seq[told]
         self._collect_owed(share)
 
-    def take_run(self, share: RemoteShare, reply: Reply, number: int) -> None:
+    def _take_run(self, number: int, share: RemoteShare, reply: Reply) -> None:
         """Take the answer to an order for all envs of a share, or for some."""
         if reply.failure is not None:
             self.fail(share, reply.failure)
@@ -507,14 +506,3 @@ class ClusterPool:
         for share in self.shares:
             share.abandon()
         self._fleet.give_back()
-
-
-class _Answered:
-    """Takes the answer to one order."""
-
-    def __init__(self, pool: ClusterPool, number: int) -> None:
-        self._pool = pool
-        self._number = number
-
-    def __call__(self, share: RemoteShare, reply: Reply) -> None:
-        self._pool.take_run(share, reply, self._number)
