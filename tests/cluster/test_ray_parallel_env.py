@@ -214,7 +214,7 @@ def test_a_factory_that_raises_and_versions_that_differ_are_said(tmp_path):
 
 
 def test_more_than_there_is_is_refused():
-    with pytest.raises(ClusterError, match=r"room for 3 shares of 1 CPU.*8 CPU; 8 CPU"):
-        RayParallelEnv(8, make_env, num_nodes=3)
+    with pytest.raises(ClusterError, match=r"room for 7 shares of 1 CPU.*8 CPU"):
+        RayParallelEnv(8, make_env, num_nodes=7)
     with pytest.raises(ClusterError, match=r"room for 2 shares of 64 CPU.*got none within 0.2 s"):
         RayParallelEnv(8, make_env, num_nodes=2, resources_per_node={"CPU": 64}, placement_timeout_s=0.2)
