@@ -173,9 +173,9 @@ class Exchange:
         resets = ended & (self._ops[ready] == Op.STEP_RESET)
         if resets.any():
             rows.were_reset(ready[resets], columns[resets])
-        engine.in_flight = None
         if engine.recycler is not None and resets.any():
             engine.recycler.after_steps(ready[resets], columns[resets])
+        engine.in_flight = None
         return set_ids(td, ready)
 
     def _forget(self, env_ids: np.ndarray) -> None:

@@ -154,8 +154,8 @@ class WorkerProcess:
         for name in ("pidfd", "log_fd"):
             fd = getattr(self, name)
             if fd >= 0:
+                setattr(self, name, -1)  # first: an interrupt in between must not have it closed twice
                 os.close(fd)
-                setattr(self, name, -1)
 
 
 class Zygote:
@@ -260,8 +260,8 @@ class Zygote:
         for name in ("lifeline_read", "_lifeline_write"):
             fd = getattr(self, name)
             if fd >= 0:
+                setattr(self, name, -1)  # first: an interrupt in between must not have it closed twice
                 os.close(fd)
-                setattr(self, name, -1)
 
     def _request(self, request: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
         if self._sock.fileno() < 0:

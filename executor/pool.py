@@ -28,7 +28,7 @@ from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages
-from envherd.workers.errors import EnvherdError, FactoryError, InternalError, WorkerLost
+from envherd.workers.errors import EnvherdError, FactoryError, InternalError
 from envherd.workers.protocol import Op, describe_phase, pack
 
 #: Seconds between looks at the workers' pidfds while waiting: bounds how late a death is noticed.
@@ -58,6 +58,7 @@ class WorkerPool:
         self._asked = 0
         self._is_hailed = False
         self._rebuilding: dict[int, float] = {}
+        self._leaving: set[int] = set()
         self._restarts: list[list[float]] = [[] for _ in blueprint.blocks]
 
     def _take_row_frame(self, frame: Frame) -> None:
@@ -257,7 +258,7 @@ class WorkerPool:
         for worker_id, began in list(self._rebuilding.items()):
             limit = self.options.build_timeout_s
             is_late = limit is not None and time.monotonic() > began + limit
-            if self.crew.has_answered(worker_id) or is_late:
+            if worker_id in self._leaving or self.crew.has_answered(worker_id) or is_late:
                 try:
                     self._finish_restart(worker_id)
                 except EnvherdError as error:
@@ -438,10 +439,10 @@ class WorkerPool:
 
     def recycle(self, worker_id: int) -> None:
         """Close the envs of a worker that has nothing to do, and begin to replace it."""
-        try:
-            self.crew.dismiss(worker_id, self.options.close_timeout_s)
-        finally:  # also of an interrupt: it has been told to go
-            self._succeed(worker_id)
+        self._leaving.add(worker_id)  # from here on it is replaced when it is needed, whatever breaks this off
+        self._rebuilding[worker_id] = time.monotonic()
+        self.crew.dismiss(worker_id, self.options.close_timeout_s)
+        self._succeed(worker_id)
 
     def _succeed(self, worker_id: int) -> None:
         """Start the successor of a worker that has ended or is to be ended."""
@@ -450,8 +451,10 @@ class WorkerPool:
         words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
             pass  # tokens that its predecessor did not take
-        self.crew.replace(worker_id)
-        self._rebuilding[worker_id] = time.monotonic()
+        with messages.uninterrupted():  # the wait inside is for the death of a process that was killed
+            self.crew.replace(worker_id)
+            self._rebuilding[worker_id] = time.monotonic()
+            self._leaving.discard(worker_id)
 
     def _revive(self, worker_ids: Iterable[int]) -> None:
         """Make sure that workers are in service before they are given something to do.
@@ -470,14 +473,16 @@ class WorkerPool:
                 self._finish_restart(worker_id)
 
     def _finish_restart(self, worker_id: int) -> None:
+        if worker_id in self._leaving:
+            self._succeed(worker_id)
         self._rebuilding.pop(worker_id)
         try:
             self._check_specs(worker_id, self.crew.collect_specs(worker_id))
             self.crew.attach(worker_id)
         except BaseException as error:
-            if not isinstance(error, EnvherdError):
-                said = f"restart failed: the wait for worker {worker_id} was broken off by {type(error).__name__}."
-                self._declare_lost(worker_id, WorkerLost(said, worker_id=worker_id))
+            if not isinstance(error, EnvherdError):  # an interrupt: it is begun anew when it is needed
+                self._leaving.add(worker_id)
+                self._rebuilding[worker_id] = time.monotonic()
                 raise
             self._declare_lost(worker_id, error)
             self.begin_restart(worker_id)

@@ -16,6 +16,7 @@ import numpy as np
 
 from envherd.executor.pool import WorkerPool
 from envherd.executor.statistics import process_figures
+from envherd.workers.errors import EnvherdError
 
 if TYPE_CHECKING:
     from envherd.executor.engine import Engine
@@ -85,9 +86,7 @@ class Recycler:
         for worker_id in self._whole_workers(env_ids):
             if self._is_due(worker_id, num_begun=1):
                 ids = np.array(self._pool.blueprint.blocks[worker_id])
-                self._replace(worker_id)
-                self._pool.slab.words["episode"][ids] -= 1  # the episode that was begun is begun again
-                self._engine.reset_at(ids, np.array([column_of[i] for i in ids.tolist()]))
+                self._renew(worker_id, ids, np.array([column_of[i] for i in ids.tolist()]))
                 replaced += ids.tolist()
         for env_id in replaced:  # what the steps had said; the resets after them have not
             if env_id in side:
@@ -95,6 +94,20 @@ class Recycler:
             if env_id in infos:
                 rows.infos["next"][env_id] = infos[env_id]
         return replaced
+
+    def _renew(self, worker_id: int, ids: np.ndarray, columns: np.ndarray) -> None:
+        """Replace a worker, and have its successor begin again the episodes that were begun."""
+        engine = self._engine
+        before = engine.in_flight
+        engine.in_flight = ids if before is None else before  # an interrupt from here on leaves them to be reset
+        try:
+            self._replace(worker_id)
+            self._pool.slab.words["episode"][ids] -= 1
+            engine.reset_at(ids, columns)
+        except EnvherdError:
+            engine.in_flight = before
+            raise
+        engine.in_flight = before
 
     def _whole_workers(self, env_ids: np.ndarray) -> list[int]:
         """Return the workers in service all of whose envs are among these."""
