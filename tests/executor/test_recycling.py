@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
 from envherd.executor.commands import Commands
 from envherd.workers.protocol import Op
 from envherd.workers.testing import CountingEnv
@@ -131,3 +131,23 @@ def test_an_env_that_does_not_leak_does_not_grow():
 def test_a_limit_that_cannot_be(name):
     with pytest.raises(ValueError, match=f"expected {name} of at least 1, or None, got 0"):
         ExecutorOptions(**{name: 0})
+
+
+@pytest.mark.parametrize("name", ["dismiss", "collect_specs"])
+def test_an_interrupt_while_a_worker_is_replaced(name, monkeypatch):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    make = functools.partial(CountingEnv, 2)
+    with ParallelEnv(2, make, num_workers=2, seed=5, options=ExecutorOptions(recycle_after=1)) as env:
+        root = env.step_and_maybe_reset(act(env.reset()))[1]
+        with monkeypatch.context() as patched:
+            patched.setattr(env._pool.crew, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                env.step_and_maybe_reset(act(root))
+        with pytest.raises(ResetNeeded):
+            env.step_and_maybe_reset(act(root))
+        root = env.reset()
+        assert root["observation"][:, 1].tolist() == [0, 0]
+        assert env.step(act(root))["next", "observation"][:, 1].tolist() == [1, 1]
+        assert env.statistics().worker_losses == 0
