@@ -31,11 +31,12 @@ DOORBELL_BYTES = 128
 #: its time).
 BRIEF_SPIN_S = 8e-6
 #: The same after a wait that was short. A wake-up that had to go through the kernel costs 15 us and leaves
-#: both sides with cold caches: with brief spins everywhere a batch of 8 tiny envs took 150 us instead of 65
-#: (benchmarks/step_overhead.py, 2 cores); with 60 us it was 77 where 100 us gave 65, on a busy machine.
-LONG_SPIN_S = 100e-6
+#: both sides with cold caches, more so on virtual machines, where a processor that idles is handed back to the
+#: host: one worker of 8 CartPoles made a batch in 559 us with 100 us here and in 285 us with 500, for no more
+#: processor time in all (2 cores, one run); two workers, 442 and 392 us for a fifth more.
+LONG_SPIN_S = 500e-6
 #: Seconds; a blocked wait below it counts as short.
-SHORT_WAIT_S = 200e-6
+SHORT_WAIT_S = 600e-6
 #: Seconds by which a spin may overrun before it is clear that a yield has handed the processor to somebody
 #: else for a scheduler's slice (milliseconds). A sleeper is woken at once; who yields waits for its turn.
 OVERRUN_S = 100e-6

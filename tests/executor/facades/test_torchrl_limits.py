@@ -44,8 +44,8 @@ def vector_env(mode: AutoresetMode) -> EnvBase:
 
 @pytest.mark.parametrize("batched", [ParallelEnv, SerialEnv])
 def test_vector_envs_whose_resets_are_steps_are_refused(batched):
-    """TorchRL takes them where the `gym` package is installed, too."""
-    with pytest.raises(FactoryError, match=r"NEXT_STEP.*autoreset_mode=AutoresetMode\.DISABLED"):
+    """By TorchRL itself in the factory, unless the `gym` package is its backend: then by the facade."""
+    with pytest.raises((FactoryError, RuntimeError), match=r"NEXT_STEP.*AutoresetMode\.DISABLED|SAME_STEP or DISABLED"):
         batched(2, lambda: vector_env(AutoresetMode.NEXT_STEP))
 
 
@@ -269,7 +269,7 @@ import os, resource, sys
 from torchrl.testing.mocking_classes import CountingEnv
 from envherd.executor.facades.torchrl import ParallelEnv
 
-resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 14,) * 2)
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 24,) * 2)
 try:
     ParallelEnv(8, CountingEnv, num_processes=8)
 except Exception as error:
@@ -284,7 +284,8 @@ def test_too_few_descriptors_are_an_error_that_leaves_nothing():
     command = [sys.executable, "-W", "ignore", "-c", CROWDED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Too many open files" in done.stdout
+    assert "expected room for" in done.stdout
+    assert "open files" in done.stdout
     assert done.stdout.endswith("(8, 3)\n")
 
 
