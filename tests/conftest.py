@@ -32,8 +32,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR2)
 #: Descriptors that libraries open once and keep.
 _KEPT_OPEN = ("/dev/urandom", "/dev/null", "/dev/dri", "/dev/nvidia")
 
-_CLUSTER = Path(__file__).parent / "cluster"
-
 settings.register_profile("steady", deadline=None, derandomize=True, database=None)
 settings.load_profile("steady")
 
@@ -47,14 +45,6 @@ def pytest_configure() -> None:
     multiprocessing.resource_tracker.ensure_running()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file's tests together where files run at the same time, and those of a cluster in one process."""
-    for item in items:
-        is_of_cluster = item.path.is_relative_to(_CLUSTER)
-        item.add_marker(pytest.mark.xdist_group("cluster" if is_of_cluster else str(item.path)))
 
 
 def _children() -> set[int]:
