@@ -170,7 +170,9 @@ class GroupBatch:
         roots = [leaves[index] for index in self.root_in_next]
         if reset_rows is None:
             return roots
-        return [self._mend(leaf, array[column], reset_rows) for leaf, array in zip(roots, self.root_arrays, strict=True)]
+        return [
+            self._mend(leaf, array[column], reset_rows) for leaf, array in zip(roots, self.root_arrays, strict=True)
+        ]
 
     def mended_roots(self, column: int, reset_rows: np.ndarray) -> Leaves:
         """Return the root leaves after a step that ended in resets, copies on the cpu: one memcpy, and those rows."""
