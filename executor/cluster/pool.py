@@ -465,11 +465,9 @@ class ClusterPool:
     def worker_output(self, worker_id: int) -> str:
         """Return what a worker has printed, as far as it is kept."""
         share = self._share_of_worker(worker_id)
-        return (
-            ""
-            if share.is_gone
-            else str(self.post.get(share, share.call("act", "output", worker_id - share.worker_ids[0])))
-        )
+        if share.is_gone:
+            return ""
+        return str(self.post.get(share, share.call("act", "output", worker_id - share.worker_ids[0])))
 
     def _share_of_worker(self, worker_id: int) -> RemoteShare:
         return next(share for share in self.shares if worker_id in share.worker_ids)
