@@ -57,13 +57,7 @@ class ClusterPool:
         post: what hosts have been asked.
     """
 
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        shares: list[RemoteShare],
-        options: ExecutorOptions,
-        fleet: Fleet,
-    ) -> None:
+    def __init__(self, blueprint: Blueprint, shares: list[RemoteShare], options: ExecutorOptions, fleet: Fleet) -> None:
         self.blueprint = blueprint
         self.options = options
         self.shares = shares
