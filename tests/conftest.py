@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
+import tqdm
 from hypothesis import settings
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -40,9 +41,11 @@ def pytest_configure() -> None:
     """Adopt orphans: what a test's process leaves becomes a child of this one; and let Ctrl-C through.
 
     A shell that runs tests in the background has it ignored, by them and by all that they start. Python's own
-    resource tracker, which lives as long as the process that first needs it, is started before any test.
+    resource tracker, which lives as long as the process that first needs it, is started before any test, and so is
+    the lock of progress bars made.
     """
     multiprocessing.resource_tracker.ensure_running()
+    tqdm.tqdm.get_lock()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -80,17 +83,25 @@ def _command(pid: int) -> str:
 def _not_of_others(names: set[str]) -> set[str]:
     """Return the names in /dev/shm that no living process but this one and its children has mapped.
 
-    Who has made a name cannot be told, and other processes (tests that run at the same time) make some too.
+    Who has made a name cannot be told, and other processes (tests that run at the same time) make some too. Mappings
+    are known by inode: a semaphore is mapped under the name that it had before it got its own.
     """
     if not names:
         return names
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    theirs: set[str] = set()
+    theirs: set[int] = set()
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
             maps = "" if pid in ours else Path(f"/proc/{pid}/maps").read_text()
-            theirs.update(line.partition("/dev/shm/")[2].partition(" ")[0] for line in maps.splitlines())
-    return names - theirs
+            theirs.update(int(line.split()[4]) for line in maps.splitlines() if "/dev/shm/" in line)
+    return {name for name in names if _inode(name) not in theirs}
+
+
+def _inode(name: str) -> int:
+    """Return the inode of a name in /dev/shm; 0 if it is gone."""
+    with contextlib.suppress(OSError):
+        return (Path("/dev/shm") / name).stat().st_ino
+    return 0
 
 
 def _is_pool(thread: threading.Thread) -> bool:

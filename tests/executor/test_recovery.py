@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -38,8 +39,9 @@ def only(env: Any, *env_ids: int) -> TensorDict:
 def kill(env: Any, worker_id: int) -> None:
     pid = env.statistics().workers[worker_id].pid
     os.kill(pid, signal.SIGKILL)
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-        time.sleep(0.005)
+    with contextlib.suppress(OSError):  # it is gone as a file, or between the opening and the reading
+        while Path(f"/proc/{pid}/cmdline").read_bytes():
+            time.sleep(0.005)
 
 
 def counters(td: Any) -> list[int]:
