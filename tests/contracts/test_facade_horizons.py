@@ -12,6 +12,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 from envherd.executor import Collector, ParallelEnv
+from tests.executor.facades.sb3_envs import HorizonEnv
 
 pytest.importorskip("stable_baselines3")
 pytest.importorskip("torchrl")
@@ -19,25 +20,6 @@ pytest.importorskip("torchrl")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 NUM_ENVS, NUM_STEPS, HORIZON = 8, 1250, 50
-
-
-class Horizon(gymnasium.Env):
-    """Observes `[episode, step]`; cut off after 50 steps; the reward is the step that was made."""
-
-    observation_space = gymnasium.spaces.Box(0, 1e6, (2,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self):
-        self.seen = np.array([-1, 0], np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.seen[:] = self.seen[0] + 1, 0
-        return self.seen, {}
-
-    def step(self, action):
-        self.seen[1] += 1
-        return self.seen, float(self.seen[1]), False, bool(self.seen[1] == HORIZON), {}
 
 
 def count_invalid(observation, following, reward):
@@ -52,13 +34,13 @@ def from_tensordict(data):
 
 
 def of_the_core():
-    with ParallelEnv(NUM_ENVS, Horizon, num_workers=2, seed=0) as env:
+    with ParallelEnv(NUM_ENVS, HorizonEnv, num_workers=2, seed=0) as env:
         return from_tensordict(env.rollout(NUM_STEPS, break_when_any_done=False))
 
 
 def of_a_collector():
     with Collector(
-        ParallelEnv(NUM_ENVS, Horizon, num_workers=2), frames_per_batch=1000, total_frames=10_000
+        ParallelEnv(NUM_ENVS, HorizonEnv, num_workers=2), frames_per_batch=1000, total_frames=10_000
     ) as batches:
         return from_tensordict(torch.cat([batch.clone() for batch in batches], 1))
 
@@ -68,7 +50,7 @@ def of_torchrl():
 
     from envherd.executor.facades.torchrl import ParallelEnv as Facade
 
-    env = Facade(NUM_ENVS, lambda: GymWrapper(Horizon()))
+    env = Facade(NUM_ENVS, lambda: GymWrapper(HorizonEnv()))
     data = env.rollout(NUM_STEPS, break_when_any_done=False)
     env.close()
     return from_tensordict(data)
@@ -77,7 +59,7 @@ def of_torchrl():
 def of_sb3():
     from envherd.executor.facades.sb3 import SubprocVecEnv
 
-    env = SubprocVecEnv([Horizon] * NUM_ENVS)
+    env = SubprocVecEnv([HorizonEnv] * NUM_ENVS)
     seen, observation = [], env.reset()
     for _ in range(NUM_STEPS):
         following, reward, done, infos = env.step(np.zeros(NUM_ENVS, np.int64))
@@ -110,7 +92,7 @@ def _of_vector_env(env):
 def of_gymnasium(mode):
     from envherd.executor.facades.gymnasium import AsyncVectorEnv
 
-    return _of_vector_env(AsyncVectorEnv([Horizon] * NUM_ENVS, autoreset_mode=mode))
+    return _of_vector_env(AsyncVectorEnv([HorizonEnv] * NUM_ENVS, autoreset_mode=mode))
 
 
 WAYS = {
@@ -131,7 +113,7 @@ def test_every_transition_was_made(way):
     assert count_invalid(observation, following, reward) == 0
 
 
-@pytest.mark.parametrize("make", [lambda: gymnasium.vector.SyncVectorEnv([Horizon] * NUM_ENVS), None])
+@pytest.mark.parametrize("make", [lambda: gymnasium.vector.SyncVectorEnv([HorizonEnv] * NUM_ENVS), None])
 def test_next_step_autoreset_puts_two_percent_in(make):
     """Gymnasium's default mode, its own class or ours: the steps that only reset are in the data."""
     data = _of_vector_env(make()) if make is not None else of_gymnasium(AutoresetMode.NEXT_STEP)
