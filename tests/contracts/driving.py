@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from envherd.shm.specs import EnvSpec, Key, LeafSpec
 from envherd.workers import seeding
-from tests.contracts.families import Family
+from tests.contracts.family import Family
 from tests.contracts.plain_loops import Plain, Values
 
 Row = dict[Key, Any]
@@ -27,6 +27,7 @@ class Mirror:
         self.episode = 0
         self.root: Values = {}
         self.done: np.ndarray = np.ones((*spec.batch_shape, 1), bool)
+        self.num_rows = self.done.size
 
     def reset(self, mask: np.ndarray | None = None) -> None:
         """Start the next episode (of the rows in `mask`)."""
@@ -73,7 +74,10 @@ class Driven:
             mirror.close()
 
     def roll(self, num_steps: int) -> tuple[int, int]:
-        """Collect a rollout; return its transitions, and those that no env has made (or not from there)."""
+        """Collect a rollout; return its transitions, and those that no env has made (or not from there).
+
+        A step of an env of several rows is as many transitions, and if one is wrong, all are.
+        """
         data = self.env.rollout(num_steps, break_when_any_done=False)
         num_invalid = 0
         for env_id, mirror in enumerate(self.mirrors):
@@ -82,10 +86,10 @@ class Driven:
             for step in range(data.shape[1]):
                 was_there = mirror.is_at(_at(columns["root"], step))
                 was_made = mirror.makes(_at(columns["action"], step), _at(columns["next"], step))
-                num_invalid += not (was_there and was_made)
+                num_invalid += 0 if was_there and was_made else mirror.num_rows
                 if mirror.done.any() and step + 1 < data.shape[1]:  # the next rollout begins with a reset of all
                     mirror.reset(mirror.done)
-        return data.shape[0] * data.shape[1], num_invalid
+        return data.numel(), num_invalid
 
     def step_and_reset_at_random(self, num_steps: int, rng: np.random.Generator) -> int:
         """Step by hand, reset the ended ones and random others by mask, and none at all; return how many were reset."""
@@ -104,7 +108,7 @@ class Driven:
             )
             for mirror, rows in zip(self.mirrors, mask, strict=True):
                 if rows.any():
-                    num_resets += 1
+                    num_resets += int(rows.sum())
                     mirror.reset(rows)
         self._check_roots(roots)
         return num_resets
@@ -120,7 +124,7 @@ class Driven:
             td, root = env.step_and_maybe_reset(env.rand_action(root))
             self._check_step(td, range(env.num_envs))
             self._reset_ended(range(env.num_envs))
-        return num_steps * env.num_envs
+        return num_steps * env.batch_size.numel()
 
     def exchange(self, num_transitions: int) -> int:
         """Send and receive envs one by one, whoever is ready; return the transitions."""
@@ -131,11 +135,11 @@ class Driven:
         env.send(env.rand_action(env.current()))
         while count < num_transitions:
             td = env.recv(1)
-            ids = td["env_ids"].tolist()
+            ids = _ids_of(td).tolist()
             assert all(self.mirrors[i].is_at(row) for i, row in zip(ids, _rows(td, self.spec, "root"), strict=True))
             self._check_step(td, ids)
             self._reset_ended(ids)
-            count += len(ids)
+            count += td.numel()
             root = env.current(ids)
             assert all(self.mirrors[i].is_at(row) for i, row in zip(ids, _rows(root, self.spec, "root"), strict=True))
             env.send(_random(env, root), ids)
@@ -161,8 +165,13 @@ def _random(env: Any, root: TensorDictBase) -> TensorDictBase:
     """Return a root with random actions for its envs: those of a whole batch, of which the rest is dropped."""
     whole = env.rand_action(env.current() if root.shape[0] == env.num_envs else None)
     for leaf in env.action_spec:
-        root.set(leaf.key, whole[leaf.key][root["env_ids"]])
+        root.set(leaf.key, whole[leaf.key][_ids_of(root)])
     return root
+
+
+def _ids_of(td: TensorDictBase) -> torch.Tensor:
+    """Return the ids of the envs of a batch `[k]`, of which each row of an env has one."""
+    return td["env_ids"].reshape(td.shape[0], -1)[:, 0]
 
 
 def _leaves_of(spec: EnvSpec, part: str) -> tuple[LeafSpec, ...]:

@@ -71,3 +71,8 @@ BATCHES: dict[str, Any] = {
     "serial": partial(ExecutorBatch, SerialEnv),
     "parallel": partial(ExecutorBatch, ParallelEnv),
 }
+
+
+def batch_apart(make_env: Any, num_envs: int, num_workers: int, root_seed: int) -> ExecutorBatch:
+    """Run envs of which there can be one in a process: each in a worker of its own, whatever is asked for."""
+    return ExecutorBatch(ParallelEnv, make_env, num_envs, num_envs, root_seed)

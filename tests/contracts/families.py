@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,38 +10,8 @@ import numpy as np
 from envherd.workers.adapters import OldGymFactory
 from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
 from tests.contracts import own_family, plain_loops
-from tests.contracts.plain_loops import Plain
-
-#: Whether the matrix is made in full, as `docs/families.md` has it.
-IS_FULL = "ENVHERD_MATRIX" in os.environ
-
-
-@dataclass(frozen=True)
-class Family:
-    """One env of a family.
-
-    Attributes:
-        title: in the table.
-        make_env: a factory, as users give it.
-        plain: the same env driven by hand; None where nothing can be compared (its seeds decide nothing).
-        num_steps: that show several of its episodes to the contract.
-        package: without which it is left out.
-        draws: what `render` gives: a picture, None, or a picture only with an OpenGL driver ("OpenGL").
-        is_seeded: whether the same seed gives the same data.
-        is_ordinary: whether its contract is run through every executor in an ordinary run of the tests; others are
-            then run through a block alone, or not at all if they are slow.
-        is_slow: whether an ordinary run makes only one of the matrix's checks.
-    """
-
-    title: str
-    make_env: Callable[[], Any]
-    plain: Callable[[], Plain] | None = None
-    num_steps: int = 60
-    package: str = "gymnasium"
-    draws: bool | str = True
-    is_seeded: bool = True
-    is_ordinary: bool = True
-    is_slow: bool = False
+from tests.contracts.batched_families import BATCHED
+from tests.contracts.family import IS_FULL, Family
 
 
 def gymnasium_env(
@@ -242,4 +209,5 @@ FAMILIES: dict[str, Family] = {
         draws=False,
         is_ordinary=False,
     ),
+    **BATCHED,
 }

@@ -38,7 +38,7 @@ class PlainGymnasium:
     def __init__(self, make_env: MakeEnv) -> None:
         self.env = make_env()
 
-    def reset(self, seed: int, mask: np.ndarray | None = None) -> Values:
+    def reset(self, seed: int | None, mask: np.ndarray | None = None) -> Values:
         observation, _ = self.env.reset(seed=seed)
         return self._observed(observation)
 

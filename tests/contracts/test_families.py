@@ -15,7 +15,7 @@ CASES = [
     (name, how)
     for name, family in FAMILIES.items()
     for how in BATCHES
-    if family.is_ordinary or (how == "block" and not family.is_slow)
+    if family.is_ordinary or (how == "block" and not family.is_slow and not family.is_only_in_full)
 ]
 
 

@@ -19,12 +19,14 @@ import torch
 from envherd.executor import ParallelEnv, SerialEnv
 from envherd.workers.testing import Contract
 from tests.contracts.driving import Driven
-from tests.contracts.executor_batch import BATCHES
-from tests.contracts.families import FAMILIES, IS_FULL, Family
+from tests.contracts.executor_batch import BATCHES, batch_apart
+from tests.contracts.families import FAMILIES
+from tests.contracts.family import IS_FULL, Family
 from tests.contracts.matrix import COLUMNS, read_page
 
 NUM_ENVS = 2
-NUM_ENVS_COUNTED = 10
+#: Envs, or rows of envs that are batches.
+NUM_COUNTED_AT_ONCE = 10
 ROOT_SEED = 11
 #: Transitions: of the plain-loop and async checks, and of the count of those that no env has made.
 NUM_COMPARED, NUM_COUNTED = (400, 10_000) if IS_FULL else (48, 0)
@@ -39,7 +41,10 @@ def is_installed(family: Family) -> bool:
 
 @contextlib.contextmanager
 def opened(family: Family, *, seed: int = ROOT_SEED, num_workers: int = 2, num_envs: int = NUM_ENVS) -> Iterator[Any]:
-    kind: Any = partial(ParallelEnv, num_workers=num_workers) if IS_FULL else SerialEnv
+    in_workers = IS_FULL or family.needs_worker
+    if family.is_alone:  # as many workers as envs, and in this process one env
+        num_envs = num_workers = min(num_envs, num_workers) if in_workers else 1
+    kind: Any = partial(ParallelEnv, num_workers=num_workers) if in_workers else SerialEnv
     with kind(num_envs, family.make_env, seed=seed) as env:
         yield env
 
@@ -54,7 +59,8 @@ def driven(family: Family, env: Any) -> Iterator[Driven]:
 
 
 def check_contract(family: Family) -> str:
-    for make_batch in BATCHES.values():
+    everywhere = [BATCHES["parallel"]] if family.needs_worker else BATCHES.values()
+    for make_batch in [batch_apart] if family.is_alone else everywhere:
         report = Contract(family.make_env, num_steps=family.num_steps, make_batch=make_batch).check_all()
         assert report.num_ends > 1
     return f"{len(report.rules)} rules"
@@ -74,15 +80,15 @@ def check_masks(family: Family) -> str:
     rng = np.random.default_rng(ROOT_SEED)
     with opened(family) as env, driven(family, env) as batch:
         num_resets = batch.step_and_reset_at_random(NUM_COMPARED // NUM_ENVS, rng)
-    assert num_resets > NUM_ENVS
+    assert num_resets > NUM_ENVS * family.num_rows
     return f"{num_resets} resets"
 
 
 def check_invalid(family: Family) -> str:
     made = invalid = 0
-    with opened(family, num_envs=NUM_ENVS_COUNTED) as env, driven(family, env) as batch:
+    with opened(family, num_envs=NUM_COUNTED_AT_ONCE // family.num_rows) as env, driven(family, env) as batch:
         while made < NUM_COUNTED:
-            counts = batch.roll(NUM_COUNTED // (2 * NUM_ENVS_COUNTED))
+            counts = batch.roll(NUM_COUNTED // (2 * NUM_COUNTED_AT_ONCE))
             made, invalid = made + counts[0], invalid + counts[1]
     assert invalid == 0
     return f"{invalid} of {made:,}"
@@ -94,7 +100,8 @@ def check_seeds(family: Family) -> str:
         with opened(family, seed=seed, num_workers=num_workers) as env:
             data = env.rollout(NUM_COMPARED // 4, break_when_any_done=False)
             keys = [leaf.key for leaf in (*env.spec.observation, *env.spec.reward) if not leaf.is_side]
-            seen.append([data["next", *key].contiguous().view(torch.uint8) for key in keys])
+            # where each env has a worker of its own, there is one env on one worker
+            seen.append([data[:1]["next", *key].contiguous().view(torch.uint8) for key in keys])
     assert all(map(torch.equal, seen[0], seen[1]))
     assert not all(map(torch.equal, seen[0], seen[2]))
     return "same data"
@@ -105,7 +112,7 @@ def check_rendering(family: Family) -> str:
         env.rollout(2)
         pictures = env.render()
     if family.draws is False or (family.draws == "OpenGL" and pictures[0] is None):
-        assert pictures == [None] * NUM_ENVS
+        assert pictures == [None] * env.num_envs
         return "with OpenGL" if family.draws else "no pictures"
     assert all(picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[2] == 3 for picture in pictures)
     assert all(picture.std() > 0 for picture in pictures)
@@ -147,6 +154,8 @@ def test_family(name: str, record_property: Cell) -> None:
     family = FAMILIES[name]
     if not is_installed(family):
         pytest.skip(f"{family.package} is not installed")
+    if family.is_only_in_full and not IS_FULL:
+        pytest.skip("its envs, or their processes, take long to start: make matrix")
     for column in columns_for(family):
         if (column == "seeds" and not family.is_seeded) or (column in NEEDS_PLAIN and family.plain is None):
             record_property(column, "-")

@@ -38,6 +38,7 @@ class Cfg:
     history_length: int = 0
     num_discrete: int = 0
     resets_too_many: bool = False
+    tells_episode: bool = True
     observation_noise_model: Any = None
 
 
@@ -165,9 +166,10 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         self.reward_buf[:] = 1.0 - self.scene.place.abs()
 
     def state(self) -> torch.Tensor:
-        """Return `[B, 4]`: place, speed, episode, steps made in it."""
+        """Return `[B, 4]`: place, speed, episode (counted over all resets, or 0), steps made in it."""
         scene = self.scene
-        columns = (scene.place, scene.speed, scene.episode.float(), self.episode_length_buf.float())
+        episode = scene.episode.float() if self.cfg.tells_episode else torch.zeros_like(scene.place)
+        columns = (scene.place, scene.speed, episode, self.episode_length_buf.float())
         return torch.stack(columns, 1)
 
     def ids_to_reset(self) -> torch.Tensor:
@@ -179,6 +181,8 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
     def _reset_idx(self, env_ids: torch.Tensor) -> None:
         self.ledger.resets.append(env_ids.tolist())
         self.scene.reset(env_ids)
+        self.actions = self.actions.clone()
+        self.actions[env_ids] = 0
         self.episode_length_buf[env_ids] = 0
         self.extras["log"] = {"Episode_Reward/place": self.scene.place[env_ids].mean()}
 
@@ -278,7 +282,8 @@ class ObservationManager:
             if update_history or history._buffer is None:
                 history.append(policy)
             policy = history.buffer.reshape(self._env.num_envs, -1)
-        return {"policy": policy, "critic": {"place": state[:, :1].clone(), "length": self._env.episode_length_buf}}
+        length = self._env.episode_length_buf if self._env.cfg.reuses_buffers else self._env.episode_length_buf.clone()
+        return {"policy": policy, "critic": {"place": state[:, :1].clone(), "length": length}}
 
     def reset(self, env_ids: torch.Tensor) -> None:
         for history in self._group_obs_term_history_buffer["policy"].values():

@@ -76,16 +76,26 @@ class LoopVectorEnv(VectorEnv):
         says_mode: whether its metadata tell.
         knows_masks: whether it takes `reset_mask`.
         loses_ends: in SAME_STEP mode, hand over the array in which the next episode has begun.
+        make_row: makes the env of a row, which observes four numbers.
     """
 
-    def __init__(self, num_envs=3, mode=AutoresetMode.NEXT_STEP, *, says_mode=True, knows_masks=True, loses_ends=False):
+    def __init__(
+        self,
+        num_envs=3,
+        mode=AutoresetMode.NEXT_STEP,
+        *,
+        says_mode=True,
+        knows_masks=True,
+        loses_ends=False,
+        make_row=TellingEnv,
+    ):
         self.num_envs, self.mode = num_envs, mode
         self.metadata = {"autoreset_mode": mode} if says_mode else {}
         self.knows_masks, self.loses_ends = knows_masks, loses_ends
-        self.envs = [TellingEnv() for _ in range(num_envs)]
-        self.single_observation_space, self.single_action_space = SPACE, TellingEnv.action_space
+        self.envs = [make_row() for _ in range(num_envs)]
+        self.single_observation_space, self.single_action_space = SPACE, self.envs[0].action_space
         self.observation_space = gym.vector.utils.batch_space(SPACE, num_envs)
-        self.action_space = gym.vector.utils.batch_space(TellingEnv.action_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
         self.rows = np.zeros((num_envs, 4), np.float32)
         self.owes_reset = np.zeros(num_envs, bool)
         self.masks = []

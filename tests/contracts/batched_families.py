@@ -1,0 +1,174 @@
+"""Families whose envs are batches themselves: several rows, each with ends and resets of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.contracts import plain_batches, plain_loops
+from tests.contracts.family import IS_FULL, Family
+from tests.contracts.plain_batches import PlainRows, PlainSimulator
+
+NUM_ROWS = 5
+_MODES = ("NEXT_STEP", "SAME_STEP", "DISABLED")
+
+
+def cartpole(*, draws: bool = False) -> Any:
+    """Make one row: episodes that fall over, or are cut off after 15 steps."""
+    import gymnasium
+
+    return gymnasium.make("CartPole-v1", max_episode_steps=15, render_mode="rgb_array" if draws else None)
+
+
+def vector_env(kind: str, mode: str) -> Any:
+    """Make a vector env of CartPoles."""
+    import gymnasium
+    from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+    from tests.workers.vector_envs import LoopVectorEnv
+
+    autoreset, make_row = AutoresetMode[mode], partial(cartpole, draws=IS_FULL)
+    if kind == "async":
+        return AsyncVectorEnv([make_row] * NUM_ROWS, autoreset_mode=autoreset)
+    if kind == "custom":
+        return LoopVectorEnv(NUM_ROWS, autoreset, make_row=cartpole)
+    env = SyncVectorEnv([make_row] * NUM_ROWS, autoreset_mode=autoreset)
+    return gymnasium.wrappers.vector.RecordEpisodeStatistics(env) if kind == "wrapped" else env
+
+
+def atari(mode: str, num_rows: int = NUM_ROWS) -> Any:
+    """Make ALE's own vector env of Pong, cut off after 200 frames (50 steps)."""
+    from ale_py.vector_env import AtariVectorEnv
+
+    settings = {"max_num_frames_per_episode": 200, "noop_max": 8, "stack_num": 1, "use_fire_reset": False}
+    return AtariVectorEnv("pong", num_rows, num_threads=1, autoreset_mode=_mode(mode), **settings)
+
+
+def _mode(name: str) -> Any:
+    from gymnasium.vector import AutoresetMode
+
+    return AutoresetMode[name]
+
+
+def pool(api: str = "gymnasium", *, draws: bool = False, **config: Any) -> Any:
+    """Make an EnvPool of CartPoles."""
+    import envpool
+
+    settings = {"num_envs": NUM_ROWS, "num_threads": 1, "max_episode_steps": 15, **config}
+    if draws:
+        settings["render_mode"] = "rgb_array"
+    return envpool.make("CartPole-v1", env_type=api, **settings)
+
+
+def balance(**kwargs: Any) -> Any:
+    """Make three agents of VMAS that balance something."""
+    import vmas
+
+    return vmas.make_env("balance", num_envs=NUM_ROWS, max_steps=14, **kwargs)
+
+
+def isaac(kind: str, **cfg: Any) -> Any:
+    """Make a stand-in of IsaacLab's interface, of which there is one in a process."""
+    from tests.workers import isaaclab_standin
+
+    make = {"direct": isaaclab_standin.make_direct, "managed": isaaclab_standin.make_managed}[kind]
+    return make(num_envs=NUM_ROWS, tells_episode=False, **cfg)
+
+
+def isaac_by_hand(kind: str) -> Any:
+    """Make one that publishes its last observations, whatever others there are in this process."""
+    from tests.workers import isaaclab_standin
+
+    isaaclab_standin.forget_simulator()
+    env = isaac(kind, compute_final_obs=True, reuses_buffers=False)
+    isaaclab_standin.forget_simulator()
+    return env
+
+
+def reset_direct(env: Any, ids: torch.Tensor) -> Any:
+    """Reset rows of a `DirectRLEnv`, whose `reset` takes no ids."""
+    env._reset_idx(ids)
+    return env._get_observations()
+
+
+def reset_managed(env: Any, ids: torch.Tensor) -> Any:
+    """Reset rows of a `ManagerBasedRLEnv`."""
+    return env.reset(env_ids=ids)[0]
+
+
+def _batched(title: str, make_env: Callable[[], Any], plain: Callable[[], Any], **kwargs: Any) -> Family:
+    settings: dict[str, Any] = {"num_steps": 40, "is_ordinary": False, "num_rows": NUM_ROWS, **kwargs}
+    return Family(f"{title}, {NUM_ROWS} rows", make_env, plain, **settings)
+
+
+def _vector(kind: str, mode: str) -> Family:
+    titles = {
+        "sync": "Gymnasium `SyncVectorEnv`",
+        "async": "Gymnasium `AsyncVectorEnv`",
+        "custom": "Gymnasium `VectorEnv` of one's own",
+        "wrapped": "Gymnasium `SyncVectorEnv` in a vector wrapper",
+    }
+    # A SyncVectorEnv is switched out of SAME_STEP, in which it can lose last observations.
+    resets_itself = mode == "SAME_STEP" and kind in ("async", "custom")
+    plain = partial(
+        PlainRows,
+        partial(plain_loops.PlainGymnasium, cartpole),
+        NUM_ROWS,
+        seeds="none" if kind == "custom" else "row",
+        resets_itself=resets_itself,
+    )
+    is_apart = kind == "async"
+    extra = {"draws": kind != "custom", "is_slow": is_apart, "needs_worker": is_apart}
+    extra["is_only_in_full"] = is_apart and mode != "SAME_STEP"
+    return _batched(f"{titles[kind]}, {mode}", partial(vector_env, kind, mode), plain, **extra)
+
+
+def _atari(mode: str) -> Family:
+    plain = partial(
+        PlainRows,
+        partial(plain_batches.AtariRow, partial(atari, "NEXT_STEP")),
+        NUM_ROWS,
+        seeds="place",
+        resets_itself=mode == "SAME_STEP",
+        num_seeds=2**31 - NUM_ROWS,
+    )
+    extra: dict[str, Any] = {"num_steps": 110, "package": "ale_py", "draws": False, "is_only_in_full": True}
+    return _batched(f"ALE `AtariVectorEnv`: Pong, 50 steps, {mode}", partial(atari, mode), plain, **extra)
+
+
+def _pool(api: str, **config: Any) -> Family:
+    title = f"EnvPool: {api} API, {'async' if config else 'sync'}"
+    plain = partial(plain_batches.PlainPool, pool, NUM_ROWS)
+    return _batched(title, partial(pool, api, draws=IS_FULL, **config), plain, package="envpool")
+
+
+def _isaac(title: str, kind: str, reset_rows: Any) -> Family:
+    plain = partial(PlainSimulator, partial(isaac_by_hand, kind), reset_rows, resets_itself=True)
+    return _batched(title, partial(isaac, kind), plain, package="torch", draws=False, is_alone=True, is_slow=True)
+
+
+BATCHED: dict[str, Family] = {
+    **{
+        f"vector_{kind}_{mode.lower()}": _vector(kind, mode)
+        for kind in ("sync", "async", "custom", "wrapped")
+        for mode in _MODES
+    },
+    "vector_atari_next_step": _atari("NEXT_STEP"),
+    "vector_atari_same_step": _atari("SAME_STEP"),
+    "envpool_sync": _pool("gymnasium"),
+    "envpool_async": _pool("gymnasium", batch_size=2),
+    "envpool_dm_sync": _pool("dm"),
+    "envpool_dm_async": _pool("dm", batch_size=2),
+    "vmas": _batched(
+        "VMAS: balance, three agents",
+        balance,
+        partial(plain_batches.PlainVmas, partial(balance, terminated_truncated=True)),
+        num_steps=30,
+        package="vmas",
+    ),
+    "isaaclab_direct": _isaac("IsaacLab's `DirectRLEnv`, a stand-in", "direct", reset_direct),
+    "isaaclab_managed": _isaac("IsaacLab's `ManagerBasedRLEnv`, a stand-in", "managed", reset_managed),
+}

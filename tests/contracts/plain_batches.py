@@ -1,0 +1,262 @@
+"""Envs of several rows driven by hand: what the executor's data are compared with, as in `plain_loops`.
+
+Where rows have nothing to do with each other, a row is an env of its own (`PlainRows`). A simulator whose rows share
+one generator is driven as a whole, as if it were alone in its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from envherd.shm.specs import Key
+from tests.contracts.plain_loops import MakeEnv, Result, Values
+
+#: Which seeds the rows of a partial reset get: none, `seed` + row, or `seed` + place among the rows that are reset.
+PartialSeeds = Literal["none", "row", "place"]
+
+
+class Row(Protocol):
+    """One env, driven by hand."""
+
+    def reset(self, seed: int | None) -> Values:
+        """Start an episode; from a seed, or from where the env's generator is."""
+
+    def step(self, action: Mapping[Key, np.ndarray]) -> Result:
+        """Make one step."""
+
+    def close(self) -> None:
+        """Close the env."""
+
+
+class PlainRows:
+    """A vector env as its documentation has it: envs of their own, of which row i gets `seed` + i at a reset of all.
+
+    Args:
+        make_row: makes one of them.
+        num_rows: how many.
+        seeds: which seeds a reset of some rows gives.
+        resets_itself: whether a row is reset in the step in which it ends, without a seed; resetting it then shows
+            where it begins, and does nothing more.
+        num_seeds: seeds are counted modulo this.
+    """
+
+    def __init__(
+        self,
+        make_row: Callable[[], Row],
+        num_rows: int,
+        *,
+        seeds: PartialSeeds = "none",
+        resets_itself: bool = False,
+        num_seeds: int = 2**32,
+    ) -> None:
+        self.rows = [make_row() for _ in range(num_rows)]
+        self._seeds, self._resets_itself, self._num_seeds = seeds, resets_itself, num_seeds
+        self._now: list[Values] = [{} for _ in self.rows]
+        self._begun: dict[int, Values] = {}
+
+    def reset(self, seed: int, mask: np.ndarray | None = None) -> Values:
+        seed %= self._num_seeds
+        has_all_begun = len(self._begun) == len(self.rows)
+        if mask is None and not has_all_begun:
+            self._begun.clear()
+            self._now = [row.reset(seed + index) for index, row in enumerate(self.rows)]
+            return _stacked(self._now)
+        chosen = range(len(self.rows)) if mask is None else np.flatnonzero(mask).tolist()
+        place = 0
+        for index in chosen:
+            if index in self._begun:
+                self._now[index] = self._begun.pop(index)
+                continue
+            own = {"none": None, "row": seed + index, "place": seed + place}[self._seeds]
+            self._now[index] = self.rows[index].reset(own)
+            place += 1
+        return _stacked(self._now)
+
+    def step(self, action: Mapping[Key, np.ndarray]) -> Result:
+        made = []
+        for index, row in enumerate(self.rows):
+            made.append(row.step({key: value[index] for key, value in action.items()}))
+            self._now[index] = dict(made[-1][0])
+        observations, rewards, terminated, truncated = zip(*made, strict=True)
+        stacked = _stacked(observations), _stacked(rewards)
+        if self._resets_itself:
+            ended = np.flatnonzero(np.array(terminated, bool) | np.array(truncated, bool)).tolist()
+            self._begun = {index: _copied(self.rows[index].reset(None)) for index in ended}
+        return *stacked, np.array(terminated, bool), np.array(truncated, bool)
+
+    def close(self) -> None:
+        for row in self.rows:
+            row.close()
+
+
+class AtariRow:
+    """A row of an Atari vector env: one with a single row, which is reset before it would reset itself."""
+
+    def __init__(self, make_env: Callable[[int], Any]) -> None:
+        self.env = make_env(1)
+
+    def reset(self, seed: int | None) -> Values:
+        return {("observation",): self.env.reset(seed=seed)[0][0].copy()}
+
+    def step(self, action: Mapping[Key, np.ndarray]) -> Result:
+        observation, reward, terminated, truncated, _ = self.env.step(np.array([action["action",]]))
+        return {("observation",): observation[0].copy()}, {("reward",): reward[0]}, terminated[0], truncated[0]
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class PoolRow:
+    """A row of an EnvPool: a pool of one env, of the gymnasium API, built with the row's first seed and no other."""
+
+    def __init__(self, make_env: Callable[..., Any]) -> None:
+        self._make_env = make_env
+        self.env: Any = None
+
+    def reset(self, seed: int | None) -> Values:
+        if self.env is None:
+            self.env = self._make_env(num_envs=1, seed=seed)
+        return {("observation",): self.env.reset()[0][0].copy()}
+
+    def step(self, action: Mapping[Key, np.ndarray]) -> Result:
+        observation, reward, terminated, truncated, _ = self.env.step(np.array([action["action",]]))
+        return {("observation",): observation[0].copy()}, {("reward",): reward[0]}, terminated[0], truncated[0]
+
+    def close(self) -> None:
+        if self.env is not None:
+            self.env.close()
+
+
+class PlainPool(PlainRows):
+    """An EnvPool: seeds are given once, and no reset of it gives others."""
+
+    def __init__(self, make_env: Callable[..., Any], num_rows: int) -> None:
+        super().__init__(lambda: PoolRow(make_env), num_rows, num_seeds=2**31 - num_rows)
+
+
+class PlainVmas:
+    """A VMAS env: `reset(seed=)`, `reset_at(row)`, and a random state that no other env draws from."""
+
+    def __init__(self, make_env: MakeEnv, group: str = "agents") -> None:
+        self.env, self.group = make_env(), group
+        self._random_state = list(self.env.vmas_random_state)
+
+    def reset(self, seed: int, mask: np.ndarray | None = None) -> Values:
+        with self._alone():
+            if mask is None:
+                observations = self.env.reset(seed=seed)
+            else:
+                for row in np.flatnonzero(mask).tolist():
+                    observations = self.env.reset_at(row)
+        return {(self.group, "observation"): _of_agents(observations)}
+
+    def step(self, action: Mapping[Key, np.ndarray]) -> Result:
+        with self._alone():
+            stepped = self.env.step(list(torch.from_numpy(action[self.group, "action"]).unbind(1)))
+        observations, rewards, terminated, truncated, infos = stepped
+        values: Values = {(self.group, "observation"): _of_agents(observations)}
+        values |= {(self.group, "info", name): _of_agents([info[name] for info in infos]) for name in infos[0]}
+        return values, {(self.group, "reward"): _of_agents(rewards)}, terminated.numpy(), truncated.numpy()
+
+    def close(self) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        shared = self.env.vmas_random_state  # one list for all VMAS envs of a process
+        before = list(shared)
+        shared[:] = self._random_state
+        yield
+        self._random_state = list(shared)
+        shared[:] = before
+
+
+class PlainSimulator:
+    """A simulator in torch as its users drive it: last observations are those that it publishes.
+
+    Args:
+        make_env: one that resets rows in the step in which they end publishes `extras["final_obs"]`.
+        reset_rows: simulator, ids (int64 `[k]`) -> observations of all rows, after a reset of these.
+        resets_itself: whether it does.
+    """
+
+    def __init__(
+        self, make_env: MakeEnv, reset_rows: Callable[[Any, torch.Tensor], Any], *, resets_itself: bool
+    ) -> None:
+        self.env = make_env()
+        self._reset_rows, self._resets_itself = reset_rows, resets_itself
+        self._random_state = torch.get_rng_state()
+        self._now: Values = {}
+        self._first: Values = {}
+        self._has_begun: Any = False  # bool `[B]`: the rows that it has reset and nobody else
+
+    def reset(self, seed: int, mask: np.ndarray | None = None) -> Values:
+        with self._alone():
+            if mask is None:
+                self._has_begun = False
+                self._now = _of_tensors(self.env.reset(seed=seed)[0])
+                return self._now
+            rows = mask.reshape(-1)
+            begun = rows & self._has_begun
+            left = rows & ~begun
+            self._now = _chosen(begun, self._first, self._now)
+            if left.any():
+                ids = torch.from_numpy(np.flatnonzero(left))
+                self._now = _chosen(left, _of_tensors(self._reset_rows(self.env, ids)), self._now)
+            self._has_begun = self._has_begun & ~rows
+        return self._now
+
+    def step(self, action: Mapping[Key, np.ndarray]) -> Result:
+        with self._alone():
+            observations, reward, *flags, extras = self.env.step(torch.from_numpy(action["action",].copy()))
+        terminated, truncated = (flag.numpy().copy() for flag in flags)
+        self._now = _of_tensors(observations)
+        ended = terminated | truncated
+        if self._resets_itself and ended.any():
+            self._first, self._has_begun = self._now, ended
+            self._now = _chosen(ended, _of_tensors(extras["final_obs"]), self._now)
+        return self._now, {("reward",): reward.numpy().copy()}, terminated, truncated
+
+    def close(self) -> None:
+        self.env.close()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._random_state)
+        yield
+        self._random_state = torch.get_rng_state()
+        torch.set_rng_state(before)
+
+
+def _stacked(rows: Sequence[Values]) -> Values:
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def _copied(values: Values) -> Values:
+    return {key: np.array(value) for key, value in values.items()}
+
+
+def _of_agents(values: Sequence[torch.Tensor]) -> np.ndarray:
+    array: np.ndarray = torch.stack(list(values), 1).numpy()
+    return array
+
+
+def _of_tensors(observations: Any, key: Key = ()) -> Values:
+    if not isinstance(observations, Mapping):
+        return {key or ("observation",): observations.numpy().copy()}
+    return {k: v for name, item in observations.items() for k, v in _of_tensors(item, (*key, str(name))).items()}
+
+
+def _chosen(rows: np.ndarray, values: Values, others: Values) -> Values:
+    """Return `values` in some rows and `others` in the rest."""
+    if not rows.any():
+        return others
+    return {
+        key: np.where(rows.reshape(-1, *(1,) * (other.ndim - 1)), values[key], other) for key, other in others.items()
+    }
