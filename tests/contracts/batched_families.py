@@ -9,73 +9,11 @@ from typing import Any
 import torch
 
 from tests.contracts import plain_batches, plain_loops
+from tests.contracts.batched_envs import NUM_ROWS, atari, balance, cartpole, isaac, pool, vector_env
 from tests.contracts.family import IS_FULL, Family
 from tests.contracts.plain_batches import PlainRows, PlainSimulator
 
-NUM_ROWS = 5
 _MODES = ("NEXT_STEP", "SAME_STEP", "DISABLED")
-
-
-def cartpole(*, draws: bool = False) -> Any:
-    """Make one row: episodes that fall over, or are cut off after 15 steps."""
-    import gymnasium
-
-    return gymnasium.make("CartPole-v1", max_episode_steps=15, render_mode="rgb_array" if draws else None)
-
-
-def vector_env(kind: str, mode: str) -> Any:
-    """Make a vector env of CartPoles."""
-    import gymnasium
-    from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-
-    from tests.workers.vector_envs import LoopVectorEnv
-
-    autoreset, make_row = AutoresetMode[mode], partial(cartpole, draws=IS_FULL)
-    if kind == "async":
-        return AsyncVectorEnv([make_row] * NUM_ROWS, autoreset_mode=autoreset)
-    if kind == "custom":
-        return LoopVectorEnv(NUM_ROWS, autoreset, make_row=cartpole)
-    env = SyncVectorEnv([make_row] * NUM_ROWS, autoreset_mode=autoreset)
-    return gymnasium.wrappers.vector.RecordEpisodeStatistics(env) if kind == "wrapped" else env
-
-
-def atari(mode: str, num_rows: int = NUM_ROWS) -> Any:
-    """Make ALE's own vector env of Pong, cut off after 200 frames (50 steps)."""
-    from ale_py.vector_env import AtariVectorEnv
-
-    settings = {"max_num_frames_per_episode": 200, "noop_max": 8, "stack_num": 1, "use_fire_reset": False}
-    return AtariVectorEnv("pong", num_rows, num_threads=1, autoreset_mode=_mode(mode), **settings)
-
-
-def _mode(name: str) -> Any:
-    from gymnasium.vector import AutoresetMode
-
-    return AutoresetMode[name]
-
-
-def pool(api: str = "gymnasium", *, draws: bool = False, **config: Any) -> Any:
-    """Make an EnvPool of CartPoles."""
-    import envpool
-
-    settings = {"num_envs": NUM_ROWS, "num_threads": 1, "max_episode_steps": 15, **config}
-    if draws:
-        settings["render_mode"] = "rgb_array"
-    return envpool.make("CartPole-v1", env_type=api, **settings)
-
-
-def balance(**kwargs: Any) -> Any:
-    """Make three agents of VMAS that balance something."""
-    import vmas
-
-    return vmas.make_env("balance", num_envs=NUM_ROWS, max_steps=14, **kwargs)
-
-
-def isaac(kind: str, **cfg: Any) -> Any:
-    """Make a stand-in of IsaacLab's interface, of which there is one in a process."""
-    from tests.workers import isaaclab_standin
-
-    make = {"direct": isaaclab_standin.make_direct, "managed": isaaclab_standin.make_managed}[kind]
-    return make(num_envs=NUM_ROWS, tells_episode=False, **cfg)
 
 
 def isaac_by_hand(kind: str) -> Any:
@@ -99,7 +37,7 @@ def reset_managed(env: Any, ids: torch.Tensor) -> Any:
     return env.reset(env_ids=ids)[0]
 
 
-def _batched(title: str, make_env: Callable[[], Any], plain: Callable[[], Any], **kwargs: Any) -> Family:
+def _batched(title: str, make_env: Callable[[], Any], plain: Callable[[], Any] | None, **kwargs: Any) -> Family:
     settings: dict[str, Any] = {"num_steps": 40, "is_ordinary": False, "num_rows": NUM_ROWS, **kwargs}
     return Family(f"{title}, {NUM_ROWS} rows", make_env, plain, **settings)
 
@@ -156,6 +94,9 @@ BATCHED: dict[str, Family] = {
         for kind in ("sync", "async", "custom", "wrapped")
         for mode in _MODES
     },
+    "vector_default": _batched(
+        'Gymnasium `make_vec("CartPole-v1")`', partial(vector_env, "default", "NEXT_STEP"), None, num_steps=60
+    ),
     "vector_atari_next_step": _atari("NEXT_STEP"),
     "vector_atari_same_step": _atari("SAME_STEP"),
     "envpool_sync": _pool("gymnasium"),

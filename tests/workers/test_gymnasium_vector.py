@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from envherd.executor import ParallelEnv, SerialEnv
@@ -305,8 +306,66 @@ def test_an_env_that_knows_no_masks_is_found_out():
 
 
 def test_gymnasiums_own_env_without_masks_is_refused_at_once():
-    with pytest.raises(FactoryError, match=r"CartPoleVectorEnv.*vectorization_mode='sync'"):
-        SerialEnv(1, lambda: gym.make_vec("CartPole-v1", 3))
+    class Own(CartPoleVectorEnv):
+        def step(self, action):
+            return super().step(action)
+
+    Own.__module__ = "gymnasium.envs.somewhere"
+    with pytest.raises(FactoryError, match=r"Own.*vectorization_mode='sync'"):
+        SerialEnv(1, lambda: Own(3))
+
+
+def cartpoles(**kwargs):
+    """Make what a new user makes: without a mode it is Gymnasium's CartPole on arrays."""
+    return gym.make_vec("CartPole-v1", 5, **kwargs)
+
+
+@pytest.mark.parametrize("wrapper", [None, gym.wrappers.vector.RecordEpisodeStatistics])
+def test_the_default_cartpole_is_reset_by_row(wrapper):
+    rng = np.random.default_rng(0)
+
+    def make():
+        env = cartpoles(max_episode_steps=15)
+        return env if wrapper is None else wrapper(env)
+
+    with SerialEnv(2, make, seed=3) as env:
+        native = cartpoles()
+        root = env.reset()
+        first, _ = native.reset(seed=seeding.episode_seed(3, 1, 0))
+        assert np.array_equal(root["observation"][1].numpy(), first)
+        lengths = torch.zeros(2, 5, 1, dtype=torch.int64)
+        for _ in range(80):
+            td = env.step(env.rand_action(root))["next"]
+            lengths += 1
+            assert torch.equal(td["truncated"], lengths == 15)
+            mask = td["done"] | torch.from_numpy(rng.random((2, 5, 1)) < 0.1)
+            root = env.reset(td.clone().set("_reset", mask))
+            assert torch.equal(root["observation"][~mask[..., 0]], td["observation"][~mask[..., 0]])
+            started = root["observation"][mask[..., 0]]
+            assert (started.abs() <= 0.05).all()
+            assert len(started.unique()) == started.numel()
+            assert not root["done"].any()
+            lengths[mask] = 0
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_of_the_default_cartpole_are_its_own():
+    with SerialEnv(2, cartpoles, seed=0) as env:
+        data = env.rollout(1000, break_when_any_done=False)
+    with SerialEnv(2, cartpoles, seed=0) as env:
+        assert (env.rollout(1000, break_when_any_done=False) == data).all()
+    here, following, done = (
+        data[key].flatten(0, 2) for key in ("observation", ("next", "observation"), ("next", "done"))
+    )
+    again = CartPoleVectorEnv(len(here))
+    again.reset()
+    again.state = here.numpy().T.astype(np.float64)  # every transition anew, each in a row of its own
+    made, reward, terminated, _, _ = again.step(data["action"].flatten().numpy())
+    assert len(here) == 10_000
+    assert np.allclose(following, made, atol=1e-6)
+    assert (reward == 1).all()
+    assert np.array_equal(done[:, 0], terminated)
+    assert done.sum() > 300
 
 
 # ---- spaces --------------------------------------------------------------------------------------

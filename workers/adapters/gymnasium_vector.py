@@ -16,6 +16,7 @@ Guarantees:
   the next step; a reset touches exactly its rows, and a vector env that touches others is found out.
 - observations are those of the episode's end, never of the next one's start, in `next`.
 - the mask given to the env is its own, and the caller's options are copied.
+Gymnasium's `CartPoleVectorEnv`, which has no partial resets, is lent some (see `gymnasium_masks`).
 Refused, with the fix: a vector env that does not say its mode; what is known to lose a reset or an observation
 (see `_refuse_unfit`).
 Does not tell: whether a NEXT_STEP env of another author forgets the reset that it owed once it was reset by mask.
@@ -36,6 +37,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters import gymnasium_rows, gymnasium_spaces
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.gymnasium_masks import lend_masks
 from envherd.workers.adapters.gymnasium_rows import mosaic
 from envherd.workers.adapters.structure import builder, flattener, leaf_specs
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
@@ -85,6 +87,7 @@ class GymnasiumVectorAdapter(Adapter):
         self.info: Mapping[str, Any] = {}
         self.num_rows = n = int(env.num_envs)
         self.mode = _mode_of(env, autoreset_mode)
+        lend_masks(env.unwrapped)
         _refuse_unfit(env, self.mode)
         if self.mode == "SameStep" and type(env.unwrapped).step is SyncVectorEnv.step:
             self.mode = _disable_autoreset(env.unwrapped)
@@ -363,7 +366,7 @@ def _layers(env: Any) -> Iterator[Any]:
 
 
 def _knows_masks(native: Any) -> bool:
-    code = getattr(type(native).reset, "__code__", None)
+    code = getattr(native.reset, "__code__", None)
     return code is None or "reset_mask" in code.co_consts
 
 
