@@ -66,6 +66,15 @@ def balance(**kwargs: Any) -> Any:
     return vmas.make_env("balance", num_envs=NUM_ROWS, max_steps=14, **kwargs)
 
 
+def maniskill(*, resets_itself: bool, draws: bool = False) -> Any:
+    """Make a stand-in of ManiSkill's interface, or the vector env around it."""
+    from tests.workers import maniskill_standin
+
+    if resets_itself:
+        return maniskill_standin.make_maniskill_vector(NUM_ROWS)
+    return maniskill_standin.make_maniskill(NUM_ROWS, "rgb_array" if draws else None)
+
+
 def isaac(kind: str, **cfg: Any) -> Any:
     """Make a stand-in of IsaacLab's interface, of which there is one in a process."""
     from tests.workers import isaaclab_standin

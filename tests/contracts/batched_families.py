@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.contracts import plain_batches, plain_loops
-from tests.contracts.batched_envs import NUM_ROWS, atari, balance, cartpole, isaac, pool, vector_env
+from tests.contracts.batched_envs import NUM_ROWS, atari, balance, cartpole, isaac, maniskill, pool, vector_env
 from tests.contracts.family import IS_FULL, Family
 from tests.contracts.plain_batches import PlainRows, PlainSimulator
 
@@ -35,6 +35,11 @@ def reset_direct(env: Any, ids: torch.Tensor) -> Any:
 def reset_managed(env: Any, ids: torch.Tensor) -> Any:
     """Reset rows of a `ManagerBasedRLEnv`."""
     return env.reset(env_ids=ids)[0]
+
+
+def reset_by_option(env: Any, ids: torch.Tensor) -> Any:
+    """Reset rows of a ManiSkill env."""
+    return env.reset(options={"env_idx": ids})[0]
 
 
 def _batched(title: str, make_env: Callable[[], Any], plain: Callable[[], Any] | None, **kwargs: Any) -> Family:
@@ -88,6 +93,12 @@ def _isaac(title: str, kind: str, reset_rows: Any) -> Family:
     return _batched(title, partial(isaac, kind), plain, package="torch", draws=False, is_alone=True, is_slow=True)
 
 
+def _maniskill(title: str, *, resets_itself: bool) -> Family:
+    make = partial(maniskill, resets_itself=resets_itself)
+    plain = partial(PlainSimulator, make, reset_by_option, resets_itself=resets_itself)
+    return _batched(title, partial(make, draws=IS_FULL), plain, package="torch", draws=not resets_itself)
+
+
 BATCHED: dict[str, Family] = {
     **{
         f"vector_{kind}_{mode.lower()}": _vector(kind, mode)
@@ -110,6 +121,8 @@ BATCHED: dict[str, Family] = {
         num_steps=30,
         package="vmas",
     ),
+    "maniskill": _maniskill("ManiSkill's `BaseEnv`, a stand-in", resets_itself=False),
+    "maniskill_vector": _maniskill("`ManiSkillVectorEnv`, a stand-in", resets_itself=True),
     "isaaclab_direct": _isaac("IsaacLab's `DirectRLEnv`, a stand-in", "direct", reset_direct),
     "isaaclab_managed": _isaac("IsaacLab's `ManagerBasedRLEnv`, a stand-in", "managed", reset_managed),
 }

@@ -180,7 +180,8 @@ class PlainSimulator:
     """A simulator in torch as its users drive it: last observations are those that it publishes.
 
     Args:
-        make_env: one that resets rows in the step in which they end publishes `extras["final_obs"]`.
+        make_env: one that resets rows in the step in which they end publishes `extras["final_obs"]`
+            or `extras["final_observation"]`.
         reset_rows: simulator, ids (int64 `[k]`) -> observations of all rows, after a reset of these.
         resets_itself: whether it does.
     """
@@ -219,7 +220,8 @@ class PlainSimulator:
         ended = terminated | truncated
         if self._resets_itself and ended.any():
             self._first, self._has_begun = self._now, ended
-            self._now = _chosen(ended, _of_tensors(extras["final_obs"]), self._now)
+            final = next(extras[name] for name in ("final_obs", "final_observation") if name in extras)
+            self._now = _chosen(ended, _of_tensors(final), self._now)
         return self._now, {("reward",): reward.numpy().copy()}, terminated, truncated
 
     def close(self) -> None:

@@ -21,6 +21,8 @@ _ISAACLAB = (
     "direct_marl_env.DirectMARLEnv",
 )
 
+_MANISKILL = f"{_PACKAGE}.torch_native:ManiSkillAdapter"
+
 #: `module.QualName` of an env class -> `module:Class` of its adapter.
 _TABLE: dict[str, str | type[Adapter]] = {
     "meltingpot.utils.substrates.substrate.Substrate": f"{_PACKAGE}.meltingpot:MeltingPotAdapter",
@@ -33,6 +35,8 @@ _TABLE: dict[str, str | type[Adapter]] = {
     "pettingzoo.utils.env.AECEnv": f"{_PACKAGE}.pettingzoo:PettingZooAdapter",
     "torchrl.envs.common.EnvBase": f"{_PACKAGE}.torchrl:TorchRLAdapter",
     "vmas.simulator.environment.environment.Environment": f"{_PACKAGE}.vmas:VmasAdapter",
+    "mani_skill.envs.sapien_env.BaseEnv": _MANISKILL,
+    "mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv": _MANISKILL,
     **dict.fromkeys(
         (f"{package}.{name}" for package in ("isaaclab.envs", "omni.isaac.lab.envs") for name in _ISAACLAB),
         f"{_PACKAGE}.torch_native:IsaacLabAdapter",
@@ -43,7 +47,7 @@ _TABLE: dict[str, str | type[Adapter]] = {
 EnvType = Literal["torch", "numpy", "auto"]
 
 _GENERIC_TORCH = f"{_PACKAGE}.torch_native:TorchNativeAdapter"
-_TORCH = {_GENERIC_TORCH, f"{_PACKAGE}.torch_native:IsaacLabAdapter", f"{_PACKAGE}.vmas:VmasAdapter"}
+_TORCH = {_GENERIC_TORCH, _MANISKILL, f"{_PACKAGE}.torch_native:IsaacLabAdapter", f"{_PACKAGE}.vmas:VmasAdapter"}
 
 
 def register(env_class: str | type, adapter: type[Adapter] | str) -> None:

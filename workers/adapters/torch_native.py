@@ -7,7 +7,7 @@ How such a simulator deals with rows that end, and what is made of it:
 - It resets them within `step` and calls `_reset_idx` for that (IsaacLab, mjlab): the last observation is taken before
   (see `torch_resets`), and the first one of the next episode is kept until the caller resets the row.
 - It resets them within `step`, says so (`metadata["autoreset_mode"]` SAME_STEP), and gives `final_obs`.
-- It never resets by itself (autoreset mode DISABLED, or `cfg.auto_reset` False).
+- It never resets by itself (autoreset mode DISABLED, or `cfg.auto_reset` False; ManiSkill).
 - It says nothing: refused, with what to declare. A reset observation is never taken for a last one.
 The caller sees one protocol: a row that has ended keeps its last observation and stays ended until it is reset, and
 resetting it shows the first observation of its episode; rows that had not ended are reset in the simulator then.
@@ -85,6 +85,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
         has_watch = self._resets == "same_step" and callable(getattr(inner, "_reset_idx", None))
         self._watch = ResetWatch(inner, num_rows, final_observation) if has_watch else None
         self._takes_ids = "env_ids" in inspect.signature(inner.reset).parameters
+        self._reads_env_idx = _reads_option(type(inner), "env_idx")
         #: Rows that the simulator has reset and the caller has not, and their first observations.
         self._waiting: torch.Tensor | None = None
         self._fresh: Leaves = []
@@ -144,13 +145,15 @@ class TorchNativeAdapter(TorchBatchAdapter):
             return reset_rows(inner, ids, rows)
         if self._takes_ids:
             return self._unpack(inner.reset(env_ids=ids, **options))
+        own = options.get("options") or {}
+        if self._reads_env_idx:
+            return self._unpack(self.env.reset(options={**own, "env_idx": ids}))
         if _autoreset_mode(inner) == "DISABLED":
-            own = options.get("options") or {}
             return self._unpack(self.env.reset(options={**own, "reset_mask": rows}))
         raise SpecError(
             f"reset failed: expected a simulator that can reset some rows ({int(rows.sum())} of {len(rows)} asked "
-            f"for), got {type(inner).__name__}, whose reset takes no env_ids. Reset all rows, or only those that have "
-            f"ended."
+            f"for), got {type(inner).__name__}, whose reset takes neither env_ids nor options['env_idx']. Reset all "
+            f"rows, or only those that have ended."
         )
 
     def _step(self, actions: Leaves) -> Stepped:
@@ -254,6 +257,33 @@ class IsaacLabAdapter(TorchNativeAdapter):
     def _native_action(self, action: torch.Tensor) -> torch.Tensor:
         native = super()._native_action(action)
         return native.view(-1, 1) if native.ndim == 1 else native
+
+
+class ManiSkillAdapter(TorchNativeAdapter):
+    """One ManiSkill `BaseEnv`, as `gymnasium.make` wraps it, or a `ManiSkillVectorEnv` around it.
+
+    The env never resets by itself, and resets the rows `options["env_idx"]`; a vector env around it (with
+    `auto_reset`) resets rows in the step in which they end, and its `final_observation` is taken for their last one.
+    """
+
+    family: ClassVar[str] = "maniskill"
+
+    def __init__(self, env: Any, *, keeps_actions: bool | None = None) -> None:
+        resets_itself = bool(getattr(env, "auto_reset", False))
+        super().__init__(env, resets="same_step" if resets_itself else "never", keeps_actions=keeps_actions)
+
+    def render(self) -> Any:
+        """Return what the rows draw, side by side in a square, uint8 `[H, W, 3]`, or None if they draw no arrays."""
+        from envherd.workers.adapters.gymnasium_rows import mosaic  # which imports Gymnasium, as ManiSkill does
+
+        frames = super().render()
+        return None if frames is None else mosaic(to_plain(frames))
+
+
+def _reads_option(cls: type, name: str) -> bool:
+    """Return whether the `reset` of a class, or one that it goes on to, speaks of an option."""
+    codes = (getattr(vars(base).get("reset"), "__code__", None) for base in cls.__mro__)
+    return any(code is not None and name in code.co_consts for code in codes)
 
 
 def _resets_of(env: Any) -> Resets:
