@@ -331,12 +331,9 @@ class WorkerPool:
             self.crew.mail(worker_id, messages.Seed(root_seed=root_seed))
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Ask envs for something that is not a step; see `messages.Ask`.
+        """Ask envs `env_ids` for something that is not a step; see `messages.Ask`.
 
-        Args:
-            what: see `messages.Ask`.
-            env_ids: whom to ask.
-            **question: `name`, `args`, `kwargs`; `args` has one item per env for "set", "each" and "load_state_dict".
+        `args` in the question has one item per env for "set", "each" and "load_state_dict".
 
         Returns:
             env id -> value as it crossed (`{"plain": ...}` or `{"pickled": ...}`).
@@ -362,6 +359,10 @@ class WorkerPool:
             ask = messages.Ask(what=what, env_ids=tuple(ids), args=own, number=self._asked, **question)
             self.crew.mail(worker_id, ask)
         return by_worker
+
+    def has_answered(self, by_worker: dict[int, list[int]]) -> bool:
+        """Return whether `answers` would not block."""
+        return all(map(self.crew.has_answered, by_worker))
 
     def answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
         """Wait for the answers to the latest question."""

@@ -78,7 +78,7 @@ class RayParallelEnv(BatchedEnv):
         where = as_device(device)
         factories = as_factories(num_envs, make_env)
         blueprint = draw(factories, env_kwargs, 1, seed, options)
-        _need_ray()
+        need_ray("RayParallelEnv")
         from envherd.executor.cluster.fleet import Fleet
 
         fleet = Fleet(address, node_timeout_s)
@@ -118,11 +118,12 @@ class RayParallelEnv(BatchedEnv):
         return tuple(share.num_envs for share in self._fleet.shares)
 
 
-def _need_ray() -> None:
+def need_ray(what: str) -> None:
+    """Raise a `ClusterError` that names `what` if Ray cannot be imported."""
     try:
         import ray  # noqa: F401
     except ImportError as error:
         raise ClusterError(
-            f"RayParallelEnv failed: expected Ray, got {type(error).__name__}: {error}. "
+            f"{what} failed: expected Ray, got {type(error).__name__}: {error}. "
             f"Install it, here and on every node: pip install 'envherd[ray]'."
         ) from error

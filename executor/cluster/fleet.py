@@ -9,14 +9,29 @@ from typing import Any
 import ray
 
 from envherd.executor.blueprint import spread
-from envherd.executor.cluster.orders import Built, Share
+from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.cluster.orders import Built, Report, Share, Survey
 from envherd.executor.cluster.pool import ClusterPool
-from envherd.executor.cluster.ray_cluster import COME_UP_S, Connection, Places, living_nodes, take_reports
+from envherd.executor.cluster.ray_cluster import COME_UP_S, GONE, Connection, Places, call, living_nodes, take_reports
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.cluster.shares import Resources, divide
 from envherd.executor.crew import Blueprint
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.sizing.probing import ProbeLimits, Subject
 from envherd.workers.errors import EnvherdError
+
+
+def processors_of(reports: Sequence[Report], bundles: Sequence[Resources]) -> list[int]:
+    """Return how many processors each share may use."""
+    return [
+        max(1, min(report.cores, int(bundle.get("CPU", report.cores)) or report.cores))
+        for report, bundle in zip(reports, bundles, strict=True)
+    ]
+
+
+def weights_of(reports: Sequence[Report], bundles: Sequence[Resources]) -> list[float]:
+    """Return in which proportion envs are spread over shares."""
+    return [bundle.get("CPU", 0) or report.cores for report, bundle in zip(reports, bundles, strict=True)]
 
 
 class Fleet:
@@ -28,10 +43,12 @@ class Fleet:
 
     Attributes:
         shares: one per host.
+        bundles: what each has reserved.
     """
 
     def __init__(self, address: str | None, node_timeout_s: float) -> None:
         self.shares: list[RemoteShare] = []
+        self.bundles: list[Resources] = []
         self._node_timeout_s = node_timeout_s
         self._hosts: list[Any] = []
         self._places: Places | None = None
@@ -51,8 +68,18 @@ class Fleet:
         Raises:
             ClusterError: there is no room.
         """
-        self._bundles = ask(living_nodes())
-        self._places = Places(self._bundles, *where)
+        self.bundles = ask(living_nodes())
+        self._places = Places(self.bundles, *where)
+
+    def start(self) -> list[Report]:
+        """Start the hosts; return what they say of themselves.
+
+        Raises:
+            ClusterError: one did not come up, or has other versions than this process.
+        """
+        assert self._places is not None
+        self._hosts = [self._places.start_host(index) for index in range(len(self.bundles))]
+        return take_reports(self._hosts, COME_UP_S)
 
     def build(self, blueprint: Blueprint, options: ExecutorOptions, num_workers: int | None) -> ClusterPool:
         """Start the hosts and have them build their envs.
@@ -65,15 +92,9 @@ class Fleet:
         Raises:
             ClusterError, FactoryError, WorkerLost, WorkerTimeout: close the fleet.
         """
-        assert self._places is not None
-        self._hosts = [self._places.start_host(index) for index in range(len(self._bundles))]
-        reports = take_reports(self._hosts, COME_UP_S)
-        processors = [
-            max(1, min(report.cores, int(bundle.get("CPU", report.cores)) or report.cores))
-            for report, bundle in zip(reports, self._bundles, strict=True)
-        ]
-        weights = [bundle.get("CPU", 0) or report.cores for report, bundle in zip(reports, self._bundles, strict=True)]
-        counts = divide(len(blueprint.factories), weights)
+        reports = self.start()
+        processors = processors_of(reports, self.bundles)
+        counts = divide(len(blueprint.factories), weights_of(reports, self.bundles))
         first_env = first_worker = 0
         for index, (count, host, report) in enumerate(zip(counts, self._hosts, reports, strict=True)):
             workers = min(count, num_workers or processors[index])
@@ -101,6 +122,26 @@ class Fleet:
         whole = dataclasses.replace(blueprint, blocks=blocks)
         return ClusterPool(whole, self.shares, options, self)
 
+    def ping(self, index: int) -> None:
+        """Wait for a sign of life of a host that has been started."""
+        ray.get(call(self._hosts[index], "watch", "ping"))
+
+    def survey(self, indices: Sequence[int], subject: Subject, limits: ProbeLimits) -> list[Survey]:
+        """Have hosts that have been started measure an env, at the same time; return what each has found.
+
+        Raises:
+            ClusterError: a host was lost. FactoryError, EnvError, ProbeFailed: the env could not be measured.
+        """
+        refs = [call(self._hosts[index], "act", "survey", subject, limits) for index in indices]
+        try:
+            found = ray.get(refs)
+        except GONE as error:
+            raise ClusterError(f"sizing failed: a node was lost meanwhile: {type(error).__name__}: {error}") from error
+        for one in found:
+            if isinstance(one, EnvherdError):
+                raise one
+        return list(found)
+
     def _await_built(self, share: RemoteShare) -> None:
         """Wait for a share's envs, as long as its host lives."""
         while True:
@@ -119,15 +160,21 @@ class Fleet:
             share.take_built(built)
             return
 
-    def replace(self, share: RemoteShare) -> bool:
-        """Find another place for a share whose host is gone, and have a new host begin to build it.
+    def begin_move(self, share: RemoteShare) -> bool:
+        """Begin to look for a place for a share whose host is gone; return whether any node could be one."""
+        assert self._places is not None
+        return self._places.begin_move(share.share_id)
+
+    def finish_move(self, share: RemoteShare) -> bool | None:
+        """Have a new host begin to build a share if its place has been found; never waits.
 
         Returns:
-            Whether there was room.
+            Whether there is a place; None while that is not known.
         """
         assert self._places is not None
-        if not self._places.move(share.share_id):
-            return False
+        is_found = self._places.finish_move(share.share_id)
+        if not is_found:
+            return is_found
         host = self._places.start_host(share.share_id)
         self._hosts[share.share_id] = host
         share.adopt(host)

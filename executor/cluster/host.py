@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -28,6 +29,7 @@ from envherd.executor import diagnosis
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.blueprint import spread
 from envherd.executor.carry import leaf_keys
+from envherd.executor.cgroups import read_word
 from envherd.executor.cluster.orders import (
     ENV_WORDS,
     Built,
@@ -39,13 +41,18 @@ from envherd.executor.cluster.orders import (
     Rolled,
     RollOrder,
     Share,
+    Survey,
 )
+from envherd.executor.cluster.parentage import end_with_parent
 from envherd.executor.cluster.wire import End
 from envherd.executor.crew import Blueprint
 from envherd.executor.machine import read_machine, usable_cores
+from envherd.executor.options import ExecutorOptions
 from envherd.executor.outcome import Outcome
 from envherd.executor.pool import WorkerPool
 from envherd.executor.sampling import ActionSampler
+from envherd.executor.sizing.probing import ProbeLimits, Subject
+from envherd.executor.sizing.recommending import PROBE_MEMORY_SHARE, measure_subject
 from envherd.shm.slab import WORDS
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RING, Flag, Op
@@ -65,8 +72,11 @@ class NodeHost:
     """Runs a share; see the module."""
 
     def __init__(self) -> None:
+        end_with_parent()
         self._lock = threading.Lock()
         self._door = threading.Lock()  # held by whoever waits for the lock, so that `collect` does not take it again
+        self._hailing = threading.Lock()
+        self._is_renewing = False  # whoever has the pool waits for what nobody may break off, and will be done soon
         self._is_built = threading.Event()  # or cannot be
         self._policies: dict[int, Any] = {}
         self._versions: dict[int, int] = {}
@@ -82,11 +92,23 @@ class NodeHost:
             cores=usable_cores(),
             memory_bytes=read_machine().memory_available,
             versions=versions(),
+            boot_id=read_word(Path("/proc/sys/kernel/random/boot_id")) or "",
         )
 
     def ping(self) -> int:
         """Say that this process lives."""
         return os.getpid()
+
+    def survey(self, subject: Subject, limits: ProbeLimits) -> Survey | EnvherdError:
+        """Look at this machine and measure an env on it; what went wrong is returned."""
+        options, machine = ExecutorOptions(), read_machine()
+        if limits.memory_bytes is None:
+            limits = dataclasses.replace(limits, memory_bytes=int(machine.memory_available * PROBE_MEMORY_SHARE))
+        try:
+            measured, overhead = measure_subject(subject, limits, options, lambda _stage, _share: None)
+        except EnvherdError as error:
+            return error
+        return Survey(machine=machine, measured=measured, overhead=overhead)
 
     # ---- start -------------------------------------------------------------------------------
 
@@ -129,7 +151,9 @@ class NodeHost:
     def _turn(self) -> Iterator[None]:
         """Have the pool for oneself: whoever waits in `collect` lets go of it."""
         with self._door:
-            self._pool.hail()
+            with self._hailing:
+                if not self._is_renewing:
+                    self._pool.hail()
             self._lock.acquire()
             self._pool.unhail()
         try:
@@ -144,13 +168,14 @@ class NodeHost:
                 columns = self._begin(order)
                 ids = self._all_ids if order.ids is None else order.ids
                 self._wait_for(ids, order)
+                return self._answer(order.ids, columns, uniform_op=None if order.ids is not None else order)
             except EnvherdError as error:
                 self._pool.outcome.losses.clear()
                 return Reply(failure=error)
-            return self._answer(order.ids, columns, uniform_op=None if order.ids is not None else order)
 
     def _begin(self, order: Order, flags: int = 0) -> int | np.ndarray:
         pool, rows = self._pool, self._rows
+        self._recycle_before(order)
         for extra in order.extras:
             pool.prepare(extra)
         if order.inputs is not None:
@@ -169,6 +194,27 @@ class NodeHost:
         if order.is_late:
             pool.nudge()  # this may be the successor already, with no worker left to rebuild
         return columns
+
+    def _recycle_before(self, order: Order) -> None:
+        """Replace the workers that are due and all of whose envs an order resets."""
+        recycler, ids = self._env.engine.recycler, order.reset_ids
+        if order.ids is not None:
+            ids = order.ids[np.broadcast_to(np.asarray(order.op) == Op.RESET, len(order.ids))]
+        if recycler is not None and ids is not None and not order.is_late:
+            recycler.before_resets(ids)
+
+    def _recycle_after(self, ended: np.ndarray, columns: np.ndarray) -> None:
+        """Replace the workers that are due and all of whose envs were reset by the steps that ended them."""
+        recycler = self._env.engine.recycler
+        if recycler is None or not len(ended):
+            return
+        with self._hailing:
+            self._is_renewing = True
+            self._pool.unhail()
+        try:
+            recycler.after_steps(ended, columns)
+        finally:
+            self._is_renewing = False
 
     def _wait_for(self, ids: np.ndarray, order: Order) -> None:
         if order.ids is None:
@@ -254,6 +300,8 @@ class NodeHost:
         rows = self._rows
         if order.op == Op.STEP_RESET:
             ended = rows.stepped_all_and_reset(column)
+            if ended is not None:
+                self._recycle_after(ended, np.full(len(ended), column))
         else:
             rows.stepped_all(column, order.reset_ids)
             ended = order.reset_ids
@@ -271,6 +319,8 @@ class NodeHost:
         rows.were_reset(root_ids, self._columns[root_ids])
         if len(faulty):
             rows.mark_ended(faulty)
+        fresh = root_ids[self._ops[root_ids] == Op.STEP_RESET]
+        self._recycle_after(fresh, self._columns[fresh])
         return root_ids
 
     def _reply(
@@ -330,13 +380,17 @@ class NodeHost:
     def figures(self) -> Figures:
         """Return what the workers have done and use."""
         with self._turn():
-            workers = self._env.engine.statistics().workers
+            statistics = self._env.engine.statistics()
+        workers = statistics.workers
         words = self._pool.slab.words
         told = [name for name, (length, writer, _) in WORDS.items() if length != "env" and writer == "worker"]
         return Figures(
             processes=[(one.uss_bytes, one.pss_bytes, one.cpu_s) for one in workers],
             words={name: words[name].reshape(self._pool.num_workers, -1).copy() for name in told},
             now_ns=time.monotonic_ns(),
+            pids=tuple(one.pid for one in workers),
+            generations=tuple(one.generation for one in workers),
+            recycled=statistics.recycled,
         )
 
     def close(self, timeout_s: float) -> None:

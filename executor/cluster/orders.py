@@ -7,8 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from envherd.executor.machine import Machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.outcome import Outcome
+from envherd.executor.sizing.measurement import Measurement
+from envherd.executor.sizing.overhead import Overhead
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
@@ -55,6 +58,7 @@ class Report:
         cores: processors it may use.
         memory_bytes: it may take.
         versions: of what must be equal everywhere, by name.
+        boot_id: the same for all that runs under one kernel; empty if unknown.
     """
 
     node_id: str
@@ -63,6 +67,7 @@ class Report:
     cores: int
     memory_bytes: int
     versions: dict[str, str]
+    boot_id: str = ""
 
     @property
     def place(self) -> str:
@@ -85,6 +90,15 @@ class Built:
     blocks: tuple[tuple[int, ...], ...]
     pids: tuple[int, ...]
     report: Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What was found out about a node and an env there; see `sizing`."""
+
+    machine: Machine
+    measured: Measurement
+    overhead: Overhead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +159,17 @@ class Figures:
         processes: `(uss bytes, pss bytes, cpu seconds)` of each worker.
         words: what workers write about themselves, by word, each `[workers, ...]`; see `shm.slab.WORDS`.
         now_ns: the host's monotonic clock.
+        pids: of the workers.
+        generations: how often each was replaced since the host came.
+        recycled: how often between episodes.
     """
 
     processes: list[tuple[int, int, float]]
     words: dict[str, np.ndarray]
     now_ns: int
+    pids: tuple[int, ...]
+    generations: tuple[int, ...]
+    recycled: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,10 @@ import numpy as np
 import ray
 import torch
 
-from envherd.executor.cluster.host import versions
+from envherd.executor.cluster.facts import WorkerFacts
 from envherd.executor.cluster.orders import Order, Reply
 from envherd.executor.cluster.post import Post
-from envherd.executor.cluster.ray_cluster import check_versions
+from envherd.executor.cluster.recovery import Recovery
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.cluster.wire import DriverMemory
 from envherd.executor.crew import Blueprint
@@ -36,14 +36,14 @@ from envherd.executor.outcome import Outcome
 from envherd.executor.residence import Residence
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.workers import messages
-from envherd.workers.errors import EnvherdError, InternalError
+from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RING, Flag, Op
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.fleet import Fleet
 
 
-class ClusterPool:
+class ClusterPool(WorkerFacts):
     """Hosts over one slab in the driver.
 
     Args:
@@ -84,9 +84,10 @@ class ClusterPool:
         self._targets: dict[int, int] = {}  # of the latest order for all envs: number -> target
         self._columns = np.zeros(self.num_envs, np.int64)
         self._extras: dict[int, messages.Prepare] = {}
-        self.post = Post(self.lose_share, self._mend)
-        self._restarts: dict[int, list[float]] = {}
+        self.recovery = Recovery(self, fleet)
+        self.post = Post(self.lose_share, self._mend, self.recovery.advance)
         self._failure: EnvherdError | None = None
+        self._is_closed = False
 
     @property
     def number(self) -> int:
@@ -158,7 +159,7 @@ class ClusterPool:
         """Send one host what is for it; `ids` are the share's own."""
         asked = share.env_ids if ids is None else ids + share.first_env_id
         extras = [self._extras.pop(i) for i in asked.tolist() if i in self._extras] if self._extras else []
-        if share.is_gone:
+        if share.is_gone and not share.is_moving:
             return  # its loss is the answer
         steps = np.any(np.asarray(op) != Op.RESET)
         is_each = bool(self._is_each[asked[0]])
@@ -173,13 +174,18 @@ class ClusterPool:
             timeout_s=limit,
             is_late=is_late,
         )
+        if share.is_moving:
+            self.recovery.hold(share, functools.partial(self._send, share, order, is_each=is_each))
+        else:
+            self._send(share, order, is_each=is_each)
+        self._is_under_way[asked] = True
+
+    def _send(self, share: RemoteShare, order: Order, *, is_each: bool) -> None:
         if is_each:
             self.post.expect(share, share.call("act", "submit", order), self._take_refusal)
-            self._is_under_way[asked] = True
             self._collect_from(share)
         else:
-            self.post.expect(share, share.call("act", "run", order), functools.partial(self._take_run, self._number))
-            self._is_under_way[asked] = True
+            self.post.expect(share, share.call("act", "run", order), functools.partial(self._take_run, order.number))
 
     def _collect_owed(self, share: RemoteShare) -> None:
         if (self._is_each & self._is_under_way & (self._command_seq != self._reply_seq))[share.env_ids].any():
@@ -306,6 +312,9 @@ class ClusterPool:
     def _declare_lost(self, worker_id: int, error: EnvherdError) -> None:
         """Take a worker out of service: its loss is the answer to what its envs owe."""
         self.num_losses += 1
+        self._note_lost(worker_id, error)
+
+    def _note_lost(self, worker_id: int, error: EnvherdError) -> None:
         self.lost[worker_id] = error
         self.outcome.losses[worker_id] = error
         env_ids = list(self.blueprint.blocks[worker_id])
@@ -317,14 +326,20 @@ class ClusterPool:
             return
         share.abandon()
         self.post.forget(share)
+        self.num_losses += len(share.worker_ids)
+        self.take_out(share, error)
+
+    def take_out(self, share: RemoteShare, error: EnvherdError) -> None:
+        """Let the loss of all workers of a share, which has no host, be the answer to what its envs owe."""
         for worker_id in share.worker_ids:
-            self._declare_lost(worker_id, error)
+            self._note_lost(worker_id, error)
 
     def begin_restart(self, worker_id: int) -> None:
         """Start a successor of a lost worker; of a lost host's worker, start a host elsewhere, with all of its workers.
 
         Raises:
             WorkerLost, WorkerTimeout: too many restarts within the window, or no room for a host.
+        Blocks: as long as its host, if that lives, is busy with other orders; never for a place for a new host.
         """
         error = self.lost.get(worker_id)
         self.outcome.losses.pop(worker_id, None)
@@ -332,43 +347,14 @@ class ClusterPool:
             return  # it came back with its host
         share = self.shares[int(self.share_of[self.blueprint.blocks[worker_id][0]])]
         if not share.is_gone:
-            pids = self.post.get(share, share.call("act", "restart", worker_id - share.worker_ids[0]))
+            pids = self.request(share, "act", "restart", worker_id - share.worker_ids[0])
             if isinstance(pids, EnvherdError):
                 raise pids
             share.pids = pids
             share.generations[worker_id - share.worker_ids[0]] += 1
             del self.lost[worker_id]
             return
-        self._note_restart(share, error)
-        if not self._fleet.replace(share):
-            raise share.no_room(error)
-        self.post.expect(share, share.built_ref, self._take_rebuilt)
-        for own in share.worker_ids:
-            self.lost.pop(own, None)
-
-    def _note_restart(self, share: RemoteShare, error: EnvherdError) -> None:
-        now = time.monotonic()
-        recent = [t for t in self._restarts.get(share.share_id, []) if now - t < self.options.restart_window_s]
-        if len(recent) >= self.options.max_restarts:
-            raise error
-        self._restarts[share.share_id] = [*recent, now]
-
-    def _take_rebuilt(self, share: RemoteShare, built: Any) -> None:
-        if isinstance(built, EnvherdError):
-            self.lose_share(share, built)
-            return
-        try:
-            check_versions(versions(), [built.report])
-        except EnvherdError as error:
-            self.lose_share(share, error)
-            return
-        share.take_built(built)
-        for env_id, spec in zip(share.env_ids.tolist(), built.specs, strict=True):
-            if spec != self.specs[env_id]:
-                difference = self.specs[env_id].difference(spec)
-                message = f"restart failed: env {env_id} came back with another spec: {difference}."
-                self.lose_share(share, InternalError(message))
-                return
+        self.recovery.begin(share, error)
 
     def _revive(self, worker_ids: Iterable[int]) -> None:
         """Raise the loss of a worker that stays lost, before anything is given to it."""
@@ -414,8 +400,19 @@ class ClusterPool:
             if ids:
                 own = tuple(args[env_ids.index(i)] for i in ids) if what in messages.PER_ENV else args
                 local = [i - share.first_env_id for i in ids]
+                self.recovery.await_place(share)
                 asked[share.share_id] = share.call("act", "ask", what, local, {"args": own, **question})
         return asked
+
+    def has_answered(self, asked: dict[int, Any]) -> bool:
+        """Return whether `answers` would not block."""
+        refs = list(asked.values())
+        return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+
+    def request(self, share: RemoteShare, group: str, method: str, *args: Any) -> Any:
+        """Call a method of a share's host and wait for its answer; see `Post.get`."""
+        self.recovery.await_place(share)
+        return self.post.get(share, share.call(group, method, *args))
 
     def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:  # noqa: ARG002  # as of `WorkerPool`
         """Wait for the answers to a question."""
@@ -454,43 +451,14 @@ class ClusterPool:
         """Forget a rollout storage."""
         self._storages.pop(target, None)
 
-    # ---- facts about workers -----------------------------------------------------------------
-
-    def worker_output(self, worker_id: int) -> str:
-        """Return what a worker has printed, as far as it is kept."""
-        share = self._share_of_worker(worker_id)
-        if share.is_gone:
-            return ""
-        return str(self.post.get(share, share.call("act", "output", worker_id - share.worker_ids[0])))
-
-    def _share_of_worker(self, worker_id: int) -> RemoteShare:
-        return next(share for share in self.shares if worker_id in share.worker_ids)
-
-    def pid_of(self, worker_id: int) -> int:
-        """Return a worker's process id, on its machine."""
-        share = self._share_of_worker(worker_id)
-        return share.pids[worker_id - share.worker_ids[0]]
-
-    def generation_of(self, worker_id: int) -> int:
-        """Return how often a worker was replaced."""
-        share = self._share_of_worker(worker_id)
-        return share.generations[worker_id - share.worker_ids[0]]
-
-    def figures(self) -> list[tuple[int, int, float]]:
-        """Return `(uss bytes, pss bytes, cpu seconds)` of each worker, asked from their hosts; zeros for lost ones."""
-        found: list[tuple[int, int, float]] = []
-        for share in self.shares:
-            if share.is_gone:
-                found += [(0, 0, 0.0)] * len(share.worker_ids)
-                continue
-            figures = self.post.get(share, share.call("act", "figures"))
-            share.note_figures(self.slab.words, figures)
-            found += figures.processes
-        return found
+    # ---- the end -----------------------------------------------------------------------------
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the envs and end the hosts within `timeout_s` in all (default: the option's). Never raises."""
         limit = self.options.close_timeout_s if timeout_s is None else timeout_s
+        if self._is_closed:
+            return
+        self._is_closed = True
         with contextlib.suppress(Exception):
             if ray.is_initialized() and limit > 0:
                 refs = [share.call("watch", "close", limit) for share in self.shares if not share.is_gone]

@@ -30,11 +30,18 @@ class Post:
     Args:
         on_loss: told of a host that is gone or silent; must end it.
         on_quiet: called when nothing has come for a while.
+        on_look: called before every wait; returns seconds after which it is to be called again at the latest, or None.
     """
 
-    def __init__(self, on_loss: Callable[[RemoteShare, WorkerLost], None], on_quiet: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_loss: Callable[[RemoteShare, WorkerLost], None],
+        on_quiet: Callable[[], None],
+        on_look: Callable[[], float | None],
+    ) -> None:
         self._on_loss = on_loss
         self._on_quiet = on_quiet
+        self._on_look = on_look
         self._under_way: dict[Any, tuple[RemoteShare, Handler]] = {}
 
     def expect(self, share: RemoteShare, ref: Any, handler: Handler) -> None:
@@ -47,8 +54,10 @@ class Post:
 
     def take(self, timeout_s: float | None) -> None:
         """Take what has come; if nothing has, wait for it, up to `timeout_s` or until it is time to look around."""
+        soon = self._on_look()
         refs = list(self._under_way)
         limit = _LOOK_S if timeout_s is None else min(_LOOK_S, max(0.0, timeout_s))
+        limit = limit if soon is None else min(limit, soon)
         if not refs:
             if limit:
                 time.sleep(_PAUSE_S)

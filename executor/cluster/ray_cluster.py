@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +29,9 @@ log = logging.getLogger("envherd")
 _GROUPS = {"act": 1, "answer": 1, "watch": 1}
 #: Seconds for a host's process to come up: it imports torch, on a machine that may be busy.
 COME_UP_S = 180.0
-#: Seconds for Ray to find another place for a share whose node is gone, before a smaller wish is tried.
+#: Seconds for the head of a cluster to accept a connection.
+_CONNECT_S = 5.0
+#: Seconds for Ray to find another place for a share whose node is gone.
 _MOVE_S = 10.0
 
 #: What a call of a host raises when the host, its node or an object is gone.
@@ -46,6 +50,7 @@ class Connection:
 
     def __init__(self, address: str | None) -> None:
         if not ray.is_initialized():
+            check_address(address)
             try:
                 ray.init(address=address, log_to_driver=False, configure_logging=False)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -66,6 +71,24 @@ class Connection:
         if Connection._began_here and not Connection._count:
             Connection._began_here = False
             ray.shutdown()
+
+
+def check_address(address: str | None) -> None:
+    """Refuse an address at which nothing answers, within seconds; Ray itself would try for most of a minute.
+
+    Raises:
+        ClusterError: it is `host:port`, and no connection can be made.
+    """
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto", or of a kind that Ray reads
+    try:
+        socket.create_connection((host.removeprefix("ray://"), int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"connecting failed: expected a Ray cluster at {address}, got {type(error).__name__}: {error}. Its head "
+            f"prints its address when `ray start --head` starts it (port 6379 unless said otherwise)."
+        ) from error
 
 
 def living_nodes() -> list[Resources]:
@@ -97,6 +120,7 @@ class Places:
         self._runtime_env = runtime_env
         self._groups: list[PlacementGroup] = []
         self._home: list[tuple[PlacementGroup, int]] = []
+        self._searches: dict[int, tuple[PlacementGroup | None, float]] = {}
         group = self._reserve(bundles, strategy, timeout_s)
         if group is None:
             raise refusal(bundles, living_nodes(), timeout_s)
@@ -133,20 +157,41 @@ class Places:
         made = remote(concurrency_groups=_GROUPS)(NodeHost)
         return made.options(**options).remote()
 
-    def move(self, share_id: int) -> bool:
-        """Find another place for a share whose node is gone, if there is room; return whether there is."""
-        group, index = self._home[share_id]
+    def begin_move(self, share_id: int) -> bool:
+        """Begin to look for another place for a share whose host is gone; return whether any node is large enough."""
         bundle = self._bundles[share_id]
-        if self._is_there(group, index):
-            return True  # the host alone was lost
         fitting = [node for node in living_nodes() if all(node.get(name, 0) >= n for name, n in bundle.items())]
         if not fitting:
             return False
-        other = self._reserve([bundle], "PACK", _MOVE_S)
-        if other is not None:
+        other = None
+        if not self._is_there(*self._home[share_id]):  # else the host alone was lost
+            other = placement_group([dict(bundle)], strategy="PACK")
+            self._groups.append(other)
+        self._searches[share_id] = (other, time.monotonic() + _MOVE_S)
+        return True
+
+    def finish_move(self, share_id: int) -> bool | None:
+        """Return whether a place has been found; None while it is looked for. Never waits."""
+        other, end = self._searches[share_id]
+        if self._is_there(*self._home[share_id]):  # Ray may have moved the bundle itself, to where there was room
+            if other is not None:
+                self._give_back(other)
+        elif other is not None and self._is_there(other, 0):
             self._home[share_id] = (other, 0)
-            return True
-        return self._is_there(group, index)  # Ray has moved the bundle itself, to where there was room for one
+        elif time.monotonic() < end:
+            return None
+        else:
+            if other is not None:
+                self._give_back(other)
+            del self._searches[share_id]
+            return False
+        del self._searches[share_id]
+        return True
+
+    def _give_back(self, group: PlacementGroup) -> None:
+        self._groups.remove(group)
+        with contextlib.suppress(Exception):
+            remove_placement_group(group)
 
     def _is_there(self, group: PlacementGroup, index: int) -> bool:
         """Return whether a bundle's node lives."""

@@ -7,6 +7,7 @@ successor, from new episodes; nothing of what was lost is in the data.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -224,7 +225,8 @@ class RemoteRollouts:
         if self._policy_id is None or self._shipped.get(share.share_id) == (share.host, self._policy_id):
             return
         kind = "policy" if self._factory is None else "factory"
-        self._pool.post.get(share, share.call("act", "take_policy", self._policy_id, self._pickled, kind))
+        args = (self._policy_id, self._pickled, kind)
+        self._pool.post.expect(share, share.call("act", "take_policy", *args), _take_nothing)  # comes before rollouts
         self._shipped[share.share_id] = (share.host, self._policy_id)
 
     # ---- rollouts ----------------------------------------------------------------------------
@@ -233,7 +235,6 @@ class RemoteRollouts:
         """Have a node begin a rollout; a lost one is replaced first, if it may be."""
         if any(worker_id in self._pool.lost for worker_id in share.worker_ids):
             self._restore(share)
-        self._ship(share)
         self._refresh()
         names = ("tensordict", "primer")
         span = slice(share.first_env_id, share.first_env_id + share.num_envs)
@@ -246,8 +247,16 @@ class RemoteRollouts:
             kwargs={**kwargs, **own},
         )
         self._done.pop(share.share_id, None)
-        self._pool.post.expect(share, share.call("act", "roll", order, self._weights), self._take)
         share.is_rolling = True
+        if share.is_moving:
+            self._pool.recovery.hold(share, functools.partial(self._send, share, order, self._weights))
+        else:
+            self._send(share, order, self._weights)
+
+    def _send(self, share: RemoteShare, order: RollOrder, weights: Any) -> None:
+        self._ship(share)
+        self._pool.post.expect(share, share.call("act", "roll", order, weights), self._take)
+        share.is_rolling = True  # a new host has forgotten it
 
     def _take(self, share: RemoteShare, rolled: Rolled | EnvherdError) -> None:
         self._done[share.share_id] = rolled
@@ -259,7 +268,7 @@ class RemoteRollouts:
         while not self._done:
             pool.post.take(None)
             for share in pool.shares:
-                if share.is_rolling and share.is_gone:
+                if share.is_rolling and share.is_gone and not share.is_moving:
                     share.is_rolling = False
                     self._start(share, max_steps, kwargs, states)  # or raise its loss
         share_id = next(iter(self._done))
@@ -302,6 +311,7 @@ class RemoteRollouts:
             pool.post.take(None)
         for share in pool.shares:
             share.is_rolling = False
+            pool.recovery.drop_held(share)
             result = self._done.pop(share.share_id, None)
             if isinstance(result, Rolled):
                 self._settle(share, result)
@@ -326,6 +336,10 @@ class RemoteRollouts:
             joined[key] = target
         num_envs, num_steps = next(iter(joined.values())).shape[:2]
         return _batch_of(joined, (num_envs, num_steps, *parts[0].tail), device)
+
+
+def _take_nothing(share: RemoteShare, _: None) -> None:
+    """A host has taken a policy; what keeps it from that ends it."""
 
 
 def _batch_of(

@@ -40,7 +40,9 @@ class RemoteShare:
         worker_ids: of the batch.
         pids: of the workers, on their machine.
         generations: how often each was replaced.
+        num_recycled: how often workers were replaced between episodes, when the host was last asked.
         is_gone: whether it has no host.
+        is_moving: whether a place is looked for, where it will have one.
         is_collecting: whether the host has been asked for answers that come env by env.
         is_rolling: whether the host has been asked for a rollout that has not come yet.
         heard_at: when it last answered, `time.monotonic()`.
@@ -58,12 +60,20 @@ class RemoteShare:
         self.specs: tuple[EnvSpec, ...] = ()
         self.pids: tuple[int, ...] = ()
         self.generations = [0] * share.num_workers
+        self.num_recycled = 0
+        self._recycled_before = 0
+        self._generations_before = self.generations
         self._node_timeout_s = node_timeout_s
         self.is_gone = True
+        self.is_moving = False
 
     def adopt(self, host: Any) -> None:
         """Have a host build the envs, which may not have come up yet; its answer comes at `built_ref`."""
         self.host = host
+        self._recycled_before = self.num_recycled
+        if self.pids:
+            self.generations = [generation + 1 for generation in self.generations]
+        self._generations_before = list(self.generations)
         self.is_gone = False
         self._is_built = False
         self.is_collecting = False
@@ -125,6 +135,8 @@ class RemoteShare:
 
     def note_figures(self, words: dict[str, np.ndarray], figures: Figures) -> None:
         """Take over what the host's workers say about themselves."""
+        self.pids, self.num_recycled = figures.pids, self._recycled_before + figures.recycled
+        self.generations = [base + own for base, own in zip(self._generations_before, figures.generations, strict=True)]
         for name, values in figures.words.items():
             place = words[name].reshape(-1, values.shape[1])
             place[list(self.worker_ids)] = values
@@ -179,4 +191,4 @@ class RemoteShare:
         self.is_gone = True
         self.is_collecting = False
         with contextlib.suppress(Exception):
-            ray.kill(self.host, no_restart=True)
+            ray.kill(self.host, no_restart=True) if ray.is_initialized() else None

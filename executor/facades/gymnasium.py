@@ -20,6 +20,7 @@ from gymnasium import logger
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 
+from envherd.executor.batched import BatchedEnv
 from envherd.executor.blueprint import choose_workers
 from envherd.executor.facades.gymnasium_base import EnvFns, HostedVectorEnv, StepResult
 from envherd.executor.facades.gymnasium_errors import CallTimeout, as_gymnasium
@@ -64,14 +65,14 @@ class AsyncVectorEnv(HostedVectorEnv):
         max_concurrency: how many envs may run at one time: an upper limit of the number of processes.
         num_workers: processes; None for one per usable core, at most one per env.
         options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
+        executor: makes what runs the envs, called as `ParallelEnv` is: `functools.partial(RayParallelEnv, ...)` for the
+            nodes of a cluster, each with so many processes.
 
     Raises:
         RuntimeError: spaces do not fit together.
         ValueError: an argument that cannot be.
         FactoryError: an env could not be built; also of the type that was raised.
     """
-
-    executor: ParallelEnv
 
     def __init__(  # noqa: PLR0913, PLR0917  # Gymnasium's signature
         self,
@@ -87,6 +88,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         *,
         num_workers: int | None = None,
         options: ExecutorOptions | None = None,
+        executor: Callable[..., BatchedEnv] = ParallelEnv,
     ) -> None:
         super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
         if worker is not None:
@@ -97,20 +99,21 @@ class AsyncVectorEnv(HostedVectorEnv):
         self.shared_memory, self.context, self.daemon, self.worker = shared_memory, context, daemon, worker
         self.max_concurrency = _checked_limit(max_concurrency)
         self._state = AsyncState.DEFAULT
-        self._question: dict[int, list[int]] = {}
+        self._question: dict[int, Any] = {}
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
         factories = {id(env_fn): NativeFactory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns}
-        limits = [n for n in (choose_workers(self.num_envs, num_workers), self.max_concurrency) if n is not None]
+        if self.max_concurrency is not None:
+            num_workers = min(choose_workers(self.num_envs, num_workers), self.max_concurrency)
         try:
-            executor = ParallelEnv(
+            made = executor(
                 self.num_envs,
                 [factories[id(env_fn)] for env_fn in self.env_fns],
-                num_workers=min(limits),
+                num_workers=num_workers,
                 options=self._options(options),
             )
         except EnvherdError as error:
             raise as_gymnasium(error) from error.__cause__
-        self._host(executor, self._check_shareable)
+        self._host(made, self._check_shareable)
 
     def _check_shareable(self, first: Description) -> None:
         if self.shared_memory and has_custom(first.observation_space):
@@ -121,7 +124,7 @@ class AsyncVectorEnv(HostedVectorEnv):
 
     @property
     def _pool(self) -> WorkerPool:
-        return cast("WorkerPool", self._engine.pool)
+        return cast("WorkerPool", self._engine.pool)  # or one of a cluster, which has its methods
 
     # ---- states ------------------------------------------------------------------------------
 
@@ -232,7 +235,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         pool, end = self._pool, None if timeout is None else time.monotonic() + timeout
         try:
             with self._turn:
-                while end is not None and not all(map(pool.crew.has_answered, self._question)):
+                while end is not None and not pool.has_answered(self._question):
                     if time.monotonic() >= end:
                         raise CallTimeout(f"The call to `call_wait` has timed out after {timeout} second(s).")
                     time.sleep(_LOOK_S)

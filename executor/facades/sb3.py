@@ -301,6 +301,8 @@ class SubprocVecEnv(ExecutorVecEnv):
         num_workers: processes; None for one per usable core, at most one per env. Envs in one process
             share its global random generators unless `options.isolate_rng` is set.
         options: further `ExecutorOptions`; what the protocol of SB3 decides is overruled.
+        executor: makes what runs the envs, called as `ParallelEnv` is: `functools.partial(RayParallelEnv, ...)` for the
+            nodes of a cluster.
 
     Raises:
         ValueError: no env, or a start method that the platform does not have.
@@ -315,16 +317,17 @@ class SubprocVecEnv(ExecutorVecEnv):
         *,
         num_workers: int | None = None,
         options: ExecutorOptions | None = None,
+        executor: Callable[..., BatchedEnv] = ParallelEnv,
     ) -> None:
         options = _as_sb3(options or ExecutorOptions(), start_method)
         for env_fn in env_fns:
             check_factory(env_fn)
         factories = [Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)]
-        executor = ParallelEnv(len(factories), factories, num_workers=num_workers, options=options)
+        made = executor(len(factories), factories, num_workers=num_workers, options=options)
         try:
-            super().__init__(executor)
+            super().__init__(made)
         except BaseException:
-            executor.close()
+            made.close()
             raise
 
 

@@ -24,6 +24,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, EnvCreator
 from torchrl.envs.batched_envs import BatchedEnvBase, _PEnvMeta
 
+from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.torchrl_attributes import Attributes, Dispatcher, NotStarted
 from envherd.executor.facades.torchrl_crew import LocalCrew, ProcessCrew, WorkerHandle
 from envherd.executor.facades.torchrl_data import BatchedData
@@ -258,8 +259,9 @@ class _ParallelMeta(_PEnvMeta):  # type: ignore[misc]  # untyped
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # a class, seen from its metaclass
         kwargs.pop("auto_wrap_envs", None)
-        if kwargs.pop("serial_for_single", False) and kwargs.get("num_workers", args[0] if args else None) == 1:
-            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "options"):
+        is_single = kwargs.pop("serial_for_single", False) and kwargs.get("num_workers", args[0] if args else None) == 1
+        if is_single and kwargs.get("executor") is None:
+            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "options", "executor"):
                 kwargs.pop(name, None)
             return SerialEnv(*args, **kwargs)
         _newborn.env = None
@@ -282,6 +284,8 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
         num_processes: worker processes; None for one per usable core, at most one per env.
         options: of the executor. None: TorchRL's `num_sub_threads` and `shutdown_timeout` count, and actions are
             handed to the envs unchecked, as TorchRL does.
+        executor: makes what runs the envs, called as the executor's `ParallelEnv` is: `functools.partial(
+            RayParallelEnv, ...)` for the nodes of a cluster, each with so many processes. None: this machine.
         **kwargs: TorchRL's own; see docs/torchrl.md for those without a meaning here.
 
     Raises:
@@ -295,10 +299,12 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
         *,
         num_processes: int | None = None,
         options: ExecutorOptions | None = None,
+        executor: Callable[..., BatchedEnv] | None = None,
         **kwargs: Any,
     ) -> None:
         self.__dict__["_num_processes"] = num_processes
         self.__dict__["_options"] = options
+        self.__dict__["_make_executor"] = executor
         super().__init__(num_workers, create_env_fn, **kwargs)
 
     def _hire(self) -> ProcessCrew:
@@ -308,13 +314,15 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
                 worker_threads=self.num_sub_threads, close_timeout_s=self.shutdown_timeout, check_actions="off"
             )
         options = replace(options, episode_seeds=False)
-        return ProcessCrew(self.create_env_fn, self.create_env_kwargs, self._num_processes, options)
+        return ProcessCrew(
+            self.create_env_fn, self.create_env_kwargs, self._num_processes, options, self.__dict__["_make_executor"]
+        )
 
     @property
     def _workers(self) -> list[WorkerHandle]:
         crew = self._crew_at_work()
         assert isinstance(crew, ProcessCrew)
-        return [WorkerHandle(process) for process in crew.pool.crew.workers]
+        return [WorkerHandle(crew.pool, worker_id) for worker_id in range(crew.pool.num_workers)]
 
     def _find_all(self, path: tuple[str, ...]) -> Any:
         ids = self._worker_indices

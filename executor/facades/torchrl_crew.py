@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.batched import BatchedEnv
 from envherd.executor.blueprint import choose_workers, draw
 from envherd.executor.diagnosis import env_error
 from envherd.executor.engine import Engine
-from envherd.executor.lifecycle import WorkerProcess
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import WorkerPool
 from envherd.workers.adapters.torchrl_crossing import dumps, loads
@@ -43,6 +43,7 @@ class ProcessCrew:
         env_kwargs: keyword arguments of each call.
         num_processes: None for one per usable core, at most one per env.
         options: of the executor.
+        make_executor: see `ParallelEnv`; None for worker processes of this one's.
 
     Attributes:
         num_envs: how many there are.
@@ -55,11 +56,28 @@ class ProcessCrew:
         env_kwargs: Sequence[dict[str, Any]],
         num_processes: int | None,
         options: ExecutorOptions,
+        make_executor: Callable[..., BatchedEnv] | None = None,
     ) -> None:
         self.num_envs = len(factories)
-        guests = {id(factory): _guest_factory(factory, options.worker_threads) for factory in factories}
-        workers = choose_workers(self.num_envs, num_processes)
-        blueprint = draw([guests[id(f)] for f in factories], list(env_kwargs), workers, None, options)
+        self._finalizer: Callable[[], Any]
+        by_id = {id(factory): _guest_factory(factory, options.worker_threads) for factory in factories}
+        guests = [by_id[id(factory)] for factory in factories]
+        if make_executor is None:
+            self._start_here(guests, list(env_kwargs), choose_workers(self.num_envs, num_processes), options)
+        else:
+            executor = make_executor(
+                self.num_envs, guests, env_kwargs=list(env_kwargs), num_workers=num_processes, options=options
+            )
+            self._finalizer = weakref.finalize(self, executor.close)
+            self._engine = executor.engine
+            self.pool = cast("WorkerPool", self._engine.pool)  # or one of a cluster, which has its methods
+        specs = self.pool.specs
+        self.is_dense = bool(specs[0].metadata["is_dense"]) and all(spec == specs[0] for spec in specs)
+
+    def _start_here(
+        self, guests: list[Any], env_kwargs: list[dict[str, Any]], num_workers: int, options: ExecutorOptions
+    ) -> None:
+        blueprint = draw(guests, env_kwargs, num_workers, None, options)
         self.pool = pool = WorkerPool(blueprint, options)
         self._finalizer = weakref.finalize(self, _close, pool, os.getpid())
         pool.start()
@@ -68,8 +86,6 @@ class ProcessCrew:
         except BaseException:
             self.close()
             raise
-        first = pool.specs[0]
-        self.is_dense = bool(first.metadata["is_dense"]) and all(spec == first for spec in pool.specs)
 
     def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
         """Have each env perform a call of its own; return the results in that order.
@@ -200,10 +216,12 @@ class WorkerHandle:
         pid: its process id.
     """
 
-    def __init__(self, process: WorkerProcess) -> None:
-        self._process = process
-        self.pid = process.pid
+    def __init__(self, pool: WorkerPool, worker_id: int) -> None:
+        self._process = pool.crew.workers[worker_id] if isinstance(pool, WorkerPool) else None
+        self._pool = pool
+        self._worker_id = worker_id
+        self.pid = pool.pid_of(worker_id)
 
     def is_alive(self) -> bool:
-        """Return whether it runs."""
-        return not self._process.has_exited()
+        """Return whether it runs; of one on another machine, whether its loss has not been noticed."""
+        return self._worker_id not in self._pool.lost if self._process is None else not self._process.has_exited()

@@ -1,0 +1,248 @@
+"""`envherd size --cluster`: every node is looked at and measured, and the plan is what `RayParallelEnv` will do there.
+
+Guarantees: the shares, the workers and the hosts' places are those that `RayParallelEnv(N, make_env, address=...)` has
+by default; nothing is left on the cluster. An env is measured once on every machine, however many nodes are on it.
+Does not know: what rows cost between machines beyond a call's round trip, which is measured empty.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from envherd.executor.blueprint import as_factories, draw
+from envherd.executor.cluster.fleet import Fleet, processors_of, weights_of
+from envherd.executor.cluster.orders import Report, Survey
+from envherd.executor.cluster.shares import Resources, bundles_for, divide
+from envherd.executor.machine import Machine
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.sizing.deciding import DoesNotFit, Goal, decide
+from envherd.executor.sizing.model import Model, Prediction, Setting
+from envherd.executor.sizing.probing import ProbeLimits, Subject
+
+_TRIPS = 20
+_SHRINK = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlan:
+    """One node's share.
+
+    Attributes:
+        report: what the node says of itself.
+        machine: what the share may use of it: its processors as Ray counts them, its part of the memory.
+        num_envs, num_workers: of the share.
+        prediction: of the share on its own, stepped as `ParallelEnv` would on that machine.
+        trip_s: seconds of an empty call of the node.
+    """
+
+    report: Report
+    machine: Machine
+    num_envs: int
+    num_workers: int
+    prediction: Prediction
+    trip_s: float
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as documented in docs/cluster.md."""
+        return {
+            "node_id": self.report.node_id,
+            "hostname": self.report.hostname,
+            "cores": self.machine.cores,
+            "memory_available": self.machine.memory_available,
+            "num_envs": self.num_envs,
+            "num_workers": self.num_workers,
+            "trip_s": self.trip_s,
+            "predicted": asdict(self.prediction),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """What to run on a cluster.
+
+    Attributes:
+        nodes: one per share, in the order of the envs.
+        policy_s: seconds of the policy for each batch of all envs.
+    """
+
+    nodes: tuple[NodePlan, ...]
+    policy_s: float
+
+    @property
+    def num_envs(self) -> int:
+        """N."""
+        return sum(node.num_envs for node in self.nodes)
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds of a step of all envs, the policy in the driver: the slowest node decides."""
+        return max(node.prediction.batch_s + node.trip_s for node in self.nodes) + self.policy_s
+
+    @property
+    def steps_per_s(self) -> float:
+        """Env-steps per second, all nodes stepped as one batch."""
+        return self.num_envs / self.batch_s
+
+    @property
+    def rollout_steps_per_s(self) -> float:
+        """Env-steps per second of remote rollouts: every node at its own speed, the policy on each."""
+        return sum(node.num_envs / (node.prediction.batch_s + self.policy_s) for node in self.nodes)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as documented in docs/cluster.md."""
+        return {
+            "num_envs": self.num_envs,
+            "envs_per_node": [node.num_envs for node in self.nodes],
+            "predicted": {
+                "steps_per_s": self.steps_per_s,
+                "batch_s": self.batch_s,
+                "rollout_steps_per_s": self.rollout_steps_per_s,
+            },
+            "nodes": [node.to_plain() for node in self.nodes],
+        }
+
+
+def plan_cluster(
+    make_env: Callable[..., Any], address: str | None, goal: Goal, budget_s: float, probe_bytes: int | None = None
+) -> ClusterPlan:
+    """Measure an env on the nodes of a cluster and say how many to run there.
+
+    Args:
+        make_env: builds one env.
+        address: of the cluster; see `RayParallelEnv`.
+        goal: `num_envs` of the whole cluster, `num_workers` of each node, `policy_s` and `headroom`.
+        budget_s: seconds that each machine is measured for.
+        probe_bytes: memory that the probe may take; None for most of what is there.
+
+    Raises:
+        ClusterError: it cannot be reached, or has no room. DoesNotFit: nor has its memory.
+        FactoryError, EnvError, ProbeFailed: the env could not be measured.
+    """
+    options = ExecutorOptions()
+    blueprint = draw(as_factories(1, make_env), None, 1, 0, options)
+    subject = Subject(
+        factory=blueprint.factories[0],
+        env_kwargs=blueprint.env_kwargs[0],
+        preload=blueprint.preload,
+        seed=blueprint.root_seed,
+    )
+    fleet = Fleet(address, 30.0)
+    try:
+        fleet.reserve(lambda free: bundles_for(free, goal.num_envs or 10**6, None, None), ("STRICT_SPREAD", 60.0, None))
+        reports = fleet.start()
+        trips = [_trip_s(fleet, index) for index in range(len(reports))]
+        first_of = {_machine_of(report): index for index, report in reversed(list(enumerate(reports)))}
+        limits = ProbeLimits(budget_s=budget_s, memory_bytes=probe_bytes)
+        surveys = dict(zip(first_of, fleet.survey(list(first_of.values()), subject, limits), strict=True))
+        bundles = fleet.bundles
+    finally:
+        fleet.give_back()
+    return decide_for_nodes(reports, bundles, surveys, trips, goal)
+
+
+def _machine_of(report: Report) -> tuple[str, str]:
+    return report.hostname, report.boot_id
+
+
+def _trip_s(fleet: Fleet, index: int) -> float:
+    """Return the median seconds of an empty call."""
+    took = []
+    for _ in range(_TRIPS):
+        began = time.perf_counter()
+        fleet.ping(index)
+        took.append(time.perf_counter() - began)
+    return float(np.median(took))
+
+
+def decide_for_nodes(
+    reports: Sequence[Report],
+    bundles: Sequence[Resources],
+    surveys: dict[tuple[str, str], Survey],
+    trips: Sequence[float],
+    goal: Goal,
+) -> ClusterPlan:
+    """Return the plan; pure.
+
+    Args:
+        reports: of each share's node.
+        bundles: what each share has reserved.
+        surveys: by machine: host name and boot id.
+        trips: seconds of an empty call of each.
+        goal: see `plan_cluster`.
+
+    Raises:
+        DoesNotFit: not even one env per node, or not as many as were asked for, fit the memory.
+    """
+    names = [_machine_of(report) for report in reports]
+    processors = processors_of(reports, bundles)
+    models = []
+    for name, cores in zip(names, processors, strict=True):
+        survey = surveys[name]
+        machine = part_of(survey.machine, cores, names.count(name))
+        models.append(Model(survey.measured, survey.overhead, machine, num_frames=ExecutorOptions().num_frames))
+    weights = weights_of(reports, bundles)
+    num_envs = goal.num_envs or sum(_best(model, goal) for model in models)
+    while True:
+        counts = divide(num_envs, weights)
+        workers = [min(count, goal.num_workers or cores) for count, cores in zip(counts, processors, strict=True)]
+        settings = [Setting(num_envs=n, num_workers=w) for n, w in zip(counts, workers, strict=True)]
+        worst = min(range(len(models)), key=lambda i: _room(models[i], settings[i], goal))
+        if _room(models[worst], settings[worst], goal) >= 0:
+            break
+        if goal.num_envs is not None or num_envs <= len(models):
+            raise _too_little(reports[worst], models[worst], settings[worst], goal)
+        num_envs = max(len(models), int(num_envs * _SHRINK))
+    nodes = tuple(
+        NodePlan(
+            report=report,
+            machine=model.machine,
+            num_envs=setting.num_envs,
+            num_workers=setting.num_workers,
+            prediction=model.predict(setting),
+            trip_s=trip_s,
+        )
+        for report, model, setting, trip_s in zip(reports, models, settings, trips, strict=True)
+    )
+    return ClusterPlan(nodes=nodes, policy_s=goal.policy_s)
+
+
+def part_of(machine: Machine, cores: int, num_parts: int) -> Machine:
+    """Return what a share may use of a machine on which there are so many nodes of the cluster."""
+    cpus = machine.cpus[:cores]
+    room = machine.cgroup.memory_room
+    cgroup = replace(machine.cgroup, memory_room=None if room is None else room // num_parts)
+    return replace(
+        machine,
+        cpus=cpus,
+        physical_cores=min(machine.physical_cores, len(cpus)),
+        memory_free=machine.memory_free // num_parts,
+        cgroup=cgroup,
+    )
+
+
+def _best(model: Model, goal: Goal) -> int:
+    """Return how many envs a node would run on its own."""
+    own = Goal(num_workers=goal.num_workers, policy_s=goal.policy_s, headroom=goal.headroom)
+    return decide(model.measured, model.overhead, model.machine, own).setting.num_envs
+
+
+def _room(model: Model, setting: Setting, goal: Goal) -> float:
+    usable = model.machine.memory_available * (1 - goal.headroom)
+    return usable - model.memory_bytes(setting.num_envs, setting.num_workers)
+
+
+def _too_little(report: Report, model: Model, setting: Setting, goal: Goal) -> DoesNotFit:
+    mib = 2**20
+    needed, room = model.memory_bytes(setting.num_envs, setting.num_workers), model.machine.memory_available
+    return DoesNotFit(
+        f"sizing failed: expected room for {setting.num_envs} envs on {report.place}, got too little memory: they "
+        f"would take {needed / mib:,.0f} MiB; {room / mib:,.0f} MiB are available, {goal.headroom:.0%} of it are left "
+        f"alone. Ask for fewer envs.",
+        needed_bytes=needed,
+        room_bytes=room,
+    )
