@@ -145,7 +145,7 @@ def count(engine: Any) -> Statistics:
         resets_per_env=tuple(words["resets"].tolist()),
         wall_s=wall_s,
         workers=tuple(workers),
-        recycled=0 if recycler is None else recycler.num_recycled,
+        recycled=getattr(pool, "num_recycled", 0) if recycler is None else recycler.num_recycled,
     )
 
 

@@ -18,6 +18,10 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
     *,
     envs: Annotated[int, typer.Option(min=1, help="How many envs.")] = 4,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; as many as usable cores if not given.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Run on the nodes of a Ray cluster: HOST:PORT of its head, or auto."),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each env, over the ends of episodes.")] = 200,
     seed: Annotated[int | None, typer.Option(min=0, help="Root seed; drawn and shown if not given.")] = None,
     policy: Annotated[
@@ -40,6 +44,7 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
         env=env,
         num_envs=envs,
         num_workers=workers,
+        cluster=cluster,
         steps=steps,
         seed=seed,
         policy=policy,

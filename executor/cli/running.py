@@ -14,10 +14,12 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.collecting import Collected, Collector
 from envherd.executor.cli.figures import Figures, table
 from envherd.executor.cli.storing import RolloutStore, StoreError
+from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.env_names import Factory, callable_at, factory_for
 from envherd.executor.media import FrameLog, MediaError, require_pillow, write_contact_sheet, write_gif
 from envherd.executor.options import ExecutorOptions
@@ -32,6 +34,7 @@ class Request:
     env: str
     num_envs: int
     num_workers: int | None = None
+    cluster: str | None = None
     steps: int
     seed: int | None = None
     policy: str | None = None
@@ -57,6 +60,9 @@ def run(request: Request) -> int:
         factory, make_policy, store = _prepare(request)
         is_prepared = True
         collected = _run(request, factory, make_policy, store, console)
+    except ClusterError as error:
+        complain(errors, error)
+        return EXIT_USAGE
     except (EnvherdError, MediaError, StoreError, OSError) as error:
         complain(errors, error)
         return EXIT_FAILED if is_prepared else EXIT_USAGE
@@ -89,9 +95,7 @@ def _run(
         torch.set_num_threads(1)
     frames = FrameLog(request.steps) if request.wants_frames else None
     with console.status(f"starting {request.num_envs} envs"):
-        executor = ParallelEnv(
-            request.num_envs, factory, num_workers=request.num_workers, seed=request.seed, options=_options(request)
-        )
+        executor = _start(request, factory)
     with executor:
         policy = None if make_policy is None else _call(make_policy, executor)
         collected = Collector(executor, request.steps, policy, frames, store).run(console)
@@ -110,6 +114,15 @@ def _run(
     console.print(table(figures))
     _write_json(request.json_path, figures)
     return collected
+
+
+def _start(request: Request, factory: Factory) -> BatchedEnv:
+    how: dict[str, Any] = {"num_workers": request.num_workers, "seed": request.seed, "options": _options(request)}
+    if request.cluster is None:
+        return ParallelEnv(request.num_envs, factory, **how)
+    from envherd.executor.cluster import RayParallelEnv
+
+    return RayParallelEnv(request.num_envs, factory, address=request.cluster, **how)
 
 
 def _write(
@@ -150,7 +163,7 @@ def _options(request: Request) -> ExecutorOptions:
     return ExecutorOptions(env_vars=(("MUJOCO_GL", "egl"),) if draws_blind else ())
 
 
-def _call(make_policy: Any, executor: ParallelEnv) -> Any:
+def _call(make_policy: Any, executor: BatchedEnv) -> Any:
     """Return `make_policy(executor)`, or `make_policy()` if it takes nothing."""
     takes_env = len(inspect.signature(make_policy).parameters) > 0
     return make_policy(executor) if takes_env else make_policy()

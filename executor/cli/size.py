@@ -15,6 +15,10 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
     *,
     envs: Annotated[int | None, typer.Option(min=1, help="Fix the number of envs; chosen if not given.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Fix the number of workers; chosen if not given.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Plan for the nodes of a Ray cluster: HOST:PORT of its head, or auto."),
+    ] = None,
     policy_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of the policy for each batch.")] = 0.0,
     target_steps_per_s: Annotated[
         float | None, typer.Option(min=0.0, help="Take the smallest setting that makes so many env-steps per second.")
@@ -48,6 +52,7 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
         env=env,
         num_envs=envs,
         num_workers=workers,
+        cluster=cluster,
         policy_s=policy_ms / 1e3,
         target_steps_per_s=target_steps_per_s,
         episode_steps=episode_steps,

@@ -43,6 +43,7 @@ class Request:
     env: str
     num_envs: int | None = None
     num_workers: int | None = None
+    cluster: str | None = None
     policy_s: float = 0.0
     target_steps_per_s: float | None = None
     episode_steps: int | None = None
@@ -56,6 +57,21 @@ class Request:
     plot: Path | None = None
     json_path: str | None = None
     yaml_path: str | None = None
+
+    @property
+    def without_cluster(self) -> list[str]:
+        """The options that were given and mean nothing for a cluster."""
+        given = {
+            "--cpus": self.cpus,
+            "--memory": self.memory,
+            "--gpu": self.gpu,
+            "--target-steps-per-s": self.target_steps_per_s,
+            "--episode-steps": self.episode_steps,
+            "--verify": self.has_verification or None,
+            "--plot": self.plot,
+            "--yaml": self.yaml_path,
+        }
+        return [name for name, value in given.items() if value is not None]
 
     @property
     def is_for_elsewhere(self) -> bool:
@@ -72,6 +88,8 @@ def run(request: Request) -> int:
     sizing = None
     try:
         factory, goal, limits = _prepare(request)
+        if request.cluster is not None:
+            return _plan_cluster(request, factory, goal, console)
         sizing = _size(request, factory, goal, limits, console)
         checks = _verify(request, factory, sizing.advice, console) if request.has_verification else []
         _report(request, sizing, checks, console)
@@ -86,6 +104,8 @@ def run(request: Request) -> int:
 
 def _prepare(request: Request) -> tuple[Factory, Goal, ProbeLimits]:
     """Refuse at once what cannot work."""
+    if request.cluster is not None and (without := request.without_cluster):
+        raise BadOption(f"--cluster failed: expected none of what is for one machine, got {', '.join(without)}.")
     if request.has_verification and request.is_for_elsewhere:
         raise BadOption(
             "--verify failed: expected a plan for this machine, got one for another (--cpus, --memory, --gpu)."
@@ -105,6 +125,18 @@ def _prepare(request: Request) -> tuple[Factory, Goal, ProbeLimits]:
     most = parse_size(request.probe_memory) if request.probe_memory else here.memory_available * PROBE_MEMORY_SHARE
     limits = ProbeLimits(budget_s=request.budget_s, memory_bytes=int(most))
     return factory_for(request.env), goal, limits
+
+
+def _plan_cluster(request: Request, factory: Factory, goal: Goal, console: Console) -> int:
+    from envherd.executor.cli.cluster_sizing import json_text, plan_with, table
+
+    assert request.cluster is not None
+    most = parse_size(request.probe_memory) if request.probe_memory else None
+    plan = plan_with(factory, request.cluster, goal, (request.budget_s, most), console)
+    console.print(table(request.env, request.cluster, plan))
+    if request.json_path is not None:
+        _write(request.json_path, json_text(request.env, request.cluster, plan))
+    return 0
 
 
 def _size(request: Request, factory: Factory, goal: Goal, limits: ProbeLimits, console: Console) -> Sizing:

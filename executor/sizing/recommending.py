@@ -87,6 +87,13 @@ def measure(
         preload=blueprint.preload,
         seed=blueprint.root_seed,
     )
+    return measure_subject(subject, limits, options, progress)
+
+
+def measure_subject(
+    subject: Subject, limits: ProbeLimits, options: ExecutorOptions, progress: Callable[[str, float], None]
+) -> tuple[Measurement, Overhead]:
+    """Measure an env whose factory is pickled already; see `measure`."""
     measured = probe(subject, limits, options, progress)
     cores = read_machine().cores
     overhead = measure_overhead(measured.spec, cores, options, lambda share: progress("executor", share))

@@ -7,6 +7,7 @@ they have started are, wherever they run.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,21 +18,34 @@ import pytest
 from tests.conftest import Possessions
 
 _STORE_BYTES = 80 * 2**20
+#: A node whose raylet is silent is dead after some seconds, rather than most of a minute.
+_HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 3,
+}
 #: Seconds for Ray to have ended a host that was killed, on a busy machine.
 _GRACE_S = 20.0
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """Return a cluster: a head without processors, where the driver is, and two nodes with eight each."""
+    """Return a cluster: a head without processors, where the driver is, and nodes with eight and six."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray spells it so; else whatever else runs here goes first, by far
+    head = {
+        "num_cpus": 0,
+        "include_dashboard": False,
+        "object_store_memory": _STORE_BYTES,
+        "_system_config": _HEALTH_CHECKS,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=8, object_store_memory=_STORE_BYTES, wait=False)
+        for num_cpus in (8, 6):
+            cluster.add_node(num_cpus=num_cpus, object_store_memory=_STORE_BYTES, wait=False)
         cluster.wait_for_nodes()
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         yield cluster

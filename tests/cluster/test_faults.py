@@ -83,12 +83,26 @@ def test_what_is_lost_is_replaced_and_the_rest_goes_on(cluster):
             check_loss(env, [False, False, True, True])
             assert env.nodes[1].node_id == nodes[-1].node_id, "moved to where there is room"
             cluster.remove_node(nodes.pop())
+            env.send(env.rand_action(env.current()))
             with pytest.raises(WorkerLost, match="no living node has room"):
-                step(env)
+                receive_for_ever(env, [0, 1])
             assert env.statistics().worker_losses == 7
     finally:
         for node in nodes:
             cluster.remove_node(node)
+
+
+def receive_for_ever(env, env_ids):
+    """Step some envs again and again, while another place is looked for, for seconds, where others were."""
+    began = time.monotonic()
+    try:
+        while True:
+            assert sorted(env.recv(2)["env_ids"].tolist()) == env_ids
+            env.send(env.rand_action(env.current(env_ids)), env_ids)
+            assert time.monotonic() - began < 5, "nobody waits for it"
+            began = time.monotonic()
+    finally:
+        assert time.monotonic() - began < 5
 
 
 def test_a_lost_host_is_raised_and_the_executor_can_be_closed():

@@ -7,7 +7,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import ActionError, Busy, Collector, EnvError, FactoryError, ParallelEnv, ResetNeeded
+from envherd.executor import (
+    ActionError,
+    Busy,
+    Collector,
+    EnvError,
+    ExecutorOptions,
+    FactoryError,
+    ParallelEnv,
+    ResetNeeded,
+)
 from envherd.executor.cluster import ClusterError, RayParallelEnv
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv
 from tests.cluster.envs import Counter, GatedEnv, HeldCounter
@@ -164,6 +173,38 @@ def test_refusals_touch_nothing(shared_env):
     assert shared_env.statistics().env_steps == before
     with pytest.raises(EnvError, match=r"no attribute 'nothing' \(env 4, worker 3, pid \d+, node "):
         shared_env.call("nothing", env_ids=[4])
+
+
+def test_workers_are_recycled_on_their_nodes_and_the_data_are_the_same():
+    options = ExecutorOptions(recycle_after=1)
+    kwargs = {"resources_per_node": {"CPU": 1}, "num_workers": 2, "options": options}
+    with RayParallelEnv(3, make_env, seed=5, **kwargs) as remote, ParallelEnv(3, make_env, seed=5) as local:
+        pids = set(remote.call("pid"))
+        pair = remote, local
+        roots = [env.reset() for env in pair]
+        for _ in range(8):
+            made = [env.step_and_maybe_reset(env.rand_action(root)) for env, root in zip(pair, roots, strict=True)]
+            steps, roots = zip(*made, strict=True)
+            assert_equal(*steps)
+            assert_equal(*roots)
+        stepped = remote.statistics().recycled
+        assert stepped > 0
+        assert_equal(*[env.reset() for env in pair])
+        for _ in range(8):
+            for env in pair:
+                env.send(env.rand_action(env.current()))
+            theirs, ours = local.recv(), torch.cat([remote.recv(1) for _ in range(3)])
+            assert_equal(ours[ours["env_ids"].argsort()], theirs[theirs["env_ids"].argsort()])
+        sent = remote.statistics().recycled
+        assert sent > stepped
+        kwargs = {"auto_reset": False, "break_when_any_done": False}
+        assert_equal(*[env.rollout(9, Counter(), **kwargs) for env in (remote.remote_rollouts(), local)])
+        statistics = remote.statistics()
+        assert statistics.recycled > sent
+        assert (statistics.interrupted, statistics.worker_losses) == (0, 0)
+        assert pids.isdisjoint(remote.call("pid"))
+        assert [worker.pid for worker in statistics.workers] == [*dict.fromkeys(remote.call("pid"))]
+        assert sum(worker.generation for worker in statistics.workers) == statistics.recycled
 
 
 def step_until_it_raises(env):

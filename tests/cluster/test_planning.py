@@ -1,0 +1,122 @@
+"""The plan for a cluster, and the model of a large one: arithmetic; no cluster, no process."""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from envherd.executor.cluster.orders import Report, Survey
+from envherd.executor.cluster.planning import decide_for_nodes
+from envherd.executor.cluster.shares import divide
+from envherd.executor.sizing.deciding import DoesNotFit, Goal
+from tests.executor.test_sizing import GIB, MIB, OVERHEAD, machine_of, measured_of
+
+TRIP_S = 0.002
+
+
+def plan(cores, memory=64 * GIB, names=None, step_s=1e-3, **goal):
+    """Plan for nodes with so many processors each, each on a machine of its own unless they are named."""
+    names = names or [f"host{index}" for index in range(len(cores))]
+    reports = [
+        Report(node_id=str(i), hostname=name, pid=1, cores=count, memory_bytes=0, versions={}, boot_id=name)
+        for i, (name, count) in enumerate(zip(names, cores, strict=True))
+    ]
+    memories = memory if isinstance(memory, list) else [memory] * len(cores)
+    surveys = {
+        (name, name): Survey(
+            machine=machine_of(count, memory=room), measured=measured_of(step_s=step_s), overhead=OVERHEAD
+        )
+        for name, count, room in zip(names, cores, memories, strict=True)
+    }
+    return decide_for_nodes(reports, [{"CPU": float(n)} for n in cores], surveys, [TRIP_S] * len(cores), Goal(**goal))
+
+
+def test_unlike_nodes_get_unlike_shares_as_an_executor_gives_them():
+    made = plan([16, 8, 4], num_envs=56)
+    assert [node.num_envs for node in made.nodes] == [32, 16, 8] == divide(56, [16, 8, 4])
+    assert [node.num_workers for node in made.nodes] == [16, 8, 4]
+    assert made.batch_s == max(node.prediction.batch_s for node in made.nodes) + TRIP_S
+    assert made.steps_per_s < made.rollout_steps_per_s == sum(node.prediction.steps_per_s for node in made.nodes)
+    assert plan([16, 8, 4], num_envs=56, num_workers=2).nodes[0].num_workers == 2
+
+
+def test_as_many_are_chosen_as_the_nodes_would_choose_and_as_fit_the_smallest_memory():
+    counts = [node.num_envs for node in plan([8, 4]).nodes]
+    assert counts == divide(sum(counts), [8, 4])
+    assert counts[1] >= 4
+    tight = plan([8, 8], memory=[64 * GIB, 400 * MIB], step_s=1e-5)
+    assert tight.nodes[0].num_envs == tight.nodes[1].num_envs
+    assert tight.nodes[1].prediction.memory_bytes <= 320 * MIB
+    assert tight.num_envs < plan([8, 8], step_s=1e-5).num_envs
+
+
+def test_what_does_not_fit_names_the_node():
+    with pytest.raises(DoesNotFit, match=r"room for 100 envs on node host1/1, got too little memory.*Ask for fewer"):
+        plan([8, 8], memory=[64 * GIB, 1 * GIB], num_envs=200)
+    with pytest.raises(DoesNotFit):
+        plan([8, 8], memory=[64 * GIB, 10 * MIB])
+
+
+def test_nodes_of_one_machine_share_its_memory():
+    apart = plan([4, 4], num_envs=8)
+    together = plan([4, 4], num_envs=8, names=["one", "one"])
+    assert [node.machine.memory_available for node in together.nodes] == [32 * GIB] * 2
+    assert [node.machine.memory_available for node in apart.nodes] == [64 * GIB] * 2
+
+
+# ---- the model of many nodes -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    yield importlib.import_module("cluster_model")
+    sys.modules.pop("cluster_model")
+
+
+def costs(model, **changes):
+    plain = model.Costs(
+        trip_s=1e-3, step_fixed_s=1e-4, step_node_s=4e-4, step_byte_s=1e-9, rollout_s=1e-3, rollout_byte_s=1e-9
+    )
+    return replace(plain, **changes)
+
+
+def test_one_batch_loses_half_where_the_driver_takes_as_long_as_the_envs(model):
+    site = model.Site(envs_per_worker=1, workers=1)
+    work = model.Work(name="x", step_s=41e-3, row_bytes=0, weights_bytes=0)
+    found = costs(model, trip_s=0.0, step_fixed_s=1e-3, step_node_s=1e-3, step_byte_s=0.0)
+    assert model.step_efficiency(found, work, site, 40) == pytest.approx(0.5)
+    assert model.half_nodes(found, work, site) == 39
+    assert model.step_limit(found, work, site) == model.PROCESSOR
+    assert model.half_nodes(replace(found, trip_s=1.0), work, site) == 0
+
+
+@pytest.mark.parametrize(
+    ("work", "changes", "name"),
+    [
+        ({"row_bytes": 0, "weights_bytes": 0}, {}, "PROCESSOR"),
+        ({"row_bytes": 10_000, "weights_bytes": 0}, {"rollout_byte_s": 0.0}, "NETWORK_IN"),
+        ({"row_bytes": 0, "weights_bytes": 10**9}, {}, "NETWORK_OUT"),
+    ],
+)
+def test_remote_rollouts_are_limited_by_what_is_full_first(model, work, changes, name):
+    site, found = model.Site(), costs(model, **changes)
+    work = model.Work(name="x", step_s=1e-3, **work)
+    limit, nodes = model.rollout_limit(found, work, site)
+    assert limit == getattr(model, name)
+    load = model.rollout_loads(found, work, site)[limit]
+    assert load * nodes == pytest.approx(1)
+    assert model.rollout_efficiency(found, work, site, max(1, int(nodes))) == pytest.approx(1, rel=0.01)
+    assert model.rollout_efficiency(found, work, site, 4 * nodes) == pytest.approx(0.25)
+
+
+def test_more_nodes_are_never_better_for_each(model):
+    for work in model.WORKS:
+        for way in (model.step_efficiency, model.rollout_efficiency):
+            shares = [way(costs(model), work, model.Site(), count) for count in (1, 3, 10, 100, 1000)]
+            assert shares == sorted(shares, reverse=True)
+            assert 0 < shares[-1] <= shares[0] <= 1
