@@ -226,6 +226,21 @@ def test_several_rewards_of_a_reward_space():
     )
 
 
+def test_several_rewards_without_a_reward_space_are_refused_with_how_to_say_it():
+    def make():  # as envs of several agents with Gymnasium's methods are (lbforaging, rware)
+        return Scripted((np.zeros(2, np.float32), [0.5, 2], False, False, {}))
+
+    adapter = GymnasiumAdapter(make())
+    adapter.reset(0)
+    with pytest.raises(SpecError, match=r"got list of float64 \(2,\).*env\.unwrapped\.reward_space = .*COUNT") as error:
+        adapter.step([0])
+    env = gymnasium.wrappers.TimeLimit(make(), 10)
+    exec(str(error.value).rpartition(": ")[2].rstrip(".").replace("COUNT", "2"), {**globals(), "numpy": np, "env": env})
+    adapter = GymnasiumAdapter(env)
+    adapter.reset(0)
+    assert stored(adapter.spec.reward, adapter.step([0])[1])["reward",].tolist() == [0.5, 2.0]
+
+
 @pytest.mark.parametrize("flag", [True, False, np.True_, np.False_, np.array([True]).reshape(()), np.array([False])])
 @pytest.mark.parametrize("name", ["terminated", "truncated"])
 def test_flags_become_bools(name, flag):

@@ -30,6 +30,11 @@ _OLD_API = (
     "make_env=envherd.workers.adapters.OldGymFactory(make_env), or return {new}."
 )
 
+_SEVERAL_REWARDS = (
+    "Fix the env; or, if it gives several (for objectives, or agents), say how many where it is built: "
+    "env.unwrapped.reward_space = gymnasium.spaces.Box(-numpy.inf, numpy.inf, (COUNT,))."
+)
+
 
 class GymnasiumAdapter(Adapter):
     """One `gymnasium.Env` (of any wrappers).
@@ -108,7 +113,7 @@ class GymnasiumAdapter(Adapter):
         except (TypeError, ValueError):
             raise _wrong_arity(result) from None
         if reward.__class__ is not float and self._has_one_reward:
-            reward = as_float(reward, "reward")
+            reward = as_float(reward, "reward", _SEVERAL_REWARDS)
         if terminated.__class__ is not bool:
             terminated = as_flag(terminated, "terminated")
         if truncated.__class__ is not bool:

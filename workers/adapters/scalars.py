@@ -12,12 +12,13 @@ from envherd.workers.errors import SpecError
 _NUMBERS: frozenset[Any] = frozenset((float, int, bool, np.float64, np.float32, np.int64, np.int32, np.bool_))
 
 
-def as_float(value: Any, name: str) -> float:
+def as_float(value: Any, name: str, fix: str = "Fix the env.") -> float:
     """Return a number as a python float.
 
     Args:
         value: a python or numpy number or bool, or an array (also a tensor) of exactly one.
         name: what it is, for the message.
+        fix: what to do about several numbers, for the message.
 
     Raises:
         SpecError: None, text, several numbers, or anything else.
@@ -26,7 +27,8 @@ def as_float(value: Any, name: str) -> float:
         return float(value)
     array = _as_array(value)
     if array is None or array.size != 1 or array.dtype.kind not in "biuf":
-        raise SpecError(f"step failed: expected one number as the {name}, got {_describe(value, array)}. Fix the env.")
+        advice = fix if array is not None and array.size > 1 and array.dtype.kind in "biuf" else "Fix the env."
+        raise SpecError(f"step failed: expected one number as the {name}, got {_describe(value, array)}. {advice}")
     return float(array.reshape(()))
 
 
