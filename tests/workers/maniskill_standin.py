@@ -66,7 +66,7 @@ class BaseEnv(gymnasium.Env[Any, Any]):
         never = torch.zeros(self.num_envs, dtype=torch.bool)
         return self._observe(), reward, info["success"] | info["fail"], never, info
 
-    def render(self) -> torch.Tensor:
+    def render(self) -> Any:
         pictures = torch.zeros(self.num_envs, 8, 16, 3, dtype=torch.uint8)
         for row, place in enumerate(self._place.tolist()):
             pictures[row, :, min(15, max(0, int(8 + 7 * place)))] = 255

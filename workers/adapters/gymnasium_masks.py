@@ -7,7 +7,6 @@ the env's generator, no steps, nothing owed. Its own `reset` stays for all that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,17 +19,15 @@ def lend_masks(native: Any) -> None:
 
     Subclasses with a reset or step of their own are left as they are, as nobody knows what they would add.
     """
-    methods = ("reset", "step")
-    if isinstance(native, CartPoleVectorEnv) and all(
-        getattr(type(native), name) is getattr(CartPoleVectorEnv, name) for name in methods
-    ):
+    kept = (getattr(type(native), name, None) is getattr(CartPoleVectorEnv, name) for name in ("reset", "step"))
+    if all(kept):
         native.reset = _masked(native)
 
 
-def _masked(native: CartPoleVectorEnv) -> Any:
+def _masked(native: Any) -> Any:
     reset_all = native.reset
 
-    def reset(*, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
+    def reset(*, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         if options is None or "reset_mask" not in options:
             return reset_all(seed=seed, options=options)
         rows = np.flatnonzero(options["reset_mask"])
