@@ -11,7 +11,8 @@ COLUMNS = {
     "(for `ParallelEnv` alone, where a process can have one env, or keeps what an env has left)",
     "plain loop": "rollouts and single steps, compared bit for bit with the env driven by hand through its own API, "
     "with the same seeds and actions",
-    "partial resets": "the same, with resets of random envs (or rows) by mask, in the middle of episodes and at their ends",
+    "partial resets": "the same, with resets of random envs (or rows) by mask, in the middle of episodes and at their "
+    "ends",
     "invalid transitions": "of so many collected, those that the env driven by hand did not make: steps that only "
     "reset, observations of the next episode as last ones, steps after an end",
     "seeds": "the same seed gives the same data on one worker and on two, another seed gives others",
