@@ -120,6 +120,7 @@ BATCHED: dict[str, Family] = {
         partial(plain_batches.PlainVmas, partial(balance, terminated_truncated=True)),
         num_steps=30,
         package="vmas",
+        is_slow=True,
     ),
     "maniskill": _maniskill("ManiSkill's `BaseEnv`, a stand-in", resets_itself=False),
     "maniskill_vector": _maniskill("`ManiSkillVectorEnv`, a stand-in", resets_itself=True),
