@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,8 @@ _CONFIG = {
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 3,
     "gcs_rpc_server_reconnect_timeout_s": 8,
+    "grpc_client_keepalive_time_ms": 2000,
+    "grpc_client_keepalive_timeout_ms": 2000,
 }
 
 
@@ -65,9 +68,11 @@ def hosts_apart(folder: Path) -> Iterator[str]:
         for host in range(NUM_HOSTS):
             _make_host(host)
         address = f"{address_of(0)}:{_PORT}"
-        nodes.append(_start(0, "--head", f"--port={_PORT}", f"--system-config={json.dumps(_CONFIG)}", folder=folder))
-        time.sleep(1.0)
-        nodes += [_start(host, f"--address={address}", "--num-cpus=2", folder=folder) for host in range(1, NUM_HOSTS)]
+        head = ("--head", f"--port={_PORT}", f"--system-config={json.dumps(_CONFIG)}")
+        for host in range(NUM_HOSTS):  # one after the other: they choose names in one folder
+            options = head if host == 0 else (f"--address={address}", "--num-cpus=2")
+            nodes.append(_start(host, *options, folder=folder))
+            _wait_until_up(nodes[-1], folder / f"host-{host}.log")
         yield address
     finally:
         for node in reversed(nodes):
@@ -75,7 +80,16 @@ def hosts_apart(folder: Path) -> Iterator[str]:
         for node in nodes:
             node.wait()
         for host in range(NUM_HOSTS):
+            _kill_all(name_of(host))
             _ip("netns", "del", name_of(host), is_checked=False)
+
+
+def _kill_all(name: str) -> None:
+    """Kill what a host still runs: Ray's own helpers of a node that was cut off outlive it for a while."""
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    for pid in map(int, listed.stdout.split()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _make_host(host: int) -> None:
@@ -113,6 +127,13 @@ def _start(host: int, *options: str, folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(inside(host, ray, "start", *options, *common), stdout=log, stderr=log, env=environment)
 
 
+def _wait_until_up(node: subprocess.Popen[bytes], log: Path) -> None:
+    while "--block" not in log.read_text():
+        if node.poll() is not None:
+            raise RuntimeError(f"a node did not start:\n{log.read_text()}")
+        time.sleep(0.1)
+
+
 def drive(address: str, ip: str) -> None:
     """Step two shares, one of which is on the host that is cut off."""
     import ray
@@ -126,8 +147,8 @@ def drive(address: str, ip: str) -> None:
         time.sleep(0.1)
     make_env = functools.partial(CountingEnv, 1_000_000)
     options = ExecutorOptions(on_worker_loss="restart")
-    how = {"num_nodes": 2, "resources_per_node": {"CPU": 1}, "num_workers": 1, "node_timeout_s": 4.0}
-    with RayParallelEnv(4, make_env, seed=0, options=options, **how) as env:
+    on_nodes = functools.partial(RayParallelEnv, num_nodes=2, resources_per_node={"CPU": 1}, node_timeout_s=4.0)
+    with on_nodes(4, make_env, seed=0, options=options, num_workers=1) as env:
         root = env.reset()
         home = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         cut_off = next(index for index, node in enumerate(env.nodes) if home[node.node_id] == ip)

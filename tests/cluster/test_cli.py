@@ -35,7 +35,7 @@ def test_a_rollout_on_a_cluster_is_that_of_one_machine(cluster):
     ours, said = run(*arguments, "--cluster", cluster.address)
     theirs, _ = run(*arguments)
     assert ours["num_workers"] == 2, "one on each node"
-    for name in ("env_steps", "episodes", "returns", "resets", "seed"):
+    for name in ("env_steps", "episodes", "mean_return", "resets", "seed"):
         assert ours[name] == theirs[name], name
     assert ours["episodes"] > 3
     assert "env-steps/s" in said

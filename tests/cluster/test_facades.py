@@ -1,7 +1,6 @@
 """The facades over a cluster: the same program, the same data as over worker processes of this machine."""
 
 import functools
-from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -20,9 +19,8 @@ ON_NODES = functools.partial(RayParallelEnv, num_nodes=2, resources_per_node={"C
 class Ends(gymnasium.Env):
     """Episodes of two to five steps that terminate or are cut off, with infos, from the env's own generator."""
 
-    metadata: ClassVar = {"render_modes": [], "name": "ends"}
-
     def __init__(self, scale: float = 1.0) -> None:
+        self.metadata = {"render_modes": [], "name": "ends"}
         self.observation_space = gymnasium.spaces.Box(-10, 10, (3,), np.float32)
         self.action_space = gymnasium.spaces.Discrete(4)
         self.scale = scale
