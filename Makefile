@@ -18,7 +18,7 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 # An installed package that mypy can follow (it cannot follow the editable install's finder).
 TYPES := build/typecheck/envherd
 
-.PHONY: help venv rollout test test-quick test-full matrix faults soak lint format types examples bench-quick clean
+.PHONY: help venv rollout test test-quick test-full matrix faults soak lint format types examples bench bench-quick clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
@@ -31,7 +31,9 @@ help:
 	@echo "make faults       break envs, workers and the machine in every way and state, and write docs/faults.md"
 	@echo "make soak         $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/soak.md"
 	@echo "make venv         only make $(VENV)/, with everything installed"
-	@echo "make lint types examples bench-quick"
+	@echo "make bench        envherd beside other libraries (most of an hour, on a quiet machine); writes docs/benchmarks.md"
+	@echo "make bench-quick  the same with less of everything, in a minute"
+	@echo "make lint types examples"
 
 venv: $(STAMP)
 
@@ -68,7 +70,7 @@ faults: $(STAMP)
 	@mkdir -p build
 	ENVHERD_FULL=1 ENVHERD_FAULTS=$(RECORDED) $(BIN)/python -m pytest tests/faults/test_matrix.py tests/faults/test_surroundings.py
 	$(BIN)/python -m tests.faults.page $(RECORDED)
-	$(BIN)/python benchmarks/faults.py --write
+	$(BIN)/python -m envherd.benchmarks.faults --write
 
 MINUTES ?= 20
 soak: $(STAMP)
@@ -84,15 +86,20 @@ format: $(STAMP)
 
 types: $(STAMP)
 	@mkdir -p $(TYPES)
-	@for part in shm workers executor; do ln -sfn ../../../$$part $(TYPES)/$$part; done
+	@for part in shm workers executor benchmarks; do ln -sfn ../../../$$part $(TYPES)/$$part; done
 	$(BIN)/mypy -p envherd
-	$(BIN)/mypy tests examples benchmarks .ci/install_meltingpot.py
+	$(BIN)/mypy tests examples .ci/install_meltingpot.py
 
 examples: $(STAMP)
 	@for script in examples/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
+# A run that was stopped goes on where it was; delete the file to begin anew.
+BENCH := benchmarks/results/bench.json
+bench: $(STAMP)
+	$(BIN)/envherd bench --json $(BENCH) --resume --write
+
 bench-quick: $(STAMP)
-	@for script in step_overhead facades; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py --quick; done
+	$(BIN)/envherd bench --quick --json build/bench-quick.json
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,7 +4,7 @@ Every case runs in a process of its own, whose orphans this one adopts and count
 the deadline that envherd is given where an env hangs (the others have none, or one of hours) and TorchRL's
 start method.
 
-Run: python benchmarks/faults.py [--write]    (--write: into docs/faults.md and the README)
+Run: python -m envherd.benchmarks.faults [--write]    (--write: into docs/faults.md and the README)
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def write(table: str) -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     title = "## Beside other executors"
     text = (
-        f"{title}\n\nThe same faults in the last of three envs, by `python benchmarks/faults.py` "
+        f"{title}\n\nThe same faults in the last of three envs, by `python -m envherd.benchmarks.faults` "
         f"({versions}, Python {platform.python_version()}). Executors as they come, but TorchRL's workers "
         "forked, which start sooner; envherd with a deadline of "
         f'{DEADLINE_S:g} s and `on_worker_loss="restart"` (its seconds are those until the new worker '

@@ -4,7 +4,7 @@ For each env: it is sized; then every setting of a grid (number of workers, with
 for some seconds, in random order. Reported: predicted and measured steps per second and memory of the choice,
 and what share of the sweep's best it makes. Settings that ran while others used the machine are marked.
 
-Run: python benchmarks/sizing.py [--quick] [--env NAME ...]
+Run: python -m envherd.benchmarks.sizing [--quick] [--env NAME ...]
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 from rich.console import Console
-from rich.table import Table
 
+from envherd.benchmarks.gate import MOST_OTHERS
+from envherd.benchmarks.report import Sheet, to_rich
 from envherd.executor.env_names import factory_for
 from envherd.executor.machine import read_machine
 from envherd.executor.sizing.deciding import Goal
@@ -31,7 +32,6 @@ from envherd.executor.sizing.verifying import check
 
 RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8
-NOISY_SHARE = 0.1
 
 
 class Synthetic(gymnasium.Env[np.ndarray, Any]):
@@ -131,6 +131,26 @@ def run_one(name: str, budget_s: float, span_s: float) -> dict[str, Any]:
     }
 
 
+def as_sheet(rows: list[dict[str, Any]]) -> Sheet:
+    """Return the figures of all envs as a table."""
+    columns = ("env", "chosen", "predicted/s", "measured/s", "off by", "memory off by", "best", "of best", "others")
+    cells = [
+        (
+            row["env"],
+            row["chosen"],
+            f"{row['predicted_steps_per_s']:,.0f}",
+            f"{row['measured_steps_per_s']:,.0f}",
+            f"{row['predicted_steps_per_s'] / row['measured_steps_per_s'] - 1:+.0%}",
+            f"{row['predicted_memory_bytes'] / row['measured_memory_bytes'] - 1:+.0%}",
+            row["best"],
+            f"{row['share_of_best']:.0%}",
+            f"{row['others_share']:.0%}" + (" (noisy)" if row["others_share"] > MOST_OTHERS else ""),
+        )
+        for row in rows
+    ]
+    return Sheet("Sizing: prediction and choice against measurement", columns, cells)
+
+
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,21 +160,7 @@ def main() -> None:
     names = arguments.env or (QUICK if arguments.quick else tuple(ENVS))
     budget_s, span_s = (2.0, 0.5) if arguments.quick else (10.0, 5.0)
     rows = [run_one(name, budget_s, span_s) for name in names]
-    table = Table("env", "chosen", "predicted/s", "measured/s", "off by", "memory off by", "best", "of best", "others")
-    for row in rows:
-        table.add_row(
-            row["env"],
-            row["chosen"],
-            f"{row['predicted_steps_per_s']:,.0f}",
-            f"{row['measured_steps_per_s']:,.0f}",
-            f"{row['predicted_steps_per_s'] / row['measured_steps_per_s'] - 1:+.0%}",
-            f"{row['predicted_memory_bytes'] / row['measured_memory_bytes'] - 1:+.0%}",
-            row["best"],
-            f"{row['share_of_best']:.0%}",
-            f"{row['others_share']:.0%}",
-            style="dim" if row["others_share"] > NOISY_SHARE else "",
-        )
-    Console(width=150).print(table)
+    Console(width=150).print(to_rich(as_sheet(rows)))
     if not arguments.quick:
         machine = read_machine()
         RESULTS.write_text(json.dumps({"cores": machine.cores, "rows": rows}, indent=1) + "\n")

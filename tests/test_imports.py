@@ -1,4 +1,4 @@
-"""Imports point one way, and a worker stays light: shm <- workers <- executor."""
+"""Imports point one way, and a worker stays light: shm <- workers <- executor <- benchmarks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from envherd.workers.adapters.named import DmControlFactory, GymnasiumFactory, P
 from envherd.workers.testing import CountingEnv
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ("shm", "workers", "executor")
+LAYERS = ("shm", "workers", "executor", "benchmarks")
 FILES = sorted(path.relative_to(ROOT).as_posix() for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 
 #: A file may import what any pattern that matches it allows, anywhere in the file.
@@ -36,12 +36,20 @@ ALLOWED = {
     "workers/adapters/torchrl*.py": {"torch", "tensordict", "torchrl"},
     "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
     "executor/cli/*": {"typer", "rich"},
+    "executor/cli/bench.py": {"envherd.benchmarks"},
     "executor/media.py": {"PIL"},
     "executor/sizing/plotting.py": {"matplotlib"},
     "executor/cluster/*.py": {"ray", "cloudpickle"},
     "executor/facades/gymnasium*.py": {"gymnasium"},
     "executor/facades/sb3*.py": {"stable_baselines3", "gymnasium"},
     "executor/facades/torchrl*.py": {"torchrl"},
+    "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
+    | {"envherd.shm", "envherd.workers", "envherd.executor", "envherd.benchmarks"},
+    "benchmarks/cluster*.py": {"psutil", "ray", "torchrl", "matplotlib", "cluster_page", "cluster_model"},
+    "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
+    "benchmarks/startup.py": {"stable_baselines3", "torchrl"},
+    "benchmarks/peers.py": {"envpool", "pufferlib", "ray", "stable_baselines3", "tianshou", "torchrl"},
+    "benchmarks/plots.py": {"matplotlib"},
 }
 #: Imported by an adapter of their family when an env of it is there, and by nothing else.
 HEAVY = {
@@ -104,7 +112,7 @@ def test_shm_and_workers_load_no_heavy_package():
     light = [
         file
         for file in FILES
-        if not file.startswith("executor/")
+        if not file.startswith(("executor/", "benchmarks/"))
         and not (file.startswith("workers/adapters/") and Path(file).name.startswith(FAMILY_FILES))
     ]
     assert len(light) > 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from envherd.executor.cli.bench import bench
 from envherd.executor.cli.doctor import doctor
 from envherd.executor.cli.rollout import rollout
 from envherd.executor.cli.size import size
@@ -21,3 +22,4 @@ app.command()(rollout)
 app.command()(size)
 app.command()(top)
 app.command()(doctor)
+app.command()(bench)

@@ -1,0 +1,174 @@
+"""What the machine could do at best, measured: a serial loop, free-running processes, and a bare signalling round."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from envherd.benchmarks.pools import Contender, Job, Pool
+from envherd.benchmarks.watching import die_with_parent
+from envherd.shm.sync import DOORBELL_BYTES, Doorbell
+
+IDEAL, SERIAL, ROUND = "measured ideal", "serial loop", "bare signalling round"
+#: Seconds that the measured ideal's owner sleeps at a time while its processes run.
+_NAP_S = 5e-3
+_NUM_DRAWN = 64
+
+
+def stepper(job: Job) -> Callable[[], bool]:
+    """Build one env, and return a function that steps it, resets it when it ends, and says whether it did."""
+    env = job.make_env()
+    env.reset()
+    if job.family == "meltingpot":
+        return _dm_stepper(env)
+
+    def step() -> bool:
+        _, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            env.reset()
+        return bool(terminated or truncated)
+
+    action = int.from_bytes(os.urandom(1), "little") % 2
+    return step
+
+
+def _dm_stepper(env: Any) -> Callable[[], bool]:
+    drawn = [[random.randrange(int(spec.num_values)) for spec in env.action_spec()] for _ in range(_NUM_DRAWN)]
+    turn = 0
+
+    def step() -> bool:
+        nonlocal turn
+        turn = (turn + 1) % _NUM_DRAWN
+        has_ended = bool(env.step(drawn[turn]).last())
+        if has_ended:
+            env.reset()
+        return has_ended
+
+    return step
+
+
+def serial_loop(job: Job) -> Pool:
+    """Step the envs one after the other in this process: what a pool has to beat."""
+    steppers = [stepper(job) for _ in range(job.num_envs)]
+    ended = 0
+
+    def step() -> int:
+        nonlocal ended
+        if job.policy_s:
+            time.sleep(job.policy_s)
+        for one in steppers:
+            ended += one()
+        return len(steppers)
+
+    return Pool(step, lambda: None, lambda: ended)
+
+
+def free_running(job: Job) -> Pool:
+    """Step the envs in `num_workers` processes that wait for nobody and tell nothing; stopped outside their slots."""
+    context = multiprocessing.get_context("fork")
+    counts = multiprocessing.RawArray("q", 16 * 2 * job.num_workers)
+    words: Any = np.frombuffer(counts, np.int64).reshape(job.num_workers, 2, 16)
+    processes = [
+        context.Process(target=_run_freely, args=(job, words[worker], len(block)), daemon=True)
+        for worker, block in enumerate(np.array_split(np.arange(job.num_envs), job.num_workers))
+    ]
+    for process in processes:
+        process.start()
+    while not words[:, 0, 0].all():
+        if not all(process.is_alive() for process in processes):
+            raise RuntimeError("a free-running process ended while it built its envs")
+        time.sleep(0.01)
+
+    def signal_all(number: int) -> None:
+        for process in processes:
+            os.kill(int(process.pid or 0), number)
+
+    seen = 0
+
+    def step() -> int:
+        nonlocal seen
+        before = seen
+        time.sleep(_NAP_S)
+        seen = int(words[:, 0, 0].sum())
+        return seen - before
+
+    def wake() -> None:
+        nonlocal seen
+        signal_all(signal.SIGCONT)
+        seen = int(words[:, 0, 0].sum())
+
+    def close() -> None:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+
+    pool = Pool(step, close, lambda: int(words[:, 1, 0].sum()), wake, lambda: signal_all(signal.SIGSTOP))
+    pool.rest()
+    return pool
+
+
+def _run_freely(job: Job, words: Any, num_envs: int) -> None:
+    die_with_parent()
+    steppers = [stepper(job) for _ in range(num_envs)]
+    steps, ended = memoryview(words[0]), memoryview(words[1])
+    while True:
+        for step in steppers:
+            if step():
+                ended[0] += 1
+            steps[0] += 1
+
+
+def bare_round(job: Job) -> Pool:
+    """Wake `num_workers` processes and wait for their answers, with the executor's own doorbells and nothing else.
+
+    One call counts as a batch of all envs, though none is stepped.
+    """
+    memory = multiprocessing.RawArray("B", DOORBELL_BYTES * (job.num_workers + 2))
+    buffer = np.frombuffer(memory, np.uint8)
+    aligned = buffer[-buffer.ctypes.data % DOORBELL_BYTES :]
+    bells = [Doorbell.create(aligned, DOORBELL_BYTES * index) for index in range(job.num_workers + 1)]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_answer, args=(bell, bells[-1]), daemon=True) for bell in bells[:-1]]
+    for process in processes:
+        process.start()
+    answer = bells[-1]
+
+    def step() -> int:
+        for bell in bells[:-1]:
+            bell.ring()
+        for _ in processes:
+            answer.wait(5.0)
+        return job.num_envs
+
+    def close() -> None:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+
+    return Pool(step, close)
+
+
+def _answer(mine: Doorbell, theirs: Doorbell) -> None:
+    die_with_parent()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            if mine.wait(60.0):
+                theirs.ring()
+
+
+CONTENDERS = (
+    Contender(name=IDEAL, build=free_running, kind="bound", families=("gymnasium", "meltingpot")),
+    Contender(name=SERIAL, build=serial_loop, kind="bound", families=("gymnasium", "meltingpot")),
+    Contender(name=ROUND, build=bare_round, kind="bound"),
+)

@@ -1,0 +1,116 @@
+"""How a batch's cost grows: with envs, with bytes, with workers. Straight lines through measured points."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from envherd.benchmarks import ours, peers
+from envherd.benchmarks.pools import Contender, Job, Pool
+from envherd.benchmarks.ratios import fit_line
+from envherd.benchmarks.rounds import Entry, Plan, measure
+from envherd.benchmarks.work import SteadyFactory
+from envherd.benchmarks.workloads import ALL
+
+MEMCPY = "one memcpy"
+NUM_ENVS, MANY_ENVS = (2, 8, 32), (2, 8, 32, 128)
+SIZES = (84 * 84, 84 * 84 * 4, 84 * 84 * 16)
+WORKERS = (1, 2, 4, 8)
+_COLUMNS = 64
+
+#: A series: contender, x, and what it runs there.
+Point = tuple[str, float, Job]
+
+
+def _memcpy(job: Job) -> Pool:
+    """Copy each env's observation once, into storage as large as a rollout's."""
+    source = np.ones(job.make_env().observation_space.shape, np.uint8)
+    storage = np.ones((job.num_envs, _COLUMNS, *source.shape), np.uint8)  # ones: its pages are there
+    rows = [[storage[env, column] for env in range(job.num_envs)] for column in range(_COLUMNS)]
+    column = 0
+
+    def step() -> int:
+        nonlocal column
+        column = (column + 1) % _COLUMNS
+        for row in rows[column]:
+            row[...] = source
+        return job.num_envs
+
+    return Pool(step, lambda: None)
+
+
+CONTENDERS = {**ALL, MEMCPY: Contender(name=MEMCPY, build=_memcpy, kind="bound")}
+
+
+def _points(num_workers: int) -> dict[str, list[Point]]:
+    tiny = Job(make_env=SteadyFactory(), num_workers=num_workers)
+    few = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL)
+    envs = [(ours.OURS, float(n), replace(tiny, num_envs=n)) for n in MANY_ENVS]
+    envs += [(name, float(n), replace(tiny, num_envs=n)) for name in few for n in NUM_ENVS]
+    images = {size: replace(tiny, make_env=SteadyFactory(shape=(size,), dtype="uint8")) for size in SIZES}
+    sizes = [
+        (name, float(size), job)
+        for name in (MEMCPY, ours.ROLLOUT, ours.OURS, ours.VIEWS)
+        for size, job in images.items()
+    ]
+    workers = [(ours.OURS, float(count), replace(tiny, num_workers=count)) for count in WORKERS]
+    return {"envs": envs, "bytes": sizes, "workers": workers}
+
+
+def run(num_workers: int, plan: Plan, chosen: Callable[[str], bool], say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure all points of each series in one interleaved run.
+
+    Returns:
+        "envs" (x: N), "bytes" (x: of one env's observation, per env step) and "workers" (x: W) -> contender ->
+        "x", "cpu_us" and "wall_us" (medians: of a batch; of an env step for "bytes"), and the lines "cpu_fit" and
+        "wall_fit" (`[a, b, unexplained]`), or "status" where a point could not be measured.
+    """
+    found = {}
+    for series, points in _points(num_workers).items():
+        kept = [point for point in points if point[0] == MEMCPY or chosen(point[0])]
+        pairs = [(replace(CONTENDERS[name], name=_label(name, x)), job) for name, x, job in kept]
+        entries, _ = measure(pairs, plan, functools.partial(_say, say, series))
+        found[series] = _lines(kept, {entry.contender.name: entry for entry in entries}, is_per_step=series == "bytes")
+    return found
+
+
+def _say(say: Callable[[str], None], series: str, text: str) -> None:
+    say(f"{series}: {text}")
+
+
+def _label(name: str, x: float) -> str:
+    return f"{name} ({x:g})"
+
+
+def _lines(points: Sequence[Point], entries: dict[str, Entry], *, is_per_step: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(point[0] for point in points):
+        mine = [(x, job, entries[_label(name, x)]) for one, x, job in points if one == name]
+        failures = [entry.failure for _, _, entry in mine if entry.failure or not entry.turns]
+        if failures:
+            found[name] = {"status": failures[0] or "no round"}
+            continue
+        xs = [x for x, _, _ in mine]
+        scale = [1 if is_per_step else job.num_envs for _, job, _ in mine]
+        cpu = [
+            k * statistics.median(t.slot.cpu_us for t in entry.turns)
+            for k, (*_, entry) in zip(scale, mine, strict=True)
+        ]
+        wall = [
+            k * statistics.median(1e6 / t.slot.steps_per_s for t in entry.turns)
+            for k, (*_, entry) in zip(scale, mine, strict=True)
+        ]
+        found[name] = {
+            "status": "measured",
+            "x": xs,
+            "cpu_us": cpu,
+            "wall_us": wall,
+            "cpu_fit": list(fit_line(xs, cpu)),
+            "wall_fit": list(fit_line(xs, wall)),
+        }
+    return found

@@ -1,0 +1,186 @@
+"""envherd's own ways to run envs, as contenders."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from envherd.benchmarks.pools import Contender, EndCounter, Job, Pool
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+
+OURS, ONE, WIDE, SERIAL = "envherd", "envherd, 1 worker", "envherd, 1 env per worker", "envherd SerialEnv"
+VIEWS, ROLLOUT, FIRST_K = "envherd, copy=False", "envherd rollout(64)", "envherd, async first-K"
+GROUPS, AHEAD = "envherd, two groups", "envherd, reset-ahead"
+AS_GYMNASIUM, AS_SB3, AS_TORCHRL = "envherd as Gymnasium", "envherd as SB3", "envherd as TorchRL"
+ROLLOUT_STEPS = 64
+_AHEAD: dict[str, Any] = {"reset_ahead": True}  # not every version has it
+_BOTH = ("gymnasium", "meltingpot")
+#: Whether this version has the option.
+HAS_RESET_AHEAD = any(field.name in _AHEAD for field in dataclasses.fields(ExecutorOptions))
+
+
+def _open(job: Job, kind: Any = ParallelEnv, *, num_workers: int | None = None, **kwargs: Any) -> Any:
+    return kind(job.num_envs, job.make_env, num_workers=num_workers or job.num_workers, seed=0, **kwargs)
+
+
+def _drawn(env: Any) -> list[tuple[Any, torch.Tensor]]:
+    """Return one batch of random actions, `(key, [N, ...])` for each leaf, to be given again and again."""
+    td = env.rand_action()
+    return [(leaf.key if len(leaf.key) > 1 else leaf.key[0], td[leaf.key]) for leaf in env.action_spec]
+
+
+def _synchronous(job: Job, *, kind: Any = ParallelEnv, num_workers: int | None = None, **kwargs: Any) -> Pool:
+    env = _open(job, kind, num_workers=num_workers, **kwargs)
+    root = env.reset()
+    actions = _drawn(env)
+
+    def step() -> int:
+        nonlocal root
+        if job.policy_s:
+            time.sleep(job.policy_s)
+        for key, value in actions:
+            root.set(key, value)
+        _, root = env.step_and_maybe_reset(root)
+        return job.num_envs
+
+    return Pool(step, env.close, lambda: env.statistics().episodes)
+
+
+def _wide(job: Job) -> Pool:
+    return _synchronous(job, num_workers=job.num_envs)
+
+
+def _rollout(job: Job) -> Pool:
+    env = _open(job)
+    env.reset()
+    actions = _drawn(env)
+
+    def policy(root: Any) -> Any:
+        for key, value in actions:
+            root.set(key, value)
+        return root
+
+    data = None
+
+    def collect() -> int:
+        nonlocal data  # filled again and again: fresh memory would cost its page faults
+        data = env.rollout(ROLLOUT_STEPS, policy, auto_reset=False, break_when_any_done=False, out=data)
+        return job.num_envs * ROLLOUT_STEPS
+
+    return Pool(collect, env.close, lambda: env.statistics().episodes)
+
+
+def _first_k(job: Job, **kwargs: Any) -> Pool:
+    """Act on the first `num_workers` envs that are ready."""
+    env = _open(job, **kwargs)
+    root = env.reset()
+    actions, wanted = _drawn(env), min(job.num_workers, job.num_envs)
+    for key, value in actions:
+        root.set(key, value)
+    env.send(root)
+
+    def step() -> int:
+        env_ids = env.recv(min_envs=wanted)["env_ids"]
+        root = env.current(env_ids)
+        if job.policy_s:
+            time.sleep(job.policy_s)
+        for key, value in actions:
+            root.set(key, value[env_ids])
+        env.send(root, env_ids)
+        return wanted
+
+    return Pool(step, env.close, lambda: env.statistics().episodes)
+
+
+def _two_groups(job: Job) -> Pool:
+    """Act on one half of the envs while the other half steps; each half has envs of every worker."""
+    env = _open(job)
+    root = env.reset()
+    actions = _drawn(env)
+    halves = [np.arange(job.num_envs)[start::2] for start in (0, 1)]
+    turn = 0
+    for half in halves:
+        td = root[torch.from_numpy(half)]
+        for key, value in actions:
+            td.set(key, value[half])
+        env.send(td, half)
+
+    def step() -> int:
+        nonlocal turn
+        half = halves[turn]
+        turn = 1 - turn
+        env.recv(min_envs=len(half))
+        root = env.current(half)
+        if job.policy_s:
+            time.sleep(job.policy_s)
+        for key, value in actions:
+            root.set(key, value[half])
+        env.send(root, half)
+        return len(half)
+
+    return Pool(step, env.close, lambda: env.statistics().episodes)
+
+
+def _reset_ahead(job: Job) -> Pool:
+    return _synchronous(job, options=ExecutorOptions(**_AHEAD))
+
+
+def _as_gymnasium(job: Job) -> Pool:
+    from envherd.executor.facades.gymnasium import AsyncVectorEnv
+
+    env = AsyncVectorEnv([job.make_env] * job.num_envs, num_workers=1)
+    return stepped_arrays(env, job, has_two_flags=True)
+
+
+def _as_sb3(job: Job) -> Pool:
+    from envherd.executor.facades.sb3 import SubprocVecEnv
+
+    return stepped_arrays(SubprocVecEnv([job.make_env] * job.num_envs, num_workers=1), job, has_two_flags=False)
+
+
+def _as_torchrl(job: Job) -> Pool:
+    from envherd.benchmarks.peers import stepped_tensordicts, torchrl_factory
+    from envherd.executor.facades.torchrl import ParallelEnv as Facade
+
+    return stepped_tensordicts(Facade(job.num_envs, torchrl_factory(job), num_processes=1), job)
+
+
+def stepped_arrays(env: Any, job: Job, *, has_two_flags: bool) -> Pool:
+    """Return a pool of an env with arrays: Gymnasium's vector envs (two flags) or SB3's (one)."""
+    env.reset()
+    actions = np.arange(job.num_envs) % 2
+    ends = EndCounter()
+
+    def step() -> int:
+        if job.policy_s:
+            time.sleep(job.policy_s)
+        answer = env.step(actions)
+        if job.has_ends:
+            ends.add((answer[2] | answer[3]) if has_two_flags else answer[2])
+        return job.num_envs
+
+    return Pool(step, env.close, ends.read if job.has_ends else Pool.episodes)
+
+
+CONTENDERS = tuple(
+    Contender(name=name, build=build, kind="ours", families=families)
+    for name, build, families in (
+        (OURS, _synchronous, _BOTH),
+        (ONE, functools.partial(_synchronous, num_workers=1), _BOTH),
+        (WIDE, _wide, _BOTH),
+        (VIEWS, functools.partial(_synchronous, copy=False), _BOTH),
+        (SERIAL, functools.partial(_synchronous, kind=SerialEnv), _BOTH),
+        (ROLLOUT, _rollout, _BOTH),
+        (FIRST_K, _first_k, _BOTH),
+        (GROUPS, _two_groups, _BOTH),
+        *(((AHEAD, _reset_ahead, _BOTH),) if HAS_RESET_AHEAD else ()),
+        (AS_GYMNASIUM, _as_gymnasium, ("gymnasium",)),
+        (AS_SB3, _as_sb3, ("gymnasium",)),
+        (AS_TORCHRL, _as_torchrl, ("gymnasium",)),
+    )
+)

@@ -1,0 +1,214 @@
+"""Other libraries' vector envs, each stepped in its own fastest documented loop. Their packages are optional.
+
+Those that can fork do: it changes how long they take to start (which is measured elsewhere, as they come) and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from envherd.benchmarks.ours import stepped_arrays
+from envherd.benchmarks.pools import Contender, EndCounter, Job, Pool
+from envherd.benchmarks.watching import stopped_in_between
+
+GYMNASIUM_SYNC, GYMNASIUM_ASYNC = "Gymnasium SyncVectorEnv", "Gymnasium AsyncVectorEnv"
+SB3_DUMMY, SB3_SUBPROC = "SB3 DummyVecEnv", "SB3 SubprocVecEnv"
+TORCHRL_SERIAL, TORCHRL_PARALLEL, TORCHRL_ASYNC = "TorchRL SerialEnv", "TorchRL ParallelEnv", "TorchRL AsyncEnvPool"
+TIANSHOU, PUFFER = "tianshou ShmemVectorEnv", "PufferLib Multiprocessing"
+ENVPOOL, RAY = "EnvPool", "Ray actors"
+
+
+def _gymnasium(kind: str, job: Job) -> Pool:
+    import gymnasium
+
+    return stepped_arrays(getattr(gymnasium.vector, kind)([job.make_env] * job.num_envs), job, has_two_flags=True)
+
+
+def _sb3_dummy(job: Job) -> Pool:
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    return stepped_arrays(DummyVecEnv([job.make_env] * job.num_envs), job, has_two_flags=False)
+
+
+def _sb3_subproc(job: Job) -> Pool:
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    env = SubprocVecEnv([job.make_env] * job.num_envs, start_method="fork")
+    return stepped_arrays(env, job, has_two_flags=False)
+
+
+def torchrl_factory(job: Job) -> Any:
+    """Return what builds one of the envs as TorchRL has it: its own Melting Pot env, or its Gymnasium wrapper."""
+    if job.family == "meltingpot":
+        from torchrl.envs import MeltingpotEnv
+
+        return functools.partial(MeltingpotEnv, job.make_env.name)  # type: ignore[attr-defined]  # its factory
+    from torchrl.envs import GymWrapper
+
+    return functools.partial(_wrapped, GymWrapper, job.make_env)
+
+
+def _wrapped(wrapper: Any, make_env: Any) -> Any:
+    return wrapper(make_env(), categorical_action_encoding=True)
+
+
+def stepped_tensordicts(env: Any, job: Job) -> Pool:
+    """Return a pool of a TorchRL env, stepped by `step_and_maybe_reset`."""
+    root = env.reset()
+    key = env.action_key
+    actions = env.rand_action(root.clone()).get(key)
+    ends = EndCounter()
+
+    def step() -> int:
+        nonlocal root
+        if job.policy_s:
+            time.sleep(job.policy_s)
+        td, root = env.step_and_maybe_reset(root.set(key, actions))
+        if job.has_ends:
+            ends.add(td["next", "done"])
+        return job.num_envs
+
+    return Pool(step, env.close, ends.read if job.has_ends else Pool.episodes)
+
+
+def _torchrl_serial(job: Job) -> Pool:
+    from torchrl.envs import SerialEnv
+
+    return stepped_tensordicts(SerialEnv(job.num_envs, torchrl_factory(job)), job)
+
+
+def _torchrl_parallel(job: Job) -> Pool:
+    from torchrl.envs import ParallelEnv
+
+    return stepped_tensordicts(ParallelEnv(job.num_envs, torchrl_factory(job), mp_start_method="fork"), job)
+
+
+def _torchrl_async(job: Job) -> Pool:
+    from torchrl.envs import AsyncEnvPool
+
+    env = AsyncEnvPool([torchrl_factory(job)] * job.num_envs, backend="multiprocessing", exchange="shm", stack="dense")
+    root = env.reset()
+    key, wanted = env.action_key, min(job.num_workers, job.num_envs)
+    actions = torch.arange(job.num_envs) % 2
+    env.async_step_and_maybe_reset_send(root.set(key, actions))
+    ends = EndCounter()
+
+    def step() -> int:
+        td, root = env.async_step_and_maybe_reset_recv(min_get=wanted)
+        if job.policy_s:
+            time.sleep(job.policy_s)
+        if job.has_ends:
+            ends.add(td["next", "done"])
+        env_ids = torch.as_tensor(_ids(root))
+        env.async_step_and_maybe_reset_send(root.set(key, actions[env_ids]))
+        return len(env_ids)
+
+    return Pool(step, env.close, ends.read if job.has_ends else Pool.episodes)
+
+
+def _ids(td: Any) -> Any:
+    found = td["env_index"]
+    return found.tolist() if hasattr(found, "tolist") else list(found)
+
+
+def _tianshou(job: Job) -> Pool:
+    from tianshou.env import ShmemVectorEnv
+
+    env = ShmemVectorEnv([job.make_env] * job.num_envs)
+    env.reset()
+    actions = np.arange(job.num_envs) % 2
+    ends = EndCounter()
+
+    def step() -> int:
+        if job.policy_s:
+            time.sleep(job.policy_s)
+        _, _, terminated, truncated, _ = env.step(actions)
+        done = terminated | truncated
+        if done.any():
+            env.reset(np.flatnonzero(done))
+            ends.add(done)
+        return job.num_envs
+
+    return Pool(step, env.close, ends.read if job.has_ends else Pool.episodes)
+
+
+def _puffer(job: Job) -> Pool:
+    import pufferlib.emulation
+    import pufferlib.vector
+
+    make = functools.partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=job.make_env)
+    env = pufferlib.vector.make(
+        make, backend=pufferlib.vector.Multiprocessing, num_envs=job.num_envs, num_workers=job.num_workers
+    )
+    env.reset(seed=0)
+    actions = np.arange(job.num_envs) % 2
+
+    def step() -> int:
+        if job.policy_s:
+            time.sleep(job.policy_s)
+        env.step(actions)
+        return job.num_envs
+
+    return stopped_in_between(Pool(step, env.close))  # its workers spin while they have nothing to do
+
+
+def _envpool(job: Job) -> Pool:
+    import envpool
+
+    env = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=job.num_envs, num_threads=job.num_workers)
+    return stepped_arrays(env, job, has_two_flags=True)
+
+
+class _Actor:
+    """One env, as a Ray actor."""
+
+    def __init__(self, make_env: Any) -> None:
+        self._env = make_env()
+        self._env.reset()
+
+    def step(self, action: int) -> Any:
+        """Step, and reset if that was the end."""
+        answer = self._env.step(action)
+        return (self._env.reset()[0], *answer[1:]) if answer[2] or answer[3] else answer
+
+
+def _ray(job: Job) -> Pool:
+    import ray
+
+    ray.init(num_cpus=job.num_envs, include_dashboard=False, configure_logging=False, log_to_driver=False)
+    kind: Any = ray.remote(_Actor)
+    actors = [kind.remote(job.make_env) for _ in range(job.num_envs)]
+    ray.get([actor.step.remote(0) for actor in actors])
+
+    def step() -> int:
+        answers = ray.get([actor.step.remote(index % 2) for index, actor in enumerate(actors)])
+        np.stack([answer[0] for answer in answers])
+        return job.num_envs
+
+    return Pool(step, ray.shutdown)
+
+
+def _peer(name: str, build: Any, peer: str, package: str, *, takes_meltingpot: bool = False) -> Contender:
+    families = ("gymnasium", "meltingpot") if takes_meltingpot else ("gymnasium",)
+    return Contender(name=name, build=build, peer=peer, package=package, families=families)
+
+
+CONTENDERS = (
+    _peer(GYMNASIUM_SYNC, functools.partial(_gymnasium, "SyncVectorEnv"), "gymnasium", "gymnasium"),
+    _peer(GYMNASIUM_ASYNC, functools.partial(_gymnasium, "AsyncVectorEnv"), "gymnasium", "gymnasium"),
+    _peer(SB3_DUMMY, _sb3_dummy, "sb3", "stable_baselines3"),
+    _peer(SB3_SUBPROC, _sb3_subproc, "sb3", "stable_baselines3"),
+    _peer(TORCHRL_SERIAL, _torchrl_serial, "torchrl", "torchrl"),
+    _peer(TORCHRL_PARALLEL, _torchrl_parallel, "torchrl", "torchrl", takes_meltingpot=True),
+    _peer(TORCHRL_ASYNC, _torchrl_async, "torchrl", "torchrl"),
+    _peer(TIANSHOU, _tianshou, "tianshou", "tianshou"),
+    _peer(PUFFER, _puffer, "puffer", "pufferlib"),
+    _peer(ENVPOOL, _envpool, "envpool", "envpool"),
+    _peer(RAY, _ray, "ray", "ray"),
+)

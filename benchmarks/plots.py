@@ -1,0 +1,205 @@
+"""Pictures of the results: ratios as bars, growth as lines, batch times as distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from envherd.benchmarks import bounds, ours, peers
+from envherd.benchmarks.ratios import LEVELS
+from envherd.benchmarks.report import short
+
+_PEERS = (
+    peers.GYMNASIUM_SYNC,
+    peers.GYMNASIUM_ASYNC,
+    peers.SB3_DUMMY,
+    peers.SB3_SUBPROC,
+    peers.TIANSHOU,
+    peers.TORCHRL_SERIAL,
+    peers.TORCHRL_PARALLEL,
+    peers.TORCHRL_ASYNC,
+    peers.PUFFER,
+    peers.ENVPOOL,
+    peers.RAY,
+    bounds.IDEAL,
+    bounds.SERIAL,
+)
+_COLORS = {
+    ours.OURS: "#3465a4",
+    ours.ONE: "#00a0b0",
+    ours.VIEWS: "#729fcf",
+    ours.FIRST_K: "#c2185b",
+    ours.ROLLOUT: "#7a5cc0",
+    ours.WIDE: "#88aadd",
+    peers.GYMNASIUM_ASYNC: "#e07b00",
+    peers.SB3_SUBPROC: "#4e9a06",
+    peers.TORCHRL_PARALLEL: "#b03030",
+    peers.TIANSHOU: "#8f5902",
+    bounds.IDEAL: "#555555",
+    bounds.SERIAL: "#999999",
+}
+_CPU, _WALL = "#729fcf", "#204a87"
+_DISTRIBUTIONS = ("tiny", "cartpole", "w200", "spikes", "commons_harvest")
+_MOST_PANELS_WIDE = 3
+
+
+def draw_all(results: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draw what the results have to PNG files in a folder; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for name, figure in (
+        ("bench_ratios.png", _ratios(results)),
+        ("bench_growth.png", _growth(results)),
+        ("bench_latency.png", _latency(results)),
+        ("bench_startup.png", _startup(results)),
+    ):
+        if figure is not None:
+            figure.savefig(folder / name, dpi=110)
+            drawn.append(folder / name)
+    return drawn
+
+
+def _figure(num_panels: int, height: float) -> tuple[Figure, list[Any]]:
+    wide = min(num_panels, _MOST_PANELS_WIDE)
+    tall = -(-num_panels // wide)
+    figure = Figure(figsize=(max(6.5, 5.2 * wide), height * tall), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(tall, wide, squeeze=False).ravel().tolist()
+    for axes in grid[num_panels:]:
+        axes.set_visible(False)
+    return figure, grid[:num_panels]
+
+
+def _ratios(results: Mapping[str, Any]) -> Figure | None:
+    """Bars: how many times the throughput of each the reference has, by processor time and by the clock."""
+    shown = {
+        name: [peer for peer in _PEERS if one["contenders"].get(peer, {}).get("cpu_ratio")]
+        for name, one in results.get("workloads", {}).items()
+    }
+    shown = {name: found for name, found in shown.items() if found}
+    if not shown:
+        return None
+    most = max(map(len, shown.values()))
+    figure, grid = _figure(len(shown), 1.3 + 0.32 * most)
+    for axes, (name, found) in zip(grid, shown.items(), strict=True):
+        workload = results["workloads"][name]
+        for row, peer in enumerate(found):
+            one = workload["contenders"][peer]
+            for offset, key, color in ((-0.19, "cpu_ratio", _CPU), (0.19, "wall_ratio", _WALL)):
+                if one.get(key) is None:
+                    continue
+                low, mid, high = one[key]
+                axes.barh(row + offset, mid - 1, 0.36, left=1, color=color)
+                axes.plot([low, high], [row + offset] * 2, color="black", linewidth=0.9)
+                text = f"{short(mid)}x"
+                axes.annotate(
+                    text, (max(high, 1.0), row + offset), (3, 0), textcoords="offset points", va="center", fontsize=7
+                )
+        axes.set_xscale("log")
+        axes.margins(x=0.18)
+        low, high = axes.get_xlim()
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 50 * low else (1.0,), numticks=9))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(found)), found, fontsize=8)
+        axes.set_ylim(most - 0.5, -0.5)  # bars are as thick in all panels
+        axes.set_title(f"{workload['title']}\n{workload['reference']} beside", fontsize=9)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.grid(axis="x", alpha=0.3)
+    figure.suptitle(
+        "How many times the throughput: light, by processor time; dark, by the clock (where it could be)", fontsize=11
+    )
+    return figure
+
+
+def _growth(results: Mapping[str, Any]) -> Figure | None:
+    """Lines: processor time against envs, bytes and workers, with the fitted laws."""
+    growth = results.get("growth")
+    if growth is None:
+        return None
+    figure, grid = _figure(3, 4.4)
+    labels = {
+        "envs": ("envs in a batch", "CPU us per batch"),
+        "bytes": ("1,000 bytes of one observation", "CPU us per env step"),
+        "workers": ("workers, 8 envs", "CPU us per batch"),
+    }
+    for axes, (series, (x_label, y_label)) in zip(grid, labels.items(), strict=True):
+        scale = 1e3 if series == "bytes" else 1.0
+        for name, row in growth[series].items():
+            if row["status"] != "measured":
+                continue
+            a, b, _ = row["cpu_fit"]
+            along = np.geomspace(min(row["x"]), max(row["x"]), 60)
+            color = _COLORS.get(name, "#000000")
+            axes.plot([x / scale for x in row["x"]], row["cpu_us"], "o", color=color, markersize=4)
+            law = f"{name}: {a:.3g} + {b * scale:.3g} x"
+            axes.plot(along / scale, np.maximum(1e-3, a + b * along), color=color, linewidth=1, label=law)
+        if series == "envs":
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, loc="upper left")
+    figure.suptitle("What a batch costs as it grows, all processes together", fontsize=11)
+    return figure
+
+
+def _latency(results: Mapping[str, Any]) -> Figure | None:
+    """Distributions of the time that one call takes."""
+    workloads = results.get("workloads", {})
+    shown = [name for name in _DISTRIBUTIONS if name in workloads]
+    if not shown:
+        return None
+    figure, grid = _figure(len(shown), 3.9)
+    lines: dict[Any, Any] = {}
+    for axes, name in zip(grid, shown, strict=True):
+        rows = workloads[name]["contenders"]
+        for contender, color in _COLORS.items():
+            row = rows.get(contender, {})
+            if row.get("status") == "measured" and contender not in (bounds.IDEAL, ours.ROLLOUT):
+                style = "-" if contender.startswith("envherd") else "--"
+                axes.plot(row["batch_levels"], LEVELS, style, color=color, linewidth=1.4, label=contender)
+        axes.set_xscale("log")
+        axes.set_ylim(0, 1)
+        axes.set_xlabel("us per call")
+        axes.set_ylabel("share of calls")
+        axes.set_title(workloads[name]["title"], fontsize=9)
+        axes.grid(alpha=0.3)
+        lines.update((line.get_label(), line) for line in axes.get_lines())
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.suptitle("How long one call takes (first-K calls are for some of the envs)", fontsize=11)
+    return figure
+
+
+def _startup(results: Mapping[str, Any]) -> Figure | None:
+    """Bars: seconds to start and megabytes per worker, of scripts with and without torch."""
+    tiny = {n: c for n, c in results.get("startup", {}).get("tiny", {}).items() if c["status"] == "measured"}
+    if not tiny:
+        return None
+    figure, grid = _figure(2, 0.9 + 0.55 * len(tiny) + 0.5)
+    for axes, key, scale, label in (
+        (grid[0], "ready_s", 1.0, "seconds until 8 workers were reset"),
+        (grid[1], "uss_per_worker", 1e6, "MB of its own for each worker"),
+    ):
+        for offset, case, color in ((-0.19, "plain", _CPU), (0.19, "torch", _WALL)):
+            values = [cases[case][key] / scale for cases in tiny.values()]
+            label_of = {"plain": "plain script", "torch": "script imports torch"}[case]
+            bars = axes.barh([row + offset for row in range(len(tiny))], values, 0.36, color=color, label=label_of)
+            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+        axes.set_yticks(range(len(tiny)), list(tiny), fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.set_xlabel(label)
+    grid[0].legend(fontsize=8)
+    figure.suptitle("Starting: time and memory", fontsize=11)
+    return figure

@@ -1,0 +1,97 @@
+"""What is compared: pools of envs behind one small interface, so that one harness can drive them all."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["ours", "peer", "bound"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a pool is to run.
+
+    Attributes:
+        make_env: builds one env, a Gymnasium one unless `family` says otherwise.
+        num_envs, num_workers: N, and the workers of pools that let one choose.
+        family: "gymnasium", or "meltingpot", whose `make_env` is a `MeltingPotFactory`.
+        policy_s: seconds that a policy (on another device: it sleeps) takes for each batch.
+        has_ends: whether episodes end, so that they are worth counting.
+    """
+
+    make_env: Callable[[], Any]
+    num_envs: int = 8
+    num_workers: int = 2
+    family: Literal["gymnasium", "meltingpot"] = "gymnasium"
+    policy_s: float = 0.0
+    has_ends: bool = False
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _unknown() -> int:
+    return -1
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A running pool.
+
+    Attributes:
+        step: one call, as its users make it; returns how many env steps it made.
+        close: ends it.
+        episodes: how many episodes have ended so far; -1 if it cannot be told.
+        wake, rest: called before and after each slot, for pools that would work in between.
+    """
+
+    step: Callable[[], int]
+    close: Callable[[], Any]
+    episodes: Callable[[], int] = _unknown
+    wake: Callable[[], None] = _nothing
+    rest: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to run envs.
+
+    Attributes:
+        name: in tables.
+        build: starts it.
+        kind: ours, a peer, or a bound: something that nobody can beat, or that costs no executor at all.
+        peer: what `--peers` calls it.
+        package: that must be installed.
+        families: of envs that it takes.
+    """
+
+    name: str
+    build: Callable[[Job], Pool]
+    kind: Kind = "peer"
+    peer: str = ""
+    package: str | None = None
+    families: tuple[str, ...] = field(default=("gymnasium",))
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its package is there."""
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+class EndCounter:
+    """Counts the ends in batches of flags."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, flags: Any) -> None:
+        """Count the true ones of an array or a tensor."""
+        self.total += int(flags.sum())
+
+    def read(self) -> int:
+        """Return how many there were."""
+        return self.total

@@ -1,0 +1,202 @@
+"""Results as tables: the same rows for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from envherd.benchmarks.bounds import IDEAL
+from envherd.benchmarks.targets import Verdict, judge
+
+_MB = 1e6
+
+
+class Sheet(NamedTuple):
+    """A table.
+
+    Attributes:
+        title: above it.
+        columns: their headings; the first is aligned left.
+        rows: text.
+        note: below it, or an empty string.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def to_rich(sheet: Sheet) -> Table:
+    """Return a table for the terminal."""
+    table = Table(title=sheet.title, title_justify="left", caption=sheet.note or None, caption_justify="left")
+    for index, name in enumerate(sheet.columns):
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
+    for row in sheet.rows:
+        table.add_row(*row, style="bold" if row[0].startswith("envherd") else "")
+    return table
+
+
+def to_markdown(sheet: Sheet) -> str:
+    """Return a table for the page."""
+    lines = ["| " + " | ".join(sheet.columns) + " |", "|---" + "|---:" * (len(sheet.columns) - 1) + "|"]
+    lines += ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in sheet.rows]
+    return "\n".join(lines) + (f"\n\n{sheet.note}" if sheet.note else "")
+
+
+def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
+    """Return the table of one workload."""
+    reference = workload["reference"]
+    columns = ("", "processes", "env steps/s", "us/call", "p99", "CPU us/step", "caller's", "by CPU", "by the clock")
+    rows = [_contender_row(name, row, reference) for name, row in workload["contenders"].items()]
+    measured = [row for row in workload["contenders"].values() if row["status"] == "measured"]
+    kept = sum(row["rounds"] for row in measured)
+    noisy = sum(row["noisy_slots"] for row in measured)
+    thrown = sum(sum(row["discarded"].values()) for row in measured)
+    note = (
+        f"by CPU, by the clock: how many times the throughput of each {reference} has, median and quartiles. "
+        f"{kept} slots kept, {noisy} of them while others used the machine; {thrown} tries did not pass the gate. "
+    )
+    if not workload["is_complete"]:
+        note += "Stopped at its time limit, before all rounds were made. "
+    if measured and all(row.get("wall_ratio") is None for row in measured):
+        note += "Too few slots passed: no figures by the clock. "
+    if workload["has_ends"]:
+        ends = {
+            name: row["episodes"] for name, row in workload["contenders"].items() if row.get("episodes") is not None
+        }
+        note += "Episodes that ended: " + ", ".join(f"{name} {count}" for name, count in ends.items()) + "."
+    return Sheet(workload["title"], columns, rows, note.strip())
+
+
+def _contender_row(name: str, row: Mapping[str, Any], reference: str) -> list[str]:
+    if row["status"] != "measured":
+        return [name, *[""] * 7, row["status"]]
+    _, median, p99 = row["batch_us"]
+    return [
+        name,
+        str(1 + row["processes"]),
+        f"{row['steps_per_s']:,.0f}",
+        *(["", ""] if name == IDEAL else [f"{median:,.0f}" if median >= 100 else f"{median:.1f}", f"{p99:,.0f}"]),
+        f"{row['cpu_us_per_step']:,.2f}",
+        f"{row['parent_cpu_us_per_step']:,.2f}",
+        "" if name == reference else _spread(row.get("cpu_ratio")),
+        "" if name == reference else _spread(row.get("wall_ratio")),
+    ]
+
+
+def short(value: float) -> str:
+    """Return a ratio with two digits or more."""
+    if value < 0.1:
+        return f"{value:.2g}"
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def _spread(values: Sequence[float] | None) -> str:
+    if values is None:
+        return "-"
+    low, mid, high = (short(value) for value in values)
+    return f"{mid}x ({low}-{high})"
+
+
+def sheets_of_studies(results: Mapping[str, Any]) -> Iterable[Sheet]:
+    """Yield the tables of everything that is not a workload, as far as it was run."""
+    if "startup" in results:
+        yield from _start_up(results["startup"])
+    if "waiting" in results:
+        yield _waiting(results["waiting"])
+    if "growth" in results:
+        yield from _growth(results["growth"])
+    if "handout" in results:
+        parts = results["handout"]
+        rows = [
+            [name, f"{parts[key]['median_us']:.2f}", f"{parts[key]['lowest_us']:.2f}"]
+            for name, key in (("views of the ring", "views"), ("memory of the caller's own", "own"))
+        ]
+        yield Sheet("Handing out a batch: 8 envs, 5 leaves under `next`", ("", "us, median", "us, lowest"), rows)
+
+
+def _start_up(startup: Mapping[str, Any]) -> Iterable[Sheet]:
+    columns = (
+        "",
+        "ready s",
+        "with `import torch`",
+        "second pool s",
+        "close s",
+        "USS MB/worker",
+        "with `import torch`",
+        "PSS MB/worker",
+        "PSS MB in all",
+    )
+    titles = {"tiny": "Start-up, close and memory: 8 workers of a tiny env", "clean_up": "The same: 4 clean_up envs"}
+    for env, title in titles.items():
+        rows = []
+        for name, cases in startup[env].items():
+            if cases["status"] != "measured":
+                rows.append([name, cases["status"], *[""] * 7])
+                continue
+            plain, torch = cases["plain"], cases.get("torch", {})
+            rows.append(
+                [
+                    name,
+                    f"{plain['ready_s']:.2f}",
+                    _or_dash(torch.get("ready_s")),
+                    f"{plain['again_s']:.2f}",
+                    f"{plain['close_s']:.2f}",
+                    f"{plain['uss_per_worker'] / _MB:.1f}",
+                    _or_dash(torch.get("uss_per_worker"), _MB),
+                    f"{plain['pss_per_worker'] / _MB:.1f}",
+                    f"{plain['pss_total'] / _MB:.0f}",
+                ]
+            )
+        note = f"One process takes {startup['env_build_s']:.2f} s to import and build one env." if env == "tiny" else ""
+        yield Sheet(title, columns, rows, note)
+
+
+def _or_dash(value: float | None, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value / scale:.2f}"
+
+
+def _waiting(waiting: Mapping[str, Any]) -> Sheet:
+    gaps = ("5 ms", "50 ms")
+    columns = ("", *(f"% of a core per worker, {gap}" for gap in gaps), *(f"CPU us/batch, {gap}" for gap in gaps))
+    rows = []
+    for name, row in waiting.items():
+        if row["status"] != "measured":
+            rows.append([name, row["status"], "", "", ""])
+            continue
+        shares = [f"{row[gap]['worker_share']:.2%}".rstrip("%") for gap in gaps]
+        rows.append([name, *shares, *(f"{row[gap]['cpu_us_per_batch']:,.0f}" for gap in gaps)])
+    return Sheet("While the policy thinks for 5 or 50 ms after each batch of 8 tiny envs", columns, rows)
+
+
+def _growth(growth: Mapping[str, Any]) -> Iterable[Sheet]:
+    titles = {
+        "envs": ("A batch of N tiny envs: a + b N", "b: us per env"),
+        "bytes": ("An env step with an observation of B bytes: a + b B", "b: us per 1,000 bytes"),
+        "workers": ("A batch of 8 tiny envs on W workers: a + b W", "b: us per worker"),
+    }
+    for series, (title, slope) in titles.items():
+        scale = 1e3 if series == "bytes" else 1.0
+        rows = []
+        for name, row in growth[series].items():
+            if row["status"] != "measured":
+                rows.append([name, row["status"], "", "", "", ""])
+                continue
+            points = ", ".join(f"{x:g}: {y:.1f}" for x, y in zip(row["x"], row["cpu_us"], strict=True))
+            (a, b, _), (wall_a, wall_b, _) = row["cpu_fit"], row["wall_fit"]
+            rows.append([name, points, f"{a:.1f}", f"{b * scale:.3g}", f"{wall_a:.1f}", f"{wall_b * scale:.3g}"])
+        yield Sheet(title, ("", "CPU us at", "CPU a", f"CPU {slope}", "wall a", f"wall {slope}"), rows)
+
+
+def sheet_of_targets(results: Mapping[str, Any], *, has_all: bool = True) -> Sheet:
+    """Return every target with what was measured and whether it was met; or only those that something was run for."""
+    verdicts = [one for one in judge(results) if has_all or not one.measured.endswith("not run")]
+    rows = [[one.text, one.measured, one.basis, _status(one)] for one in verdicts]
+    return Sheet("Targets", ("target", "measured", "by", ""), rows)
+
+
+def _status(verdict: Verdict) -> str:
+    return "**not met**" if verdict.status == "not met" else verdict.status

@@ -1,0 +1,142 @@
+"""Pools that are alive together and take turns, round by round, until enough rounds are made or time is up."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from envherd.benchmarks.gate import Probe, Reading, reasons_to_discard, tries_for
+from envherd.benchmarks.pools import Contender, Job
+from envherd.benchmarks.runner import PoolError, Runner, Slot
+
+#: Seconds for a pool to be built, and for a slot to end after it should have.
+BUILD_S, SLOT_GRACE_S = 300.0, 60.0
+
+
+class Plan(NamedTuple):
+    """How much to measure.
+
+    Attributes:
+        num_rounds: slots of each pool that count.
+        slot_s: seconds of one.
+        num_tries: of a slot whose reading says that others used the machine.
+        limit_s: seconds for all, pools being built included; at the end of a round it is looked at.
+    """
+
+    num_rounds: int
+    slot_s: float
+    num_tries: int
+    limit_s: float
+
+
+class Turn(NamedTuple):
+    """One slot that was kept.
+
+    Attributes:
+        slot: what it took.
+        is_open: whether it may be believed; else the quietest of its tries.
+        delay: run-delay over run time of the probe around it.
+    """
+
+    slot: Slot
+    is_open: bool
+    delay: float
+
+
+@dataclass
+class Entry:
+    """One contender in a run.
+
+    Attributes:
+        contender: who.
+        job: what it runs.
+        turns: one per round.
+        discarded: reason -> slots that were thrown away for it.
+        failure: why it could not run (on), or an empty string.
+        build_s: seconds until its pool was ready.
+    """
+
+    contender: Contender
+    job: Job
+    turns: list[Turn] = field(default_factory=list)
+    discarded: dict[str, int] = field(default_factory=dict)
+    failure: str = ""
+    build_s: float = 0.0
+
+
+def measure(pairs: Sequence[tuple[Contender, Job]], plan: Plan, say: Callable[[str], None]) -> tuple[list[Entry], bool]:
+    """Start every pool, let them take turns in random order, and end them.
+
+    Args:
+        pairs: contenders, whose names differ, and what each is to run.
+        plan: how much.
+        say: told what is being done.
+
+    Returns:
+        An entry for each contender, and whether all rounds were made.
+    """
+    began = time.monotonic()
+    entries = [Entry(contender, job) for contender, job in pairs]
+    running: dict[str, Runner] = {}
+    probe = Probe()
+    try:
+        for entry in entries:
+            say(f"starting {entry.contender.name}")
+            _start(entry, running, min(BUILD_S, plan.limit_s))
+        order, opened = random.Random(0), list[bool]()
+        for number in range(plan.num_rounds):
+            if number and time.monotonic() - began > plan.limit_s:
+                return entries, False
+            say(f"round {number + 1} of {plan.num_rounds}")
+            alive = [entry for entry in entries if entry.contender.name in running]
+            for entry in order.sample(alive, len(alive)):
+                _take_turn(entry, running, plan, probe, opened)
+        return entries, True
+    finally:
+        probe.close()
+        for runner in running.values():
+            runner.stop()
+
+
+def _start(entry: Entry, running: dict[str, Runner], limit_s: float) -> None:
+    began = time.monotonic()
+    if not entry.contender.is_installed:
+        entry.failure = "not installed"
+        return
+    runner = Runner(entry.contender, entry.job)
+    try:
+        runner.start(limit_s)
+        running[entry.contender.name] = runner
+    except PoolError as error:
+        entry.failure = f"failed in {error}"
+        runner.stop()
+    except BaseException:
+        runner.stop()
+        raise
+    entry.build_s = time.monotonic() - began
+
+
+def _take_turn(entry: Entry, running: dict[str, Runner], plan: Plan, probe: Probe, opened: list[bool]) -> None:
+    """Run a slot, again while others use the machine and tries are left; keep the quietest."""
+    tries: list[Turn] = []
+    for _ in range(tries_for(plan.num_tries, opened)):
+        before = probe.read()
+        try:
+            slot = running[entry.contender.name].run(plan.slot_s, plan.slot_s * (1 + 0.2) + SLOT_GRACE_S)
+        except PoolError as error:
+            entry.failure = f"failed in {error}"
+            running.pop(entry.contender.name).stop()
+            return
+        delay = max(before, probe.read())
+        reasons = reasons_to_discard(Reading(delay, slot.others))
+        tries.append(Turn(slot, not reasons, delay))
+        if not reasons:
+            break
+        for reason in reasons:
+            entry.discarded[reason] = entry.discarded.get(reason, 0) + 1
+    best = min(tries, key=lambda turn: (not turn.is_open, turn.delay + turn.slot.others))
+    opened.append(best.is_open)
+    entry.turns.append(best)

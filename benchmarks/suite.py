@@ -1,0 +1,247 @@
+"""One run of the suite: what was asked for, one workload after the other, written down after each."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from envherd.benchmarks import growth, handout, startup, waiting
+from envherd.benchmarks.accounting import pressure_line, pressure_while_idle
+from envherd.benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
+from envherd.benchmarks.rounds import Plan, measure
+from envherd.benchmarks.summary import summarise
+from envherd.benchmarks.workloads import ALL, PEERS, QUICK, WORKLOADS, Workload, calibrate, usable_cores
+
+SCHEMA = "envherd.bench/1"
+#: What is no workload, and the minutes that it takes on a quiet machine with two cores.
+STUDIES = {"startup": 9.0, "waiting": 2.0, "growth": 6.0, "handout": 0.2}
+NAMES = (*(one.name for one in WORKLOADS), *STUDIES)
+_QUICK_BUDGET_S = 40.0
+_QUICK_PEERS = ("gymnasium", "sb3", "torchrl")
+_REST_S = 4.2  # the kernel's account of pressure moves every two seconds
+_PACKAGES = (
+    "envherd",
+    "torch",
+    "tensordict",
+    "numpy",
+    "gymnasium",
+    "stable-baselines3",
+    "torchrl",
+    "tianshou",
+    "pufferlib",
+    "envpool",
+    "ray",
+    "dm-meltingpot",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to run.
+
+    Attributes:
+        names: workloads and studies; empty for all (or those of a quick run).
+        peers: that take part; empty for all.
+        num_rounds: None for each workload's own.
+        is_quick: at most a minute, for continuous integration.
+        is_resumed: leave out what the file has.
+        path: of the JSON, which is written after each workload; what it has of others is kept.
+    """
+
+    names: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    num_rounds: int | None = None
+    is_quick: bool = False
+    is_resumed: bool = False
+    path: Path
+
+    def chooses(self, contender: str) -> bool:
+        """Return whether a contender takes part in studies."""
+        peers = self.peers or (_QUICK_PEERS if self.is_quick else PEERS)
+        return ALL[contender].kind != "peer" or ALL[contender].peer in peers
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what the numbers are measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line for line in lines if "model name" in line), ": ?").split(":", 1)[1].strip()
+    return {
+        "cpu": model,
+        "usable_cores": usable_cores(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return results that were written before.
+
+    Raises:
+        ValueError: it is no file of results.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"bench failed: expected results in {path}, got {error}.") from None
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise ValueError(f"bench failed: expected results ({SCHEMA}) in {path}, got something else.")
+    return found
+
+
+def save(results: Mapping[str, Any], path: Path) -> None:
+    """Write results so that a reader sees the old ones or the new ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(results, indent=1) + "\n")
+    draft.replace(path)
+
+
+class Suite:
+    """Runs a request and keeps the results.
+
+    Args:
+        request: what to run.
+        console: to print tables to.
+    """
+
+    def __init__(self, request: Request, console: Console) -> None:
+        self._request = request
+        self._console = console
+        self._num_workers = usable_cores()
+        self.results = self._begin()
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything that was asked for and return the results."""
+        request, began, is_prepared = self._request, time.monotonic(), False
+        for name in request.names or (QUICK if request.is_quick else NAMES):
+            if request.is_resumed and self._has(name):
+                self._console.print(f"{name}: there already")
+                continue
+            if request.is_quick and time.monotonic() - began > _QUICK_BUDGET_S:
+                self.results["failed"][name] = "no time was left in a quick run"
+                continue
+            if not is_prepared:
+                prepare([peer for peer in PEERS if not request.peers or peer in request.peers])
+                self.results["calibration"], is_prepared = calibrate(), True
+            self._measure(name)
+            save(self.results, request.path)
+        self._console.print(to_rich(sheet_of_targets(self.results, has_all=False)))
+        self._console.print(f"written to {request.path}")
+        return self.results
+
+    def _begin(self) -> dict[str, Any]:
+        fresh: dict[str, Any] = {"schema": SCHEMA, "machine": describe_machine(), "workloads": {}, "failed": {}}
+        if not self._request.path.exists():
+            return fresh
+        found = load(self._request.path)
+        if found["machine"] == fresh["machine"]:
+            return found
+        self._console.print(f"{self._request.path} is of another machine or of other versions: all is measured anew")
+        return fresh
+
+    def _has(self, name: str) -> bool:
+        return name in self.results["workloads"] or name in self.results
+
+    def _measure(self, name: str) -> None:
+        """Run one workload or study; if it fails, say so and go on."""
+        self.results["failed"].pop(name, None)
+        self._console.rule(name)
+        try:
+            if name in STUDIES:
+                self.results[name] = self._study(name)
+                shown = sheets_of_studies({name: self.results[name]})
+                for sheet in shown:
+                    self._console.print(to_rich(sheet))
+            else:
+                workload = next(one for one in WORKLOADS if one.name == name)
+                self.results["workloads"][name] = self._workload(workload)
+                self._console.print(to_rich(sheet_of_workload(self.results["workloads"][name])))
+        except Exception as error:  # the next one may work: hours of measuring hang on it
+            self.results["failed"][name] = f"{type(error).__name__}: {error}"
+            self._console.print(f"{name} failed: {type(error).__name__}: {error}", style="red", markup=False)
+
+    def _workload(self, workload: Workload) -> dict[str, Any]:
+        request, began = self._request, time.monotonic()
+        plan = workload.plan(request.num_rounds, is_quick=request.is_quick)
+        peers = request.peers or (_QUICK_PEERS if request.is_quick else ())
+        contenders = workload.chosen(peers, is_quick=request.is_quick)
+        job = workload.job(self.results["calibration"], self._num_workers)
+        rest = None if request.is_quick else pressure_while_idle(_REST_S)
+        entries, is_complete = measure([(one, job) for one in contenders], plan, self._say)
+        return {
+            "title": workload.title,
+            "reference": workload.reference,
+            "judged_by": workload.judged_by,
+            "has_ends": job.has_ends,
+            "num_envs": job.num_envs,
+            "num_workers": job.num_workers,
+            "plan": plan._asdict(),
+            "is_complete": is_complete,
+            "pressure_at_rest": rest,
+            "pressure_after": pressure_line(),
+            "seconds": time.monotonic() - began,
+            "contenders": summarise(entries, workload.reference, judged_by=workload.judged_by, pressure_at_rest=rest),
+        }
+
+    def _study(self, name: str) -> dict[str, Any]:
+        request = self._request
+        studies: dict[str, Callable[[], dict[str, Any]]] = {
+            "startup": lambda: startup.measure(1 if request.is_quick else 3, request.chooses, self._say),
+            "waiting": lambda: waiting.measure(self._num_workers, request.chooses, self._say),
+            "growth": lambda: growth.run(self._num_workers, self._growth_plan(), request.chooses, self._say),
+            "handout": handout.measure,
+        }
+        return studies[name]()
+
+    def _growth_plan(self) -> Plan:
+        request = self._request
+        if request.is_quick:
+            return Plan(request.num_rounds or 2, 0.1, 1, 30.0)
+        return Plan(request.num_rounds or 8, 0.25, 2, 300.0)
+
+    def _say(self, text: str) -> None:
+        """Say what is being done, on a terminal: a line that the next one replaces."""
+        if self._console.is_terminal:
+            self._console.print(f"{text:<100}", end="\r", style="dim", markup=False, highlight=False)
+
+
+def prepare(peers: list[str]) -> None:
+    """Import what pools need, so that their processes, which are forked from this one, have it.
+
+    Torch and numpy get one thread, here and in all that is forked.
+    """
+    warnings.simplefilter("ignore")  # of the peers, about themselves
+    torch.set_num_threads(1)
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
+    kept = sys.modules.get("torch.utils.tensorboard")
+    sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]  # SB3 would import it, and TensorFlow by it
+    try:
+        for peer, module in (("torchrl", "torchrl.envs"), ("sb3", "stable_baselines3.common.vec_env")):
+            if peer in peers and importlib.util.find_spec(module.partition(".")[0]) is not None:
+                importlib.import_module(module)
+    finally:
+        del sys.modules["torch.utils.tensorboard"]
+        if kept is not None:
+            sys.modules["torch.utils.tensorboard"] = kept

@@ -1,0 +1,267 @@
+"""What is promised, and whether a run kept it. Each target is looked up in the results and never argued about."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from envherd.benchmarks import bounds, growth, ours, peers
+
+Results = Mapping[str, Any]
+_MB = 1e6
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One target, measured.
+
+    Attributes:
+        text: what was wanted.
+        measured: what was found, with its unit; or why there is nothing.
+        basis: what it was measured by.
+        status: whether it was met.
+    """
+
+    text: str
+    measured: str
+    basis: str
+    status: Literal["met", "not met", "not measured"]
+
+
+def _verdict(text: str, value: float | None, *, is_met: bool, unit: str, basis: str) -> Verdict:
+    if value is None:
+        return Verdict(text, unit, basis, "not measured")
+    return Verdict(text, f"{value:.3g}{unit}", basis, "met" if is_met else "not met")
+
+
+def _rows(results: Results, workload: str) -> Mapping[str, Any]:
+    return results.get("workloads", {}).get(workload, {}).get("contenders", {})
+
+
+def _missing(results: Results, workload: str, *names: str) -> str:
+    """Say why a figure of some contenders is not there, or return an empty string."""
+    rows = _rows(results, workload)
+    if not rows:
+        return f"{workload} was not run"
+    for name in names:
+        if rows.get(name, {}).get("status", "not run") != "measured":
+            return f"{name}: {rows.get(name, {}).get('status', 'not run')}"
+        if rows[name].get("episodes") == 0:
+            return f"{name}: no episode ended"
+    return ""
+
+
+def ratio_of(results: Results, workload: str, mine: str, theirs: str, *, by: str) -> float | None:
+    """Return how many times another's throughput one contender of a workload has; None if that is not known.
+
+    Args:
+        results: of a run.
+        workload: its name.
+        mine: one contender.
+        theirs: the other.
+        by: "wall_ratio" or "cpu_ratio", which are kept as ratios to the workload's reference.
+    """
+    rows = _rows(results, workload)
+    values = [rows.get(name, {}).get(by) for name in (mine, theirs)]
+    if values[0] is None or values[1] is None:
+        return None
+    return float(values[1][1] / values[0][1])
+
+
+def _faster(
+    results: Results, workload: str, peer: str, least: float, *, mine: str = ours.OURS, wall_only: bool = False
+) -> Verdict:
+    text = f"{workload}: {mine} at least {least:g} times {peer}"
+    missing = _missing(results, workload, mine, peer)
+    if missing:
+        return Verdict(text, missing, "", "not measured")
+    value, basis = ratio_of(results, workload, mine, peer, by="wall_ratio"), "wall clock"
+    if value is None and wall_only:
+        return Verdict(text, "too few slots without others' load", "wall clock", "not measured")
+    if value is None:
+        value, basis = ratio_of(results, workload, mine, peer, by="cpu_ratio"), "CPU"
+    return _verdict(text, value, is_met=value is not None and value >= least, unit=" times", basis=basis)
+
+
+def _of_ideal(results: Results, workload: str, least: float, *, mine: str = ours.OURS) -> Verdict:
+    verdict = _faster(results, workload, bounds.IDEAL, least, mine=mine)
+    text = f"{workload}: {mine} at least {least:g} of the measured ideal"
+    return Verdict(text, verdict.measured.replace(" times", " of it"), verdict.basis, verdict.status)
+
+
+def _over_bare_round(results: Results) -> Verdict:
+    text = "tiny: at most 25 us per batch over a bare signalling round"
+    missing = _missing(results, "tiny", ours.OURS, bounds.ROUND)
+    if missing:
+        return Verdict(text, missing, "", "not measured")
+    rows = _rows(results, "tiny")
+    value = rows[ours.OURS]["batch_us"][1] - rows[bounds.ROUND]["batch_us"][1]
+    has_wall = rows[bounds.ROUND].get("wall_ratio") is not None
+    return _verdict(text, value, is_met=value <= 25, unit=" us", basis="wall clock" + ("" if has_wall else ", noisy"))
+
+
+def _figure(text: str, limit: float, unit: str, get: Callable[[], float], *, basis: str, scale: float = 1.0) -> Verdict:
+    """Judge a figure that must not be above a limit."""
+    try:
+        value = get() / scale
+    except (KeyError, TypeError, IndexError):
+        return Verdict(text, "not run", basis, "not measured")
+    return _verdict(text, value, is_met=value <= limit, unit=unit, basis=basis)
+
+
+def _start_ups(results: Results) -> list[Verdict]:
+    def tiny(case: str, key: str, name: str = ours.OURS) -> float:
+        return float(results["startup"]["tiny"][name][case][key])
+
+    def clean_up(key: str, name: str = ours.OURS) -> float:
+        return float(results["startup"]["clean_up"][name]["plain"][key])
+
+    build = results.get("startup", {}).get("env_build_s", 0.0)
+    beyond = f"8 workers ready within 0.5 s and an env's build ({build:.2f} s)"
+    return [
+        _figure(beyond, 0.5 + build, " s", lambda: tiny("plain", "ready_s"), basis="wall clock"),
+        _figure(
+            f"{beyond}, in a script that imports torch",
+            0.5 + build,
+            " s",
+            lambda: tiny("torch", "ready_s"),
+            basis="wall clock",
+        ),
+        _figure(
+            "4 clean_up envs ready in a third of TorchRL's time",
+            1 / 3,
+            " of it",
+            lambda: clean_up("ready_s") / clean_up("ready_s", peers.TORCHRL_PARALLEL),
+            basis="wall clock",
+        ),
+        _figure(
+            "at most 10 MB of its own for a worker",
+            10,
+            " MB",
+            lambda: tiny("plain", "uss_per_worker"),
+            basis="USS",
+            scale=_MB,
+        ),
+        _figure(
+            "4 clean_up workers and helpers in at most 450 MB",
+            450,
+            " MB",
+            lambda: clean_up("pss_total"),
+            basis="PSS",
+            scale=_MB,
+        ),
+    ]
+
+
+def _others(results: Results) -> list[Verdict]:
+    def idle(gap: str) -> float:
+        return float(results["waiting"][ours.OURS][gap]["worker_share"])
+
+    def slope(series: str, name: str) -> float:
+        return float(results["growth"][series][name]["cpu_fit"][1])
+
+    def per_byte(name: str) -> float:
+        return slope("bytes", name) / slope("bytes", growth.MEMCPY)
+
+    return [
+        *(
+            _figure(
+                f"at most 1 % of a core per worker while the policy takes {gap}",
+                1.0,
+                " %",
+                functools.partial(idle, gap),
+                basis="CPU",
+                scale=0.01,
+            )
+            for gap in ("5 ms", "50 ms")
+        ),
+        _figure(
+            "a batch as views in at most 3 us",
+            3.0,
+            " us",
+            lambda: results["handout"]["views"]["median_us"],
+            basis="CPU",
+        ),
+        _figure(
+            "a batch in memory of its own in at most 10 us",
+            10.0,
+            " us",
+            lambda: results["handout"]["own"]["median_us"],
+            basis="CPU",
+        ),
+        _figure(
+            "each further byte of a rollout at most 1.3 memcpy",
+            1.3,
+            " memcpy",
+            lambda: per_byte(ours.ROLLOUT),
+            basis="CPU",
+        ),
+        _figure(
+            "each further byte of a batch of one's own at most 2.5 memcpy",
+            2.5,
+            " memcpy",
+            lambda: per_byte(ours.OURS),
+            basis="CPU",
+        ),
+        _figure("each further env at most 1 us per batch", 1.0, " us", lambda: slope("envs", ours.OURS), basis="CPU"),
+    ]
+
+
+def judge(results: Results) -> list[Verdict]:
+    """Return what became of every target."""
+    cheap = [
+        _faster(results, workload, peer, least)
+        for workload in ("tiny", "tiny32")
+        for peer, least in (
+            (peers.GYMNASIUM_ASYNC, 15),
+            (peers.SB3_SUBPROC, 15),
+            (peers.TIANSHOU, 15),
+            (peers.TORCHRL_PARALLEL, 60),
+        )
+    ]
+    rows = (
+        ("image", peers.GYMNASIUM_ASYNC, 10),
+        ("image", peers.SB3_SUBPROC, 12),
+        ("image", peers.TORCHRL_PARALLEL, 40),
+        ("w200", peers.GYMNASIUM_ASYNC, 1.3),
+        ("w200", peers.TORCHRL_PARALLEL, 2),
+    )
+    cartpole = (
+        (peers.GYMNASIUM_ASYNC, 8),
+        (peers.SB3_SUBPROC, 8),
+        (peers.TORCHRL_PARALLEL, 60),
+        (peers.ENVPOOL, 0.6),
+    )
+    tails = [
+        verdict
+        for workload in ("lognormal", "spikes")
+        for verdict in (
+            _of_ideal(results, workload, 0.9, mine=ours.FIRST_K),
+            _faster(results, workload, peers.GYMNASIUM_ASYNC, 1.8, mine=ours.FIRST_K, wall_only=True),
+            _faster(results, workload, peers.SB3_SUBPROC, 1.8, mine=ours.FIRST_K, wall_only=True),
+        )
+    ]
+    harvest = "commons_harvest"
+    facades = (
+        (ours.AS_GYMNASIUM, peers.GYMNASIUM_ASYNC),
+        (ours.AS_SB3, peers.SB3_SUBPROC),
+        (ours.AS_TORCHRL, peers.TORCHRL_PARALLEL),
+    )
+    return [
+        *cheap,
+        _over_bare_round(results),
+        *(_faster(results, workload, peer, least) for workload, peer, least in rows),
+        *(_faster(results, "cartpole", peer, least, mine=ours.ONE) for peer, least in cartpole),
+        *(_faster(results, "cartpole", peer, 5, mine=facade) for facade, peer in facades),
+        _of_ideal(results, "w200", 0.95),
+        _of_ideal(results, "w1000", 0.98),
+        *tails,
+        _faster(results, harvest, peers.TORCHRL_PARALLEL, 3, mine=ours.FIRST_K, wall_only=True),
+        _faster(results, harvest, ours.OURS, 1.4, mine=ours.FIRST_K, wall_only=True),
+        _faster(results, harvest, peers.TORCHRL_PARALLEL, 2),
+        _faster(results, harvest, ours.OURS, 3, mine=ours.AHEAD, wall_only=True),
+        *_start_ups(results),
+        *_others(results),
+    ]

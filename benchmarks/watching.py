@@ -1,0 +1,49 @@
+"""Processes of a benchmark end with it, and with what they were started by."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import signal
+
+from envherd.benchmarks.accounting import started_by
+from envherd.benchmarks.pools import Pool
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the one that started it ends, however it does, and leave Ctrl-C to that one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def terminate_with_parent() -> None:
+    """Have this process end itself, with what it has started, when the one that started it has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _end(*_: object) -> None:
+    raise SystemExit(1)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all that it has started."""
+    for one in (pid, *started_by(pid)):
+        with contextlib.suppress(OSError):
+            os.kill(one, signal.SIGKILL)
+
+
+def stopped_in_between(pool: Pool) -> Pool:
+    """Return a pool whose processes are stopped outside its slots; they must all be there by now."""
+    pids = started_by(os.getpid())
+
+    def signal_all(number: int) -> None:
+        for pid in pids:
+            os.kill(pid, number)
+
+    return dataclasses.replace(pool, wake=lambda: signal_all(signal.SIGCONT), rest=lambda: signal_all(signal.SIGSTOP))

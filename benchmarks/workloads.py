@@ -1,0 +1,225 @@
+"""What is run: envs, how many of them, under whom, and for how long."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from envherd.benchmarks import bounds, ours, peers
+from envherd.benchmarks.pools import Contender, Job
+from envherd.benchmarks.rounds import Plan
+from envherd.benchmarks.work import SteadyFactory, iterations_per_us
+
+ALL = {one.name: one for one in (*bounds.CONTENDERS, *ours.CONTENDERS, *peers.CONTENDERS)}
+PEERS = tuple(dict.fromkeys(one.peer for one in peers.CONTENDERS))
+
+_PROCESSES = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU)
+_IN_PROCESS = (peers.GYMNASIUM_SYNC, peers.SB3_DUMMY, peers.TORCHRL_SERIAL)
+_USUAL = (bounds.IDEAL, bounds.SERIAL, ours.OURS, *_PROCESSES)
+_QUICK_LEFT_OUT = (peers.TORCHRL_ASYNC, peers.TORCHRL_SERIAL, peers.SB3_DUMMY, peers.RAY, peers.ENVPOOL, peers.PUFFER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One table.
+
+    Attributes:
+        name: for `--only`, and in the JSON.
+        title: above its table.
+        contenders: names, in the order of the table.
+        reference: ours that the ratios are with.
+        make_job: calibration (iterations per microsecond) -> what to run; the number of workers is filled in.
+        slot_s: seconds of a slot; twice as many rounds do not help where a slot has no episode end.
+        num_rounds: of a full run.
+        limit_s: seconds for all in a full run.
+        judged_by: "rounds" takes the median over rounds, "totals" all rounds together: for work that comes in lumps.
+        minutes: that a full run takes on a quiet machine with two cores.
+    """
+
+    name: str
+    title: str
+    contenders: tuple[str, ...]
+    make_job: Callable[[float], Job]
+    reference: str = ours.OURS
+    slot_s: float = 0.25
+    num_rounds: int = 12
+    limit_s: float = 420.0
+    judged_by: Literal["rounds", "totals"] = "rounds"
+    minutes: float = 2.0
+
+    def plan(self, num_rounds: int | None, *, is_quick: bool) -> Plan:
+        """Return how much to measure."""
+        if is_quick:
+            return Plan(num_rounds or 3, min(0.15, self.slot_s), 1, 25.0)
+        return Plan(num_rounds or self.num_rounds, self.slot_s, 4, self.limit_s)
+
+    def job(self, calibration: float, num_workers: int) -> Job:
+        """Return what to run."""
+        return replace(self.make_job(calibration), num_workers=num_workers)
+
+    def chosen(self, only_peers: tuple[str, ...], *, is_quick: bool) -> list[Contender]:
+        """Return its contenders without the peers that are not asked for."""
+        found = [ALL[name] for name in self.contenders]
+        if only_peers:
+            return [one for one in found if one.kind != "peer" or one.peer in only_peers]
+        return [one for one in found if not (is_quick and one.name in _QUICK_LEFT_OUT)]
+
+
+def _steady(num_envs: int = 8, us: float = 0.0, policy_s: float = 0.0, **kwargs: Any) -> Callable[[float], Job]:
+    def make(calibration: float) -> Job:
+        factory = SteadyFactory(mean=us * calibration, **kwargs)
+        return Job(make_env=factory, num_envs=num_envs, policy_s=policy_s)
+
+    return make
+
+
+def _cartpole(_calibration: float) -> Job:
+    from envherd.workers.adapters.named import GymnasiumFactory
+
+    return Job(make_env=GymnasiumFactory("CartPole-v1"), has_ends=True)
+
+
+def _melting_pot(name: str) -> Callable[[float], Job]:
+    def make(_calibration: float) -> Job:
+        from envherd.executor import MeltingPotFactory
+
+        return Job(make_env=MeltingPotFactory(name), family="meltingpot", has_ends=True)
+
+    return make
+
+
+_IMAGE: dict[str, Any] = {"shape": (84, 84, 4), "dtype": "uint8"}
+_ZERO_COST = (ours.ONE, ours.VIEWS, ours.ROLLOUT, ours.SERIAL, ours.FIRST_K)
+_MELTING_POT = (
+    bounds.IDEAL,
+    ours.OURS,
+    ours.FIRST_K,
+    *([ours.AHEAD] if ours.HAS_RESET_AHEAD else []),
+    peers.TORCHRL_PARALLEL,
+)
+_LUMPY: dict[str, Any] = {"judged_by": "totals", "slot_s": 0.3}
+
+WORKLOADS = (
+    Workload(
+        name="tiny",
+        title="8 envs that cost nothing, 4 floats",
+        contenders=(*_USUAL, bounds.ROUND, *_ZERO_COST, *_IN_PROCESS, peers.TORCHRL_ASYNC, peers.PUFFER, peers.RAY),
+        make_job=_steady(),
+        minutes=3.0,
+    ),
+    Workload(
+        name="tiny32",
+        title="32 envs that cost nothing, 4 floats",
+        contenders=(bounds.SERIAL, ours.OURS, ours.ONE, *_PROCESSES),
+        make_job=_steady(32),
+        minutes=2.5,
+    ),
+    Workload(
+        name="image",
+        title="8 envs that cost nothing, 84 x 84 x 4 bytes",
+        contenders=(*_USUAL, *_ZERO_COST, *_IN_PROCESS, peers.PUFFER),
+        make_job=_steady(**_IMAGE),
+        minutes=2.5,
+    ),
+    Workload(
+        name="w200",
+        title="8 envs of 200 us a step",
+        contenders=(*_USUAL, ours.WIDE, ours.FIRST_K, *_IN_PROCESS, peers.TORCHRL_ASYNC, peers.PUFFER),
+        make_job=_steady(us=200.0),
+        minutes=2.5,
+    ),
+    Workload(
+        name="w1000",
+        title="8 envs of 1 ms a step",
+        contenders=(*_USUAL, ours.WIDE, ours.FIRST_K, peers.TORCHRL_ASYNC, peers.PUFFER, peers.RAY),
+        make_job=_steady(us=1000.0),
+        minutes=2.5,
+    ),
+    Workload(
+        name="lognormal",
+        title="8 envs of 200 us on average, lognormal with sigma 1",
+        contenders=(*_USUAL, ours.WIDE, ours.FIRST_K, peers.TORCHRL_ASYNC),
+        reference=ours.FIRST_K,
+        make_job=_steady(us=200.0, law="lognormal"),
+        **_LUMPY,
+    ),
+    Workload(
+        name="spikes",
+        title="8 envs of 200 us on average, 1 % of steps 100 times the others",
+        contenders=(*_USUAL, ours.WIDE, ours.FIRST_K, peers.TORCHRL_ASYNC),
+        reference=ours.FIRST_K,
+        make_job=_steady(us=200.0, law="spikes"),
+        **_LUMPY,
+    ),
+    Workload(
+        name="sleep",
+        title="8 envs that sleep for 1 ms",
+        contenders=(bounds.SERIAL, ours.OURS, ours.WIDE, *_PROCESSES),
+        reference=ours.WIDE,
+        make_job=_steady(sleep_s=1e-3),
+    ),
+    Workload(
+        name="cartpole",
+        title="8 CartPoles, episodes of about nine steps",
+        reference=ours.ONE,
+        contenders=(
+            *_USUAL,
+            ours.ONE,
+            ours.SERIAL,
+            ours.AS_GYMNASIUM,
+            ours.AS_SB3,
+            ours.AS_TORCHRL,
+            *_IN_PROCESS,
+            peers.TORCHRL_ASYNC,
+            peers.PUFFER,
+            peers.ENVPOOL,
+        ),
+        make_job=_cartpole,
+        minutes=3.0,
+    ),
+    Workload(
+        name="groups",
+        title="8 envs of 1 ms a step, and a policy elsewhere that takes 1 ms for each batch",
+        contenders=(ours.OURS, ours.GROUPS, ours.FIRST_K, peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC),
+        reference=ours.GROUPS,
+        make_job=_steady(us=1000.0, policy_s=1e-3),
+        minutes=1.5,
+    ),
+    Workload(
+        name="commons_harvest",
+        title="Melting Pot commons_harvest__open, 8 envs, with resets",
+        contenders=_MELTING_POT,
+        reference=ours.FIRST_K,
+        make_job=_melting_pot("commons_harvest__open"),
+        slot_s=8.0,
+        num_rounds=10,
+        limit_s=900.0,
+        judged_by="totals",
+        minutes=9.0,
+    ),
+    Workload(
+        name="clean_up",
+        title="Melting Pot clean_up, 8 envs, with resets",
+        contenders=_MELTING_POT,
+        reference=ours.FIRST_K,
+        make_job=_melting_pot("clean_up"),
+        slot_s=10.0,
+        num_rounds=10,
+        limit_s=1200.0,
+        judged_by="totals",
+        minutes=11.0,
+    ),
+)
+QUICK = ("tiny", "spikes", "cartpole")
+
+
+def calibrate() -> float:
+    """Return iterations of `compute` per microsecond."""
+    return iterations_per_us()
+
+
+def usable_cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0))

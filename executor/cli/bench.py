@@ -1,0 +1,129 @@
+"""`envherd bench`: the executor beside others, measured on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from envherd.executor.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+
+#: What the suite itself cannot do without, besides what the package needs.
+_NEEDED = {"gymnasium": "gymnasium", "matplotlib": "matplotlib"}
+
+
+def bench(  # noqa: PLR0913  # the command line's options, read by typer
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="A few workloads and peers, within a minute.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="WORKLOAD", help="Only this; may be given again. --list names them.")
+    ] = None,
+    peers: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Only these peers; 'none' for ourselves alone.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each workload, instead of its own.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Where results go, and are added to; ./envherd-bench.json.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out what the JSON has already.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw pictures (PNG) to this folder.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Write docs/benchmarks.md and its pictures.")] = False,
+    render: Annotated[bool, typer.Option("--render", help="Measure nothing: show, plot or write the JSON.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="Name the workloads and the peers.")] = False,
+) -> None:
+    """Run envs under envherd and under other libraries in one run, and say how they compare.
+
+    Peers that are not installed are left out and named. A run that was stopped goes on with --resume.
+    """
+    missing = [name for name, package in _NEEDED.items() if importlib.util.find_spec(package) is None]
+    if missing:
+        _refuse(f"expected the packages {', '.join(missing)}, got none. pip install 'envherd[bench]'")
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(
+            variable, "1"
+        )  # before numpy is imported: its threads would be there when pools are forked
+    from envherd.benchmarks import suite
+
+    console = Console(width=None if Console().is_terminal else 180)
+    if listing:
+        _list(console)
+        return
+    path = json or Path("envherd-bench-quick.json" if quick else "envherd-bench.json")
+    request = suite.Request(
+        names=_known(only or [], suite.NAMES, "--only"),
+        peers=_known(peers.split(",") if peers else [], (*suite.PEERS, "none"), "--peers"),
+        num_rounds=rounds,
+        is_quick=quick,
+        is_resumed=resume,
+        path=path,
+    )
+    try:
+        results = suite.load(path) if render else suite.Suite(request, console).run()
+    except ValueError as error:
+        _refuse(str(error).removeprefix("bench failed: "))
+    except KeyboardInterrupt:
+        console.print(f"interrupted; what was measured before is in {path}, and --resume goes on")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if render:
+        _show(console, results)
+    _draw(console, results, plot, has_page=write)
+    if results["failed"] and not quick:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _refuse(text: str) -> None:
+    typer.echo(f"bench failed: {text}", err=True)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def _known(names: list[str], known: tuple[str, ...], option: str) -> tuple[str, ...]:
+    """Return the names, all of which must be known."""
+    for name in names:
+        if name not in known:
+            _refuse(f"expected {option} to be one of {', '.join(known)}, got {name!r}.")
+    return tuple(names)
+
+
+def _list(console: Console) -> None:
+    from envherd.benchmarks.suite import STUDIES
+    from envherd.benchmarks.workloads import ALL, WORKLOADS
+
+    table = Table("name", "what", "minutes, about", box=None)
+    for one in WORKLOADS:
+        table.add_row(one.name, one.title, f"{one.minutes:g}")
+    for name, minutes in STUDIES.items():
+        table.add_row(name, "see benchmarks/README.md", f"{minutes:g}")
+    console.print(table)
+    peers = {one.peer: one.is_installed for one in ALL.values() if one.peer}
+    console.print("peers: " + ", ".join(name if there else f"{name} (not installed)" for name, there in peers.items()))
+
+
+def _show(console: Console, results: dict[str, object]) -> None:
+    from envherd.benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
+
+    workloads = results["workloads"]
+    assert isinstance(workloads, dict)
+    for one in workloads.values():
+        console.print(to_rich(sheet_of_workload(one)))
+    for sheet in sheets_of_studies(results):
+        console.print(to_rich(sheet))
+    console.print(to_rich(sheet_of_targets(results)))
+
+
+def _draw(console: Console, results: dict[str, object], folder: Path | None, *, has_page: bool) -> None:
+    """Draw pictures to a folder, and write the page, as far as they were asked for."""
+    from envherd.benchmarks import page, plots
+
+    written = plots.draw_all(results, folder) if folder is not None else []
+    root = Path(page.__file__).parents[1]
+    if has_page and not (root / page.PAGE).parent.is_dir():
+        _refuse(f"expected --write in a checkout of the repository, got an installed package in {root}.")
+    if has_page:
+        written += page.write(results, root)
+    for path in written:
+        console.print(f"written to {path}")

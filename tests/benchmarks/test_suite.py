@@ -1,0 +1,205 @@
+"""The suite: summaries of known slots, targets, a tiny run from the shell with two peers, and the page of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from envherd.benchmarks import bounds, ours, peers
+from envherd.benchmarks.page import render
+from envherd.benchmarks.pools import Contender, Job
+from envherd.benchmarks.rounds import Entry, Turn
+from envherd.benchmarks.runner import Slot
+from envherd.benchmarks.suite import NAMES, Request, Suite, load, save
+from envherd.benchmarks.summary import summarise
+from envherd.benchmarks.targets import judge
+from envherd.benchmarks.work import SteadyFactory, drawn_iterations
+from envherd.benchmarks.workloads import ALL, WORKLOADS
+from envherd.executor.cli.app import app
+
+
+def slot(steps: int, wall_ms: float, run_ms: float) -> Slot:
+    """Return a slot of one pool."""
+    return Slot(
+        steps=steps, wall_ns=int(wall_ms * 1e6), run_ns=int(run_ms * 1e6), parent_run_ns=int(run_ms * 5e5), delay_ns=0,
+        others=0.0, episodes=-1, batch_us=[float(i) for i in range(101)], num_calls=steps, num_processes=2,
+    )  # fmt: skip
+
+
+def entry(name: str, slots: list[Slot], *, is_open: bool = True) -> Entry:
+    """Return an entry that ran."""
+    job = Job(make_env=SteadyFactory())
+    return Entry(Contender(name=name, build=lambda _: None), job, [Turn(one, is_open, 0.0) for one in slots])
+
+
+def summary(*, is_open: bool = True) -> dict:
+    fast = entry("fast", [slot(1000, 100, 50), slot(2000, 100, 100), slot(1000, 100, 50)], is_open=is_open)
+    slow = entry("slow", [slot(100, 100, 100), slot(200, 100, 200), slot(50, 100, 50)], is_open=is_open)
+    gone = entry("gone", [])
+    gone.failure = "not installed"
+    return summarise([fast, slow, gone], "fast", judged_by="rounds", pressure_at_rest=0.0)
+
+
+def test_ratios_are_those_of_the_rounds():
+    slow = summary()["slow"]
+    assert slow["wall_ratio"] == pytest.approx([10.0, 10.0, 15.0])
+    assert slow["cpu_ratio"] == pytest.approx([20.0, 20.0, 20.0])
+    assert slow["cpu_us_per_step"] == pytest.approx(1000.0)
+    assert slow["batch_us"] == pytest.approx([10.0, 50.0, 99.0])
+    assert summary()["gone"]["status"] == "not installed"
+
+
+def test_a_closed_gate_leaves_the_processor_figures():
+    slow = summary(is_open=False)["slow"]
+    assert slow["wall_ratio"] is None
+    assert slow["cpu_ratio"] == pytest.approx([20.0, 20.0, 20.0])
+    assert slow["noisy_slots"] == 3
+
+
+@pytest.mark.parametrize(
+    ("wall", "cpu", "expected"),
+    [
+        ([18.0, 20.0, 22.0], [1.0, 1.0, 1.0], ("met", "wall clock")),
+        ([10.0, 14.9, 22.0], [90.0, 90.0, 90.0], ("not met", "wall clock")),
+        (None, [15.0, 15.0, 15.0], ("met", "CPU")),
+        (None, [14.0, 14.0, 14.0], ("not met", "CPU")),
+    ],
+)
+def test_a_target_is_judged_by_the_clock_where_that_may_be(wall, cpu, expected):
+    mine = {"status": "measured", "cpu_ratio": [1, 1, 1], "wall_ratio": wall and [1, 1, 1]}
+    theirs = {"status": "measured", "cpu_ratio": cpu, "wall_ratio": wall}
+    results = {"workloads": {"tiny": {"contenders": {ours.OURS: mine, peers.GYMNASIUM_ASYNC: theirs}}}}
+    (verdict,) = [one for one in judge(results) if one.text.startswith("tiny:") and "Gymnasium" in one.text]
+    assert (verdict.status, verdict.basis) == expected
+
+
+def test_what_was_not_run_is_not_judged():
+    verdicts = judge({})
+    assert len(verdicts) > 35
+    assert {one.status for one in verdicts} == {"not measured"}
+
+
+def test_targets_name_contenders_that_their_workload_has():
+    known = {one.name: set(one.contenders) for one in WORKLOADS}
+    for one in WORKLOADS:
+        assert set(one.contenders) <= set(ALL), one.name
+        assert one.reference in one.contenders
+        assert len(one.contenders) == len(known[one.name]), f"{one.name} has a contender twice"
+    missing = [
+        one.measured
+        for one in judge({"workloads": {n: {"contenders": {one: {} for one in c}} for n, c in known.items()}})
+    ]
+    assert not [text for text in missing if text.endswith("was not run")]
+
+
+@pytest.mark.parametrize("law", ["even", "lognormal", "spikes"])
+def test_work_has_the_mean_that_was_asked_for(law):
+    lengths = drawn_iterations(law, 5000.0)
+    assert lengths.mean() == pytest.approx(5000.0, rel=0.001)
+    assert (lengths == drawn_iterations(law, 5000.0)).all()
+    if law == "spikes":
+        assert lengths.max() / lengths.min() == pytest.approx(100.0, rel=0.01)
+
+
+def test_results_are_kept_and_strangers_refused(tmp_path):
+    path = tmp_path / "deep" / "bench.json"
+    save({"schema": "envherd.bench/1", "workloads": {}}, path)
+    assert load(path)["workloads"] == {}
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="expected results"):
+        load(path)
+    with pytest.raises(ValueError, match="expected results"):
+        load(tmp_path / "none.json")
+
+
+def envherd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line."""
+    code = "from envherd.executor.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "bench", *arguments], capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Run one workload for one round with two peers, once for all tests of this file."""
+    folder = tmp_path_factory.mktemp("bench")
+    path = folder / "bench.json"
+    arguments = ("--quick", "--only", "spikes", "--peers", "gymnasium,sb3", "--rounds", "1")
+    done = envherd(*arguments, "--json", str(path), "--plot", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done, path
+
+
+@pytest.mark.slow
+def test_a_tiny_run_measures_everyone(run):
+    done, path = run
+    workload = json.loads(path.read_text())["workloads"]["spikes"]
+    rows = workload["contenders"]
+    wanted = {bounds.IDEAL, bounds.SERIAL, ours.OURS, ours.FIRST_K, peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC}
+    assert wanted <= set(rows)
+    assert peers.TORCHRL_PARALLEL not in rows, "it was not asked for"
+    for name in wanted:
+        assert rows[name]["status"] == "measured", rows[name]
+        assert rows[name]["steps_per_s"] > 0
+        # Steps of 200 us on average, calibrated under whatever load there is.
+        assert 40 < rows[name]["cpu_us_per_step"] < 4000, name
+        assert name in done.stdout
+    assert rows[peers.GYMNASIUM_ASYNC]["processes"] == 8
+    assert "at least 0.9 of the measured ideal" in done.stdout
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn(run):
+    _, path = run
+    for name in ("bench_ratios.png", "bench_latency.png"):
+        assert (path.parent / name).read_bytes().startswith(b"\x89PNG"), name
+        assert (path.parent / name).stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_page_says_what_was_measured_and_what_was_not(run):
+    results = load(run[1])
+    text = render(results, ["images/bench_ratios.png"])
+    assert results["machine"]["cpu"] in text
+    assert "![bench_ratios](images/bench_ratios.png)" in text
+    assert "### 8 envs of 200 us on average, 1 % of steps 100 times the others" in text
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {peers.SB3_SUBPROC} |")]
+    ratio = results["workloads"]["spikes"]["contenders"][peers.SB3_SUBPROC]["cpu_ratio"][1]
+    assert f"{ratio:.2f}x" in row
+    assert text.count("was not run") > 10
+    assert "The gate never opened" in text or "passed the gate" in text
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_it_was(run):
+    _, path = run
+    before = load(path)
+    console = Console(file=io.StringIO(), width=200)
+    results = Suite(Request(names=("spikes",), is_resumed=True, path=path), console).run()
+    assert "spikes: there already" in console.file.getvalue()
+    assert results == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--only", "nothing"), "expected --only to be one of tiny,"),
+        (("--peers", "gym"), "expected --peers to be one of gymnasium,"),
+        (("--render", "--json", "/nowhere.json"), "expected results in /nowhere.json"),
+    ],
+)
+def test_wrong_wishes_are_refused(arguments, message):
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_every_name_is_one_workload_or_study():
+    assert len(NAMES) == len(set(NAMES))
