@@ -107,6 +107,11 @@ def _make_host(host: int) -> None:
     _ip("-n", name, "link", "set", "eth0", "up")
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of nodes and driver: a token that another cluster has left in the home is not theirs."""
+    return {**os.environ, "RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
+
+
 def cut(host: int) -> None:
     """Have nothing pass between a host and the others any more; nobody is told."""
     _ip("-n", name_of(0), "link", "set", f"port{host}", "down")
@@ -122,9 +127,10 @@ def _start(host: int, *options: str, folder: Path) -> subprocess.Popen[bytes]:
     common = [f"--node-ip-address={address_of(host)}", "--object-store-memory=80000000", "--block"]
     if "--head" in options:
         common += ["--num-cpus=0", "--include-dashboard=false", f"--temp-dir={folder}"]
-    environment = {**os.environ, "RAY_worker_niceness": "0"}
     with open(folder / f"host-{host}.log", "wb") as log:
-        return subprocess.Popen(inside(host, ray, "start", *options, *common), stdout=log, stderr=log, env=environment)
+        return subprocess.Popen(
+            inside(host, ray, "start", *options, *common), stdout=log, stderr=log, env=environment()
+        )
 
 
 def _wait_until_up(node: subprocess.Popen[bytes], log: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_network_that_is_cut():
     try:
         with apart.hosts_apart(folder) as address:
             command = [sys.executable, "-m", "tests.cluster.apart", address, apart.address_of(2)]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": apart.environment()}
             with subprocess.Popen(apart.inside(0, *command), **pipes) as driver:
                 there = said_by(driver)
                 assert all(map(is_alive, there["pids"]))

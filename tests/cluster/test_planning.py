@@ -79,16 +79,14 @@ def model(monkeypatch):
 
 
 def costs(model, **changes):
-    plain = model.Costs(
-        trip_s=1e-3, step_fixed_s=1e-4, step_node_s=4e-4, step_byte_s=1e-9, rollout_s=1e-3, rollout_byte_s=1e-9
-    )
+    plain = model.Costs(trip_s=1e-3, step_fixed_s=1e-4, step_node_s=4e-4, large_s=1e-3, rollout_s=1e-3, byte_s=1e-9)
     return replace(plain, **changes)
 
 
 def test_one_batch_loses_half_where_the_driver_takes_as_long_as_the_envs(model):
     site = model.Site(envs_per_worker=1, workers=1)
     work = model.Work(name="x", step_s=41e-3, row_bytes=0, weights_bytes=0)
-    found = costs(model, trip_s=0.0, step_fixed_s=1e-3, step_node_s=1e-3, step_byte_s=0.0)
+    found = costs(model, trip_s=0.0, step_fixed_s=1e-3, step_node_s=1e-3, byte_s=0.0)
     assert model.step_efficiency(found, work, site, 40) == pytest.approx(0.5)
     assert model.half_nodes(found, work, site) == 39
     assert model.step_limit(found, work, site) == model.PROCESSOR
@@ -99,7 +97,7 @@ def test_one_batch_loses_half_where_the_driver_takes_as_long_as_the_envs(model):
     ("work", "changes", "name"),
     [
         ({"row_bytes": 0, "weights_bytes": 0}, {}, "PROCESSOR"),
-        ({"row_bytes": 10_000, "weights_bytes": 0}, {"rollout_byte_s": 0.0}, "NETWORK_IN"),
+        ({"row_bytes": 10_000, "weights_bytes": 0}, {"byte_s": 0.0}, "NETWORK_IN"),
         ({"row_bytes": 0, "weights_bytes": 10**9}, {}, "NETWORK_OUT"),
     ],
 )

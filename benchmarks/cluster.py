@@ -1,0 +1,253 @@
+"""What a cluster costs: batches and remote rollouts over local nodes, TorchRL's Ray collector beside them, and a model.
+
+All nodes are on this machine, so there is no network in the numbers, and the nodes share its processors: what is to be
+believed is the driver's own processor time, which is what the model of many nodes (`cluster_model.py`) is made of.
+
+Run: python -m envherd.benchmarks.cluster [--quick] [--write]    (--write: results/cluster.json, docs/scaling.md)
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium
+import psutil
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from tensordict import TensorDictBase
+from torch import nn
+
+from envherd.benchmarks import cluster_page
+from envherd.executor import ParallelEnv
+from envherd.executor.cluster import RayParallelEnv
+from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.workers.echo import EchoFactory
+from envherd.workers.testing.envs import action_leaf
+
+NUM_ENVS, NUM_STEPS, CARTPOLE_STEPS = 8, 64, 128
+LOCAL, ONE, TWO = "ParallelEnv", "RayParallelEnv, 1 node", "RayParallelEnv, 2 nodes"
+STREAM, WHOLE, TORCHRL = "remote_rollouts().stream", "remote_rollouts().rollout", "TorchRL RayCollector"
+RESULTS = Path(__file__).parent / "results" / "cluster.json"
+#: Bytes of an observation.
+WORKLOADS = {"tiny": 16, "image": 84 * 84 * 4}
+
+
+class Slot(NamedTuple):
+    """What one slot took: seconds of a call (median), and of this process's processors per call."""
+
+    wall_s: float
+    cpu_s: float
+
+
+class Contender(NamedTuple):
+    """What is called, and how many env-steps a call makes."""
+
+    call: Callable[[], Any]
+    env_steps: int
+
+
+def echo(num_bytes: int) -> EchoFactory:
+    """Return a factory of envs that do nothing, with so large an observation."""
+    leaf = LeafSpec(("observation",), (num_bytes,), "uint8")
+    return EchoFactory(EnvSpec(observation=(leaf,), action=(action_leaf(),), family="plain").to_plain())
+
+
+def make_cartpole() -> gymnasium.Env[Any, Any]:
+    """Build one CartPole."""
+    return gymnasium.make("CartPole-v1")
+
+
+class Policy(nn.Module):
+    """Two layers over the observation, and the better action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Set the action."""
+        return td.set("action", self.net(td["observation"]).argmax(-1))
+
+
+@contextmanager
+def two_nodes() -> Iterator[str]:
+    """Start a cluster of a head and two nodes on this machine; yield its address."""
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray spells it so; else its processes stand back for others'
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=16, wait=False)
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        yield cluster.address
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def measure(contenders: dict[str, Contender], num_rounds: int, slot_s: float) -> dict[str, dict[str, Any]]:
+    """Let contenders take turns in random order; return medians over rounds."""
+    order, slots = random.Random(0), {name: list[Slot]() for name in contenders}
+    for one in contenders.values():
+        one.call()
+    for _ in range(num_rounds):
+        for name in order.sample(list(contenders), len(contenders)):
+            slots[name].append(_run(contenders[name].call, slot_s))
+    summary = {}
+    for name, one in contenders.items():
+        wall_s = statistics.median(slot.wall_s for slot in slots[name])
+        summary[name] = {
+            "wall_s": wall_s,
+            "driver_cpu_s": statistics.median(slot.cpu_s for slot in slots[name]),
+            "steps_per_s": one.env_steps / wall_s,
+        }
+    return summary
+
+
+def _run(call: Callable[[], Any], slot_s: float) -> Slot:
+    call()  # its processes have slept
+    walls: list[float] = []
+    began, cpu = time.perf_counter(), time.process_time()
+    while not walls or time.perf_counter() - began < slot_s:
+        before = time.perf_counter()
+        call()
+        walls.append(time.perf_counter() - before)
+    return Slot(statistics.median(walls), (time.process_time() - cpu) / len(walls))
+
+
+def _stepping(env: Any) -> Contender:
+    actions = torch.zeros(NUM_ENVS, dtype=torch.int64)
+    root = env.reset()
+
+    def step() -> None:
+        nonlocal root
+        _, root = env.step_and_maybe_reset(root.set("action", actions))
+
+    return Contender(step, NUM_ENVS)
+
+
+def batches(workload: str, num_rounds: int, slot_s: float) -> dict[str, dict[str, Any]]:
+    """Measure batches of envs that do nothing, and remote rollouts of them."""
+    make_env = echo(WORKLOADS[workload])
+    over = functools.partial(RayParallelEnv, NUM_ENVS, make_env, seed=0)
+    with ExitStack() as stack:
+        local = stack.enter_context(ParallelEnv(NUM_ENVS, make_env, num_workers=2, seed=0))
+        one = stack.enter_context(over(num_nodes=1, resources_per_node={"CPU": 4}, num_workers=2))
+        two = stack.enter_context(over(num_nodes=2, resources_per_node={"CPU": 4}, num_workers=1))
+        contenders = {name: _stepping(env) for name, env in ((LOCAL, local), (ONE, one), (TWO, two))}
+        summary = measure(contenders, num_rounds, slot_s)
+        rollouts = one.remote_rollouts()
+        one_rollout = functools.partial(rollouts.rollout, NUM_STEPS, auto_reset=False)
+        contender = {WHOLE: Contender(one_rollout, NUM_ENVS * NUM_STEPS)}
+        summary |= measure(contender, num_rounds, slot_s)
+        return summary
+
+
+def rollouts_of_cartpole(num_rounds: int, slot_s: float) -> dict[str, dict[str, Any]]:
+    """Measure remote rollouts of two nodes with four envs each, here and with TorchRL's Ray collector."""
+    torch.manual_seed(0)
+    policy = Policy()
+    frames = NUM_ENVS * CARTPOLE_STEPS
+    with ExitStack() as stack:
+        how: dict[str, Any] = {"num_nodes": 2, "resources_per_node": {"CPU": 4}, "num_workers": 1, "seed": 0}
+        streaming, whole = (stack.enter_context(RayParallelEnv(NUM_ENVS, make_cartpole, **how)) for _ in range(2))
+        whole.reset()
+        stream = streaming.remote_rollouts().stream(CARTPOLE_STEPS, policy)
+        stack.callback(stream.close)
+        collector = _torchrl_collector(policy, frames // 2)
+        stack.callback(collector.shutdown, shutdown_ray=False)
+        theirs = iter(collector)
+        their_frames = next(theirs).numel()
+        rollout = functools.partial(whole.remote_rollouts().rollout, CARTPOLE_STEPS, policy, auto_reset=False)
+        contenders = {
+            STREAM: Contender(lambda: next(stream), frames // 2),
+            WHOLE: Contender(rollout, frames),
+            TORCHRL: Contender(lambda: next(theirs), their_frames),
+        }
+        return measure(contenders, num_rounds, slot_s)
+
+
+def _torchrl_env() -> Any:
+    from torchrl.envs import GymWrapper, SerialEnv
+
+    return SerialEnv(NUM_ENVS // 2, lambda: GymWrapper(make_cartpole(), categorical_action_encoding=True))
+
+
+def _torchrl_collector(policy: Policy, frames_per_batch: int) -> Any:
+    from torchrl.collectors.distributed import RayCollector
+
+    return RayCollector(
+        [_torchrl_env] * 2,
+        policy,
+        frames_per_batch=frames_per_batch,
+        total_frames=10**12,
+        remote_configs={"num_cpus": 4, "num_gpus": 0},
+        sync=False,
+    )
+
+
+def costs_of(results: dict[str, Any]) -> dict[str, float]:
+    """Return what the model needs, from what was measured; see `cluster_model.Costs`."""
+    tiny, image = results["tiny"], results["image"]
+    more = (WORKLOADS["image"] - WORKLOADS["tiny"]) * NUM_ENVS
+    byte_s = max(0.0, image[WHOLE]["driver_cpu_s"] - tiny[WHOLE]["driver_cpu_s"]) / (more * 2 * NUM_STEPS)
+    large_s = image[ONE]["driver_cpu_s"] - tiny[ONE]["driver_cpu_s"] - more * byte_s
+    node_s = max(1e-6, tiny[TWO]["driver_cpu_s"] - tiny[ONE]["driver_cpu_s"])
+    return {
+        "trip_s": max(0.0, tiny[ONE]["wall_s"] - tiny[LOCAL]["wall_s"]),
+        "step_fixed_s": max(0.0, tiny[ONE]["driver_cpu_s"] - node_s),
+        "step_node_s": node_s,
+        "large_s": max(0.0, large_s),
+        "rollout_s": tiny[WHOLE]["driver_cpu_s"],
+        "byte_s": byte_s,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Return what the numbers were measured on."""
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in cpuinfo if "model name" in line), "?")
+    names = ("envherd", "ray", "torch", "tensordict", "torchrl", "numpy")
+    packages = {name: metadata.version(name) for name in names}
+    cores, load = len(os.sched_getaffinity(0)), psutil.getloadavg()[0]
+    return {"cpu": model, "cores": cores, "load": load, "python": platform.python_version(), "packages": packages}
+
+
+def main() -> None:
+    """Measure, print, and write what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="3 rounds of 0.3 s slots instead of 12 of 1 s")
+    parser.add_argument("--write", action="store_true", help="write the results, and docs/scaling.md with its plot")
+    arguments = parser.parse_args()
+    plan = (3, 0.3) if arguments.quick else (12, 1.0)
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"machine": machine(), "rounds": plan[0], "slot_s": plan[1]}
+    with two_nodes():
+        for workload in WORKLOADS:
+            results[workload] = batches(workload, *plan)
+        results["cartpole"] = rollouts_of_cartpole(*plan)
+    results["machine"]["load_after"] = psutil.getloadavg()[0]
+    results["costs"] = costs_of(results)
+    print("\n".join(cluster_page.measured_lines(results)))
+    if arguments.write:
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+        cluster_page.write(results)
+        print(f"written to {RESULTS}, {cluster_page.PAGE}, {cluster_page.PLOT}")
+
+
+if __name__ == "__main__":
+    main()
