@@ -100,13 +100,14 @@ def draw(results: dict[str, Any]) -> None:
     nodes = [round(10 ** (exponent / 20)) for exponent in range(61)]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xscale="log", xlabel="nodes", ylabel="share of the nodes' own speed", ylim=(0, 1.05))
+    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="nodes", ylabel="share of the nodes' own speed")
     for work, color in zip(model.WORKS, ("#3465a4", "#e07b00", "#4e9a06"), strict=True):
         rollouts = [model.rollout_efficiency(found, work, site, count) for count in nodes]
         steps = [model.step_efficiency(found, work, site, count) for count in nodes]
         axes.plot(nodes, rollouts, color=color, label=f"{work.name}: remote rollouts")
         axes.plot(nodes, steps, color=color, linestyle=":", label=f"{work.name}: one batch")
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.set_ylim(1e-4, 1.3)
+    axes.legend(fontsize=8, loc="lower left")
     PLOT.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(PLOT, dpi=110)
