@@ -23,14 +23,13 @@ from envherd.benchmarks.accounting import pressure_line, pressure_while_idle
 from envherd.benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
 from envherd.benchmarks.rounds import Plan, measure
 from envherd.benchmarks.summary import summarise
-from envherd.benchmarks.workloads import ALL, PEERS, QUICK, WORKLOADS, Workload, calibrate, usable_cores
+from envherd.benchmarks.workloads import ALL, PEERS, QUICK, QUICK_PEERS, WORKLOADS, Workload, calibrate, usable_cores
 
 SCHEMA = "envherd.bench/1"
 #: What is no workload, and the minutes that it takes on a quiet machine with two cores.
 STUDIES = {"startup": 9.0, "waiting": 2.0, "growth": 6.0, "handout": 0.2}
 NAMES = (*(one.name for one in WORKLOADS), *STUDIES)
-_QUICK_BUDGET_S = 40.0
-_QUICK_PEERS = ("gymnasium", "sb3", "torchrl")
+_QUICK_BUDGET_S = 35.0
 _REST_S = 4.2  # the kernel's account of pressure moves every two seconds
 _PACKAGES = (
     "envherd",
@@ -70,7 +69,7 @@ class Request:
 
     def chooses(self, contender: str) -> bool:
         """Return whether a contender takes part in studies."""
-        peers = self.peers or (_QUICK_PEERS if self.is_quick else PEERS)
+        peers = self.peers or (QUICK_PEERS if self.is_quick else PEERS)
         return ALL[contender].kind != "peer" or ALL[contender].peer in peers
 
 
@@ -184,8 +183,7 @@ class Suite:
     def _workload(self, workload: Workload) -> dict[str, Any]:
         request, began = self._request, time.monotonic()
         plan = workload.plan(request.num_rounds, is_quick=request.is_quick)
-        peers = request.peers or (_QUICK_PEERS if request.is_quick else ())
-        contenders = workload.chosen(peers, is_quick=request.is_quick)
+        contenders = workload.chosen(request.peers, is_quick=request.is_quick)
         job = workload.job(self.results["calibration"], self._num_workers)
         rest = None if request.is_quick else pressure_while_idle(_REST_S)
         entries, is_complete = measure([(one, job) for one in contenders], plan, self._say)

@@ -18,7 +18,7 @@ PEERS = tuple(dict.fromkeys(one.peer for one in peers.CONTENDERS))
 _PROCESSES = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU)
 _IN_PROCESS = (peers.GYMNASIUM_SYNC, peers.SB3_DUMMY, peers.TORCHRL_SERIAL)
 _USUAL = (bounds.IDEAL, bounds.SERIAL, ours.OURS, *_PROCESSES)
-_QUICK_LEFT_OUT = (peers.TORCHRL_ASYNC, peers.TORCHRL_SERIAL, peers.SB3_DUMMY, peers.RAY, peers.ENVPOOL, peers.PUFFER)
+_QUICK_LEFT_OUT = (peers.TORCHRL_ASYNC, peers.TORCHRL_SERIAL, peers.SB3_DUMMY, ours.WIDE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ class Workload:
         return replace(self.make_job(calibration), num_workers=num_workers)
 
     def chosen(self, only_peers: tuple[str, ...], *, is_quick: bool) -> list[Contender]:
-        """Return its contenders without the peers that are not asked for."""
-        found = [ALL[name] for name in self.contenders]
-        if only_peers:
-            return [one for one in found if one.kind != "peer" or one.peer in only_peers]
-        return [one for one in found if not (is_quick and one.name in _QUICK_LEFT_OUT)]
+        """Return its contenders without the peers that are not asked for; a quick run has those of most interest."""
+        peers_wanted = only_peers or (QUICK_PEERS if is_quick else PEERS)
+        left_out = _QUICK_LEFT_OUT if is_quick and not only_peers else ()
+        found = [ALL[name] for name in self.contenders if name not in left_out]
+        return [one for one in found if one.kind != "peer" or one.peer in peers_wanted]
 
 
 def _steady(num_envs: int = 8, us: float = 0.0, policy_s: float = 0.0, **kwargs: Any) -> Callable[[float], Job]:
@@ -212,7 +212,7 @@ WORKLOADS = (
         minutes=11.0,
     ),
 )
-QUICK = ("tiny", "spikes", "cartpole")
+QUICK, QUICK_PEERS = ("tiny", "spikes", "cartpole"), ("gymnasium", "sb3", "torchrl")
 
 
 def calibrate() -> float:

@@ -48,6 +48,7 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
             variable, "1"
         )  # before numpy is imported: its threads would be there when pools are forked
     from envherd.benchmarks import suite
+    from envherd.benchmarks.workloads import PEERS
 
     console = Console(width=None if Console().is_terminal else 180)
     if listing:
@@ -56,7 +57,7 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
     path = json or Path("envherd-bench-quick.json" if quick else "envherd-bench.json")
     request = suite.Request(
         names=_known(only or [], suite.NAMES, "--only"),
-        peers=_known(peers.split(",") if peers else [], (*suite.PEERS, "none"), "--peers"),
+        peers=_known(peers.split(",") if peers else [], (*PEERS, "none"), "--peers"),
         num_rounds=rounds,
         is_quick=quick,
         is_resumed=resume,
