@@ -126,7 +126,7 @@ def test_torchrl():
             policy = functools.partial(_act, torch.Generator().manual_seed(0))
             rolled = env.rollout(25, policy, break_when_any_done=False)
             mask = torch.tensor([[True], [False], [True]])
-            root = env.reset(env.rollout(2)[:, -1].exclude("next").set("_reset", mask))
+            root = env.reset(env.rollout(2, policy)[:, -1].exclude("next").set("_reset", mask))
             data.append((seed, env.scale, rolled, root, len(env._workers), [one.is_alive() for one in env._workers]))
         finally:
             env.close()
