@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Test files that run at the same time.
 JOBS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 ROLLOUT_ENV ?= meltingpot:commons_harvest__open
 ROLLOUT_ENVS ?= 4
@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt .ci/install_meltingpot.py
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python .ci/install_meltingpot.py -c constraints.txt
 	@echo "installing everything else, which takes some minutes"
-	$(PIP) install -qq --progress-bar off -c constraints.txt -e ".[all]"
+	$(PIP) install -qq --no-compile --progress-bar off -c constraints.txt -e ".[all]"
 	@touch $@
 
 rollout: $(STAMP)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from envherd.executor.collector import Collector
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
+    from envherd.executor.preloading import preloaded
     from envherd.executor.serial import SerialEnv
     from envherd.executor.sizing.recommending import recommend
     from envherd.executor.statistics import Statistics, WorkerStatistics
@@ -51,6 +52,7 @@ __all__ = [
     "WorkerLost",
     "WorkerStatistics",
     "WorkerTimeout",
+    "preloaded",
     "recommend",
 ]
 
@@ -64,6 +66,7 @@ _HOMES = {
     "SerialEnv": "envherd.executor.serial",
     "Statistics": "envherd.executor.statistics",
     "WorkerStatistics": "envherd.executor.statistics",
+    "preloaded": "envherd.executor.preloading",
     "recommend": "envherd.executor.sizing.recommending",
 }
 

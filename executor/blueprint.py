@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from envherd.workers.seeding import draw_root_seed
 
 MakeEnv = Factory | Sequence[Factory]
 EnvKwargs = dict[str, Any] | Sequence[dict[str, Any]] | None
+
+#: What envs of a module import when they are built, where it is installed, and what takes seconds: a `GymEnv` looks
+#: whether it was given one of Stable-Baselines3's.
+_BROUGHT_IN = {"torchrl.envs.libs.gym": "stable_baselines3"}
 
 
 def as_factories(num_envs: int, make_env: MakeEnv) -> list[Factory]:
@@ -78,7 +83,8 @@ def draw(
     pickled = {id(factory): pickle_factory(factory) for factory in factories}
     preload = options.preload
     if preload is None:
-        preload = tuple(dict.fromkeys(m for f in factories for m in modules_of(f) if _is_worth_preloading(m)))
+        named = dict.fromkeys(m for f in factories for m in modules_of(f) if _is_worth_preloading(m))
+        preload = tuple(dict.fromkeys([*named, *(_BROUGHT_IN[m] for m in named if _is_brought_in(m))]))
     if options.start_method == "fork":
         preload = ()
     return Blueprint(
@@ -105,6 +111,11 @@ def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
                     f"env_kwargs failed: expected plain arguments, got an env ({type(value).__name__}) as {name!r}. "
                     f"Build envs inside make_env."
                 )
+
+
+def _is_brought_in(module: str) -> bool:
+    other = _BROUGHT_IN.get(module)
+    return other is not None and importlib.util.find_spec(other.partition(".")[0]) is not None
 
 
 def _is_worth_preloading(module: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from envherd.executor.diagnosis import Frame, factory_error, log, log_close_fault, worker_late, worker_lost
 from envherd.executor.lifecycle import WorkerProcess, Zygote, check_descriptors, worker_config
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.preloading import find_helper
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
@@ -64,6 +65,7 @@ class Crew:
         self.on_row_frame: Callable[[Frame], None] = lambda _: None
         self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
         self._zygote: Zygote | None = None
+        self._has_left = False
         self._plan: SlabPlan | None = None
         self._segment: Segment | None = None
         self._knock: Callable[[int], None] = lambda _: None
@@ -83,7 +85,7 @@ class Crew:
             FactoryError, WorkerLost, WorkerTimeout: close the crew, nothing is of use then.
         """
         check_descriptors(len(self.blueprint.blocks))
-        self._zygote = Zygote(self.options, list(self.blueprint.preload))
+        self._zygote = find_helper(self.options) or Zygote(self.options, list(self.blueprint.preload))
         self._zygote.wait_ready()
         for name, why in self._zygote.failed_preloads.items():
             log.info("preload of %s failed (%s); workers import what they need", name, why)
@@ -243,7 +245,8 @@ class Crew:
         for worker in self.workers:
             worker.wait_exit(1.0)
             worker.release()
-        if self._zygote is not None:
+        if self._zygote is not None and not self._has_left:
+            self._has_left = True
             self._zygote.close()
         for _, segment in self._storages.values():
             segment.close()

@@ -26,7 +26,7 @@ from typing import Any
 
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import InternalError, WorkerLost
-from envherd.workers.messages import Channel
+from envherd.workers.messages import Channel, uninterrupted
 
 _PACKET = 1 << 18
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -159,20 +159,25 @@ class WorkerProcess:
 
 
 class Zygote:
-    """The owner's handle of the helper that forks workers (see `workers.zygote`)."""
+    """The owner's handle of the helper that forks workers (see `workers.zygote`).
+
+    Several may use it, in turn or at once, from one thread at a time: each `join`s and `close`s it, and the last
+    one's `close` ends it. Whoever made it is the first.
+    """
 
     def __init__(self, options: ExecutorOptions, preload: list[str]) -> None:
+        self._num_users = 1
         self.lifeline_read, self._lifeline_write = os.pipe()
         self._owner = os.getpid()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock = ours
         captured = os.memfd_create("envherd-log-zygote", os.MFD_CLOEXEC) if options.worker_output == "capture" else None
-        path = [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
+        path = self.import_path()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(path)],
                 pass_fds=[theirs.fileno()],
-                env=_environment(options),
+                env=environment_of(options),
                 stdin=subprocess.DEVNULL,
                 stdout=captured,
                 stderr=captured,
@@ -196,17 +201,28 @@ class Zygote:
         self.failed_preloads: dict[str, str] = {}
         self.num_threads = 1
 
+    @staticmethod
+    def import_path() -> list[str]:
+        """Return `sys.path` as a process in another folder would have to have it."""
+        return [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
+
     @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    def join(self) -> bool:
+        """Use it too, and `close` it later; return whether it is there to be used."""
+        is_there = self._owner == os.getpid() and self._sock.fileno() >= 0 and self._process.poll() is None
+        self._num_users += is_there
+        return is_there
 
     def wait_ready(self) -> None:
         """Wait until it has imported what it was told to; idempotent."""
         if self._is_ready:
             return
         self._is_ready = True
-        answer = self._request(self._start)
+        answer = self._exchange(self._start)  # takes seconds; Ctrl-C ends it, and who waited for it closes this
         self.failed_preloads = answer["failed"]
         self.num_threads = answer["num_threads"]
 
@@ -235,8 +251,13 @@ class Zygote:
             time.sleep(0.002)
 
     def close(self) -> None:
-        """End the zygote, which kills every worker that is left; idempotent."""
+        """End the zygote, which kills every worker that is left; while others use it, only what workers have left."""
         if self._owner != os.getpid() or self._sock.fileno() < 0:
+            return
+        self._num_users -= 1
+        if self._num_users:
+            with contextlib.suppress(WorkerLost, OSError):
+                self._request({"op": "sweep"})
             return
         self._sock.close()
         self._close_lifeline()
@@ -264,6 +285,10 @@ class Zygote:
                 os.close(fd)
 
     def _request(self, request: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
+        with uninterrupted():  # an answer that nobody took would be the next request's
+            return self._exchange(request, fds)
+
+    def _exchange(self, request: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
         if self._sock.fileno() < 0:
             raise InternalError("the zygote was used after it was closed")
         try:
@@ -290,7 +315,8 @@ def _tail(log_fd: int) -> str:
     return os.pread(log_fd, os.fstat(log_fd).st_size, 0).decode(errors="replace")
 
 
-def _environment(options: ExecutorOptions) -> dict[str, str]:
+def environment_of(options: ExecutorOptions) -> dict[str, str]:
+    """Return the environment variables that workers start with."""
     environment = dict(os.environ)
     if options.worker_threads is not None:
         environment.update(dict.fromkeys(_THREAD_VARIABLES, str(options.worker_threads)))

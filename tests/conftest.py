@@ -25,11 +25,28 @@ import pytest
 import tqdm
 from hypothesis import settings
 
+from tests.scale import IS_FULL
+
 _PR_SET_CHILD_SUBREAPER = 36
 #: Seconds for what is ending to have ended: well above the promised one second.
 _GRACE_S = 3.0
 _TEARDOWN_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR2)
+#: Groups of tests that take minutes: what begins last should be short, or one process waits for the other.
+_LONG = (
+    "tests/cluster",
+    "tests/test_examples.py",
+    "tests/executor/facades/test_torchrl_parallel.py",
+    "tests/executor/facades/test_torchrl_use.py",
+    "tests/executor/facades/test_torchrl_limits.py",
+    "tests/executor/facades/test_torchrl_pains.py",
+    "tests/executor/test_property.py",
+    "tests/contracts/test_facade_horizons.py",
+    "tests/contracts/test_matrix.py",
+    "tests/executor/test_infos.py",
+    "tests/executor/facades/test_sb3_training.py",
+    "tests/workers/test_meltingpot.py",
+)
 #: Descriptors that libraries open once and keep.
 _KEPT_OPEN = ("/dev/urandom", "/dev/null", "/dev/dri", "/dev/nvidia")
 
@@ -48,6 +65,24 @@ def pytest_configure() -> None:
     tqdm.tqdm.get_lock()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave sweeps to full runs; give what may not run in two processes at once one group; begin with what takes long.
+
+    Tests of a file stay together, so that what they share is made once; those with a Ray cluster share one.
+    """
+    for item in items:
+        if item.get_closest_marker("full") and not IS_FULL:
+            item.add_marker(pytest.mark.skip(reason="a sweep: make test-full (ENVHERD_FULL=1)"))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: _LONG.index(_group(item)) if _group(item) in _LONG else len(_LONG))
+
+
+def _group(item: pytest.Item) -> str:
+    file = item.nodeid.partition("::")[0]
+    return "tests/cluster" if file.startswith("tests/cluster/") else file
 
 
 def _children() -> set[int]:
@@ -133,6 +168,19 @@ class Possessions:
         found += [f"/dev/shm/{name}" for name in sorted(_not_of_others(now.shm - self.shm))]
         found += [f"handler of signal {n}" for n, handler in now.handlers.items() if handler != self.handlers[n]]
         return found + ([f"current folder {now.folder}"] if now.folder != self.folder else [])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_helper(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have the executors of a module that is marked `preloads(...)` share a helper: importing torch takes seconds."""
+    marker = next(iter(m for m in request.node.own_markers if m.name == "preloads"), None)
+    if marker is None:
+        yield
+        return
+    from envherd.executor import preloaded
+
+    with preloaded(*marker.args, request.module.__name__):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,10 @@
 """The zygote: a small process that imports what envs need and forks workers; also their reaper.
 
 It is exec'd by the owner (never forked from it), so it holds none of the owner's memory, threads,
-locks or descriptors, and it is private to one executor. It has one thread, imports what it was told
-to, freezes the garbage collector (so that the pages of those modules stay shared) and forks a worker
-for every request. Where an import has started threads, forking would be unsafe: it then executes a
-fresh interpreter for each worker instead, and says so in its first answer.
+locks or descriptors, and it is private to one executor, or to those of a `preloaded` block. It has one
+thread, imports what it was told to, freezes the garbage collector (so that the pages of those modules
+stay shared) and forks a worker for every request. Where an import has started threads, forking would
+be unsafe: it then executes a fresh interpreter for each worker instead, and says so in its first answer.
 
 Guarantees: when the owner is gone, however it went, it kills the process group of every worker that
 is left (with the processes their envs had started) and leaves. Ctrl-C does not reach it.
@@ -144,6 +144,9 @@ class Zygote:
                 _send(self._sock, {"pid": self._fork(request["config"], fds)})
             except OSError as error:  # a limit on processes or memory: this worker cannot be, the others can
                 _send(self._sock, {"error": f"fork: {error}"})
+        elif request["op"] == "sweep":
+            self._sweep()
+            _send(self._sock, {})
         else:
             self._reap()
             _send(self._sock, {"status": self._statuses.get(request["pid"])})
@@ -203,13 +206,19 @@ class Zygote:
         for pid in self._alive:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
+        self._alive.clear()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Kill what dead workers have left, and wait for its end."""
         end = time.monotonic() + _ORPHANS_S
-        while (children := _children()) and time.monotonic() < end:
-            for pid in children:
+        self._reap()
+        while (orphans := set(_children()) - self._alive) and time.monotonic() < end:
+            for pid in orphans:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(-1, 0)
+            time.sleep(0.001)
+            self._reap()
 
 
 def _children() -> list[int]:

@@ -13,13 +13,14 @@ from gymnasium.vector import AutoresetMode
 
 from envherd.executor import Collector, ParallelEnv
 from tests.executor.facades.sb3_envs import HorizonEnv
+from tests.scale import scaled
 
 pytest.importorskip("stable_baselines3")
 pytest.importorskip("torchrl")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-NUM_ENVS, NUM_STEPS, HORIZON = 8, 1250, 50
+NUM_ENVS, NUM_STEPS, HORIZON = 8, scaled(255, full=1275), 50
 
 
 def count_invalid(observation, following, reward):
@@ -40,7 +41,9 @@ def of_the_core():
 
 def of_a_collector():
     with Collector(
-        ParallelEnv(NUM_ENVS, HorizonEnv, num_workers=2), frames_per_batch=1000, total_frames=10_000
+        ParallelEnv(NUM_ENVS, HorizonEnv, num_workers=2),
+        frames_per_batch=NUM_ENVS * NUM_STEPS // 5,
+        total_frames=NUM_ENVS * NUM_STEPS,
     ) as batches:
         return from_tensordict(torch.cat([batch.clone() for batch in batches], 1))
 

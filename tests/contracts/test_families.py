@@ -10,12 +10,16 @@ import pytest
 from envherd.workers.testing import Contract, PartialResetContract
 from tests.contracts.executor_batch import BATCHES
 from tests.contracts.families import FAMILIES, gymnasium_env
+from tests.scale import scaled
 
+#: In an ordinary run other families' processes are left to the matrix, which drives them through both executors too.
+IN_PROCESSES = scaled(("gymnasium_cartpole", "meltingpot", "torchrl"), full=tuple(FAMILIES))
 CASES = [
     (name, how)
     for name, family in FAMILIES.items()
     for how in BATCHES
     if family.is_ordinary or (how == "block" and not family.is_slow and not family.is_only_in_full)
+    if how != "parallel" or name in IN_PROCESSES
 ]
 
 

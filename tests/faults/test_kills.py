@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from envherd.executor import ExecutorOptions, ParallelEnv
 from envherd.workers.testing import CountingEnv
 from tests.faults.book import NUM_ENVS, Book, Checked, act
+from tests.scale import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(280)]
 
 NUM_WORKERS = 3
-EXAMPLES = 60 if os.environ.get("ENVHERD_FULL") == "1" else 4
+EXAMPLES = scaled(4, full=60)
 OPTIONS = ExecutorOptions(on_worker_loss="restart", max_restarts=10_000, step_timeout_s=30.0, reset_timeout_s=30.0)
 
 DEEDS = st.tuples(

@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.faults.matrix import CELLS, QUICK, STATES, drive
 from tests.faults.page import record, table
-
-IS_FULL = os.environ.get("ENVHERD_FULL") == "1"
+from tests.scale import IS_FULL
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(120)]
 

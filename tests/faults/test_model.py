@@ -6,7 +6,6 @@ And the model is of this code: the parent and a worker are seen to do things in 
 from __future__ import annotations
 
 import functools
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +18,7 @@ from envherd.workers.loop import Loop
 from envherd.workers.protocol import PARENT_STEPS, RING, WORKER_STEPS, Op, pack
 from envherd.workers.testing import CountingEnv
 from tests.faults.model import Protocol, Violation, explore
-
-IS_FULL = os.environ.get("ENVHERD_FULL") == "1"
+from tests.scale import IS_FULL
 
 
 def swapped(steps: tuple[str, ...], one: str, other: str) -> tuple[str, ...]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.faults.soak import Report, Sample, Soak
+from tests.scale import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(280)]
 
-SECONDS = 60.0 if os.environ.get("ENVHERD_FULL") == "1" else 3.0
+SECONDS = scaled(3.0, full=60.0)
 
 
 def test_nothing_is_left_of_executors_that_come_break_and_go():

@@ -27,8 +27,7 @@ from tests.faults.children import be_bound_by_process_limits, can_mount, fill, i
 from tests.faults.envs import MEDDLING, DeafEnv, GrowingEnv, MeddlingEnv, NanEnv, NestedEnv
 from tests.faults.matrix import _held, _left
 from tests.faults.page import record
-
-IS_FULL = os.environ.get("ENVHERD_FULL") == "1"
+from tests.scale import IS_FULL
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(120)]
 

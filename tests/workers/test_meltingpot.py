@@ -14,6 +14,7 @@ from envherd.workers.adapters.meltingpot import MeltingPotAdapter
 from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory, substrate_names
 from envherd.workers.adapters.meltingpot_import import install_lazy_import
 from envherd.workers.errors import ActionError, ResetNeeded, SpecError
+from tests.scale import scaled
 
 install_lazy_import()
 
@@ -352,8 +353,7 @@ def test_a_scenario_has_its_focal_players_as_rows() -> None:
     adapter.close()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", substrate_names())
+@pytest.mark.parametrize("name", scaled(substrate_names()[3::7], full=substrate_names()))
 def test_every_substrate_runs(name: str) -> None:
     adapter = _made(name)
     players, actions = adapter.spec.metadata["agent_count"], adapter.spec.metadata["num_actions"]

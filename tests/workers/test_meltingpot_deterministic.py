@@ -52,7 +52,8 @@ def test_same_seed_same_bytes_in_fresh_processes(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("name", substrate_names() if os.environ.get("ENVHERD_FULL") == "1" else ())
+@pytest.mark.full
+@pytest.mark.parametrize("name", substrate_names())
 def test_same_seed_same_bytes_for_every_substrate(tmp_path: Path, name: str) -> None:
     _compare(tmp_path, name, steps=100)
 

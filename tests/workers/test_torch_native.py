@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import gymnasium
@@ -16,10 +15,9 @@ from envherd.workers.adapters.torch_native import IsaacLabAdapter, TorchNativeAd
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded, SpecError
 from envherd.workers.testing import Contract
 from tests.contracts.executor_batch import BATCHES
+from tests.scale import scaled
 from tests.workers import isaaclab_standin as isaac
 from tests.workers import torch_simulators as simulators
-
-_IS_FULL = os.environ.get("ENVHERD_FULL") == "1"
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +200,6 @@ def test_a_second_simulator_in_a_process_is_refused_before_it_is_built():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not _IS_FULL, reason="workers that import torch take seconds: set ENVHERD_FULL=1")
 def test_a_second_simulator_in_a_worker_is_refused():
     with pytest.raises(FactoryError, match=r"one simulator in a process.*num_workers"):
         ParallelEnv(2, isaac.make_direct, num_workers=1)
@@ -236,7 +233,7 @@ def test_discrete_actions_reach_the_simulator_as_it_samples_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", BATCHES if _IS_FULL else ("block", "serial"))
+@pytest.mark.parametrize("batch", scaled(("block", "serial"), full=BATCHES))
 @pytest.mark.parametrize("make", [simulators.Counter, simulators.SameStep])
 def test_every_rule_holds(make, batch):
     report = Contract(make, num_steps=20, make_batch=BATCHES[batch]).check_all()

@@ -21,7 +21,7 @@ from envherd.executor import ExecutorOptions
 from envherd.executor.facades.torchrl import ParallelEnv, SerialEnv
 from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads("torchrl.envs", "stable_baselines3")]
 
 SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
 

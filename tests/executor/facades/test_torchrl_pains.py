@@ -17,7 +17,7 @@ from envherd.executor import ExecutorOptions
 from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.workers.errors import EnvError, WorkerTimeout
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads("torchrl.envs", "stable_baselines3")]
 
 SCRIPT = """
 from torchrl.envs import GymEnv

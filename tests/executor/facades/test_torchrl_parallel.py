@@ -22,7 +22,7 @@ from envherd.executor.facades.torchrl import BuildFailed, ParallelEnv, SerialEnv
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import EnvError, FactoryError, WorkerLost
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.preloads("torchrl.envs", "stable_baselines3")]
 
 
 @contextmanager

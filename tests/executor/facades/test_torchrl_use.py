@@ -21,7 +21,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TorchRL deprecates parts of itself as they are imported
     from torchrl.collectors import Collector
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.preloads("torchrl.envs", "stable_baselines3"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
 

@@ -1,0 +1,103 @@
+"""One helper for several executors: they start from it, end without a trace, and do not meet in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from envherd.executor import ExecutorOptions, ParallelEnv, preloaded
+from tests.executor.seeing_env import Seeing
+
+pytestmark = pytest.mark.slow
+
+
+def helper_of(**kwargs):
+    with ParallelEnv(2, Seeing, num_workers=2, **kwargs) as env:
+        env.rollout(3)
+        helpers = set(env.call("helper"))
+    assert len(helpers) == 1
+    return helpers.pop()
+
+
+def is_there(pid):
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_executors_share_a_helper_that_has_the_modules():
+    with preloaded("wave", "sched"):
+        first = helper_of()
+        with ParallelEnv(2, Seeing, num_workers=1) as env:
+            assert env.call("has_imported", "sched") == [True, True]
+            assert env.call("helper") == [first, first]
+            assert helper_of() == first  # while the other is open
+            assert env.rollout(2).shape == (2, 2)
+    assert not is_there(first)
+    assert helper_of() != first
+
+
+def test_a_closed_executor_leaves_nothing_in_it():
+    with preloaded("wave"):
+        with ParallelEnv(2, Seeing, num_workers=2) as env:
+            pids = [worker.pid for worker in env.statistics().workers] + env.call("leave_one")
+        assert not any(map(is_there, pids))
+        with ParallelEnv(1, Seeing) as env:
+            other = env.call("leave_one")[0]
+            helper_of()
+            assert is_there(other)  # another executor's end is not its own
+
+
+def test_it_lasts_as_long_as_who_uses_it():
+    with preloaded("wave"):
+        env = ParallelEnv(1, Seeing)
+        helper = env.call("helper")[0]
+    assert is_there(helper)
+    assert env.rollout(2).shape == (1, 2)
+    env.close()
+    env.close()
+    assert not is_there(helper)
+
+
+def test_an_executor_with_other_surroundings_has_its_own(tmp_path, monkeypatch):
+    with preloaded("wave"):
+        shared = helper_of()
+        assert helper_of(options=ExecutorOptions(env_vars={"SEEN": "1"})) != shared
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            assert helper_of() != shared
+        with monkeypatch.context() as patch:
+            patch.setenv("SEEN", "2")
+            with ParallelEnv(1, Seeing) as env:
+                assert env.call("variable", "SEEN") == ["2"]
+        with preloaded("sched"):
+            assert helper_of() != shared
+        assert helper_of() == shared
+
+
+@pytest.mark.broken_pool
+def test_a_lost_worker_is_replaced_from_it():
+    with preloaded("wave"), ParallelEnv(1, Seeing, options=ExecutorOptions(on_worker_loss="restart")) as env:
+        helper = env.call("helper")
+        os.kill(env.statistics().workers[0].pid, 9)
+        env.rollout(5, break_when_any_done=False)
+        assert env.call("helper") == helper
+
+
+def test_a_helper_that_was_killed_is_no_ones_any_more():
+    with preloaded("wave"), ParallelEnv(1, Seeing) as env:
+        helper = env.call("helper")[0]
+        os.kill(helper, 9)
+        os.waitid(os.P_PID, helper, os.WEXITED | os.WNOWAIT)
+        assert helper_of() != helper
+        assert env.rollout(2).shape == (1, 2)  # its workers are there, and end with it
+
+
+def test_what_cannot_be_imported_is_said():
+    with (
+        pytest.raises(ImportError, match=r"no_such_module_here.*ModuleNotFoundError"),
+        preloaded("no_such_module_here"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="expected names of modules"), preloaded():
+        pass

@@ -1,0 +1,15 @@
+"""How much of a sweep an ordinary test run makes: `make test` a part, `make test-full` (ENVHERD_FULL=1) all of it."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+T = TypeVar("T")
+
+IS_FULL = os.environ.get("ENVHERD_FULL") == "1"
+
+
+def scaled(part: T, full: T) -> T:
+    """Return what an ordinary run uses, or what a full one does."""
+    return full if IS_FULL else part
