@@ -21,6 +21,8 @@ from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
 from envherd.shm.specs import Key
 
 Leaves = list[torch.Tensor]
+#: Which of some envs belong to a group.
+Members = np.ndarray | slice
 
 
 class Shell:
@@ -153,9 +155,10 @@ class GroupBatch:
     def gather_roots(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """Return where some rows are now, as fresh arrays `[k, ...]`: a reset's root, or a step's `next`."""
         gathered = []
+        was_reset = bool(in_root.any())
         for index, array in enumerate(self.root_arrays):
             leaf = self.next_arrays[self.root_in_next[index]][columns, rows]
-            if in_root.any():
+            if was_reset:
                 leaf[in_root] = array[columns[in_root], rows[in_root]]
             gathered.append(leaf)
         return gathered

@@ -25,6 +25,7 @@ from envherd.executor.rows import Rows
 from envherd.executor.sampling import ActionSampler
 from envherd.executor.serial_pool import SerialPool
 from envherd.executor.statistics import Statistics, count
+from envherd.executor.tensordict_access import set_leaf
 from envherd.executor.turn import Turn
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
@@ -154,6 +155,10 @@ class Engine:
     def add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Add the inputs of the envs' latest steps to a batch."""
         rows = self.rows
+        if len(rows.intakes) == 1 and td.device is None:
+            for leaf, value in zip(rows.intakes[0].leaves, rows.intakes[0].current(rows.row_of[env_ids]), strict=True):
+                set_leaf(td, leaf.key, torch.from_numpy(value))
+            return
         groups = np.unique(rows.group_of[env_ids])
         tds = [td] if len(groups) == 1 else [td[position] for position in range(len(env_ids))]
         for own, ids in zip(tds, [env_ids] if len(groups) == 1 else env_ids[:, None], strict=True):

@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.engine import Engine
 from envherd.executor.intake import to_numpy
+from envherd.executor.tensordict_access import set_leaf, set_next
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RING, Flag, Op
 
@@ -58,7 +59,8 @@ class Exchange:
         ids = np.atleast_1d(to_numpy(env_ids)).astype(np.int64)
         if ids.ndim > 1:  # of envs that are batches, as `set_ids` gives them: each row says its env
             ids = ids.reshape(len(ids), -1)[:, 0]
-        if len(ids) and (ids.min() < 0 or ids.max() >= num_envs or len(np.unique(ids)) != len(ids)):
+        distinct = set(ids.tolist())
+        if distinct and (min(distinct) < 0 or max(distinct) >= num_envs or len(distinct) != len(ids)):
             raise ValueError(f"the call failed: expected different env ids in 0..{num_envs - 1}, got {ids.tolist()}.")
         return ids
 
@@ -163,10 +165,12 @@ class Exchange:
         engine.in_flight = ready
         columns = self._columns[ready]
         td = rows.current(ready)
-        rows.note_side({i: self._side.pop(i) for i in ready.tolist() if i in self._side})
-        rows.note_infos({i: self._infos.pop(i) for i in ready.tolist() if i in self._infos}, ready.tolist())
+        if self._side:
+            rows.note_side({i: self._side.pop(i) for i in ready.tolist() if i in self._side})
+        if engine.has_infos:
+            rows.note_infos({i: self._infos.pop(i) for i in ready.tolist() if i in self._infos}, ready.tolist())
         engine.add_inputs(td, ready)
-        td.set("next", rows.next_of(ready, columns))
+        set_next(td, rows.next_of(ready, columns))
         rows.interrupted[ready] = False
         self._forget(ready)
         ended = rows.stepped(ready, columns)
@@ -189,4 +193,9 @@ class Exchange:
 def set_ids(td: TensorDictBase, env_ids: np.ndarray) -> TensorDictBase:
     """Say in a batch which envs it is of: int64 `[k]`; `[k, *B]` for envs that are batches, each row saying its env."""
     ids = torch.from_numpy(env_ids.copy())
-    return td.set(ENV_IDS, ids.view(-1, *(1,) * (td.ndim - 1)).expand(td.batch_size).clone())
+    if td.ndim > 1:
+        ids = ids.view(-1, *(1,) * (td.ndim - 1)).expand(td.batch_size).clone()
+    if td.device is None:
+        set_leaf(td, (ENV_IDS,), ids)
+        return td
+    return td.set(ENV_IDS, ids)

@@ -137,7 +137,7 @@ class WorkerPool:
             flags: see `workers.protocol.Flag`.
         """
         is_all = len(env_ids) == self.num_envs
-        worker_ids = range(self.num_workers) if is_all else np.unique(self.worker_of[env_ids]).tolist()
+        worker_ids = range(self.num_workers) if is_all else set(self.worker_of[env_ids].tolist())
         self._revive(worker_ids)
         self._number += 1
         self._command[env_ids] = pack(op, target, columns, flags)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from envherd.executor.batching import GroupBatch, Leaves, add_side, stack_groups
+from envherd.executor.batching import GroupBatch, Leaves, Members, add_side, stack_groups
 from envherd.executor.device import Mover
 from envherd.executor.intake import GroupIntake
 from envherd.executor.lending import Lend, LendingIntake
@@ -263,8 +263,7 @@ class Rows:
         """Note that some envs were stepped to columns of their own; return which of them ended, bool `[k]`."""
         self.columns[env_ids] = columns
         self.in_root[env_ids] = False
-        ended = np.array([self._done_at(self._next_done, i, c) for i, c in zip(env_ids, columns, strict=True)], bool)
-        self.ended[env_ids] = ended
+        self.ended[env_ids] = ended = self._done_of(self._next_done, env_ids, columns)
         self.has_ended = bool(self.ended.any())
         return ended
 
@@ -272,11 +271,7 @@ class Rows:
         """Note that some envs were reset, at one column or at columns of their own."""
         self.columns[env_ids] = columns
         self.in_root[env_ids] = True
-        if self._is_flat:
-            self.ended[env_ids] = self._root_done[0][columns, env_ids, 0]
-        else:
-            for env_id in env_ids:
-                self.ended[env_id] = self._done_at(self._root_done, env_id, self._columns[env_id])
+        self.ended[env_ids] = self._done_of(self._root_done, env_ids, self.columns[env_ids])
         self.has_ended = bool(self.ended.any())
 
     def mark_ended(self, env_ids: Any) -> None:
@@ -306,8 +301,13 @@ class Rows:
         done[is_unknown] = True
         return done
 
-    def _done_at(self, arrays: list[np.ndarray], env_id: int, column: int) -> bool:
-        return bool(arrays[self.group_of[env_id]][column, self.row_of[env_id]].any())
+    def _done_of(self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Return whether the done leaves of some envs, each at a column of its own, have a True; bool `[k]`."""
+        if self._is_flat:
+            done: np.ndarray = arrays[0][columns, env_ids, 0]
+            return done
+        places = zip(env_ids, columns, strict=True)
+        return np.array([arrays[self.group_of[i]][column, self.row_of[i]].any() for i, column in places], bool)
 
     def note_side(self, frames: Mapping[int, Mapping[str, Any]]) -> None:
         """Keep the side-channel values that came with the latest rows."""
@@ -366,7 +366,7 @@ class Rows:
     def next_of(self, env_ids: np.ndarray, columns: np.ndarray) -> TensorDictBase:
         """Return the `next` of some envs, each from its own column: batch `[k]` in memory of its own."""
 
-        def make(batch: GroupBatch, members: np.ndarray) -> TensorDict:
+        def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
             leaves = batch.to_tensors(batch.gather("next", columns[members], self.row_of[ids]))
             if self.has_interrupted:
@@ -423,7 +423,7 @@ class Rows:
     def current(self, env_ids: np.ndarray) -> TensorDictBase:
         """Return where some envs are now: a root batch `[k]` in memory of its own."""
 
-        def make(batch: GroupBatch, members: np.ndarray) -> TensorDict:
+        def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
             arrays = batch.gather_roots(self.columns[ids], self.in_root[ids], self.row_of[ids])
             td = batch.shell("root", (len(ids),)).build(batch.to_tensors(arrays))
@@ -432,10 +432,10 @@ class Rows:
 
         return self._by_group(env_ids, make)
 
-    def _by_group(self, env_ids: np.ndarray, make: Callable[[GroupBatch, np.ndarray], TensorDict]) -> TensorDictBase:
+    def _by_group(self, env_ids: np.ndarray, make: Callable[[GroupBatch, Members], TensorDict]) -> TensorDictBase:
         """Return a batch in the order of `env_ids` from one batch for each group that has members."""
         if len(self.batches) == 1:
-            return make(self.batches[0], np.arange(len(env_ids)))
+            return make(self.batches[0], slice(None))
         tds: list[TensorDictBase] = []
         order: list[tuple[int, int]] = [(0, 0)] * len(env_ids)
         for index, batch in enumerate(self.batches):

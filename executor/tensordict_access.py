@@ -1,4 +1,4 @@
-"""Four uses of TensorDict's inner functions, where the public ones cost as much as a whole small step.
+"""Five uses of TensorDict's inner functions, where the public ones cost as much as a whole small step.
 
 Each does what the public way does when its arguments are known to be right, which the callers see to
 (tests hold them to it), and each falls back to the public way where this version of TensorDict is not
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+
+from envherd.shm.specs import Key
 
 _new_unsafe = TensorDict._new_unsafe  # noqa: SLF001
 _INNER = {"_tensordict", "_batch_size", "_device", "_td_dim_names"}
@@ -58,6 +60,14 @@ def get_leaf(td: TensorDictBase, key: str) -> Any:
     if IS_AS_EXPECTED and td.__class__ is TensorDict:
         return td._get_str(key, None)  # noqa: SLF001
     return td.get(key, None)
+
+
+def set_leaf(td: TensorDictBase, key: Key, leaf: torch.Tensor) -> None:
+    """Set an entry whose leading dimensions and device are known to fit (0.3 us at the root; `set` takes 4)."""
+    if IS_AS_EXPECTED and td.__class__ is TensorDict and len(key) == 1:
+        td._set_str(key[0], leaf, inplace=False, validated=True)  # noqa: SLF001
+    else:
+        td.set(key, leaf)
 
 
 def set_next(td: TensorDictBase, next_td: TensorDictBase) -> None:
