@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,9 @@ class RemoteRollouts:
                 raise
             return self._join([results[share.share_id] for share in self._pool.shares])
 
-    def stream(self, max_steps: int, policy: Policy | None = None, *, overlap: bool = True) -> Iterator[RemoteBatch]:
+    def stream(
+        self, max_steps: int, policy: Policy | None = None, *, overlap: bool = True
+    ) -> Generator[RemoteBatch, None, None]:
         """Iterate rollouts as nodes finish them, the first that is ready first: a slow node holds nobody up.
 
         Episodes go on from batch to batch. While it is iterated, the executor does nothing else; closing the iterator
