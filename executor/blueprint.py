@@ -70,6 +70,22 @@ def choose_workers(num_envs: int, num_workers: int | None) -> int:
     return min(num_envs, num_workers)
 
 
+def choose_apart(num_envs: int | str, num_workers: int | str | None) -> int:
+    """Return how many workers envs have that are reset ahead: one each (and as many spares).
+
+    Raises:
+        ValueError: another number was asked for, or nobody has said how many envs.
+    """
+    if not isinstance(num_envs, str) and num_workers in (None, "auto", num_envs):
+        return num_envs
+    if num_envs == "auto":
+        raise ValueError("num_envs failed: expected a number with reset_ahead, got 'auto', which measures without it.")
+    raise ValueError(
+        f"num_workers failed: expected {num_envs} (one for each env) or None with reset_ahead, got {num_workers!r}. "
+        f"A worker that is reset keeps its other envs waiting."
+    )
+
+
 def draw(
     factories: list[Factory], env_kwargs: EnvKwargs, num_workers: int, seed: int | None, options: ExecutorOptions
 ) -> Blueprint:
@@ -90,7 +106,7 @@ def draw(
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
-        blocks=spread(len(factories), num_workers),
+        blocks=spread(len(factories), num_workers) * (2 if options.reset_ahead else 1),
         root_seed=draw_root_seed() if seed is None else seed,
         preload=preload,
     )

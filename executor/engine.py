@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.ahead import AheadPool, AheadResets, between_episodes
 from envherd.executor.diagnosis import env_error, first_fault
 from envherd.executor.listing import announce
 from envherd.executor.options import ExecutorOptions
@@ -48,7 +49,8 @@ class Engine:
         is_rolling: a rollout is in progress; its policy and callback may ask the envs things, but not step them.
         ready_at: monotonic seconds.
         memory: what is known of the workers' growth.
-        recycler: replaces workers between episodes, if the options ask for it.
+        recycler: replaces workers between episodes, or hands envs over to their spares, if the options ask for it.
+        resets_apart: whether a STEP_RESET only steps, and the envs that have ended are reset by commands of their own.
         known: keys of the envs' leaves, without `next`.
         end_sent: deals with envs that were sent, and lost while something else was waited for.
         settle_sends: after a call was broken off, finds out what was really sent.
@@ -82,7 +84,9 @@ class Engine:
         #: Takes this executor off the list that `envherd top` reads.
         self.withdraw = self._announce()
         self.memory = MemoryLog()
-        self.recycler = Recycler(self) if options.recycles and isinstance(pool, WorkerPool) else None
+        self.resets_apart = isinstance(pool, AheadPool)
+        self._fused_op = None if self.resets_apart else Op.STEP_RESET
+        self.recycler = between_episodes(self)
         self.use_seed(seed)
 
     @property
@@ -220,11 +224,23 @@ class Engine:
                 rows.interrupted[:] = False
             if self.has_infos:
                 rows.forget_infos()
-        ended = rows.stepped_all_and_reset(column) if op == Op.STEP_RESET else rows.stepped_all(column)
+        ended = rows.stepped_all_and_reset(column) if op == self._fused_op else rows.stepped_all(column)
         self.in_flight = None
         if self.recycler is not None and ended is not None and op == Op.STEP_RESET:
-            self.recycler.after_steps(ended, np.full(len(ended), column))
+            self._follow_up(self.recycler, ended, column)
         return ended
+
+    def _follow_up(self, recycler: Recycler | AheadResets, ended: np.ndarray, column: int) -> None:
+        """Do what is to be done between the episodes of envs that a step of all has ended."""
+        is_lost = self.rows.interrupted[ended, 0]  # and was reset in a successor
+        if self.resets_apart and is_lost.any():
+            self.rows.were_reset(ended[is_lost], column)
+            ended = ended[~is_lost]
+        try:
+            recycler.after_steps(ended, np.full(len(ended), column))
+        except EnvherdError as error:
+            error.partial = self.rows.next_td(self.rows.next_leaves(column))
+            raise
 
     def run_all(self, op: Op, target: int, column: int) -> None:
         """Give all envs a step command and wait; if the wait is broken off, their answers are lost."""
@@ -301,7 +317,12 @@ class Engine:
         ended = self.rows.stepped_all(column)
         if op == Op.STEP_RESET and ended is not None:
             reset_ids = ended[~np.isin(ended, dead)]
-            self.rows.were_reset(reset_ids, np.full(len(reset_ids), column))
+            columns = np.full(len(reset_ids), column)
+            if not self.resets_apart:
+                self.rows.were_reset(reset_ids, columns)
+            elif self.recycler is not None:
+                with contextlib.suppress(EnvherdError):  # the first error is what is raised; these need a reset
+                    self.recycler.after_steps(reset_ids, columns)
         self.rows.mark_ended(dead)
 
     def envs_of(self, worker_ids: Any) -> np.ndarray:

@@ -30,6 +30,7 @@ class Exchange:
         self._engine = engine
         self._ops = np.zeros(engine.num_envs, np.int64)
         self._columns = np.zeros(engine.num_envs, np.int64)
+        self._numbers = np.zeros(engine.num_envs, np.int64)  # of the steps
         self._side: dict[int, Any] = {}
         self._infos: dict[int, Any] = {}
         self._sending: tuple[np.ndarray, int] | None = None
@@ -75,6 +76,7 @@ class Exchange:
         engine.rows.interrupted[env_ids] = False  # what was said of a step of all that was lost
         self._ops[env_ids] = op
         self._columns[env_ids] = columns
+        self._numbers[env_ids] = engine.pool.number + 1
         self._sending = env_ids, engine.pool.number
         engine.pending[env_ids] = True
         engine.num_pending += len(env_ids)
@@ -117,6 +119,8 @@ class Exchange:
             if pool.outcome:
                 self._settle()
                 ready = ready[~np.isin(ready, pool.outstanding())]
+            if self._engine.resets_apart:
+                ready = self._reset_ended(ready)
             if len(ready) >= wanted:
                 return ready
             if end is None or time.monotonic() < end:
@@ -128,12 +132,30 @@ class Exchange:
                 )
             end = time.monotonic() + (deadline or 0.0)  # who was late is gone; its successor has as long again
 
+    def _reset_ended(self, ready: np.ndarray) -> np.ndarray:
+        """Begin to reset the envs that their steps have ended; return those that need no reset, or have had it."""
+        engine = self._engine
+        is_stepped = (self._ops[ready] == Op.STEP_RESET) & ~engine.pool.was_given(ready, self._numbers[ready])
+        places = zip(ready.tolist(), self._columns[ready].tolist(), strict=True)
+        is_due = is_stepped & np.array([engine.rows.ring_row(*place)["next", "done"].any() for place in places], bool)
+        if not is_due.any():
+            return ready
+        ended = ready[is_due]
+        try:
+            engine.pool.submit(ended, Op.RESET, RING, self._columns[ended], Flag.EACH)
+        except EnvherdError:
+            self._forget(ended)
+            engine.rows.mark_ended(ended)
+            raise
+        return ready[~is_due]
+
     def _settle(self) -> None:
         """Deal with what happened to envs that were sent: raise, or let a successor reset what was lost."""
         engine = self._engine
         outcome = engine.pool.take_outcome()
-        self._infos.update(outcome.infos)
-        self._side.update(outcome.side)  # not yet where the envs are: see `_take`
+        for kept, said in ((self._infos, outcome.infos), (self._side, outcome.side)):  # not yet where the envs are
+            for env_id, frame in said.items():  # a reset after the step says nothing of the step
+                kept[env_id] = {**frame, "next": kept[env_id]["next"]} if env_id in kept else frame
         engine.num_errors += len(outcome.faults)
         lost = engine.envs_of(outcome.losses)
         error = engine.first_error(outcome.losses, outcome.faults)
@@ -177,7 +199,7 @@ class Exchange:
         resets = ended & (self._ops[ready] == Op.STEP_RESET)
         if resets.any():
             rows.were_reset(ready[resets], columns[resets])
-        if engine.recycler is not None and resets.any():
+        if engine.recycler is not None and resets.any() and not engine.resets_apart:
             engine.recycler.after_steps(ready[resets], columns[resets])
         engine.in_flight = None
         return set_ids(td, ready)

@@ -13,7 +13,10 @@ from envherd.executor.statistics import Statistics, WorkerStatistics
 from envherd.workers.errors import Closed
 
 #: What only grows; everything else goes up and down.
-_COUNTERS = {"env_steps", "agent_steps", "resets", "episodes", "env_errors", "worker_losses", "interrupted"}
+_COUNTERS = {
+    *("env_steps", "agent_steps", "resets", "resets_ahead", "resets_missed"),
+    *("episodes", "env_errors", "worker_losses", "interrupted"),
+}
 _WORKER_COUNTERS = {"env_steps", "resets", "busy_s", "cpu_s", "generation"}
 _PHASES = ("idle", "step", "reset")
 

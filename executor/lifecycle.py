@@ -308,6 +308,23 @@ class Zygote:
         return answer
 
 
+class Restarts:
+    """When workers were replaced after a loss: a crash loop ends."""
+
+    def __init__(self, options: ExecutorOptions) -> None:
+        self._options = options
+        self._times: dict[int, list[float]] = {}
+
+    def allow(self, worker_id: int) -> bool:
+        """Return whether a worker may be replaced once more, and note it if so."""
+        now = time.monotonic()
+        recent = [t for t in self._times.get(worker_id, ()) if now - t < self._options.restart_window_s]
+        if len(recent) >= self._options.max_restarts:
+            return False
+        self._times[worker_id] = [*recent, now]
+        return True
+
+
 def _tail(log_fd: int) -> str:
     """Return what is in a log; empty if there is none."""
     if log_fd < 0:

@@ -68,6 +68,11 @@ class Listing:
     nbytes: int
 
     @property
+    def num_envs(self) -> int:
+        """How many envs there are; two workers have each, if they are reset ahead."""
+        return len({env_id for block in self.blocks for env_id in block})
+
+    @property
     def slab_path(self) -> str:
         """Return where the slab can be opened."""
         return f"/proc/{self.pid}/fd/{self.fd}"

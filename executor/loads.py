@@ -15,7 +15,7 @@ _MIDDLES = np.array([bin_middle(index) for index in range(NUM_BINS)]) / 1e9
 
 @dataclass(frozen=True)
 class Load:
-    """One worker's words.
+    """One worker's words, and those of its envs: of two workers that have the same env, both show what it did.
 
     Attributes:
         worker_id: its place.

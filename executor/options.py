@@ -63,6 +63,10 @@ class ExecutorOptions:
             family are batched simulators with Gymnasium's methods and torch's tensors; "numpy" that they are not.
         pickle_replies: let `call` and `get` bring back arbitrary objects by pickle; off by default,
             plain data and arrays always work.
+        reset_ahead: give every env two instances, in two processes of their own: while one is stepped, the other is
+            reset for the next episode, and takes its place when that is asked for. The data are the same. Costs twice
+            the processes and twice the envs' memory, and processor time that would have been idle; worth it where
+            resets are long and cores are free. See docs/reset_ahead.md.
         first_env_id: what seeds call env 0. Executors of one root seed that each run a share of one large batch
             (on machines of their own, say) give the data of that batch, bit for bit, if each says where its begins.
     """
@@ -94,6 +98,7 @@ class ExecutorOptions:
     episode_seeds: bool = True
     env_type: EnvType = "auto"
     pickle_replies: bool = False
+    reset_ahead: bool = False
     first_env_id: int = 0
 
     def for_block(self) -> BlockOptions:
@@ -106,7 +111,21 @@ class ExecutorOptions:
             episode_seeds=self.episode_seeds,
             env_type=self.env_type,
             first_env_id=self.first_env_id,
+            reset_ahead=self.reset_ahead,
         )
+
+    def _check_ahead(self) -> None:
+        if self.reset_ahead and not self.episode_seeds:
+            raise ValueError(
+                "ExecutorOptions failed: expected episode_seeds=True with reset_ahead, got False. Where an env's own "
+                "generator goes on from episode to episode (as the facades have it, which keep their host's seeding), "
+                "no episode can begin before the last one has ended."
+            )
+        if self.reset_ahead and self.isolate_rng:
+            raise ValueError(
+                "ExecutorOptions failed: expected isolate_rng=False with reset_ahead, got True. What state the global "
+                "generators have at the begin of an episode is known only when the one before it has ended."
+            )
 
     @property
     def recycles(self) -> bool:
@@ -122,10 +141,11 @@ class ExecutorOptions:
         """Refuse values that cannot work.
 
         Raises:
-            ValueError: fewer than 2 ring frames, an unknown name, `info_keys` that are none, a negative env id, or a
-                limit below 1.
+            ValueError: fewer than 2 ring frames, an unknown name, `info_keys` that are none, a negative env id, a
+                limit below 1, or `reset_ahead` where an episode begins as the one before it ended.
         """
         check_keys(self.info_keys)
+        self._check_ahead()
         if self.first_env_id < 0:
             raise ValueError(f"ExecutorOptions failed: expected first_env_id of at least 0, got {self.first_env_id}.")
         if self.ring_frames < 2:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from envherd.executor.agreement import check_agreement
+from envherd.executor.ahead import AheadPool
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.blueprint import EnvKwargs, MakeEnv, as_factories, choose_workers, draw
+from envherd.executor.blueprint import EnvKwargs, MakeEnv, as_factories, choose_apart, choose_workers, draw
 from envherd.executor.device import as_device
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import WorkerPool
@@ -18,9 +19,10 @@ class ParallelEnv(BatchedEnv):
     Args:
         num_envs: N; "auto" measures an env for some seconds and decides (see `envherd size` and docs/sizing.md).
         make_env: a callable that builds one env, or a list of N callables (different tasks). It is
-            pickled by value and called inside a worker; this process never builds an env.
+            pickled by value and called inside a worker; this process never builds an env. Called twice for each env
+            with `options.reset_ahead`, in two processes.
         num_workers: processes; None for one per usable core, at most N; "auto" measures and decides. Envs are
-            spread over them in contiguous blocks.
+            spread over them in contiguous blocks. With `options.reset_ahead`, N (and as many that prepare resets).
         env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
         seed: root seed of everything random; None draws one (see the attribute `seed`).
         device: where batches are handed out; None leaves them on the cpu.
@@ -29,6 +31,7 @@ class ParallelEnv(BatchedEnv):
         options: see `ExecutorOptions`.
 
     Raises:
+        ValueError: `options.reset_ahead` with fewer workers than envs, or with envs that are batches themselves.
         FactoryError: not a factory, cannot be pickled, returned no env, or raised.
         SpecError: envs of one factory disagree.
         WorkerLost, WorkerTimeout: a worker did not come up.
@@ -48,13 +51,19 @@ class ParallelEnv(BatchedEnv):
     ) -> None:
         options = options or ExecutorOptions()
         where = as_device(device)
+        if options.reset_ahead:
+            num_envs = num_workers = choose_apart(num_envs, num_workers)
         if isinstance(num_envs, str) or isinstance(num_workers, str):
             from envherd.executor.sizing.recommending import resolve  # here: it is made of this class
 
             num_envs, num_workers = resolve(num_envs, num_workers, make_env, env_kwargs, options)
         factories = as_factories(num_envs, make_env)
-        blueprint = draw(factories, env_kwargs, choose_workers(num_envs, num_workers), seed, options)
-        pool = WorkerPool(blueprint, options)
+        if options.reset_ahead:
+            blueprint = draw(factories, env_kwargs, num_envs, seed, options)
+            pool: WorkerPool = AheadPool(blueprint, options)
+        else:
+            blueprint = draw(factories, env_kwargs, choose_workers(num_envs, num_workers), seed, options)
+            pool = WorkerPool(blueprint, options)
         pool.start()
         try:
             check_agreement(pool.specs, factories, blueprint.env_kwargs)

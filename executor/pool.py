@@ -11,7 +11,7 @@ Assumes: one caller at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from envherd.executor.crew import Blueprint, Crew
 from envherd.executor.diagnosis import Frame, env_error, log_stall, worker_late, worker_lost
 from envherd.executor.lending import Lend
+from envherd.executor.lifecycle import Restarts
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.outcome import Outcome
 from envherd.executor.residence import Residence
@@ -44,7 +45,9 @@ class WorkerPool:
         self.blueprint = blueprint
         self.options = options
         self.num_envs = len(blueprint.factories)
-        self.num_workers = len(blueprint.blocks)
+        self.worker_ids = range(len(blueprint.blocks))
+        self.serving: Sequence[int] = self.worker_ids  # those that run steps: all, unless envs have two instances
+        self.num_workers = len(self.serving)
         self.worker_of = np.repeat(np.arange(self.num_workers), [len(b) for b in blueprint.blocks])
         self.lost: dict[int, EnvherdError] = {}
         self.num_losses = 0
@@ -59,7 +62,7 @@ class WorkerPool:
         self._is_hailed = False
         self._rebuilding: dict[int, float] = {}
         self._leaving: set[int] = set()
-        self._restarts: list[list[float]] = [[] for _ in blueprint.blocks]
+        self._restarts = Restarts(options)
 
     def _take_row_frame(self, frame: Frame) -> None:
         self.outcome.take(frame)
@@ -82,12 +85,12 @@ class WorkerPool:
             raise
 
     def _make_slab(self) -> None:
-        self.plan: SlabPlan = plan_slab(self.specs, self.num_workers, self.options.num_frames)
+        self.plan: SlabPlan = plan_slab(self.specs, len(self.worker_ids), self.options.num_frames)
         segment = Segment.create(self.plan.nbytes, "envherd-slab")
         buffer = segment.array()
         self.slab = Slab(self.plan, buffer)
         self._done = Doorbell.create(buffer, self.plan.bells_offset)
-        self._go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in range(self.num_workers)]
+        self._go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
         self._rings = [bell.ring for bell in self._go]
         words = self.slab.words
         self._command, self._command_seq = words["command"], words["command_seq"]
@@ -99,8 +102,8 @@ class WorkerPool:
         self.slab.words["mail_seq"][worker_id] += 1
         self._rings[worker_id]()
 
-    def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
-        """Return which envs were given a command after that of number `since`, bool `[k]`."""
+    def was_given(self, env_ids: np.ndarray, since: int | np.ndarray) -> np.ndarray:
+        """Return which envs were given a command after that of number `since` (of each, int `[k]`), bool `[k]`."""
         return np.asarray(self._command_seq[env_ids] > since)
 
     @property
@@ -113,7 +116,7 @@ class WorkerPool:
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Give every env the same command, but some (int `[k]`) a RESET."""
         if self.lost or self._rebuilding:
-            self._revive(range(self.num_workers))
+            self._revive(self.serving)
         self._number += 1
         self._command.fill(pack(op, target, column))
         if reset_ids is not None:
@@ -137,7 +140,7 @@ class WorkerPool:
             flags: see `workers.protocol.Flag`.
         """
         is_all = len(env_ids) == self.num_envs
-        worker_ids = range(self.num_workers) if is_all else set(self.worker_of[env_ids].tolist())
+        worker_ids = self.serving if is_all else set(self.worker_of[env_ids].tolist())
         self._revive(worker_ids)
         self._number += 1
         self._command[env_ids] = pack(op, target, columns, flags)
@@ -325,9 +328,9 @@ class WorkerPool:
     def seed(self, root_seed: int) -> None:
         """Use a new root seed in every worker."""
         self.crew.root_seed = root_seed
-        self._revive(range(self.num_workers))
+        self._revive(self.worker_ids)
         self.slab.words["episode"][:] = 0  # the workers will do so too; one that has died unnoticed would not
-        for worker_id in range(self.num_workers):
+        for worker_id in self.worker_ids:
             self.crew.mail(worker_id, messages.Seed(root_seed=root_seed))
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
@@ -395,12 +398,12 @@ class WorkerPool:
 
     def attach_storage(self, target: int, plan: StoragePlan, segment: Segment) -> None:
         """Have every worker map a rollout storage as `target`."""
-        self._revive(range(self.num_workers))
+        self._revive(self.worker_ids)
         self.crew.attach_storage(target, plan, segment)
 
     def detach_storage(self, target: int) -> None:
         """Have every worker forget a rollout storage."""
-        self._revive(range(self.num_workers))
+        self._revive(self.worker_ids)
         self.crew.detach_storage(target)
 
     # ---- facts about workers -----------------------------------------------------------------
@@ -425,12 +428,9 @@ class WorkerPool:
         Raises:
             WorkerLost, WorkerTimeout: too many restarts within the window (a crash loop).
         """
-        now = time.monotonic()
         self.outcome.losses.pop(worker_id, None)
-        recent = [t for t in self._restarts[worker_id] if now - t < self.options.restart_window_s]
-        if len(recent) >= self.options.max_restarts:
+        if not self._restarts.allow(worker_id):
             raise self.lost[worker_id]
-        self._restarts[worker_id] = [*recent, now]
         self._succeed(worker_id)
         del self.lost[worker_id]
 

@@ -9,6 +9,8 @@ when they end together or are all reset. Until then it waits.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ from envherd.workers.errors import EnvherdError
 
 if TYPE_CHECKING:
     from envherd.executor.engine import Engine
+    from envherd.executor.rows import Rows
 
 
 @dataclass
@@ -53,6 +56,33 @@ class MemoryLog:
         return (kept.num_bytes - kept.first_bytes) / (kept.resets - kept.first_resets)
 
 
+@contextlib.contextmanager
+def keeping_steps(rows: Rows, env_ids: np.ndarray, columns: np.ndarray) -> Iterator[None]:
+    """Keep what steps have given and said, while the envs that they ended are reset by commands of their own.
+
+    Args:
+        rows: of the engine.
+        env_ids: int `[k]`.
+        columns: int `[k]`, of the ring: where their steps are.
+    """
+    side, infos = dict(rows.side_next), dict(rows.infos["next"])
+    flags: list[np.ndarray] = []
+    for env_id, column in zip(env_ids.tolist(), columns.tolist(), strict=True):
+        row = rows.ring_row(env_id, column)
+        flags += [row["next", *leaf.key] for leaf in rows.batches[rows.group_of[env_id]].spec.done]
+    ends = [flag.copy() for flag in flags]
+    try:
+        yield
+    finally:
+        for flag, end in zip(flags, ends, strict=True):  # a loss meanwhile cuts the next episode short, not this one
+            flag[...] = end
+        for env_id in env_ids.tolist():
+            if env_id in side:
+                rows.side_next[env_id] = side[env_id]
+            if env_id in infos:
+                rows.infos["next"][env_id] = infos[env_id]
+
+
 class Recycler:
     """Replaces the workers of an engine that are due (its options say when), where that interrupts nothing."""
 
@@ -79,20 +109,14 @@ class Recycler:
         Returns:
             The envs of the workers that were replaced.
         """
-        rows = self._engine.rows
         replaced: list[int] = []
         column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
-        side, infos = dict(rows.side_next), dict(rows.infos["next"])
-        for worker_id in self._whole_workers(env_ids):
-            if self._is_due(worker_id, num_begun=1):
-                ids = np.array(self._pool.blueprint.blocks[worker_id])
-                self._renew(worker_id, ids, np.array([column_of[i] for i in ids.tolist()]))
-                replaced += ids.tolist()
-        for env_id in replaced:  # what the steps had said; the resets after them have not
-            if env_id in side:
-                rows.side_next[env_id] = side[env_id]
-            if env_id in infos:
-                rows.infos["next"][env_id] = infos[env_id]
+        with keeping_steps(self._engine.rows, env_ids, columns):
+            for worker_id in self._whole_workers(env_ids):
+                if self._is_due(worker_id, num_begun=1):
+                    ids = np.array(self._pool.blueprint.blocks[worker_id])
+                    self._renew(worker_id, ids, np.array([column_of[i] for i in ids.tolist()]))
+                    replaced += ids.tolist()
         return replaced
 
     def _renew(self, worker_id: int, ids: np.ndarray, columns: np.ndarray) -> None:

@@ -251,7 +251,8 @@ class _Run:
                 engine.note_interrupted(lost)
                 self._reset_lost(lost, op, step, is_last=is_last)
         if op == Op.STEP_RESET and engine.recycler is not None:
-            ended = np.flatnonzero(self._ended_at(step))
+            self._section = "next"  # its rows are whole, whatever becomes of what follows
+            ended = np.flatnonzero(self._ended_at(step) & ~rows.interrupted[:, 0])
             for env_id in engine.recycler.after_steps(ended, rows.next_columns(ended)):
                 self._write_root(env_id, step + 1)
         if rows.has_interrupted:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,10 +75,14 @@ class Statistics:
         worker_losses: workers that died or were killed for being late.
         interrupted: rows that were marked interrupted.
         recycled: workers that were replaced between episodes (see `ExecutorOptions.recycle_after`).
+        resets_ahead: with `ExecutorOptions.reset_ahead`, resets whose episode was ready when it was asked for.
+        resets_missed: all others then: the first of each env, those with a seed or options of their own, those that
+            had to wait for an episode that was still being prepared. 0 without it.
         steps_per_env: `env.step` calls of each env.
         resets_per_env: resets of each env.
         wall_s: seconds since the executor was ready.
-        workers: one entry for each worker.
+        workers: one entry for each worker that serves envs.
+        spares: one for each that prepares the next episode of an env instead, in the order of the envs.
     """
 
     env_steps: int
@@ -92,6 +97,9 @@ class Statistics:
     wall_s: float
     workers: tuple[WorkerStatistics, ...]
     recycled: int = 0
+    resets_ahead: int = 0
+    resets_missed: int = 0
+    spares: tuple[WorkerStatistics, ...] = ()
 
 
 def count(engine: Any) -> Statistics:
@@ -133,6 +141,7 @@ def count(engine: Any) -> Statistics:
                 growth_per_reset=engine.memory.growth_per_reset(load.worker_id),
             )
         )
+    serving, spares = split(workers, getattr(pool, "serving", range(len(workers))))
     return Statistics(
         env_steps=int(steps.sum()),
         agent_steps=int((steps * agents).sum()),
@@ -144,9 +153,20 @@ def count(engine: Any) -> Statistics:
         steps_per_env=tuple(steps.tolist()),
         resets_per_env=tuple(words["resets"].tolist()),
         wall_s=wall_s,
-        workers=tuple(workers),
+        workers=serving,
         recycled=getattr(pool, "num_recycled", 0) if recycler is None else recycler.num_recycled,
+        resets_ahead=getattr(pool, "num_ahead", 0),
+        resets_missed=getattr(pool, "num_missed", 0),
+        spares=spares,
     )
+
+
+def split(
+    workers: Sequence[WorkerStatistics], serving: Sequence[int]
+) -> tuple[tuple[WorkerStatistics, ...], tuple[WorkerStatistics, ...]]:
+    """Return the workers that serve, and the others, each in the order of their envs; what envs did is the former's."""
+    others = sorted((one for one in workers if one.worker_id not in serving), key=lambda one: one.env_ids)
+    return tuple(workers[i] for i in serving), tuple(replace(one, env_steps=0, resets=0) for one in others)
 
 
 def num_agents(spec: EnvSpec) -> int:

@@ -58,7 +58,8 @@ class ExecutorView:
     @property
     def steps_per_s(self) -> float:
         """Env-steps per second of all workers."""
-        return sum(worker.steps_per_s for worker in self.workers)
+        by_block = {worker.env_ids: worker.steps_per_s for worker in self.workers}  # two workers may have one env
+        return sum(by_block.values())
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as documented in docs/sizing.md."""
@@ -66,7 +67,7 @@ class ExecutorView:
             "pid": self.listing.pid,
             "command": self.listing.command,
             "env": self.listing.env,
-            "num_envs": sum(map(len, self.listing.blocks)),
+            "num_envs": self.listing.num_envs,
             "running_s": time.time() - self.listing.made_at,
             "span_s": self.span_s,
             "steps_per_s": self.steps_per_s,

@@ -109,6 +109,10 @@ class Doorbell:
             self._waits_without_spin -= 1
         return is_taken
 
+    def rest(self) -> None:
+        """Have the next wait block at once: nothing is due soon."""
+        self._waits_without_spin = max(1, self._waits_without_spin)
+
     def _spin(self) -> bool:
         """Yield the processor for a bounded time, looking for a token in between; return whether one came."""
         acquire, sched_yield, clock = self._acquire, os.sched_yield, time.perf_counter

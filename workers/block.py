@@ -213,16 +213,14 @@ class Block:
         prepared, slot.prepared = slot.prepared, None
         episodes = self._words["episode"]
         episode = episodes[slot.env_id]
-        own_id = self._first_env_id + slot.env_id
-        seed = seeding.episode_seed(self.root_seed, own_id, episode) if self._has_episode_seeds else None
+        seed = self._seed_of(slot, episode)
         if prepared is not None and prepared.has_seed:
             seed = prepared.seed
             slot.adapter.reseeded()
         options = None if prepared is None else prepared.options
         inner = None if mask is None or mask.all() else mask.copy()
-        adapter = slot.adapter
         episodes[slot.env_id] = episode + 1
-        observation = self._with_own_rng(slot, "reset", lambda: adapter.reset(seed, options, inner))
+        observation = self._begin_episode(slot, seed, options, inner)
         self._words["resets"][slot.env_id] += 1
         if self._pack_info is not None:
             self._note_info(slot, "root")
@@ -230,6 +228,19 @@ class Block:
         slot.has_ended = inner is not None and bool(slot.last_done.any())
         if column < sink.num_columns:
             self._write_root(slot, sink, column, observation)
+
+    def _seed_of(self, slot: Slot, episode: int) -> int | None:
+        """Return the seed of an episode, or None if envs' own generators go on."""
+        own_id = self._first_env_id + slot.env_id
+        return seeding.episode_seed(self.root_seed, own_id, episode) if self._has_episode_seeds else None
+
+    def _begin_episode(
+        self, slot: Slot, seed: int | None, options: dict[str, Any] | None, mask: np.ndarray | None
+    ) -> list[Any]:
+        """Reset an env, or the rows of it that a mask names; return its observation."""
+        adapter = slot.adapter
+        observation: list[Any] = self._with_own_rng(slot, "reset", lambda: adapter.reset(seed, options, mask))
+        return observation
 
     def _note_info(self, slot: Slot, section: str) -> None:
         """Keep what the env said in the step or reset just made."""

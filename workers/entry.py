@@ -31,6 +31,7 @@ from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages, seeding
+from envherd.workers.ahead import AheadBlock, AheadLoop
 from envherd.workers.asking import answer
 from envherd.workers.block import Block
 from envherd.workers.factory import Builder
@@ -166,7 +167,8 @@ class Worker:
             except BaseException as error:  # a factory may raise anything; the parent decides
                 self._channel.send_plain(Fault.from_exception(env_id, "build", error).to_plain())
                 return
-        self._block = Block(
+        kind = AheadBlock if message.block.reset_ahead else Block
+        self._block = kind(
             message.worker_id,
             adapters,
             message.root_seed,
@@ -186,7 +188,8 @@ class Worker:
         self._slab.words["starts"][self._block.worker_id] += 1
         done = Doorbell.attach(buffer, message.plan.bells_offset)
         go = Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id))
-        self._loop = Loop(self._block, self._slab, (go, done), self._read_mail, self._trim_log)
+        kind = AheadLoop if isinstance(self._block, AheadBlock) else Loop
+        self._loop = kind(self._block, self._slab, (go, done), self._read_mail, self._trim_log)
         self._channel.send_plain({"kind": "attached"})
 
     def _on_attach_storage(self, message: messages.AttachStorage) -> None:
@@ -209,7 +212,11 @@ class Worker:
         assert self._block is not None
         assert self._build is not None
         adapters = {env_id: slot.adapter for env_id, slot in self._block.slots.items()}
-        self._channel.send_plain(answer(message, adapters, pickle_replies=self._build.pickle_replies))
+        reply = answer(message, adapters, pickle_replies=self._build.pickle_replies)
+        if not message.is_silent:
+            self._channel.send_plain(reply)
+        elif isinstance(self._block, AheadBlock):
+            self._block.forget_ahead()
 
     def _on_probe(self, message: messages.Probe) -> None:
         from envherd.workers.probe import Prober  # here: other workers have no use for it

@@ -42,6 +42,7 @@ class BlockOptions:
         episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
         env_type: what the envs take and give; see `adapters.find_adapter`.
         first_env_id: what seeds call env 0, where these envs are a share of a larger batch.
+        reset_ahead: the worker is one of the two that an env has; see `workers.ahead`.
     """
 
     isolate_rng: bool = False
@@ -51,6 +52,7 @@ class BlockOptions:
     episode_seeds: bool = True
     env_type: EnvType = "auto"
     first_env_id: int = 0
+    reset_ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,7 @@ class Ask:
     `what` is "call", "each" (a call with one argument, each env its own), "get", "has" (whether a "get"
     would find something), "set", "layers" (the classes of an env and its wrappers), "render", "state_dict" or
     "load_state_dict"; `number` comes back with the answer, so that the answer to a question whose asker was
-    interrupted is not taken for the next one's.
+    interrupted is not taken for the next one's. An `is_silent` one is not answered, whatever comes of it.
     """
 
     what: str
@@ -140,6 +142,7 @@ class Ask:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     number: int = 0
+    is_silent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

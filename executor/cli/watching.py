@@ -179,8 +179,7 @@ def screen(views: list[ExecutorView], *, selected: int, stack: str) -> Renderabl
 
 def _executor(view: ExecutorView, selected: int) -> Table:
     one = view.listing
-    envs = sum(map(len, one.blocks))
-    title = f"{one.env} x {envs}, process {one.pid}: {view.steps_per_s:,.0f} env-steps/s   {one.command[:60]}"
+    title = f"{one.env} x {one.num_envs}, process {one.pid}: {view.steps_per_s:,.0f} env-steps/s   {one.command[:60]}"
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("worker", justify="right")
     table.add_column("pid", justify="right")

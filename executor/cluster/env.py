@@ -75,6 +75,8 @@ class RayParallelEnv(BatchedEnv):
         placement_timeout_s: float = 60.0,
     ) -> None:
         options = options or ExecutorOptions()
+        if options.reset_ahead:
+            raise ValueError("RayParallelEnv failed: expected reset_ahead=False, got True. Only ParallelEnv has it.")
         where = as_device(device)
         factories = as_factories(num_envs, make_env)
         blueprint = draw(factories, env_kwargs, 1, seed, options)
