@@ -6,7 +6,8 @@ Guarantees:
   options of its own, the first one, and those after `set_seed`, `call`, `set` and `load_state_dict` are made in the
   ordinary way, by the instance that serves.
 - A spare that dies, is replaced or cannot be brings no row to harm: its env is reset in the ordinary way meanwhile.
-  With `on_worker_loss="restart"` it is replaced while the others go on; with "raise" the env does without.
+  With `on_worker_loss="restart"` it is replaced while the others go on; with "raise" the env does without. So does an
+  env that `call`, `set` or `load_state_dict` has reached: a new instance would not be what the other has become.
 - Of two instances the one that serves answers `get`, `render` and `state_dict`; what may change an env (`call`,
   `set`, `load_state_dict`) reaches both, and the answers are the serving one's.
 Assumes: one caller at a time, as the pool.
@@ -55,6 +56,7 @@ class AheadPool(WorkerPool):
         self._gone: set[int] = set()  # spares that are not replaced
         self._was_handed = np.zeros(num_envs, bool)  # whether the latest reset has gone to the other one
         self._is_stale = np.ones(num_envs, bool)  # whether the next reset is not the one that was prepared
+        self._is_changed = np.zeros(num_envs, bool)  # whether instances may not be as they were built
         self._episodes = [0] * len(self.worker_ids)  # that workers have begun since they came
 
     def _make_slab(self) -> None:
@@ -136,11 +138,11 @@ class AheadPool(WorkerPool):
 
     def _hand_over(self, env_id: int) -> None:
         """Choose who begins the next episode of an env that owes no answer; the other is to prepare the one after."""
+        self._step_in(env_id)
         server, spare, episode = int(self.worker_of[env_id]), self._spare_of(env_id), int(self._episode[env_id])
         if server in self.lost:
             return  # which is the answer
-        is_usable = not self._is_stale[env_id] or server in self._rebuilding
-        self._was_handed[env_id] = is_usable and self._is_there(spare)
+        self._was_handed[env_id] = not self._is_stale[env_id] and self._is_there(spare)
         if self._was_handed[env_id]:
             server = spare
         if self._prepared[server] == episode + 1:
@@ -151,6 +153,13 @@ class AheadPool(WorkerPool):
         self._episodes[server] += 1
         self._turn[env_id] = pack_turn(server, episode + 1)
         self._note_server(env_id, server)
+
+    def _step_in(self, env_id: int) -> None:
+        """Let an env be served by its spare, if the server is being rebuilt."""
+        spare = self._spare_of(env_id)
+        if int(self.worker_of[env_id]) in self._rebuilding and self._is_there(spare):
+            self._turn[env_id] = pack_turn(spare, None)
+            self._note_server(env_id, spare)
 
     def _note_server(self, env_id: int, worker_id: int) -> None:
         self.worker_of[env_id] = self.serving[env_id] = worker_id
@@ -167,6 +176,8 @@ class AheadPool(WorkerPool):
 
     def _is_due(self, worker_id: int) -> bool:
         options = self.options
+        if self._is_changed[worker_id % self.num_envs]:
+            return False
         if options.recycle_after is not None and self._episodes[worker_id] >= options.recycle_after:
             return True
         limit = options.max_worker_memory
@@ -176,6 +187,7 @@ class AheadPool(WorkerPool):
 
     def prepare(self, message: messages.Prepare) -> None:
         """Send the extras of an env's next command ahead of it."""
+        self._step_in(message.env_id)
         if message.has_seed or message.options:
             self._is_stale[message.env_id] = True
         super().prepare(message)
@@ -192,7 +204,7 @@ class AheadPool(WorkerPool):
         args = question.get("args", ())
         by_worker = super().question(what, env_ids, **question)
         for position, env_id in enumerate(env_ids) if what in _CHANGES else ():
-            self._is_stale[env_id] = True
+            self._is_stale[env_id] = self._is_changed[env_id] = True
             spare = self._spare_of(env_id)
             if self._is_there(spare):
                 own = (args[position],) if what in messages.PER_ENV else args
@@ -231,7 +243,8 @@ class AheadPool(WorkerPool):
         """Do without a spare, or replace it."""
         self.num_losses += 1
         self.crew.workers[worker_id].kill()
-        is_replaced = self.options.on_worker_loss == "restart" and self._restarts.allow(worker_id)
+        is_wanted = self.options.on_worker_loss == "restart" and not self._is_changed[worker_id % self.num_envs]
+        is_replaced = is_wanted and self._restarts.allow(worker_id)
         log.warning(
             "%s It was preparing resets; env %d is %s.",
             error,
@@ -246,6 +259,12 @@ class AheadPool(WorkerPool):
                 self._succeed(worker_id)
                 self._gone.discard(worker_id)
 
+    def _do_without(self, worker_id: int) -> None:
+        self._leaving.discard(worker_id)
+        self._rebuilding.pop(worker_id)
+        self._gone.add(worker_id)
+        self.crew.workers[worker_id].kill()
+
     def _succeed(self, worker_id: int) -> None:
         self._prepared[worker_id] = self._episodes[worker_id] = 0
         super()._succeed(worker_id)
@@ -253,7 +272,11 @@ class AheadPool(WorkerPool):
     def _finish_restart(self, worker_id: int) -> None:
         """Wait until a successor has come up; a spare then prepares what is wanted of it. For spares, never raises."""
         if not self._is_spare(worker_id):
-            super()._finish_restart(worker_id)
+            super()._finish_restart(worker_id)  # there is no spare now but one that is as new
+            self._is_changed[worker_id % self.num_envs] = False
+            return
+        if self._is_changed[worker_id % self.num_envs]:
+            self._do_without(worker_id)
             return
         if worker_id in self._leaving:
             self._succeed(worker_id)

@@ -115,7 +115,7 @@ class AheadLoop(Loop):
                 self._seen = seen
                 self._prepare(episode)
             return
-        if number == words["reply_seq"][env_id]:
+        if number <= words["reply_seq"][env_id]:  # an old number, perhaps: the other one may have served meanwhile
             return
         words["status"][env_id] = self._execute_timed(env_id, words["command"][env_id], 1)
         words["reply_seq"][env_id] = number
