@@ -16,6 +16,7 @@ Assumes: one caller at a time, as the pool.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +42,10 @@ _CHANGES = ("call", "each", "set", "load_state_dict")
 class AheadPool(WorkerPool):
     """A pool with two workers per env, `e` and `N + e`; a STEP_RESET steps only: `AheadResets` asks for the resets.
 
+    Args:
+        blueprint: with one env in each block.
+        options: of the executor.
+
     Attributes:
         num_ahead: resets whose episode was ready when it was asked for.
         num_missed: all other resets.
@@ -48,7 +53,7 @@ class AheadPool(WorkerPool):
     """
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
-        super().__init__(blueprint, options)
+        super().__init__(dataclasses.replace(blueprint, blocks=blueprint.blocks * 2), options)
         num_envs = self.num_workers = self.num_envs
         self.worker_of = np.arange(num_envs)
         self.serving: list[int] = list(range(num_envs))

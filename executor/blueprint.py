@@ -106,7 +106,7 @@ def draw(
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
-        blocks=spread(len(factories), num_workers) * (2 if options.reset_ahead else 1),
+        blocks=spread(len(factories), num_workers),
         root_seed=draw_root_seed() if seed is None else seed,
         preload=preload,
     )

@@ -36,7 +36,7 @@ class Blueprint:
     Attributes:
         factories: one pickled factory per env.
         env_kwargs: keyword arguments of each call.
-        blocks: env ids of each worker: contiguous, ascending, none empty. Twice over with `reset_ahead`.
+        blocks: env ids of each worker: contiguous, ascending, none empty. An `AheadPool` has them twice.
         root_seed: see `workers.seeding`.
         preload: modules for the zygote to import.
     """

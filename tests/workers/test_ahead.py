@@ -11,12 +11,12 @@ import pytest
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
-from envherd.workers.adapters import find_adapter
 from envherd.workers.ahead import AheadBlock, AheadLoop, pack_turn, unpack_turn
 from envherd.workers.messages import BlockOptions, Prepare
 from envherd.workers.protocol import RING, Op, Status, pack
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv
+from envherd.workers.testing.envs import PlainAdapter
 
 ROOT_SEED = 3
 
@@ -34,11 +34,11 @@ class Table:
         self.env = CountingEnv(3)
         self.reports: list[dict[str, Any]] = []
         options = BlockOptions(reset_ahead=True)
-        adapter = find_adapter(self.env)(self.env)
+        adapter = PlainAdapter(self.env)
         self.block = AheadBlock(worker_id, {0: adapter}, ROOT_SEED, self.reports.append, options)
         self.block.attach(slab)
-        self.bells = tuple(Doorbell.create(buffer, offset) for offset in (0, DOORBELL_BYTES))
-        self.loop = AheadLoop(self.block, slab, self.bells, lambda: True, lambda: None)
+        bells = Doorbell.create(buffer, 0), Doorbell.create(buffer, DOORBELL_BYTES)
+        self.loop = AheadLoop(self.block, slab, bells, lambda: True, lambda: None)
         self.words = slab.words
 
     def command(self, op: Op) -> None:

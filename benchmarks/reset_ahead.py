@@ -1,0 +1,235 @@
+"""What does reset-ahead give? Melting Pot with resets and a policy that takes its time; and with more cores, modelled.
+
+Both executors are alive together, each env in a worker of its own, and take turns in short slots; what is compared is
+the ratio within a round. The policy sleeps, as one does that waits for a GPU: what processor time that leaves is what
+reset-ahead can use here. With more cores than envs there is more of it; `batch_s` says how much that would be, from the
+costs measured here.
+
+Run: python benchmarks/reset_ahead.py [--quick] [--envs 4] [--length 60] [--policy-ms 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness import machine, pressure
+from rich.console import Console
+from rich.table import Table
+
+from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
+
+RESULTS = Path(__file__).parent / "results" / "reset_ahead.json"
+SUBSTRATE = "commons_harvest__open"
+#: Steps by which the episodes of neighbouring envs differ in length, so that they do not all end together.
+STAGGER = 3
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a batch is made of, in seconds.
+
+    Attributes:
+        step_s: of one env.
+        reset_s: of one env.
+        overhead_s: of the executor, for a batch.
+        hand_over_s: of a reset whose episode is ready.
+        policy_s: for a batch.
+    """
+
+    step_s: float
+    reset_s: float
+    overhead_s: float
+    hand_over_s: float
+    policy_s: float
+
+
+def batch_s(costs: Costs, num_envs: int, length: float, cores: float, *, is_ahead: bool) -> float:
+    """Return seconds per batch, on average, where every env has a worker of its own.
+
+    Episodes of `length` steps end independently of each other. A batch waits for its slowest env: without reset-ahead
+    for a reset, in every batch in which any episode has ended. With it, an episode that is not ready when the one
+    before it has ended is waited for; and in either case all the work must get done by the cores there are.
+
+    Args:
+        costs: measured.
+        num_envs: N.
+        length: of an episode, in steps.
+        cores: that the workers have.
+        is_ahead: whether episodes are begun before they are asked for.
+    """
+    any_ended = 1 - (1 - 1 / length) ** num_envs
+    steps_s = costs.policy_s + costs.overhead_s + costs.step_s * max(1.0, num_envs / cores)
+    if not is_ahead:
+        together = num_envs / length / any_ended  # resets in a batch that has any
+        return steps_s + any_ended * costs.reset_s * max(1.0, together / cores)
+    work_s = num_envs * (costs.step_s + costs.reset_s / length) / cores  # resets fill what the policy leaves
+    return max(steps_s + any_ended * costs.hand_over_s, costs.reset_s / length, work_s)
+
+
+def lengths_of(num_envs: int, length: int) -> list[int]:
+    """Return how many steps an episode of each env has."""
+    return [length + STAGGER * i for i in range(num_envs)]
+
+
+def make(num_envs: int, length: int, options: ExecutorOptions) -> ParallelEnv:
+    """Build an executor and reset it."""
+    factories = [MeltingPotFactory(SUBSTRATE, max_steps=steps) for steps in lengths_of(num_envs, length)]
+    env = ParallelEnv(num_envs, factories, num_workers=num_envs, seed=0, options=options)
+    env.reset()
+    return env
+
+
+def run_slot(env: ParallelEnv, num_steps: int, policy_s: float) -> dict[str, float]:
+    """Make some steps; return what they took."""
+    before, began = env.statistics(), time.perf_counter()
+    root = env.current()
+    for _ in range(num_steps):
+        action = env.rand_action(root)
+        time.sleep(policy_s)
+        root = env.step_and_maybe_reset(action)[1]
+    wall_s, after = time.perf_counter() - began, env.statistics()
+    cpu_s = sum(one.cpu_s for one in (*after.workers, *after.spares))
+    cpu_s -= sum(one.cpu_s for one in (*before.workers, *before.spares))
+    return {
+        "batch_s": wall_s / num_steps,
+        "cpu_s_per_step": cpu_s / (num_steps * env.num_envs),
+        "resets": after.resets - before.resets,
+        "resets_ahead": after.resets_ahead - before.resets_ahead,
+    }
+
+
+def measure_costs(num_envs: int, length: int, policy_s: float) -> Costs:
+    """Measure one env alone, and the executor with envs that cost nothing."""
+    with make(1, length, ExecutorOptions()) as env:
+        actions = [env.rand_action() for _ in range(2 * length)]
+        resets, steps = [], []
+        for action in actions:
+            began = time.perf_counter()
+            ended = bool(env.step(action)["next", "done"].any())
+            steps.append(time.perf_counter() - began)
+            if ended:
+                began = time.perf_counter()
+                env.reset()
+                resets.append(time.perf_counter() - began)
+    from envherd.workers.testing import CountingEnv
+
+    with ParallelEnv(num_envs, CountingEnv, seed=0, options=ExecutorOptions(reset_ahead=True)) as idle:
+        root = idle.reset()
+        plain: list[float] = []
+        handing: list[float] = []
+        for _ in range(400):
+            action = idle.rand_action(root)
+            began = time.perf_counter()
+            td, root = idle.step_and_maybe_reset(action)
+            took = time.perf_counter() - began
+            (handing if td["next", "done"].any() else plain).append(took)
+    overhead_s = statistics.median(plain)
+    hand_over_s = max(0.0, statistics.median(handing) - overhead_s)
+    step_s = max(0.0, statistics.median(steps) - overhead_s)
+    return Costs(step_s, statistics.median(resets), overhead_s, hand_over_s, policy_s)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run both in turns; return the medians over rounds."""
+    policy_s = arguments.policy_ms / 1e3
+    kinds = {"sync": ExecutorOptions(), "sync, reset_ahead": ExecutorOptions(reset_ahead=True)}
+    slots: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
+    envs: dict[str, ParallelEnv] = {}
+    num_steps = arguments.length + STAGGER * arguments.envs
+    try:
+        for name, options in kinds.items():
+            envs[name] = make(arguments.envs, arguments.length, options)
+        for index in range(arguments.rounds):
+            for name in sorted(kinds, reverse=bool(index % 2)):
+                slots[name].append(run_slot(envs[name], num_steps, policy_s))
+    finally:
+        for env in envs.values():
+            env.close()
+    found: dict[str, Any] = {
+        name: {key: statistics.median(slot[key] for slot in own) for key in own[0]} for name, own in slots.items()
+    }
+    plain, ahead = slots.values()
+    found["speedup"] = statistics.median(
+        one["batch_s"] / other["batch_s"] for one, other in zip(plain, ahead, strict=True)
+    )
+    return found
+
+
+def show(console: Console, found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Print what was measured."""
+    table = Table(
+        title=f"{SUBSTRATE} x {arguments.envs}, episodes of {arguments.length} steps and more, "
+        f"a policy of {arguments.policy_ms:g} ms; {arguments.rounds} rounds",
+        title_justify="left",
+    )
+    for name in ("", "ms/batch", "env-steps/s", "CPU ms/env-step", "resets", "of these ready"):
+        table.add_column(name, justify="right" if name else "left")
+    for name in ("sync", "sync, reset_ahead"):
+        row = found[name]
+        table.add_row(
+            name,
+            f"{row['batch_s'] * 1e3:.1f}",
+            f"{arguments.envs / row['batch_s']:,.0f}",
+            f"{row['cpu_s_per_step'] * 1e3:.2f}",
+            f"{row['resets']:.0f}",
+            f"{row['resets_ahead']:.0f}",
+        )
+    console.print(table)
+    console.print(f"reset-ahead makes {found['speedup']:.2f} times the steps (median of rounds)")
+
+
+def show_model(console: Console, costs: Costs, length: int) -> list[dict[str, Any]]:
+    """Print what other machines would make of it."""
+    table = Table(
+        title=f"modelled: step {costs.step_s * 1e3:.1f} ms, reset {costs.reset_s * 1e3:.0f} ms, hand-over "
+        f"{costs.hand_over_s * 1e6:.0f} us, executor {costs.overhead_s * 1e6:.0f} us, episodes of {length} steps",
+        title_justify="left",
+    )
+    names = ("envs", "cores", "policy ms", "sync ms/batch", "reset_ahead ms/batch", "times the steps")
+    for name in names:
+        table.add_column(name, justify="right")
+    rows = []
+    for num_envs, cores in ((8, 2), (8, 8), (8, 16), (32, 64), (64, 128)):
+        for policy_s in (0.0, costs.policy_s):
+            own = replace(costs, policy_s=policy_s)
+            plain, ahead = (batch_s(own, num_envs, length, cores, is_ahead=flag) for flag in (False, True))
+            values = (num_envs, cores, policy_s * 1e3, plain * 1e3, ahead * 1e3, plain / ahead)
+            rows.append(dict(zip(names, values, strict=True)))
+            table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in values))
+    console.print(table)
+    return rows
+
+
+def main() -> None:
+    """Measure, model, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two rounds with 2 envs, and no JSON")
+    parser.add_argument("--envs", type=int, default=4)
+    parser.add_argument("--length", type=int, default=60, help="steps of an episode of env 0")
+    parser.add_argument("--policy-ms", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.envs = 2, 2
+    console = Console(width=120)
+    report: dict[str, Any] = {"machine": machine(), "pressure": [pressure()]}
+    costs = measure_costs(arguments.envs, arguments.length, arguments.policy_ms / 1e3)
+    report["measured"] = found = measure(arguments)
+    report["costs"], report["modelled"] = asdict(costs), show_model(console, costs, arguments.length)
+    show(console, found, arguments)
+    report["pressure"].append(pressure())
+    console.print(f"CPU pressure before and after: {report['pressure'][0]} | {report['pressure'][1]}")
+    if not arguments.quick:
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+        console.print(f"written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
