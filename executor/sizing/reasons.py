@@ -18,6 +18,8 @@ _GROWS, _GROWS_PER_RESET = 2 * _MIB, 2 * _MIB
 #: A tail is heavy if its index is below the one and its 99th percentile above so many medians.
 _HEAVY_TAIL, _LONG = 2.0, 4.0
 _DISTURBED = 0.2
+#: Share of the processors' time from which on resets ahead have room.
+_IDLE = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,8 @@ class Facts:
 def reasons(facts: Facts) -> tuple[str, tuple[str, ...]]:
     """Return what binds, and the sentences."""
     binding = _binding(facts)
-    lines = [_SENTENCES[binding](facts), *_target(facts), *_mode(facts), *_serial(facts), *_about_env(facts)]
+    said = (_target, _mode, _serial, _about_env, _ahead)
+    lines = [_SENTENCES[binding](facts), *(line for say in said for line in say(facts))]
     return binding, tuple(lines)
 
 
@@ -192,9 +195,28 @@ def _serial(facts: Facts) -> Iterator[str]:
         )
 
 
+def _share_of_resets(model: Model) -> float:
+    """Return which share of the envs' time is spent on resets."""
+    return model.measured.end_share * model.measured.reset_s / model.busy_per_step_s
+
+
+def _ahead(facts: Facts) -> Iterator[str]:
+    """Say that idle processors could begin episodes before they are needed, if memory suffices for it."""
+    one, model, num_envs = facts.prediction, facts.model, facts.chosen.num_envs
+    idle = 1 - one.compute_s / one.batch_s
+    if _share_of_resets(model) < _WORTH_A_SENTENCE or idle < _IDLE or model.measured.spec.batch_shape:
+        return
+    needed = 2 * model.memory_bytes(num_envs, num_envs)
+    if needed < facts.room_bytes * (1 - facts.headroom):
+        yield (
+            f"the processors are idle for {idle:.0%} of the time: ExecutorOptions(reset_ahead=True) uses it for the "
+            f"resets, with {2 * num_envs} workers of one env ({needed / _MIB:,.0f} MiB)."
+        )
+
+
 def _about_env(facts: Facts) -> Iterator[str]:
     measured = facts.model.measured
-    resets = measured.end_share * measured.reset_s / facts.model.busy_per_step_s
+    resets = _share_of_resets(facts.model)
     if resets > _WORTH_A_SENTENCE:
         yield f"resets take {resets:.0%} of the envs' time ({measured.reset_s * 1e3:,.1f} ms each)."
     if measured.end_share == 0:

@@ -192,6 +192,18 @@ def test_growth_and_disturbance_are_said():
     assert "waited for a processor for 50% of its time" in why
 
 
+def test_resets_ahead_are_advised_where_processors_are_idle_and_memory_suffices():
+    slow = measured_of(reset_samples=np.full(5, 0.3), reset_cpu_s=0.3, end_share=0.01)
+
+    def why(measured, num_envs=8, **machine):
+        return " ".join(advice_of(measured, machine_of(16, **machine), num_envs=num_envs).why)
+
+    assert "ExecutorOptions(reset_ahead=True) uses it for the resets, with 16 workers of one env (460 MiB)" in why(slow)
+    assert "reset_ahead" not in why(slow, memory=400 * MIB)
+    assert "reset_ahead" not in why(measured_of())
+    assert "reset_ahead" not in why(replace(slow, spec=replace(SPEC, batch_shape=(1,))))
+
+
 def test_more_of_a_machine_is_never_slower():
     rates = [advice_of(machine=machine_of(n)).prediction.steps_per_s for n in (1, 2, 4, 8, 16, 64)]
     assert rates == sorted(rates)
