@@ -35,10 +35,10 @@ class Costs:
     """What a batch is made of, in seconds.
 
     Attributes:
-        step_s: of one env.
-        reset_s: of one env.
-        overhead_s: of the executor, for a batch.
-        hand_over_s: of a reset whose episode is ready.
+        step_s: of one env, processor time: what it takes on a core of its own.
+        reset_s: of one env, likewise.
+        overhead_s: of the executor, for a batch; wall time of a quiet moment.
+        hand_over_s: of a reset whose episode is ready, likewise.
         policy_s: for a batch.
     """
 
@@ -104,19 +104,24 @@ def run_slot(env: ParallelEnv, num_steps: int, policy_s: float) -> dict[str, flo
     }
 
 
+def ran_s(pid: int) -> float:
+    """Return the seconds that a process has run."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
 def measure_costs(num_envs: int, length: int, policy_s: float) -> Costs:
     """Measure one env alone, and the executor with envs that cost nothing."""
     with make(1, length, ExecutorOptions()) as env:
-        actions = [env.rand_action() for _ in range(2 * length)]
+        pid = env.statistics().workers[0].pid
         resets, steps = [], []
-        for action in actions:
-            began = time.perf_counter()
-            ended = bool(env.step(action)["next", "done"].any())
-            steps.append(time.perf_counter() - began)
-            if ended:
-                began = time.perf_counter()
-                env.reset()
-                resets.append(time.perf_counter() - began)
+        for _ in range(3):
+            began = ran_s(pid)
+            env.rollout(length, auto_reset=False)
+            steps.append((ran_s(pid) - began) / length)
+            began = ran_s(pid)
+            env.reset()
+            resets.append(ran_s(pid) - began)
     from envherd.workers.testing import CountingEnv
 
     with ParallelEnv(num_envs, CountingEnv, seed=0, options=ExecutorOptions(reset_ahead=True)) as idle:
@@ -129,10 +134,9 @@ def measure_costs(num_envs: int, length: int, policy_s: float) -> Costs:
             td, root = idle.step_and_maybe_reset(action)
             took = time.perf_counter() - began
             (handing if td["next", "done"].any() else plain).append(took)
-    overhead_s = statistics.median(plain)
-    hand_over_s = max(0.0, statistics.median(handing) - overhead_s)
-    step_s = max(0.0, statistics.median(steps) - overhead_s)
-    return Costs(step_s, statistics.median(resets), overhead_s, hand_over_s, policy_s)
+    overhead_s = statistics.quantiles(plain, n=10)[0]
+    hand_over_s = max(0.0, statistics.quantiles(handing, n=10)[0] - overhead_s)
+    return Costs(statistics.median(steps), statistics.median(resets), overhead_s, hand_over_s, policy_s)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

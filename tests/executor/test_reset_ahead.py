@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -79,7 +80,8 @@ def are_built(env: Any) -> bool:
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
+    with contextlib.suppress(OSError):  # it is gone as a file, or between the opening and the reading
+        wait_for(lambda: not Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 class TestData:
@@ -222,7 +224,7 @@ class TestHandOver:
             env.reset()
             wait_for(lambda: is_ready(env, 1) and is_ready(env, 1, 1))
             before = env.statistics().spares
-            env.rollout(2000)
+            env.rollout(500)
             after = env.statistics().spares
         assert [now.cpu_s - then.cpu_s for now, then in zip(after, before, strict=True)] == pytest.approx(
             [0, 0], abs=0.02
@@ -398,7 +400,7 @@ class TestLosses:
                 assert (root["observation"][0] == plain.current()["observation"][0]).all()
 
     def test_of_one_whose_preparation_is_fatal(self, tmp_path):
-        make = [functools.partial(BreakingEnv, str(tmp_path), (1, 2), is_fatal=True), ENDLESS]
+        make = [functools.partial(BreakingEnv, str(tmp_path), (1,), is_fatal=True), ENDLESS]
         with serial([functools.partial(CountingEnv, 3), ENDLESS]) as plain, ahead(make, options=RESTART) as env:
             expected = fused(plain, 12)
             rows = fused(env, 12)
@@ -406,7 +408,7 @@ class TestLosses:
                 if "interrupted" in row.keys():  # noqa: SIM118  # a batch is no dict
                     assert not row.pop("interrupted").any()
             assert_equal(rows, expected)
-            assert env.statistics().worker_losses == 2
+            assert env.statistics().worker_losses == 1
 
     def test_of_a_server_raises(self):
         with ahead(ENDLESS) as env:
