@@ -5,7 +5,7 @@ the ratio within a round. The policy sleeps, as one does that waits for a GPU: w
 reset-ahead can use here. With more cores than envs there is more of it; `batch_s` says how much that would be, from the
 costs measured here.
 
-Run: python benchmarks/reset_ahead.py [--quick] [--envs 4] [--length 60] [--policy-ms 20]
+Run: python -m envherd.benchmarks.reset_ahead [--quick] [--envs 4] [--length 60] [--policy-ms 20]
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import machine, pressure
 from rich.console import Console
 from rich.table import Table
 
+from envherd.benchmarks.accounting import pressure_line, usage_of
+from envherd.benchmarks.suite import describe_machine
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
+from envherd.workers.testing import CountingEnv
 
 RESULTS = Path(__file__).parent / "results" / "reset_ahead.json"
 SUBSTRATE = "commons_harvest__open"
@@ -106,8 +108,7 @@ def run_slot(env: ParallelEnv, num_steps: int, policy_s: float) -> dict[str, flo
 
 def ran_s(pid: int) -> float:
     """Return the seconds that a process has run."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+    return usage_of([pid]).run_ns / 1e9
 
 
 def measure_costs(num_envs: int, length: int, policy_s: float) -> Costs:
@@ -122,8 +123,6 @@ def measure_costs(num_envs: int, length: int, policy_s: float) -> Costs:
             began = ran_s(pid)
             env.reset()
             resets.append(ran_s(pid) - began)
-    from envherd.workers.testing import CountingEnv
-
     with ParallelEnv(num_envs, CountingEnv, seed=0, options=ExecutorOptions(reset_ahead=True)) as idle:
         root = idle.reset()
         plain: list[float] = []
@@ -223,12 +222,12 @@ def main() -> None:
     if arguments.quick:
         arguments.rounds, arguments.envs = 2, 2
     console = Console(width=120)
-    report: dict[str, Any] = {"machine": machine(), "pressure": [pressure()]}
+    report: dict[str, Any] = {"machine": describe_machine(), "pressure": [pressure_line()]}
     costs = measure_costs(arguments.envs, arguments.length, arguments.policy_ms / 1e3)
     report["measured"] = found = measure(arguments)
     report["costs"], report["modelled"] = asdict(costs), show_model(console, costs, arguments.length)
     show(console, found, arguments)
-    report["pressure"].append(pressure())
+    report["pressure"].append(pressure_line())
     console.print(f"CPU pressure before and after: {report['pressure'][0]} | {report['pressure'][1]}")
     if not arguments.quick:
         arguments.out.write_text(json.dumps(report, indent=2) + "\n")

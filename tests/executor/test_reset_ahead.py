@@ -56,6 +56,12 @@ def assert_equal(got: list[Any], expected: list[Any]) -> None:
         assert (one == other).all()  # which raises where keys differ
 
 
+def uninterrupted(rows: list[Any]) -> list[Any]:
+    """Return batches without the flags that say that no row was interrupted."""
+    assert not any(row.get("interrupted", torch.tensor(data=False)).any() for row in rows)
+    return [row.exclude("interrupted") for row in rows]
+
+
 def ones(env: Any) -> TensorDict:
     return TensorDict({"action": torch.ones(env.num_envs, dtype=torch.int64)}, [env.num_envs])
 
@@ -147,7 +153,7 @@ class TestData:
         assert [info["fresh"] for info in expected[6]] == [episode_seed(ROOT_SEED, env_id, 1) for env_id in range(2)]
 
     def test_a_melting_pot_over_ends_of_episodes(self):
-        make = MeltingPotFactory("commons_harvest__open", max_steps=4, deterministic=True)
+        make = MeltingPotFactory("coins", max_steps=4, deterministic=True)
 
         def play(env: Any) -> list[Any]:
             root, rows = env.reset(), []
@@ -359,14 +365,10 @@ class TestLosses:
             kill(env.statistics().spares[1].pid)
             rows = first + drive(env, 30)
             counted = env.statistics()
-            for row in rows:
-                if "interrupted" in row.keys():  # noqa: SIM118  # a batch is no dict
-                    assert not row.pop("interrupted").any()
-            assert_equal(rows, expected)
+            assert_equal(uninterrupted(rows), expected)
             assert (counted.worker_losses, counted.interrupted) == (1, 0)
             if options is RESTART:
-                generations = [worker.generation for worker in (*counted.workers, *counted.spares)]
-                assert sorted(generations) == [0, 0, 0, 1]
+                assert sum(worker.generation for worker in (*counted.workers, *counted.spares)) == 1
                 wait_for(lambda: are_built(env))
                 fused(env, 12)
                 assert env.statistics().resets_ahead > counted.resets_ahead
@@ -394,20 +396,14 @@ class TestLosses:
             assert root["observation"][:, 1].tolist() == [0, 2]
             counted = env.statistics()
             assert (counted.worker_losses, counted.interrupted, counted.resets_per_env) == (1, 0, (2, 1))
-            with serial(make) as plain:
-                for _ in range(2):
-                    assert_equal([plain.reset()], [plain.current()])
-                assert (root["observation"][0] == plain.current()["observation"][0]).all()
+            assert root["observation"][0, 0] == episode_seed(ROOT_SEED, 0, 1)
 
     def test_of_one_whose_preparation_is_fatal(self, tmp_path):
         make = [functools.partial(BreakingEnv, str(tmp_path), (1,), is_fatal=True), ENDLESS]
         with serial([functools.partial(CountingEnv, 3), ENDLESS]) as plain, ahead(make, options=RESTART) as env:
             expected = fused(plain, 12)
             rows = fused(env, 12)
-            for row in rows:
-                if "interrupted" in row.keys():  # noqa: SIM118  # a batch is no dict
-                    assert not row.pop("interrupted").any()
-            assert_equal(rows, expected)
+            assert_equal(uninterrupted(rows), expected)
             assert env.statistics().worker_losses == 1
 
     def test_of_a_server_raises(self):
@@ -443,8 +439,7 @@ class TestLosses:
             wait_for(lambda: are_built(env))
             env.rollout(2)
             wait_for(lambda: is_ready(env, 3))
-            counted = env.statistics()
-            assert [worker.generation for worker in (*counted.workers, *counted.spares)].count(1) == 1
+            assert sum(worker.generation for worker in (*env.statistics().workers, *env.statistics().spares)) == 1
 
     def test_of_a_server_that_was_sent(self, tmp_path):
         make = [functools.partial(FaultyEnv, "kill", step=1, flag=str(tmp_path / "flag")), ENDLESS]
@@ -471,8 +466,7 @@ class TestRefusals:
     @pytest.mark.parametrize("num_workers", [2, None, "auto"])
     def test_the_number_of_workers_is_that_of_envs(self, num_workers):
         with ahead(CountingEnv, num_workers=num_workers) as env:
-            assert env.num_workers == 2
-            assert len(env.statistics().workers) == len(env.statistics().spares) == 2
+            assert env.num_workers == len(env.statistics().workers) == len(env.statistics().spares) == 2
 
     def test_a_number_of_envs_that_would_be_measured(self):
         with pytest.raises(ValueError, match="expected a number with reset_ahead, got 'auto'"):
