@@ -68,14 +68,11 @@ class Engine:
         self.all_ids = np.arange(self.num_envs)
         self.rows = Rows(pool.slab, options, device, is_copy=copy, lenders=pool.lenders, residences=pool.settle(device))
         self.pending = np.zeros(self.num_envs, bool)
-        self.num_pending = 0
-        self.is_dirty = False
-        self.is_rolling = False
+        self.num_pending = self.num_errors = self.num_interrupted = 0
+        self.is_dirty = self.is_rolling = False
         self.in_flight: np.ndarray | None = None
         self.settle_sends: Callable[[], None] = lambda: None
         self.end_sent: Callable[..., None] = _nobody_was_sent
-        self.num_errors = 0
-        self.num_interrupted = 0
         self.turn = Turn(self)
         self.has_infos = options.infos != "drop"
         self._prepared: dict[int, messages.Prepare] = {}
@@ -159,17 +156,16 @@ class Engine:
     def add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Add the inputs of the envs' latest steps to a batch."""
         rows = self.rows
-        if len(rows.intakes) == 1 and td.device is None:
-            for leaf, value in zip(rows.intakes[0].leaves, rows.intakes[0].current(rows.row_of[env_ids]), strict=True):
+        groups = set(rows.group_of[env_ids].tolist())
+        if len(groups) == 1:
+            intake = rows.intakes[groups.pop()]
+            for leaf, value in zip(intake.leaves, intake.current(rows.row_of[env_ids]), strict=True):
                 set_leaf(td, leaf.key, torch.from_numpy(value))
             return
-        groups = np.unique(rows.group_of[env_ids])
-        tds = [td] if len(groups) == 1 else [td[position] for position in range(len(env_ids))]
-        for own, ids in zip(tds, [env_ids] if len(groups) == 1 else env_ids[:, None], strict=True):
-            intake = rows.intakes[rows.group_of[ids[0]]]
-            for leaf, value in zip(intake.leaves, intake.current(rows.row_of[ids]), strict=True):
-                values = torch.from_numpy(value)
-                own.set(leaf.key, values if own is td else values[0])
+        for own, env_id in zip(td.unbind(0), env_ids.tolist(), strict=True):
+            intake = rows.intakes[rows.group_of[env_id]]
+            for leaf, value in zip(intake.leaves, intake.current(rows.row_of[[env_id]]), strict=True):
+                own.set(leaf.key, torch.from_numpy(value)[0])
 
     # ---- step --------------------------------------------------------------------------------
 

@@ -217,7 +217,5 @@ def set_ids(td: TensorDictBase, env_ids: np.ndarray) -> TensorDictBase:
     ids = torch.from_numpy(env_ids.copy())
     if td.ndim > 1:
         ids = ids.view(-1, *(1,) * (td.ndim - 1)).expand(td.batch_size).clone()
-    if td.device is None:
-        set_leaf(td, (ENV_IDS,), ids)
-        return td
-    return td.set(ENV_IDS, ids)
+    set_leaf(td, (ENV_IDS,), ids)
+    return td

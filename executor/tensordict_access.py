@@ -63,8 +63,8 @@ def get_leaf(td: TensorDictBase, key: str) -> Any:
 
 
 def set_leaf(td: TensorDictBase, key: Key, leaf: torch.Tensor) -> None:
-    """Set an entry whose leading dimensions and device are known to fit (0.3 us at the root; `set` takes 4)."""
-    if IS_AS_EXPECTED and td.__class__ is TensorDict and len(key) == 1:
+    """Set an entry whose leading dimensions are known to fit, on the cpu (0.3 us at the root; `set` takes 4)."""
+    if IS_AS_EXPECTED and td.__class__ is TensorDict and len(key) == 1 and td._device is None:  # noqa: SLF001
         td._set_str(key[0], leaf, inplace=False, validated=True)  # noqa: SLF001
     else:
         td.set(key, leaf)
