@@ -163,10 +163,16 @@ class Zygote:
 
     Several may use it, in turn or at once, from one thread at a time: each `join`s and `close`s it, and the last
     one's `close` ends it. Whoever made it is the first.
+
+    Args:
+        options: for its environment variables, output and start method.
+        preload: modules to import.
+        is_shared: its workers are told environment variables, folder and import path, which may have changed since.
     """
 
-    def __init__(self, options: ExecutorOptions, preload: list[str]) -> None:
+    def __init__(self, options: ExecutorOptions, preload: list[str], *, is_shared: bool = False) -> None:
         self._num_users = 1
+        self._options, self._is_shared = options, is_shared
         self.lifeline_read, self._lifeline_write = os.pipe()
         self._owner = os.getpid()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -233,6 +239,9 @@ class Zygote:
             WorkerLost: the helper has ended, or the system allows no further process.
         """
         self.wait_ready()
+        if self._is_shared:
+            told = {"environ": environment_of(self._options), "folder": os.getcwd(), "path": self.import_path()}
+            config = {**config, "told": told}
         answer = self._request({"op": "fork", "config": config}, fds)
         if "error" in answer:
             raise WorkerLost(f"starting a worker failed: {answer['error']}. {_LIMITS}", phase="start")

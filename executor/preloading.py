@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from envherd.executor.lifecycle import Zygote, environment_of
+from envherd.executor.lifecycle import Zygote
 from envherd.executor.options import ExecutorOptions
 
 _innermost: list[_Warm] = []
@@ -38,8 +38,9 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
     What executors would have preloaded by themselves is imported by their workers, unless it is among `modules`.
     A module is imported once: a worker of this block sees it as it was then, whatever has become of its file.
     An executor has a helper of its own, as ever, where its workers would inherit something else: another start
-    method, `options.env_vars`, `worker_threads` or `worker_output` than `options` here, or an environment, current
-    folder or import path that has changed since. Not for other processes forked from this one.
+    method, `options.env_vars`, `worker_threads` or `worker_output` than `options` here. Environment variables, the
+    current folder and the import path are those at the time when a worker is started; what `modules` have read of
+    them, they have read at the begin of the block. Not for other processes forked from this one.
 
     The helper ends with the block, or with the last executor made in it. Closing an executor ends all its workers
     and what their envs have started, as ever.
@@ -59,7 +60,7 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
             f"{modules!r} and {options.start_method!r}."
         )
     surroundings = _surroundings(options)
-    zygote = Zygote(options, list(modules))
+    zygote = Zygote(options, list(modules), is_shared=True)
     try:
         zygote.wait_ready()
         if zygote.failed_preloads:
@@ -87,5 +88,5 @@ def find_helper(options: ExecutorOptions) -> Zygote | None:
 
 
 def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
-    """Return what workers inherit from a helper started now."""
-    return (os.getpid(), os.getcwd(), tuple(Zygote.import_path()), environment_of(options), options.worker_output)
+    """Return what workers cannot be told when they are started, and inherit from a helper."""
+    return (os.getpid(), dict(options.env_vars), options.worker_threads, options.worker_output)

@@ -171,6 +171,7 @@ class Zygote:
             os.close(self._wake_read)
             os.close(self._wake_write)
             self._sock.close()
+            _take_over(config.pop("told", None))
             if self._must_exec:
                 for fd in fds:
                     os.set_inheritable(fd, True)
@@ -219,6 +220,16 @@ class Zygote:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.001)
             self._reap()
+
+
+def _take_over(told: dict[str, Any] | None) -> None:
+    """Have a worker of a helper that is older than its executor see what the owner sees now."""
+    if told is not None:
+        os.chdir(told["folder"])
+        sys.path[:] = told["path"]
+        for name in set(os.environ) - set(told["environ"]):
+            del os.environ[name]
+        os.environ.update(told["environ"])
 
 
 def _children() -> list[int]:

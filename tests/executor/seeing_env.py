@@ -21,5 +21,8 @@ class Seeing(CountingEnv):
     def variable(self, name):
         return os.environ.get(name)
 
+    def folder(self):
+        return os.getcwd()
+
     def leave_one(self):
         return subprocess.Popen(["sleep", "60"], start_new_session=True).pid

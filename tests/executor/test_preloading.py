@@ -59,17 +59,25 @@ def test_it_lasts_as_long_as_who_uses_it():
     assert not is_there(helper)
 
 
-def test_an_executor_with_other_surroundings_has_its_own(tmp_path, monkeypatch):
+def test_workers_see_what_the_owner_sees_when_they_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("GONE", "1")
+    with preloaded("wave"):
+        shared = helper_of()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("GONE")
+        monkeypatch.setenv("SEEN", "2")
+        with ParallelEnv(1, Seeing) as env:
+            assert env.call("helper") == [shared]
+            assert env.call("variable", "SEEN") == ["2"]
+            assert env.call("variable", "GONE") == [None]
+            assert env.call("folder") == [str(tmp_path)]
+
+
+def test_an_executor_whose_helper_would_be_another_has_its_own():
     with preloaded("wave"):
         shared = helper_of()
         assert helper_of(options=ExecutorOptions(env_vars={"SEEN": "1"})) != shared
-        with monkeypatch.context() as patch:
-            patch.chdir(tmp_path)
-            assert helper_of() != shared
-        with monkeypatch.context() as patch:
-            patch.setenv("SEEN", "2")
-            with ParallelEnv(1, Seeing) as env:
-                assert env.call("variable", "SEEN") == ["2"]
+        assert helper_of(options=ExecutorOptions(worker_threads=2)) != shared
         with preloaded("sched"):
             assert helper_of() != shared
         assert helper_of() == shared
