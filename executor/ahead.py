@@ -249,7 +249,7 @@ class AheadPool(WorkerPool):
         self.num_losses += 1
         self.crew.workers[worker_id].kill()
         is_wanted = self.options.on_worker_loss == "restart" and not self._is_changed[worker_id % self.num_envs]
-        is_replaced = is_wanted and self._restarts.allow(worker_id)
+        is_replaced = is_wanted and self._restarts.next_delay_s(worker_id) is not None
         log.warning(
             "%s It was preparing resets; env %d is %s.",
             error,

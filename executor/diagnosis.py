@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from envherd.executor.lifecycle import WorkerProcess
-from envherd.workers.errors import EnvError, FactoryError, WorkerLost, WorkerTimeout
+from envherd.workers.errors import EnvError, EnvherdError, FactoryError, WorkerLost, WorkerTimeout
 from envherd.workers.protocol import describe_phase
 
 log = logging.getLogger("envherd")
@@ -109,6 +109,30 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:
         type_name=fault["type_name"],
         type_module=fault["type_module"],
     )
+
+
+def merge_answers(asked: Iterable[int], take: Callable[[int], dict[int, Any]]) -> dict[int, Any]:
+    """Take the answers of all who were asked, and return them as one.
+
+    Args:
+        asked: ids of workers or nodes.
+        take: waits for one's answer, env id -> value; raises what it was instead.
+
+    Raises:
+        EnvherdError: after all have answered: the last loss, or without one the first error of an env.
+    """
+    values: dict[int, Any] = {}
+    errors: list[EnvherdError] = []
+    for one in asked:
+        try:
+            values.update(take(one))
+        except EnvError as error:
+            errors.append(error)
+        except EnvherdError as error:
+            errors.insert(0, error)
+    if errors:
+        raise errors[0]
+    return values
 
 
 def first_fault(faults: Sequence[Frame]) -> Frame:

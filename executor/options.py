@@ -35,7 +35,8 @@ class ExecutorOptions:
         stall_log_s: after so many seconds without a deadline, log the stack of the worker waited for.
         close_timeout_s: seconds for `close()` in all, however many workers there are.
         on_worker_loss: "raise" a WorkerLost, or "restart" the worker and mark its rows `interrupted`.
-        max_restarts: restarts of one worker within `restart_window_s` before a loss raises after all.
+        max_restarts: restarts of one worker within `restart_window_s` before a loss raises after all. The
+            first is made at once, the others wait 0.1 s, 0.2 s, 0.4 s, ... while the other workers go on.
         restart_window_s: seconds.
         recycle_after: episodes of an env after which its worker is replaced by a new one, where that interrupts no row
             (see `executor.recycling`); for envs that leak. None: never.

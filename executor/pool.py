@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from envherd.executor.crew import Blueprint, Crew
-from envherd.executor.diagnosis import Frame, env_error, log_stall, worker_late, worker_lost
+from envherd.executor.diagnosis import env_error, log_stall, merge_answers, worker_late, worker_lost
 from envherd.executor.lending import Lend
 from envherd.executor.lifecycle import Restarts
 from envherd.executor.options import ExecutorOptions
@@ -55,7 +55,7 @@ class WorkerPool:
         self.lenders: dict[int, Lend] = {}  # workers read their inputs from the slab
         self.specs: list[EnvSpec] = []
         self.crew = Crew(blueprint, options)
-        self.crew.on_row_frame = self._take_row_frame
+        self.crew.on_row_frame = lambda frame: self.outcome.take(frame)  # noqa: PLW0108  # whichever is there then
         self._all_ids = np.arange(self.num_envs)
         self._number = 0
         self._asked = 0
@@ -63,9 +63,6 @@ class WorkerPool:
         self._rebuilding: dict[int, float] = {}
         self._leaving: set[int] = set()
         self._restarts = Restarts(options)
-
-    def _take_row_frame(self, frame: Frame) -> None:
-        self.outcome.take(frame)
 
     def start(self) -> None:
         """Start the workers, build the envs in them, and set `specs`, `plan` and `slab`.
@@ -259,14 +256,16 @@ class WorkerPool:
     def _look_around(self) -> None:
         """Notice deaths and successors, and read what workers have written so that none blocks on a full socket."""
         for worker_id, began in list(self._rebuilding.items()):
-            limit = self.options.build_timeout_s
-            is_late = limit is not None and time.monotonic() > began + limit
-            if worker_id in self._leaving or self.crew.has_answered(worker_id) or is_late:
-                try:
+            passed_s, limit = time.monotonic() - began, self.options.build_timeout_s
+            try:
+                if worker_id in self._leaving:
+                    if passed_s >= 0:
+                        self._succeed(worker_id)
+                elif self.crew.has_answered(worker_id) or (limit is not None and passed_s > limit):
                     self._finish_restart(worker_id)
-                except EnvherdError as error:
-                    self.outcome.losses[worker_id] = error
-                self._rings[worker_id]()
+                    self._rings[worker_id]()
+            except EnvherdError as error:
+                self.outcome.losses[worker_id] = error
         for worker_id in self._owing():
             if worker_id in self._rebuilding or worker_id in self.lost:
                 continue
@@ -369,22 +368,17 @@ class WorkerPool:
 
     def answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
         """Wait for the answers to the latest question."""
-        values: dict[int, Any] = {}
-        errors: list[EnvherdError] = []
-        for worker_id, ids in by_worker.items():
-            try:
-                frame = self.crew.await_frame(worker_id, what, self.options.reset_timeout_s, self._asked)
-            except EnvherdError as error:
-                self._declare_lost(worker_id, error)
-                errors.insert(0, error)
-                continue
-            if frame["kind"] == "fault":
-                errors.append(env_error([frame], worker_id, self.pid_of(worker_id)))
-            else:
-                values.update(zip(ids, frame["values"], strict=True))
-        if errors:
-            raise errors[0]
-        return values
+        return merge_answers(by_worker, lambda worker_id: self._answer(worker_id, by_worker[worker_id], what))
+
+    def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:
+        try:
+            frame = self.crew.await_frame(worker_id, what, self.options.reset_timeout_s, self._asked)
+        except EnvherdError as error:
+            self._declare_lost(worker_id, error)
+            raise
+        if frame["kind"] == "fault":
+            raise env_error([frame], worker_id, self.pid_of(worker_id))
+        return dict(zip(env_ids, frame["values"], strict=True))
 
     # ---- rollout storages --------------------------------------------------------------------
 
@@ -429,9 +423,13 @@ class WorkerPool:
             WorkerLost, WorkerTimeout: too many restarts within the window (a crash loop).
         """
         self.outcome.losses.pop(worker_id, None)
-        if not self._restarts.allow(worker_id):
+        delay_s = self._restarts.next_delay_s(worker_id)
+        if delay_s is None:
             raise self.lost[worker_id]
-        self._succeed(worker_id)
+        self._leaving.add(worker_id)
+        self._rebuilding[worker_id] = time.monotonic() + delay_s
+        if not delay_s:
+            self._succeed(worker_id)
         del self.lost[worker_id]
 
     def is_serving(self, worker_id: int) -> bool:
@@ -475,6 +473,7 @@ class WorkerPool:
 
     def _finish_restart(self, worker_id: int) -> None:
         if worker_id in self._leaving:
+            time.sleep(max(0.0, self._rebuilding[worker_id] - time.monotonic()))
             self._succeed(worker_id)
         self._rebuilding.pop(worker_id)
         try:

@@ -29,7 +29,7 @@ from envherd.executor.cluster.recovery import Recovery
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.cluster.wire import DriverMemory
 from envherd.executor.crew import Blueprint
-from envherd.executor.diagnosis import Frame
+from envherd.executor.diagnosis import Frame, merge_answers
 from envherd.executor.lending import Lend
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.outcome import Outcome
@@ -416,22 +416,13 @@ class ClusterPool(WorkerFacts):
 
     def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:  # noqa: ARG002  # as of `WorkerPool`
         """Wait for the answers to a question."""
-        values: dict[int, Any] = {}
-        errors: list[EnvherdError] = []
-        for share_id, ref in asked.items():
-            share = self.shares[share_id]
-            try:
-                answer = self.post.get(share, ref)
-            except EnvherdError as error:
-                errors.insert(0, error)
-                continue
-            if isinstance(answer, EnvherdError):
-                errors.append(answer)
-            else:
-                values.update({i + share.first_env_id: value for i, value in answer.items()})
-        if errors:
-            raise errors[0]
-        return values
+        return merge_answers(asked, lambda share_id: self._answer(self.shares[share_id], asked[share_id]))
+
+    def _answer(self, share: RemoteShare, ref: Any) -> dict[int, Any]:
+        answer = self.post.get(share, ref)
+        if isinstance(answer, EnvherdError):
+            raise answer
+        return {i + share.first_env_id: value for i, value in answer.items()}
 
     # ---- rollout storages --------------------------------------------------------------------
 

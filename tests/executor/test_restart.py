@@ -1,6 +1,8 @@
 """A lost worker that is replaced: its rows are interrupted, nobody else's are touched, nothing is retried."""
 
 import functools
+import itertools
+import time
 
 import pytest
 import torch
@@ -124,6 +126,24 @@ def test_a_crash_loop_ends_in_an_error():
         with pytest.raises(WorkerLost, match="SIGKILL"):
             env.step_and_maybe_reset(act(root))
         assert env.statistics().worker_losses == 3
+
+
+def test_a_crash_loop_slows_down_while_the_others_go_on():
+    make = [functools.partial(CountingEnv, 1_000_000), functools.partial(FaultyEnv, "kill", step=1)]
+    options = ExecutorOptions(on_worker_loss="restart", max_restarts=3)
+    with ParallelEnv(2, make, num_workers=2, seed=0, options=options) as env:
+        env.send(act(env.reset()))
+        counts, began, times = [0, 0], time.monotonic(), []
+        while counts[1] < 3:
+            td = env.recv(min_envs=1)
+            for env_id in td["env_ids"].tolist():
+                counts[env_id] += 1
+                if env_id == 1:
+                    times.append(time.monotonic() - began)
+            env.send(act(env.current(td["env_ids"])), td["env_ids"])
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert all(gap > least for gap, least in zip(gaps, (0.1, 0.2), strict=True))
+    assert counts[0] > 20 * counts[1]
 
 
 def test_episodes_go_on_counting(tmp_path):
