@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Test files that run at the same time.
 JOBS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
 ROLLOUT_ENV ?= meltingpot:commons_harvest__open
 ROLLOUT_ENVS ?= 4

@@ -69,19 +69,28 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave sweeps to full runs; give what may not run in two processes at once one group; begin with what takes long.
-
-    Tests of a file stay together, so that what they share is made once; those with a Ray cluster share one.
-    """
+    """Leave sweeps to full runs, and put what takes long first, after tests have been shuffled."""
     for item in items:
         if item.get_closest_marker("full") and not IS_FULL:
             item.add_marker(pytest.mark.skip(reason="a sweep: make test-full (ENVHERD_FULL=1)"))
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: _LONG.index(_group(item)) if _group(item) in _LONG else len(_LONG))
+    groups = {item: _group(item.nodeid) for item in items}
+    items.sort(key=lambda item: _LONG.index(groups[item]) if groups[item] in _LONG else len(_LONG))
 
 
-def _group(item: pytest.Item) -> str:
-    file = item.nodeid.partition("::")[0]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a file in one process, and all that need a Ray cluster in one: what they share is made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return ByGroup(config, log)
+
+
+def _group(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
     return "tests/cluster" if file.startswith("tests/cluster/") else file
 
 
