@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# Test files that run at the same time.
-JOBS ?= 2
+# Test files that run at the same time; many tests wait more than they compute.
+JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
 ROLLOUT_ENV ?= meltingpot:commons_harvest__open

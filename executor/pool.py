@@ -32,8 +32,9 @@ from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError, InternalError
 from envherd.workers.protocol import Op, describe_phase, pack
 
-#: Seconds between looks at the workers' pidfds while waiting: bounds how late a death is noticed.
-_LOOK_S = 0.01
+#: Seconds between looks at the workers' pidfds: while anybody waits (bounds how late a death is noticed), and where
+#: answers come so fast that nobody waits that long.
+_LOOK_S, _LOOK_ANYWAY_S = 0.01, 0.03
 #: Seconds for workers to close the envs they have built when another's factory has failed.
 _FAREWELL_S = 1.0
 
@@ -57,9 +58,8 @@ class WorkerPool:
         self.crew = Crew(blueprint, options)
         self.crew.on_row_frame = lambda frame: self.outcome.take(frame)  # noqa: PLW0108  # whichever is there then
         self._all_ids = np.arange(self.num_envs)
-        self._number = 0
-        self._asked = 0
-        self._is_hailed = False
+        self._number = self._asked = 0
+        self._is_hailed, self._looked_at = False, 0.0
         self._rebuilding: dict[int, float] = {}
         self._leaving: set[int] = set()
         self._restarts = Restarts(options)
@@ -201,6 +201,8 @@ class WorkerPool:
             kill_late: whether a worker that is late is killed (a `WorkerTimeout` in `outcome`), or the
                 wait just ends with fewer.
         """
+        if time.monotonic() > self._looked_at + _LOOK_ANYWAY_S:
+            self._look_around()
         while self._done.try_wait():
             pass  # tokens are hints; those of answers that nobody waited for must not pile up
         ready = self._ready(env_ids)
@@ -255,6 +257,7 @@ class WorkerPool:
 
     def _look_around(self) -> None:
         """Notice deaths and successors, and read what workers have written so that none blocks on a full socket."""
+        self._looked_at = time.monotonic()
         for worker_id, began in list(self._rebuilding.items()):
             passed_s, limit = time.monotonic() - began, self.options.build_timeout_s
             try:

@@ -42,6 +42,7 @@ def test_no_example_is_forgotten():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_meltingpot_rollout_prints_shapes_and_returns(tmp_path):
     printed = run_example("meltingpot_rollout", tmp_path)
@@ -63,6 +64,7 @@ def test_ppo_solves_cartpole(tmp_path):
     assert int(solved.group(2)) >= 20
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_torchrls_ppo_solves_cartpole(tmp_path):

@@ -41,6 +41,7 @@ def test_a_rollout_on_a_cluster_is_that_of_one_machine(cluster):
     assert "env-steps/s" in said
 
 
+@pytest.mark.full
 def test_the_plan_for_a_cluster_is_what_an_executor_does_there(cluster):
     plan, said = run("size", ENV, "--cluster", cluster.address, "--envs", "14", "--budget", "1")
     assert plan["schema"] == "envherd.size-cluster/1"

@@ -39,6 +39,7 @@ def below(pid):
     return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 
+@pytest.mark.full
 def test_a_stalled_raylet_and_a_host_that_the_kernel_kills(cluster):
     options = ExecutorOptions(on_worker_loss="restart", max_restarts=9)
     nodes = [add_node(cluster) for _ in range(3)]
@@ -111,6 +112,7 @@ def wait_until_gone(pids):
         time.sleep(0.02)
 
 
+@pytest.mark.full
 def test_more_than_the_object_store_holds_comes_whole():
     heavy = functools.partial(CountingEnv, 1_000, size=1024)
     with (

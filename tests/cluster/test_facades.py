@@ -63,6 +63,7 @@ def same(one, other):
         assert one == other
 
 
+@pytest.mark.full
 def test_sb3():
     sb3 = pytest.importorskip("envherd.executor.facades.sb3")
     said = []
@@ -88,6 +89,7 @@ def test_sb3():
     assert not said[0][-1][2].any(), "the attribute was set"
 
 
+@pytest.mark.full
 def test_gymnasium():
     from envherd.executor.facades.gymnasium import AsyncVectorEnv
 

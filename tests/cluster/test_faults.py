@@ -98,7 +98,7 @@ def receive_for_ever(env, env_ids):
     try:
         while True:
             assert sorted(env.recv(2)["env_ids"].tolist()) == env_ids
-            env.send(env.rand_action(env.current(env_ids)), env_ids)
+            env.send(env.current(env_ids).set("action", env.rand_action()["action"][env_ids]), env_ids)
             assert time.monotonic() - began < 5, "nobody waits for it"
             began = time.monotonic()
     finally:
@@ -129,6 +129,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.full
 def test_a_lost_driver_leaves_nobody_behind(cluster):
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, cluster.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

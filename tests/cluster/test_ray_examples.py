@@ -15,6 +15,7 @@ def test_ray_step_is_as_on_one_machine(cluster, tmp_path):
     assert re.search(r"\(6, 50\) transitions, \d+ episodes; as on one machine: True", printed)
 
 
+@pytest.mark.full
 def test_ray_async_does_not_wait_for_the_slow_node(cluster, tmp_path):
     printed = run_example("ray_async", tmp_path, "--address", cluster.address)
     seen = [int(word) for word in re.search(r"each env: \[(.*)\]", printed)[1].split(", ")]
@@ -22,6 +23,7 @@ def test_ray_async_does_not_wait_for_the_slow_node(cluster, tmp_path):
     assert sum(seen[:3]) > sum(seen[3:])
 
 
+@pytest.mark.full
 def test_ray_rollouts_come_with_versions(cluster, tmp_path):
     printed = run_example("ray_rollouts", tmp_path, "--address", cluster.address)
     versions = [int(word) for word in re.findall(r"\(4, 64\) of version (\d+), \d+ behind", printed)]

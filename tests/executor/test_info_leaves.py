@@ -13,6 +13,8 @@ from tensordict import TensorDict
 from envherd.executor import ExecutorOptions, FactoryError, ParallelEnv, SerialEnv, SpecError
 from envherd.workers.testing import check_env_contract
 
+pytestmark = pytest.mark.preloads()
+
 NUM_ENVS = 2
 
 

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
@@ -53,6 +54,7 @@ def test_statistics_and_a_watch_from_outside_agree():
         assert mode == (0o600, 0o700)
         watch = Watch(listing)
         rolled(env)
+        time.sleep(0.1)  # a worker says that it is idle a moment after its last answer
         view, inside = watch.look(), env.statistics()
         watch.close()
         for seen, told in zip(view.workers, inside.workers, strict=True):

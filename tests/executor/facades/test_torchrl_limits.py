@@ -20,6 +20,7 @@ from torchrl.testing import mocking_classes as own
 from envherd.executor import ExecutorOptions
 from envherd.executor.facades.torchrl import ParallelEnv, SerialEnv
 from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
+from tests.scale import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads("torchrl.envs", "stable_baselines3")]
 
@@ -280,6 +281,7 @@ env.close()
 """
 
 
+@pytest.mark.full
 def test_too_few_descriptors_are_an_error_that_leaves_nothing():
     command = [sys.executable, "-W", "ignore", "-c", CROWDED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
@@ -321,7 +323,7 @@ env.close()
 """
 
 
-@pytest.mark.parametrize("flags", [["-"], ["-i"]])
+@pytest.mark.parametrize("flags", scaled([["-i"]], full=[["-"], ["-i"]]))
 def test_what_is_typed_has_no_file_and_works(flags):
     command = [sys.executable, "-W", "ignore", *flags]
     done = subprocess.run(command, input=CELLS, capture_output=True, text=True, timeout=150, check=False)

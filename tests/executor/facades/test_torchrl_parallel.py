@@ -271,6 +271,7 @@ def test_factories_that_fail_say_why() -> None:
         ParallelEnv(2, dict)
 
 
+@pytest.mark.full
 def test_constructor_arguments() -> None:
     env = ParallelEnv(1, own.CountingEnv, serial_for_single=True, metadata_from_workers=True, use_buffers=False)
     assert isinstance(env, SerialEnv)

@@ -61,6 +61,7 @@ def test_collector_and_its_checkpoint() -> None:
     collector.shutdown()
 
 
+@pytest.mark.full
 def test_collectors_over_processes_and_a_replay_buffer(tmp_path: Path) -> None:
     """In a process of its own, as TorchRL's collectors leave python's resource tracker running."""
     script = Path(__file__).parents[3] / "examples" / "torchrl_collectors.py"
