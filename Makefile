@@ -24,9 +24,9 @@ TYPES := build/typecheck/envherd
 
 help:
 	@echo "make rollout      run $(ROLLOUT_ENVS) Melting Pot envs in parallel; pictures and data go to rollouts/"
-	@echo "make test         run the whole test suite"
+	@echo "make test         run the test suite"
 	@echo "make test-quick   run the tests that take no time"
-	@echo "make test-full    and sweeps over all Melting Pot substrates (most of an hour)"
+	@echo "make test-full    and its long sweeps, trainings and all Melting Pot substrates (an hour or two)"
 	@echo "make matrix       check every family of envs in full (or FAMILY=NAME), and write docs/families.md"
 	@echo "make faults       break envs, workers and the machine in every way and state, and write docs/faults.md"
 	@echo "make soak         $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/soak.md"
