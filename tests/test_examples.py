@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.scale import scaled
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TESTED = {
     "async_rollout",
@@ -82,13 +80,14 @@ def test_ppo_says_when_it_fails(tmp_path):
     assert "not solved" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_policy_that_cannot_be_copied_is_trained(tmp_path):
-    printed = run_example("uncopyable_policy", tmp_path, "--updates", scaled("10", full="20"), timeout_s=380)
+    printed = run_example("uncopyable_policy", tmp_path, timeout_s=380)
     returns = [float(number) for number in re.findall(r"mean return +([\d.]+)", printed)]
-    assert len(returns) == scaled(2, full=4)
-    assert returns[-1] > scaled(50, full=100), "random actions keep the pole up for some 20 steps"
+    assert len(returns) == 4
+    assert returns[-1] > 100
 
 
 @pytest.mark.slow

@@ -63,7 +63,6 @@ def same(one, other):
         assert one == other
 
 
-@pytest.mark.full
 def test_sb3():
     sb3 = pytest.importorskip("envherd.executor.facades.sb3")
     said = []
@@ -112,6 +111,7 @@ def test_gymnasium():
     assert sum(step[3].sum() for step in said[0][3:23]) > 2
 
 
+@pytest.mark.full
 def test_torchrl():
     libs = pytest.importorskip("torchrl.envs")
     from envherd.executor.facades.torchrl import ParallelEnv

@@ -60,6 +60,7 @@ def add_node(cluster):
     return node
 
 
+@pytest.mark.full
 def test_what_is_lost_is_replaced_and_the_rest_goes_on(cluster):
     options = ExecutorOptions(on_worker_loss="restart", max_restarts=9)
     nodes = [add_node(cluster) for _ in range(2)]

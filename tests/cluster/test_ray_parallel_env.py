@@ -175,6 +175,7 @@ def test_refusals_touch_nothing(shared_env):
         shared_env.call("nothing", env_ids=[4])
 
 
+@pytest.mark.full
 def test_workers_are_recycled_on_their_nodes_and_the_data_are_the_same():
     options = ExecutorOptions(recycle_after=1)
     kwargs = {"resources_per_node": {"CPU": 1}, "num_workers": 2, "options": options}
@@ -212,6 +213,7 @@ def step_until_it_raises(env):
         env.step_and_maybe_reset(env.rand_action(env.current()))
 
 
+@pytest.mark.full
 def test_unlike_envs_faults_and_a_slow_node(tmp_path):
     gate = tmp_path / "gate"
     factories = [

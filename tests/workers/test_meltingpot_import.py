@@ -62,6 +62,7 @@ def test_the_import_is_small() -> None:
     _run(program + _HEAVY)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_nothing_is_missing_from_the_package() -> None:
     _run(

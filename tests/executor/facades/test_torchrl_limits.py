@@ -20,7 +20,6 @@ from torchrl.testing import mocking_classes as own
 from envherd.executor import ExecutorOptions
 from envherd.executor.facades.torchrl import ParallelEnv, SerialEnv
 from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
-from tests.scale import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads("torchrl.envs", "stable_baselines3")]
 
@@ -323,7 +322,8 @@ env.close()
 """
 
 
-@pytest.mark.parametrize("flags", scaled([["-i"]], full=[["-"], ["-i"]]))
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [["-"], ["-i"]])
 def test_what_is_typed_has_no_file_and_works(flags):
     command = [sys.executable, "-W", "ignore", *flags]
     done = subprocess.run(command, input=CELLS, capture_output=True, text=True, timeout=150, check=False)
