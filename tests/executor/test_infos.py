@@ -13,6 +13,8 @@ from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 
+pytestmark = pytest.mark.preloads()
+
 NUM_ENVS = 3
 
 
