@@ -16,6 +16,8 @@ from envherd.shm.specs import Binary, Box, Discrete, LeafSpec, MultiDiscrete, Un
 from envherd.workers.errors import ActionError, EnvError
 from tests.workers import torch_simulators as simulators
 
+pytestmark = pytest.mark.preloads()
+
 
 def recorded(make: Any, *args: Any) -> tuple[Any, list[Any]]:
     built: list[Any] = []

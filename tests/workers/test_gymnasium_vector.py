@@ -17,6 +17,8 @@ from envherd.workers.errors import EnvError, FactoryError, ResetNeeded, SpecErro
 from envherd.workers.testing import check_env_contract
 from tests.workers.vector_envs import LoopVectorEnv, TellingEnv, invalid_transitions
 
+pytestmark = pytest.mark.preloads()
+
 NEXT, SAME, DISABLED = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
 MODES = (NEXT, SAME, DISABLED)
 
