@@ -33,7 +33,13 @@ def refusing(_job: Job) -> Pool:
 
 def hanging(_job: Job) -> Pool:
     calls = iter(range(10))
-    return Pool(lambda: next(calls) < 3 or time.sleep(60) or 1, lambda: time.sleep(60))
+
+    def step() -> int:
+        if next(calls) >= 3:
+            time.sleep(60)
+        return 1
+
+    return Pool(step, lambda: time.sleep(60))
 
 
 def failing(_job: Job) -> Pool:

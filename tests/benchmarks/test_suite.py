@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from envherd.benchmarks import bounds, ours, peers
 from envherd.benchmarks.page import render
-from envherd.benchmarks.pools import Contender, Job
+from envherd.benchmarks.pools import Contender, Job, Pool
 from envherd.benchmarks.rounds import Entry, Turn
 from envherd.benchmarks.runner import Slot
 from envherd.benchmarks.suite import NAMES, Request, Suite, load, save
@@ -32,10 +32,14 @@ def slot(steps: int, wall_ms: float, run_ms: float) -> Slot:
     )  # fmt: skip
 
 
+def unbuilt(_job: Job) -> Pool:
+    raise AssertionError("it is not built here")
+
+
 def entry(name: str, slots: list[Slot], *, is_open: bool = True) -> Entry:
     """Return an entry that ran."""
     job = Job(make_env=SteadyFactory())
-    return Entry(Contender(name=name, build=lambda _: None), job, [Turn(one, is_open, 0.0) for one in slots])
+    return Entry(Contender(name=name, build=unbuilt), job, [Turn(one, is_open, 0.0) for one in slots])
 
 
 def summary(*, is_open: bool = True) -> dict:
