@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt .ci/install_meltingpot.py
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python .ci/install_meltingpot.py -c constraints.txt
 	@echo "installing everything else, which takes some minutes"
-	$(PIP) install -qq --no-compile --progress-bar off -c constraints.txt -e ".[all]"
+	$(PIP) install -qq --progress-bar off -c constraints.txt -e ".[all]"
 	@touch $@
 
 rollout: $(STAMP)
