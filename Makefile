@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+# Without bytecode on disk, every worker would compile all that it imports of this project.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Test files that run at the same time; many tests wait more than they compute.
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
