@@ -75,6 +75,16 @@ def _rollout(job: Job) -> Pool:
     return Pool(collect, env.close, lambda: env.statistics().episodes)
 
 
+def _send_on(job: Job, env: Any, actions: list[tuple[Any, torch.Tensor]], env_ids: Any) -> None:
+    """Act, after the policy's time, on envs that were received."""
+    root = env.current(env_ids)
+    if job.policy_s:
+        time.sleep(job.policy_s)
+    for key, value in actions:
+        root.set(key, value[env_ids])
+    env.send(root, env_ids)
+
+
 def _first_k(job: Job, **kwargs: Any) -> Pool:
     """Act on the first `num_workers` envs that are ready."""
     env = _open(job, **kwargs)
@@ -85,13 +95,7 @@ def _first_k(job: Job, **kwargs: Any) -> Pool:
     env.send(root)
 
     def step() -> int:
-        env_ids = env.recv(min_envs=wanted)["env_ids"]
-        root = env.current(env_ids)
-        if job.policy_s:
-            time.sleep(job.policy_s)
-        for key, value in actions:
-            root.set(key, value[env_ids])
-        env.send(root, env_ids)
+        _send_on(job, env, actions, env.recv(min_envs=wanted)["env_ids"])
         return wanted
 
     return Pool(step, env.close, lambda: env.statistics().episodes)
@@ -115,12 +119,7 @@ def _two_groups(job: Job) -> Pool:
         half = halves[turn]
         turn = 1 - turn
         env.recv(min_envs=len(half))
-        root = env.current(half)
-        if job.policy_s:
-            time.sleep(job.policy_s)
-        for key, value in actions:
-            root.set(key, value[half])
-        env.send(root, half)
+        _send_on(job, env, actions, half)
         return len(half)
 
     return Pool(step, env.close, lambda: env.statistics().episodes)

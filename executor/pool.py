@@ -32,8 +32,7 @@ from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError, InternalError
 from envherd.workers.protocol import Op, describe_phase, pack
 
-#: Seconds between looks at the workers' pidfds: while anybody waits (bounds how late a death is noticed), and where
-#: answers come so fast that nobody waits that long.
+#: Seconds between looks at the workers' pidfds: while anybody waits, and where answers come too fast for a wait.
 _LOOK_S, _LOOK_ANYWAY_S = 0.01, 0.03
 #: Seconds for workers to close the envs they have built when another's factory has failed.
 _FAREWELL_S = 1.0
@@ -51,14 +50,13 @@ class WorkerPool:
         self.num_workers = len(self.serving)
         self.worker_of = np.repeat(np.arange(self.num_workers), [len(b) for b in blueprint.blocks])
         self.lost: dict[int, EnvherdError] = {}
-        self.num_losses = 0
         self.outcome = Outcome()
         self.lenders: dict[int, Lend] = {}  # workers read their inputs from the slab
         self.specs: list[EnvSpec] = []
         self.crew = Crew(blueprint, options)
         self.crew.on_row_frame = lambda frame: self.outcome.take(frame)  # noqa: PLW0108  # whichever is there then
         self._all_ids = np.arange(self.num_envs)
-        self._number = self._asked = 0
+        self.num_losses = self._number = self._asked = 0
         self._is_hailed, self._looked_at = False, 0.0
         self._rebuilding: dict[int, float] = {}
         self._leaving: set[int] = set()
@@ -198,8 +196,7 @@ class WorkerPool:
             env_ids: int `[k]`, which envs.
             count: at most `k`.
             timeout_s: seconds; None waits for ever.
-            kill_late: whether a worker that is late is killed (a `WorkerTimeout` in `outcome`), or the
-                wait just ends with fewer.
+            kill_late: kill a worker that is late (a `WorkerTimeout` in `outcome`), or just return fewer.
         """
         if time.monotonic() > self._looked_at + _LOOK_ANYWAY_S:
             self._look_around()
@@ -429,8 +426,7 @@ class WorkerPool:
         delay_s = self._restarts.next_delay_s(worker_id)
         if delay_s is None:
             raise self.lost[worker_id]
-        self._leaving.add(worker_id)
-        self._rebuilding[worker_id] = time.monotonic() + delay_s
+        self._leave(worker_id, delay_s)
         if not delay_s:
             self._succeed(worker_id)
         del self.lost[worker_id]
@@ -441,10 +437,13 @@ class WorkerPool:
 
     def recycle(self, worker_id: int) -> None:
         """Close the envs of a worker that has nothing to do, and begin to replace it."""
-        self._leaving.add(worker_id)  # from here on it is replaced when it is needed, whatever breaks this off
-        self._rebuilding[worker_id] = time.monotonic()
+        self._leave(worker_id)
         self.crew.dismiss(worker_id, self.options.close_timeout_s)
         self._succeed(worker_id)
+
+    def _leave(self, worker_id: int, delay_s: float = 0.0) -> None:
+        self._leaving.add(worker_id)  # from now on it is replaced when it is needed, whatever breaks this off
+        self._rebuilding[worker_id] = time.monotonic() + delay_s
 
     def _succeed(self, worker_id: int) -> None:
         """Start the successor of a worker that has ended or is to be ended."""
@@ -484,8 +483,7 @@ class WorkerPool:
             self.crew.attach(worker_id)
         except BaseException as error:
             if not isinstance(error, EnvherdError):  # an interrupt: it is begun anew when it is needed
-                self._leaving.add(worker_id)
-                self._rebuilding[worker_id] = time.monotonic()
+                self._leave(worker_id)
                 raise
             self._declare_lost(worker_id, error)
             self.begin_restart(worker_id)

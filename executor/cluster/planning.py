@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.blueprint import as_factories, draw
 from envherd.executor.cluster.fleet import Fleet, processors_of, weights_of
 from envherd.executor.cluster.orders import Report, Survey
 from envherd.executor.cluster.shares import Resources, bundles_for, divide
@@ -22,7 +21,8 @@ from envherd.executor.machine import Machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sizing.deciding import DoesNotFit, Goal, decide
 from envherd.executor.sizing.model import Model, Prediction, Setting
-from envherd.executor.sizing.probing import ProbeLimits, Subject
+from envherd.executor.sizing.probing import ProbeLimits
+from envherd.executor.sizing.recommending import subject_of
 
 _TRIPS = 20
 _SHRINK = 0.9
@@ -123,14 +123,7 @@ def plan_cluster(
         ClusterError: it cannot be reached, or has no room. DoesNotFit: nor has its memory.
         FactoryError, EnvError, ProbeFailed: the env could not be measured.
     """
-    options = ExecutorOptions()
-    blueprint = draw(as_factories(1, make_env), None, 1, 0, options)
-    subject = Subject(
-        factory=blueprint.factories[0],
-        env_kwargs=blueprint.env_kwargs[0],
-        preload=blueprint.preload,
-        seed=blueprint.root_seed,
-    )
+    subject = subject_of(make_env, None, ExecutorOptions())
     fleet = Fleet(address, 30.0)
     try:
         fleet.reserve(lambda free: bundles_for(free, goal.num_envs or 10**6, None, None), ("STRICT_SPREAD", 60.0, None))

@@ -80,14 +80,18 @@ def measure(
     progress: Callable[[str, float], None],
 ) -> tuple[Measurement, Overhead]:
     """Measure an env, and the executor with envs that look like it; see `recommend`."""
+    return measure_subject(subject_of(make_env, env_kwargs, options), limits, options, progress)
+
+
+def subject_of(make_env: Callable[..., Any], env_kwargs: dict[str, Any] | None, options: ExecutorOptions) -> Subject:
+    """Return what a probe builds: an env from a factory, pickled."""
     blueprint = draw(as_factories(1, make_env), env_kwargs, 1, 0, options)
-    subject = Subject(
+    return Subject(
         factory=blueprint.factories[0],
         env_kwargs=blueprint.env_kwargs[0],
         preload=blueprint.preload,
         seed=blueprint.root_seed,
     )
-    return measure_subject(subject, limits, options, progress)
 
 
 def measure_subject(
