@@ -14,6 +14,7 @@ from envherd.benchmarks.pools import Contender, EndCounter, Job, Pool
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 
 OURS, ONE, WIDE, SERIAL = "envherd", "envherd, 1 worker", "envherd, 1 env per worker", "envherd SerialEnv"
+AUTO = 'envherd, num_workers="auto"'
 VIEWS, ROLLOUT, FIRST_K = "envherd, copy=False", "envherd rollout(64)", "envherd, async first-K"
 GROUPS, AHEAD = "envherd, two groups", "envherd, reset-ahead"
 AS_GYMNASIUM, AS_SB3, AS_TORCHRL = "envherd as Gymnasium", "envherd as SB3", "envherd as TorchRL"
@@ -24,7 +25,7 @@ _BOTH = ("gymnasium", "meltingpot")
 HAS_RESET_AHEAD = any(field.name in _AHEAD for field in dataclasses.fields(ExecutorOptions))
 
 
-def _open(job: Job, kind: Any = ParallelEnv, *, num_workers: int | None = None, **kwargs: Any) -> Any:
+def _open(job: Job, kind: Any = ParallelEnv, *, num_workers: int | str | None = None, **kwargs: Any) -> Any:
     return kind(job.num_envs, job.make_env, num_workers=num_workers or job.num_workers, seed=0, **kwargs)
 
 
@@ -34,7 +35,7 @@ def _drawn(env: Any) -> list[tuple[Any, torch.Tensor]]:
     return [(leaf.key if len(leaf.key) > 1 else leaf.key[0], td[leaf.key]) for leaf in env.action_spec]
 
 
-def _synchronous(job: Job, *, kind: Any = ParallelEnv, num_workers: int | None = None, **kwargs: Any) -> Pool:
+def _synchronous(job: Job, *, kind: Any = ParallelEnv, num_workers: int | str | None = None, **kwargs: Any) -> Pool:
     env = _open(job, kind, num_workers=num_workers, **kwargs)
     root = env.reset()
     actions = _drawn(env)
@@ -171,6 +172,7 @@ CONTENDERS = tuple(
     for name, build, families in (
         (OURS, _synchronous, _BOTH),
         (ONE, functools.partial(_synchronous, num_workers=1), _BOTH),
+        (AUTO, functools.partial(_synchronous, num_workers="auto"), _BOTH),
         (WIDE, _wide, _BOTH),
         (VIEWS, functools.partial(_synchronous, copy=False), _BOTH),
         (SERIAL, functools.partial(_synchronous, kind=SerialEnv), _BOTH),

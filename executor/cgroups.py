@@ -71,6 +71,18 @@ def read_cgroup(root: Path = Path("/")) -> Cgroup:
     )
 
 
+def count_oom_kills(root: Path = Path("/")) -> tuple[int, int | None]:
+    """Return how many processes the kernel has killed for want of memory so far.
+
+    Returns:
+        `(in this process's own group, on the machine)`; None where the kernel does not say.
+    """
+    own = next(_folders(root, "memory"), None)
+    lines = (read_word(root / "proc/vmstat") or "").splitlines()
+    everywhere = next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+    return 0 if own is None else _oom_kills(own), everywhere
+
+
 def parse_cpu_list(text: str) -> tuple[int, ...]:
     """Return the ids in a kernel's list, e.g. `0-3,8` -> (0, 1, 2, 3, 8)."""
     ids: list[int] = []

@@ -34,6 +34,16 @@ class Numbering:
 numbering = Numbering()
 
 
+_REMEDY = "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
+#: What is said of a worker that was killed, by whom the kernel has killed for want of memory meanwhile.
+_KILLERS = {
+    "group": f"The kernel killed it, or a process beside it, for the memory limit of their control group. {_REMEDY}",
+    "machine": f"The kernel killed processes for want of memory meanwhile, probably this one too. {_REMEDY}",
+    "nobody": "Not by the kernel for want of memory, which killed nobody: somebody sent that signal.",
+    "unknown": "Often out of memory: see the memory of each worker in statistics().",
+}
+
+
 def worker_lost(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None = None) -> WorkerLost:
     """Return the error for a worker that has ended.
 
@@ -44,7 +54,7 @@ def worker_lost(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_i
         env_id: for which env, if that is known.
     """
     how = worker.exit_description()
-    hint = " Often out-of-memory: see the memory of each worker in statistics()." if "SIGKILL" in how else ""
+    hint = " " + _KILLERS[worker.killed_for_memory()] if "SIGKILL" in how else ""
     lines = worker.last_lines()
     return WorkerLost(
         f"{phase} failed: worker {_called(worker)} ended with {how} ({_where(worker, env_ids, env_id)}).{hint} "

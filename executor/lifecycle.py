@@ -22,8 +22,9 @@ import subprocess
 import sys
 import time
 import weakref
-from typing import Any
+from typing import Any, Literal
 
+from envherd.executor.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import InternalError, WorkerLost
 from envherd.workers.messages import Channel, uninterrupted
@@ -68,6 +69,7 @@ class WorkerProcess:
         self.generation = generation
         self._zygote = zygote
         self._exit_code: int | None = None
+        self._oom_kills = count_oom_kills()
         ours, theirs = socket.socketpair()
         self.log_fd = os.memfd_create(f"envherd-log-{worker_id}", os.MFD_CLOEXEC)
         try:
@@ -110,6 +112,19 @@ class WorkerProcess:
             return f"{signal.Signals(-code).name}({code})"
         except ValueError:
             return f"signal {-code}"
+
+    def killed_for_memory(self) -> Literal["group", "machine", "nobody", "unknown"]:
+        """Return whom the kernel has killed for want of memory since this process started, as far as it says.
+
+        Returns:
+            "group": a process of this one's control group, for that group's limit. "machine": some process.
+        """
+        own, everywhere = count_oom_kills()
+        if own > self._oom_kills[0]:
+            return "group"
+        if everywhere is None or self._oom_kills[1] is None:
+            return "unknown"
+        return "machine" if everywhere > self._oom_kills[1] else "nobody"
 
     def last_lines(self, count: int = _LAST_LINES) -> str:
         """Return the end of what the worker has printed."""

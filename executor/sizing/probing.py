@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from envherd.executor.cgroups import read_cgroup
 from envherd.executor.diagnosis import Frame, env_error, factory_error
 from envherd.executor.gpus import memory_used_by
 from envherd.executor.lifecycle import WorkerProcess, Zygote, worker_config
@@ -118,7 +117,6 @@ class _Watch:
         self._peak_bytes = 0
         self._gpu_bytes: int | None = None
         self._stopped_by = ""
-        self._oom_kills = read_cgroup().oom_kills
 
     def begin(self, subject: Subject, options: ExecutorOptions) -> None:
         message = messages.Probe(
@@ -185,7 +183,7 @@ class _Watch:
 
     def _explain_death(self) -> None:
         how = self._worker.exit_description()
-        if "SIGKILL" in how and read_cgroup().oom_kills > self._oom_kills:
+        if "SIGKILL" in how and self._worker.killed_for_memory() == "group":
             peak = f"{self._peak_bytes / _MIB:,.0f} MiB"
             self._stopped_by = f"the kernel killed it for the memory limit of its control group at {peak} ({self._at})"
         elif "SIGKILL" in how:

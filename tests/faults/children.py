@@ -7,7 +7,8 @@ import ctypes
 import json
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 0x40000  # linux/sched.h, linux/mount.h
@@ -67,6 +68,46 @@ def mount_small(folder: str, options: str = "size=64k") -> None:
     for call in calls:
         if call():
             raise OSError(ctypes.get_errno(), "mounts of one's own are not allowed here")
+
+
+@contextlib.contextmanager
+def memory_group(limit: int) -> Iterator[None]:
+    """Have this process, and what it starts, in a control group that may take so many bytes.
+
+    Raises:
+        OSError: control groups of one's own are not allowed here.
+    """
+    root = next(Path(mount) for mount in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup") if os.path.isdir(mount))
+    name = "memory.limit_in_bytes" if (root / "memory.limit_in_bytes").exists() else "memory.max"
+    own, before = root / f"envherd-test-{os.getpid()}", _group_of_this(root)
+    own.mkdir()
+    try:
+        (own / name).write_text(str(limit))
+        (own / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (before / "cgroup.procs").write_text(str(os.getpid()))
+        own.rmdir()
+
+
+def _group_of_this(root: Path) -> Path:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(",") or not controllers:
+            return root / path.lstrip("/")
+    return root
+
+
+def can_limit_memory() -> bool:
+    """Return whether a child may have a control group of its own with a limit on memory."""
+
+    def body() -> bool:
+        with contextlib.suppress(OSError), memory_group(2**28):
+            return True
+        return False
+
+    return bool(in_child(body))
 
 
 def fill(folder: str) -> None:

@@ -42,6 +42,21 @@ class GrowingEnv(CountingEnv):
         return super().step(action)
 
 
+class HungryEnv(CountingEnv):
+    """Takes memory without end in its second step, in one process: a file says that it has been done."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__(1_000_000)
+        self._flag = flag
+
+    def step(self, action: list[Any]) -> Any:
+        """Take all there is, or count."""
+        if self.num_steps == 1 and not os.path.exists(self._flag):
+            open(self._flag, "wb").close()
+            self.held = [np.ones(2**20) for _ in range(2**13)]
+        return super().step(action)
+
+
 class NanEnv(CountingEnv):
     """Gives NaN in its second step."""
 

@@ -23,8 +23,16 @@ from tensordict import TensorDict
 
 from envherd.executor import ActionError, Closed, EnvError, ExecutorOptions, ParallelEnv, WorkerLost
 from envherd.workers.testing import ChattyEnv, CountingEnv, FaultyEnv
-from tests.faults.children import be_bound_by_process_limits, can_mount, fill, in_child, mount_small
-from tests.faults.envs import MEDDLING, DeafEnv, GrowingEnv, MeddlingEnv, NanEnv, NestedEnv
+from tests.faults.children import (
+    be_bound_by_process_limits,
+    can_limit_memory,
+    can_mount,
+    fill,
+    in_child,
+    memory_group,
+    mount_small,
+)
+from tests.faults.envs import MEDDLING, DeafEnv, GrowingEnv, HungryEnv, MeddlingEnv, NanEnv, NestedEnv
 from tests.faults.matrix import _held, _left
 from tests.faults.page import record
 from tests.scale import IS_FULL
@@ -105,6 +113,25 @@ def little_address_space_in_workers() -> str:
     return f"`{type(caught.value).__name__}` of that env; all go on"
 
 
+def killed_for_memory(flag: str) -> str:
+    options = ExecutorOptions(on_worker_loss="restart")
+    with memory_group(384 * 2**20):
+        with make(2, [functools.partial(HungryEnv, flag), ENDLESS]) as env:
+            env.reset()
+            env.step(actions())
+            with pytest.raises(WorkerLost, match="for the memory limit of their control group") as caught:
+                env.step(actions())
+            assert caught.value.context["exit_code"] == -signal.SIGKILL
+            assert caught.value.env_ids == (0,)
+        os.unlink(flag)
+        with make(2, [functools.partial(HungryEnv, flag), ENDLESS], options=options) as env:
+            data = env.rollout(4, break_when_any_done=False)["next"]
+            assert data["interrupted"][..., 0].tolist() == [[False, True, False, False], [False] * 4]
+            assert data["observation"][1, :, 1].tolist() == [1, 2, 3, 4]
+            works(env)
+    return said(caught.value)
+
+
 def small_shm() -> str:
     mount_small("/dev/shm")
     fill("/dev/shm")
@@ -151,6 +178,14 @@ def test_few_processes(num_allowed):
 )
 def test_little_memory(body):
     record(body.__name__, what=f"RLIMIT_AS low: {body.__name__.replace('_', ' ')}", seen=in_child(body))
+
+
+def test_killed_for_the_memory_limit_of_a_control_group(tmp_path):
+    """The kernel takes the worker and not its owner, whichever has more: see `_OOM_SCORE` in `workers.entry`."""
+    if not can_limit_memory():
+        pytest.skip("control groups of one's own are not allowed here")
+    seen = in_child(killed_for_memory, str(tmp_path / "hungry"))
+    record("out of memory", what="memory beyond the limit of the control group", seen=seen)
 
 
 @pytest.mark.usefixtures("mounts")
