@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+from typing import Annotated
+
 import typer
 
 from envherd.executor.cli.bench import bench
@@ -18,6 +21,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _say_version(is_asked: bool) -> None:  # noqa: FBT001  # typer gives it so
+    if is_asked:
+        typer.echo(f"envherd {metadata.version('envherd')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _version: Annotated[  # noqa: FBT002  # a flag
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Take the options that belong to no command."""
+
+
 app.command()(rollout)
 app.command()(size)
 app.command()(top)

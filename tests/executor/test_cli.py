@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -315,3 +316,9 @@ def test_ctrl_c_ends_it_with_what_was_collected(tmp_path):
     data = TensorDict.load_memmap("kept")
     assert data.batch_size == (2, plain["steps_done"])
     assert data["next", "done"].sum() == plain["episodes"]
+
+
+def test_version_is_the_installed_one():
+    shown = CliRunner().invoke(app, ["--version"])
+    assert shown.exit_code == 0
+    assert shown.output.split() == ["envherd", importlib.metadata.version("envherd")]
