@@ -18,6 +18,7 @@ AUTO = 'envherd, num_workers="auto"'
 VIEWS, ROLLOUT, FIRST_K = "envherd, copy=False", "envherd rollout(64)", "envherd, async first-K"
 GROUPS, AHEAD = "envherd, two groups", "envherd, reset-ahead"
 AS_GYMNASIUM, AS_SB3, AS_TORCHRL = "envherd as Gymnasium", "envherd as SB3", "envherd as TorchRL"
+AS_GYMNASIUM_WIDE, AS_SB3_WIDE = "envherd as Gymnasium, a worker per core", "envherd as SB3, a worker per core"
 ROLLOUT_STEPS = 64
 _AHEAD: dict[str, Any] = {"reset_ahead": True}  # not every version has it
 _BOTH = ("gymnasium", "meltingpot")
@@ -130,17 +131,18 @@ def _reset_ahead(job: Job) -> Pool:
     return _synchronous(job, options=ExecutorOptions(**_AHEAD))
 
 
-def _as_gymnasium(job: Job) -> Pool:
+def _as_gymnasium(job: Job, *, num_workers: int | None = 1) -> Pool:
     from envherd.executor.facades.gymnasium import AsyncVectorEnv
 
-    env = AsyncVectorEnv([job.make_env] * job.num_envs, num_workers=1)
+    env = AsyncVectorEnv([job.make_env] * job.num_envs, num_workers=num_workers)
     return stepped_arrays(env, job, has_two_flags=True)
 
 
-def _as_sb3(job: Job) -> Pool:
+def _as_sb3(job: Job, *, num_workers: int | None = 1) -> Pool:
     from envherd.executor.facades.sb3 import SubprocVecEnv
 
-    return stepped_arrays(SubprocVecEnv([job.make_env] * job.num_envs, num_workers=1), job, has_two_flags=False)
+    env = SubprocVecEnv([job.make_env] * job.num_envs, num_workers=num_workers)
+    return stepped_arrays(env, job, has_two_flags=False)
 
 
 def _as_torchrl(job: Job) -> Pool:
@@ -182,6 +184,8 @@ CONTENDERS = tuple(
         *(((AHEAD, _reset_ahead, _BOTH),) if HAS_RESET_AHEAD else ()),
         (AS_GYMNASIUM, _as_gymnasium, ("gymnasium",)),
         (AS_SB3, _as_sb3, ("gymnasium",)),
+        (AS_GYMNASIUM_WIDE, functools.partial(_as_gymnasium, num_workers=None), ("gymnasium",)),
+        (AS_SB3_WIDE, functools.partial(_as_sb3, num_workers=None), ("gymnasium",)),
         (AS_TORCHRL, _as_torchrl, ("gymnasium",)),
     )
 )

@@ -33,6 +33,7 @@ _PEERS = (
 _COLORS = {
     ours.OURS: "#3465a4",
     ours.ONE: "#00a0b0",
+    ours.AUTO: "#1f8a70",
     ours.VIEWS: "#729fcf",
     ours.FIRST_K: "#c2185b",
     ours.ROLLOUT: "#7a5cc0",

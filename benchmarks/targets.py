@@ -93,11 +93,11 @@ def _of_ideal(results: Results, workload: str, least: float, *, mine: str = ours
 
 def _over_bare_round(results: Results) -> Verdict:
     text = "tiny: at most 25 us per batch over a bare signalling round"
-    missing = _missing(results, "tiny", ours.OURS, bounds.ROUND)
+    missing = _missing(results, "tiny", ours.AUTO, bounds.ROUND)
     if missing:
         return Verdict(text, missing, "", "not measured")
     rows = _rows(results, "tiny")
-    value = rows[ours.OURS]["batch_us"][1] - rows[bounds.ROUND]["batch_us"][1]
+    value = rows[ours.AUTO]["batch_us"][1] - rows[bounds.ROUND]["batch_us"][1]
     has_wall = rows[bounds.ROUND].get("wall_ratio") is not None
     return _verdict(text, value, is_met=value <= 25, unit=" us", basis="wall clock" + ("" if has_wall else ", noisy"))
 
@@ -212,7 +212,7 @@ def _others(results: Results) -> list[Verdict]:
 def judge(results: Results) -> list[Verdict]:
     """Return what became of every target."""
     cheap = [
-        _faster(results, workload, peer, least)
+        _faster(results, workload, peer, least, mine=ours.AUTO)
         for workload in ("tiny", "tiny32")
         for peer, least in (
             (peers.GYMNASIUM_ASYNC, 15),
@@ -221,13 +221,8 @@ def judge(results: Results) -> list[Verdict]:
             (peers.TORCHRL_PARALLEL, 60),
         )
     ]
-    rows = (
-        ("image", peers.GYMNASIUM_ASYNC, 10),
-        ("image", peers.SB3_SUBPROC, 12),
-        ("image", peers.TORCHRL_PARALLEL, 40),
-        ("w200", peers.GYMNASIUM_ASYNC, 1.3),
-        ("w200", peers.TORCHRL_PARALLEL, 2),
-    )
+    images = ((peers.GYMNASIUM_ASYNC, 10), (peers.SB3_SUBPROC, 12), (peers.TORCHRL_PARALLEL, 40))
+    steady = ((peers.GYMNASIUM_ASYNC, 1.3), (peers.TORCHRL_PARALLEL, 2))
     cartpole = (
         (peers.GYMNASIUM_ASYNC, 8),
         (peers.SB3_SUBPROC, 8),
@@ -252,7 +247,8 @@ def judge(results: Results) -> list[Verdict]:
     return [
         *cheap,
         _over_bare_round(results),
-        *(_faster(results, workload, peer, least) for workload, peer, least in rows),
+        *(_faster(results, "image", peer, least, mine=ours.AUTO) for peer, least in images),
+        *(_faster(results, "w200", peer, least) for peer, least in steady),
         *(_faster(results, "cartpole", peer, least, mine=ours.ONE) for peer, least in cartpole),
         *(_faster(results, "cartpole", peer, 5, mine=facade) for facade, peer in facades),
         _of_ideal(results, "w200", 0.95),

@@ -91,7 +91,7 @@ def _melting_pot(name: str) -> Callable[[float], Job]:
 
 
 _IMAGE: dict[str, Any] = {"shape": (84, 84, 4), "dtype": "uint8"}
-_ZERO_COST = (ours.ONE, ours.VIEWS, ours.ROLLOUT, ours.SERIAL, ours.FIRST_K)
+_ZERO_COST = (ours.AUTO, ours.VIEWS, ours.ROLLOUT, ours.SERIAL, ours.FIRST_K)
 _MELTING_POT = (
     bounds.IDEAL,
     ours.OURS,
@@ -106,13 +106,15 @@ WORKLOADS = (
         name="tiny",
         title="8 envs that cost nothing, 4 floats",
         contenders=(*_USUAL, bounds.ROUND, *_ZERO_COST, *_IN_PROCESS, peers.TORCHRL_ASYNC, peers.PUFFER, peers.RAY),
+        reference=ours.AUTO,
         make_job=_steady(),
         minutes=3.0,
     ),
     Workload(
         name="tiny32",
         title="32 envs that cost nothing, 4 floats",
-        contenders=(bounds.SERIAL, ours.OURS, ours.ONE, *_PROCESSES),
+        contenders=(bounds.SERIAL, ours.OURS, ours.AUTO, *_PROCESSES),
+        reference=ours.AUTO,
         make_job=_steady(32),
         minutes=2.5,
     ),
@@ -120,6 +122,7 @@ WORKLOADS = (
         name="image",
         title="8 envs that cost nothing, 84 x 84 x 4 bytes",
         contenders=(*_USUAL, *_ZERO_COST, *_IN_PROCESS, peers.PUFFER),
+        reference=ours.AUTO,
         make_job=_steady(**_IMAGE),
         minutes=2.5,
     ),
@@ -170,6 +173,8 @@ WORKLOADS = (
             ours.SERIAL,
             ours.AS_GYMNASIUM,
             ours.AS_SB3,
+            ours.AS_GYMNASIUM_WIDE,
+            ours.AS_SB3_WIDE,
             ours.AS_TORCHRL,
             *_IN_PROCESS,
             peers.TORCHRL_ASYNC,

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import gymnasium
 import numpy as np
@@ -63,7 +63,8 @@ class AsyncVectorEnv(HostedVectorEnv):
         observation_mode: "same", "different", or `(observation_space, single_observation_space)`.
         autoreset_mode: an `AutoresetMode` or its value.
         max_concurrency: how many envs may run at one time: an upper limit of the number of processes.
-        num_workers: processes; None for one per usable core, at most one per env.
+        num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env for
+            some seconds and decides (see docs/sizing.md).
         options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
         executor: makes what runs the envs, called as `ParallelEnv` is: `functools.partial(RayParallelEnv, ...)` for the
             nodes of a cluster, each with so many processes.
@@ -86,7 +87,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         max_concurrency: int | None = None,
         *,
-        num_workers: int | None = None,
+        num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
         executor: Callable[..., BatchedEnv] = ParallelEnv,
     ) -> None:
@@ -103,6 +104,11 @@ class AsyncVectorEnv(HostedVectorEnv):
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
         factories = {id(env_fn): NativeFactory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns}
         if self.max_concurrency is not None:
+            if isinstance(num_workers, str):
+                raise ValueError(
+                    f"AsyncVectorEnv failed: expected a number of workers or None beside max_concurrency, got "
+                    f"{num_workers!r}. Give one of the two."
+                )
             num_workers = min(choose_workers(self.num_envs, num_workers), self.max_concurrency)
         try:
             made = executor(

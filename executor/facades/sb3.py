@@ -17,7 +17,7 @@ import multiprocessing
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from gymnasium import Env, Wrapper
@@ -298,8 +298,9 @@ class SubprocVecEnv(ExecutorVecEnv):
         env_fns: functions that build one env each; called in a worker. They travel by cloudpickle, and the
             user's script is not run again, so `if __name__ == "__main__"` is not needed.
         start_method: "forkserver" (the default: workers fork from a private helper), "spawn" or "fork".
-        num_workers: processes; None for one per usable core, at most one per env. Envs in one process
-            share its global random generators unless `options.isolate_rng` is set.
+        num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env for
+            some seconds and decides (see docs/sizing.md). Envs in one process share its global random generators unless
+            `options.isolate_rng` is set.
         options: further `ExecutorOptions`; what the protocol of SB3 decides is overruled.
         executor: makes what runs the envs, called as `ParallelEnv` is: `functools.partial(RayParallelEnv, ...)` for the
             nodes of a cluster.
@@ -315,7 +316,7 @@ class SubprocVecEnv(ExecutorVecEnv):
         env_fns: Sequence[EnvFn],
         start_method: str | None = None,
         *,
-        num_workers: int | None = None,
+        num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
         executor: Callable[..., BatchedEnv] = ParallelEnv,
     ) -> None:

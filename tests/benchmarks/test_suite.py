@@ -78,7 +78,7 @@ def test_a_closed_gate_leaves_the_processor_figures():
 def test_a_target_is_judged_by_the_clock_where_that_may_be(wall, cpu, expected):
     mine = {"status": "measured", "cpu_ratio": [1, 1, 1], "wall_ratio": wall and [1, 1, 1]}
     theirs = {"status": "measured", "cpu_ratio": cpu, "wall_ratio": wall}
-    results = {"workloads": {"tiny": {"contenders": {ours.OURS: mine, peers.GYMNASIUM_ASYNC: theirs}}}}
+    results = {"workloads": {"tiny": {"contenders": {ours.AUTO: mine, peers.GYMNASIUM_ASYNC: theirs}}}}
     (verdict,) = [one for one in judge(results) if one.text.startswith("tiny:") and "Gymnasium" in one.text]
     assert (verdict.status, verdict.basis) == expected
 

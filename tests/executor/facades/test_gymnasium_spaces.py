@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import gymnasium
@@ -175,3 +176,13 @@ def test_what_is_defined_here_comes_home_as_itself(facade):
     assert list(infos["class"]) == [Local, Local]
     assert [type(env) for env in envs.get_attr("unwrapped")] == [Local, Local]
     envs.close()
+
+
+@pytest.mark.slow
+def test_workers_may_be_chosen_by_measuring_an_env(monkeypatch):
+    monkeypatch.setattr("envherd.executor.sizing.recommending.AUTO_BUDGET_S", 0.3)
+    with contextlib.closing(AsyncVectorEnv([Failing] * 3, num_workers="auto")) as envs:
+        envs.reset(seed=0)
+        assert 1 <= envs.executor.num_workers <= 3
+    with pytest.raises(ValueError, match="beside max_concurrency"):
+        AsyncVectorEnv([Failing] * 3, num_workers="auto", max_concurrency=2)
