@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from envherd.benchmarks import cluster_model as model
+from envherd.benchmarks.parts import write_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 PLOT = PAGE.parent / "images" / "scaling_cluster.png"
-#: What is between these lines is written by this script; the rest of the page is left alone.
-BEGIN, END = "<!-- written by benchmarks/cluster.py -->", "<!-- end of what benchmarks/cluster.py writes -->"
 NODES = (1, 10, 100, 1000)
 
 
@@ -81,14 +80,8 @@ def _row(name: str, way: str, shares: list[float], limit: str, at: str) -> str:
 def write(results: dict[str, Any]) -> None:
     """Write the plot, and this script's part of the page."""
     draw(results)
-    part = [
-        BEGIN, "", *measured_lines(results), "", *model_lines(results), "",
-        f"![share of the nodes' speed that is left, by nodes](images/{PLOT.name})", "", END,
-    ]  # fmt: skip
-    text = PAGE.read_text() if PAGE.exists() else f"# Scaling\n\n{BEGIN}\n{END}\n"
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(before + "\n".join(part) + after)
+    picture = f"![share of the nodes' speed that is left, by nodes](images/{PLOT.name})"
+    write_part(PAGE, "benchmarks/cluster.py", [*measured_lines(results), "", *model_lines(results), "", picture])
 
 
 def draw(results: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from envherd.benchmarks import ours, peers
 from envherd.benchmarks.pools import Contender, Job, Pool
 from envherd.benchmarks.ratios import fit_line
 from envherd.benchmarks.rounds import Entry, Plan, measure
+from envherd.benchmarks.runner import Slot
 from envherd.benchmarks.work import SteadyFactory
 from envherd.benchmarks.workloads import ALL
 
@@ -59,23 +60,25 @@ def _points(num_workers: int) -> dict[str, list[Point]]:
         for size, job in images.items()
     ]
     workers = [(ours.OURS, float(count), replace(tiny, num_workers=count)) for count in WORKERS]
-    return {"envs": envs, "bytes": sizes, "workers": workers}
+    parts = [(ours.FIRST_K, float(count), replace(tiny, num_envs=32, num_workers=count)) for count in WORKERS]
+    return {"envs": envs, "bytes": sizes, "workers": workers, "parts": parts}
 
 
 def run(num_workers: int, plan: Plan, chosen: Callable[[str], bool], say: Callable[[str], None]) -> dict[str, Any]:
     """Measure all points of each series in one interleaved run.
 
     Returns:
-        "envs" (x: N), "bytes" (x: of one env's observation, per env step) and "workers" (x: W) -> contender ->
-        "x", "cpu_us" and "wall_us" (medians: of a batch; of an env step for "bytes"), and the lines "cpu_fit" and
-        "wall_fit" (`[a, b, unexplained]`), or "status" where a point could not be measured.
+        "envs" (x: N), "bytes" (x: of one env's observation, per env step), "workers" (x: W) and "parts" (x: W, as many
+        envs being received and sent on at a time, of 32) -> contender -> "x", "cpu_us", "caller_us" (the caller's
+        processor) and "wall_us" (medians: of a batch; of an env step for "bytes"), and the lines "cpu_fit",
+        "caller_fit" and "wall_fit" (`[a, b, unexplained]`), or "status" where a point could not be measured.
     """
     found = {}
     for series, points in _points(num_workers).items():
         kept = [point for point in points if point[0] == MEMCPY or chosen(point[0])]
         pairs = [(replace(CONTENDERS[name], name=_label(name, x)), job) for name, x, job in kept]
         entries, _ = measure(pairs, plan, functools.partial(_say, say, series))
-        found[series] = _lines(kept, {entry.contender.name: entry for entry in entries}, is_per_step=series == "bytes")
+        found[series] = _lines(series, kept, {entry.contender.name: entry for entry in entries})
     return found
 
 
@@ -87,7 +90,7 @@ def _label(name: str, x: float) -> str:
     return f"{name} ({x:g})"
 
 
-def _lines(points: Sequence[Point], entries: dict[str, Entry], *, is_per_step: bool) -> dict[str, Any]:
+def _lines(series: str, points: Sequence[Point], entries: dict[str, Entry]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in dict.fromkeys(point[0] for point in points):
         mine = [(x, job, entries[_label(name, x)]) for one, x, job in points if one == name]
@@ -96,21 +99,24 @@ def _lines(points: Sequence[Point], entries: dict[str, Entry], *, is_per_step: b
             found[name] = {"status": failures[0] or "no round"}
             continue
         xs = [x for x, _, _ in mine]
-        scale = [1 if is_per_step else job.num_envs for _, job, _ in mine]
-        cpu = [
-            k * statistics.median(t.slot.cpu_us for t in entry.turns)
-            for k, (*_, entry) in zip(scale, mine, strict=True)
-        ]
-        wall = [
-            k * statistics.median(1e6 / t.slot.steps_per_s for t in entry.turns)
-            for k, (*_, entry) in zip(scale, mine, strict=True)
-        ]
-        found[name] = {
-            "status": "measured",
-            "x": xs,
-            "cpu_us": cpu,
-            "wall_us": wall,
-            "cpu_fit": list(fit_line(xs, cpu)),
-            "wall_fit": list(fit_line(xs, wall)),
-        }
+        found[name] = {"status": "measured", "x": xs}
+        for figure, read in _FIGURES.items():
+            values = [
+                _num_steps(series, x, job) * statistics.median(read(turn.slot) for turn in entry.turns)
+                for x, job, entry in mine
+            ]
+            found[name] |= {f"{figure}_us": values, f"{figure}_fit": list(fit_line(xs, values))}
     return found
+
+
+#: What is kept of a slot, microseconds for each env step.
+_FIGURES: dict[str, Callable[[Slot], float]] = {
+    "cpu": lambda slot: slot.cpu_us,
+    "caller": lambda slot: slot.parent_run_ns / 1e3 / max(1, slot.steps),
+    "wall": lambda slot: 1e6 / slot.steps_per_s,
+}
+
+
+def _num_steps(series: str, x: float, job: Job) -> float:
+    """Return how many env steps a series' figures are for."""
+    return {"bytes": 1, "parts": min(x, job.num_envs)}.get(series, job.num_envs)

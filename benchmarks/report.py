@@ -177,8 +177,11 @@ def _growth(growth: Mapping[str, Any]) -> Iterable[Sheet]:
         "envs": ("A batch of N tiny envs: a + b N", "b: us per env"),
         "bytes": ("An env step with an observation of B bytes: a + b B", "b: us per 1,000 bytes"),
         "workers": ("A batch of 8 tiny envs on W workers: a + b W", "b: us per worker"),
+        "parts": ("W of 32 tiny envs on W workers, received and sent on: a + b W", "b: us per env"),
     }
     for series, (title, slope) in titles.items():
+        if series not in growth:
+            continue
         scale = 1e3 if series == "bytes" else 1.0
         rows = []
         for name, row in growth[series].items():

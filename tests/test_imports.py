@@ -50,6 +50,7 @@ ALLOWED = {
     "benchmarks/startup.py": {"stable_baselines3", "torchrl"},
     "benchmarks/peers.py": {"envpool", "pufferlib", "ray", "stable_baselines3", "tianshou", "torchrl"},
     "benchmarks/plots.py": {"matplotlib"},
+    "benchmarks/cores.py": {"matplotlib"},
 }
 #: Imported by an adapter of their family when an env of it is there, and by nothing else.
 HEAVY = {
