@@ -30,7 +30,7 @@ from ray.cluster_utils import Cluster
 from tensordict import TensorDictBase
 from torch import nn
 
-from envherd.benchmarks import cluster_page
+from envherd.benchmarks import cluster_page, rllib
 from envherd.executor import ParallelEnv
 from envherd.executor.cluster import RayParallelEnv
 from envherd.shm.specs import EnvSpec, LeafSpec
@@ -40,6 +40,7 @@ from envherd.workers.testing.envs import action_leaf
 NUM_ENVS, NUM_STEPS, CARTPOLE_STEPS = 8, 64, 128
 LOCAL, ONE, TWO = "ParallelEnv", "RayParallelEnv, 1 node", "RayParallelEnv, 2 nodes"
 STREAM, WHOLE, TORCHRL = "remote_rollouts().stream", "remote_rollouts().rollout", "TorchRL RayCollector"
+RLLIB = "RLlib EnvRunnerGroup"
 RESULTS = Path(__file__).parent / "results" / "cluster.json"
 #: Bytes of an observation.
 WORKLOADS = {"tiny": 16, "image": 84 * 84 * 4}
@@ -157,7 +158,7 @@ def batches(workload: str, num_rounds: int, slot_s: float) -> dict[str, dict[str
 
 
 def rollouts_of_cartpole(num_rounds: int, slot_s: float) -> dict[str, dict[str, Any]]:
-    """Measure remote rollouts of two nodes with four envs each, here and with TorchRL's Ray collector."""
+    """Measure remote rollouts of two nodes with four envs each, here, with TorchRL's Ray collector and with RLlib."""
     torch.manual_seed(0)
     policy = Policy()
     frames = NUM_ENVS * CARTPOLE_STEPS
@@ -177,6 +178,10 @@ def rollouts_of_cartpole(num_rounds: int, slot_s: float) -> dict[str, dict[str, 
             WHOLE: Contender(rollout, frames),
             TORCHRL: Contender(lambda: next(theirs), their_frames),
         }
+        if rllib.is_there():
+            sample, stop = rllib.start(2, NUM_ENVS // 2, CARTPOLE_STEPS)
+            stack.callback(stop)
+            contenders[RLLIB] = Contender(sample, sample())
         return measure(contenders, num_rounds, slot_s)
 
 
