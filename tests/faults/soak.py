@@ -124,6 +124,7 @@ class Soak:
             reset_timeout_s=1.0,
             close_timeout_s=1.0,
             recycle_after=self._rng.choice([None, 1, 5]),
+            restart_window_s=self._rng.choice([0.1, 0.1, 0.1, 60.0]),  # mostly no waits between restarts
         )
         num_workers = self._rng.randint(1, 3)
         env = ParallelEnv(NUM_ENVS, CountingEnv, num_workers=num_workers, seed=ROOT_SEED, options=options)
