@@ -6,10 +6,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envherd.benchmarks.report import Sheet, sheet_of_targets, sheet_of_workload, sheets_of_studies, to_markdown
+from envherd.benchmarks import ours, peers
+from envherd.benchmarks.parts import write_part
+from envherd.benchmarks.report import Sheet, sheet_of_targets, sheet_of_workload, sheets_of_studies, spread, to_markdown
+from envherd.benchmarks.targets import ratio_of
 
 #: Where `--write` puts it, from the root of the repository.
-PAGE, PICTURES = Path("docs/benchmarks.md"), Path("docs/images")
+PAGE, PICTURES, README = Path("docs/benchmarks.md"), Path("docs/images"), Path("README.md")
+
+#: Workload -> what the README calls it.
+_BESIDE = {
+    "tiny": "cost nothing, 4 floats",
+    "image": "cost nothing, 84x84x4 bytes",
+    "w200": "200 us a step",
+    "spikes": "200 us, 1 % of steps x 100",
+    "commons_harvest": "Melting Pot commons_harvest, with resets",
+}
+_OTHERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU)
+_FACADES = (
+    (peers.GYMNASIUM_ASYNC, ours.AS_GYMNASIUM),
+    (peers.GYMNASIUM_ASYNC, ours.AS_GYMNASIUM_WIDE),
+    (peers.SB3_SUBPROC, ours.AS_SB3),
+    (peers.SB3_SUBPROC, ours.AS_SB3_WIDE),
+    (peers.TORCHRL_PARALLEL, ours.AS_TORCHRL),
+)
+_ON_FACADES = (
+    "The facades beside the classes that they stand in for, 8 CartPoles whose episodes last about nine steps; one",
+    "worker, as `envherd size` advises for envs that cheap, unless it says otherwise:",
+)
 
 _HEAD = (
     "Written by `envherd bench --write` (or `make bench`); do not edit. How to run and read them: "
@@ -92,11 +116,48 @@ def _gate_text(results: Mapping[str, Any]) -> str:
     return text
 
 
+def sheet_beside(results: Mapping[str, Any]) -> Sheet:
+    """Return the README's table: other libraries' executors beside ours, for the workloads of most interest."""
+    columns = ("8 envs", "beside", "their us a batch", "ours", "faster", "less CPU")
+    rows = []
+    for workload, title in _BESIDE.items():
+        found = results.get("workloads", {}).get(workload, {})
+        table = found.get("contenders", {})
+        mine = table.get(found.get("reference"), {})
+        for name in _OTHERS:
+            theirs = table.get(name, {})
+            if theirs.get("status") == mine.get("status") == "measured":
+                us = [f"{_batch_us(one):,.0f}" for one in (theirs, mine)]
+                ratios = [spread(theirs.get(f"{by}_ratio")) for by in ("wall", "cpu")]
+                rows.append([title, name, *us, *ratios])
+    return Sheet("", columns, rows)
+
+
+def _batch_us(row: Mapping[str, Any]) -> float:
+    """Return what 8 env steps take: who steps fewer at a time is no faster for that."""
+    return 8e6 / float(row["steps_per_s"])
+
+
+def sheet_of_facades(results: Mapping[str, Any]) -> Sheet:
+    """Return the README's table of facades: each beside the class that it stands in for."""
+    columns = ("", "their us a batch", "ours", "faster", "less CPU")
+    table = results.get("workloads", {}).get("cartpole", {}).get("contenders", {})
+    rows = []
+    for theirs, mine in _FACADES:
+        if table.get(theirs, {}).get("status") == table.get(mine, {}).get("status") == "measured":
+            us = [f"{table[name]['batch_us'][1]:,.0f}" for name in (theirs, mine)]
+            ratios = [ratio_of(results, "cartpole", mine, theirs, by=f"{by}_ratio") for by in ("wall", "cpu")]
+            rows.append([f"{mine}: {theirs}", *us, *("-" if one is None else f"{one:.1f}x" for one in ratios)])
+    return Sheet("", columns, rows)
+
+
 def write(results: Mapping[str, Any], root: Path) -> list[Path]:
-    """Write the page and its pictures below a repository's root; return their paths."""
+    """Write the page, its pictures and the README's tables below a repository's root; return their paths."""
     from envherd.benchmarks.plots import draw_all
 
     pictures = draw_all(results, root / PICTURES)
     page = root / PAGE
     page.write_text(render(results, [f"images/{path.name}" for path in pictures]))
-    return [page, *pictures]
+    lines = [*to_markdown(sheet_beside(results)).split("\n"), "", *_ON_FACADES, ""]
+    write_part(root / README, "envherd bench", [*lines, *to_markdown(sheet_of_facades(results)).split("\n")])
+    return [page, root / README, *pictures]

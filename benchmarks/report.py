@@ -82,8 +82,8 @@ def _contender_row(name: str, row: Mapping[str, Any], reference: str) -> list[st
         *(["", ""] if name == IDEAL else [f"{median:,.0f}" if median >= 100 else f"{median:.1f}", f"{p99:,.0f}"]),
         f"{row['cpu_us_per_step']:,.2f}",
         f"{row['parent_cpu_us_per_step']:,.2f}",
-        "" if name == reference else _spread(row.get("cpu_ratio")),
-        "" if name == reference else _spread(row.get("wall_ratio")),
+        "" if name == reference else spread(row.get("cpu_ratio")),
+        "" if name == reference else spread(row.get("wall_ratio")),
     ]
 
 
@@ -94,7 +94,8 @@ def short(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
-def _spread(values: Sequence[float] | None) -> str:
+def spread(values: Sequence[float] | None) -> str:
+    """Return quartiles of a ratio: the median, and the others in brackets."""
     if values is None:
         return "-"
     low, mid, high = (short(value) for value in values)

@@ -46,7 +46,7 @@ ALLOWED = {
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "envherd.benchmarks"},
     "benchmarks/rllib.py": {"ray"},
-        "benchmarks/cluster*.py": {"psutil", "ray", "torchrl", "matplotlib", "cluster_page", "cluster_model"},
+    "benchmarks/cluster*.py": {"psutil", "ray", "torchrl", "matplotlib", "cluster_page", "cluster_model"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
     "benchmarks/startup.py": {"stable_baselines3", "torchrl"},
     "benchmarks/peers.py": {"envpool", "pufferlib", "ray", "stable_baselines3", "tianshou", "torchrl"},

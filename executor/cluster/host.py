@@ -259,7 +259,12 @@ class NodeHost:
     def _collected(self, ready: np.ndarray) -> Reply:
         numbers = self._numbers[ready]
         self._is_sent[ready] = False
-        return self._answer(ready, self._columns[ready], uniform_op=None, numbers=numbers)
+        try:
+            return self._answer(ready, self._columns[ready], uniform_op=None, numbers=numbers)
+        except EnvherdError as error:  # a successor that a worker was to be replaced by
+            self._pool.outcome.losses.clear()
+            self._is_sent[:] = False
+            return Reply(ids=_NOBODY, numbers=_NOBODY, failure=error)
 
     def _answer(
         self,

@@ -274,6 +274,9 @@ class ClusterPool(WorkerFacts):
 
     def _take_collected(self, share: RemoteShare, reply: Reply) -> None:
         share.is_collecting = False
+        if reply.failure is not None:
+            self.fail(share, reply.failure)
+            return
         assert reply.ids is not None
         if reply.rows is not None:
             env_ids = reply.ids + share.first_env_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,20 @@ class GatedEnv(CountingEnv):
         while not self._gate.exists():
             time.sleep(0.002)
         return super().step(action)
+
+
+class OnceEnv(CountingEnv):
+    """Can be built once: a file says that it was. Its episodes have two steps.
+
+    Args:
+        flag: the file's path.
+    """
+
+    def __init__(self, flag: str) -> None:
+        if Path(flag).exists():
+            os._exit(3)
+        Path(flag).touch()
+        super().__init__(2)
 
 
 class Counter(torch.nn.Module):

@@ -16,10 +16,11 @@ from envherd.executor import (
     FactoryError,
     ParallelEnv,
     ResetNeeded,
+    WorkerLost,
 )
 from envherd.executor.cluster import ClusterError, RayParallelEnv
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv
-from tests.cluster.envs import Counter, GatedEnv, HeldCounter
+from tests.cluster.envs import Counter, GatedEnv, HeldCounter, OnceEnv
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 
@@ -211,6 +212,22 @@ def test_workers_are_recycled_on_their_nodes_and_the_data_are_the_same():
 def step_until_it_raises(env):
     while True:
         env.step_and_maybe_reset(env.rand_action(env.current()))
+
+
+def send_until_it_raises(env):
+    while True:
+        env.send(env.rand_action(env.current()))
+        env.recv()
+
+
+@pytest.mark.parametrize("go_on", [step_until_it_raises, send_until_it_raises])
+def test_a_successor_that_cannot_be_built_is_told(tmp_path, go_on):
+    options = ExecutorOptions(recycle_after=1)
+    make_once = functools.partial(OnceEnv, str(tmp_path / "built"))
+    with RayParallelEnv(1, make_once, num_nodes=1, resources_per_node={"CPU": 1}, options=options) as env:
+        env.reset()
+        with pytest.raises(WorkerLost, match="exit code 3"):
+            go_on(env)
 
 
 @pytest.mark.full
