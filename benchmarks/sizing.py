@@ -4,15 +4,17 @@ For each env: it is sized; then every setting of a grid (number of workers, with
 for some seconds, in random order. Reported: predicted and measured steps per second and memory of the choice,
 and what share of the sweep's best it makes. Settings that ran while others used the machine are marked.
 
-Run: python -m envherd.benchmarks.sizing [--quick] [--env NAME ...]
+Run: python -m envherd.benchmarks.sizing [--quick] [--env NAME ...] [--render] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,15 @@ from gymnasium.spaces import Box, Discrete
 from rich.console import Console
 
 from envherd.benchmarks.gate import MOST_OTHERS
-from envherd.benchmarks.report import Sheet, to_rich
+from envherd.benchmarks.parts import write_part
+from envherd.benchmarks.report import Sheet, to_markdown, to_rich
+from envherd.executor import MeltingPotFactory
 from envherd.executor.env_names import factory_for
 from envherd.executor.machine import read_machine
 from envherd.executor.sizing.deciding import Goal
-from envherd.executor.sizing.model import Model, Setting
-from envherd.executor.sizing.recommending import recommend, with_episodes_of
-from envherd.executor.sizing.verifying import check
+from envherd.executor.sizing.model import Model, Prediction, Setting
+from envherd.executor.sizing.recommending import recommend
+from envherd.executor.sizing.verifying import Check, Trial
 
 RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8
@@ -87,34 +91,35 @@ def threads() -> Synthetic:
     return Synthetic("threads")
 
 
-ENVS: dict[str, tuple[Any, int | None]] = {
-    "CartPole": ("gymnasium:CartPole-v1", None),
-    "1 ms": (even, None),
-    "heavy-tailed": (tailed, None),
-    "memory hog": (hog, None),
-    "multi-threaded": (threads, None),
-    "clean_up": ("meltingpot:clean_up", 1000),
-    "commons_harvest": ("meltingpot:commons_harvest__open", 1000),
-    "prisoners_dilemma": ("meltingpot:prisoners_dilemma_in_the_matrix__arena", 1000),
+#: Episodes short enough for a sweep to see many of their ends.
+_HORIZON = 200
+ENVS: dict[str, Any] = {
+    "CartPole": factory_for("gymnasium:CartPole-v1"),
+    "1 ms": even,
+    "heavy-tailed": tailed,
+    "memory hog": hog,
+    "multi-threaded": threads,
+    **{
+        name: MeltingPotFactory(substrate, max_steps=_HORIZON)
+        for name, substrate in (
+            ("clean_up", "clean_up"),
+            ("commons_harvest", "commons_harvest__open"),
+            ("prisoners_dilemma", "prisoners_dilemma_in_the_matrix__arena"),
+        )
+    },
 }
 QUICK = ("CartPole", "1 ms", "heavy-tailed")
 
 
-def run_one(name: str, budget_s: float, span_s: float) -> dict[str, Any]:
-    """Size an env and sweep it; return the figures."""
-    made, episode = ENVS[name]
-    factory = factory_for(made) if isinstance(made, str) else made
+def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, Any]:
+    """Size an env and sweep it, `plan`: so many turns of so many seconds of every setting; return the figures."""
+    factory = ENVS[name]
     sizing = recommend(factory, goal=Goal(num_envs=NUM_ENVS), budget_s=budget_s)
-    measured = sizing.measured
-    if episode is not None and measured.end_share == 0 and span_s > 60:  # shorter sweeps see no episode end either
-        measured = with_episodes_of(measured, episode)
-    model = Model(measured, sizing.overhead, sizing.machine)
+    model = Model(sizing.measured, sizing.overhead, sizing.machine)
     chosen = sizing.advice.setting
     most = min(NUM_ENVS, 2 * int(np.ceil(sizing.machine.cores)))
     grid = {Setting(num_envs=NUM_ENVS, num_workers=count) for count in range(1, most + 1)} | {chosen}
-    order = sorted(grid, key=str)
-    random.Random(0).shuffle(order)
-    checks = {setting: check(setting, model.predict(setting), factory, span_s=span_s) for setting in order}
+    checks = sweep({setting: model.predict(setting) for setting in sorted(grid, key=str)}, factory, *plan)
     best = max(checks.values(), key=lambda one: one.steps_per_s)
     mine = checks[chosen]
     return {
@@ -129,6 +134,27 @@ def run_one(name: str, budget_s: float, span_s: float) -> dict[str, Any]:
         "others_share": max(one.others_share for one in checks.values()),
         "sweep": [one.to_plain() for one in checks.values()],
     }
+
+
+def sweep(predicted: dict[Setting, Prediction], factory: Any, num_turns: int, span_s: float) -> dict[Setting, Check]:
+    """Run all settings, alive together, in turns; return the medians of the turns that were least disturbed."""
+    order, turns = random.Random(0), {setting: list[Check]() for setting in predicted}
+    with contextlib.ExitStack() as stack:
+        trials = {
+            setting: stack.enter_context(contextlib.closing(Trial(setting, one, factory)))
+            for setting, one in predicted.items()
+        }
+        for _ in range(num_turns):
+            for setting in order.sample(list(trials), len(trials)):
+                turns[setting].append(trials[setting].turn(span_s))
+    return {setting: _typical(own) for setting, own in turns.items()}
+
+
+def _typical(turns: list[Check]) -> Check:
+    """Return the median of the better half of turns: those in which others used least of the machine."""
+    quiet = sorted(turns, key=lambda one: one.others_share)[: (len(turns) + 1) // 2]
+    rate = float(np.median([one.steps_per_s for one in quiet]))
+    return replace(quiet[-1], steps_per_s=rate, memory_bytes=int(np.median([one.memory_bytes for one in turns])))
 
 
 def as_sheet(rows: list[dict[str, Any]]) -> Sheet:
@@ -154,16 +180,26 @@ def as_sheet(rows: list[dict[str, Any]]) -> Sheet:
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three envs, half a second for each setting")
-    parser.add_argument("--env", action="append", choices=ENVS, help="only these")
+    parser.add_argument("--quick", action="store_true", help="three envs, half a second for each setting; kept nowhere")
+    parser.add_argument("--env", action="append", choices=ENVS, help="only these; results of the others stay")
+    parser.add_argument("--render", action="store_true", help="measure nothing: show what was measured before")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/sizing.md")
     arguments = parser.parse_args()
-    names = arguments.env or (QUICK if arguments.quick else tuple(ENVS))
-    budget_s, span_s = (2.0, 0.5) if arguments.quick else (10.0, 5.0)
-    rows = [run_one(name, budget_s, span_s) for name in names]
-    Console(width=150).print(to_rich(as_sheet(rows)))
-    if not arguments.quick:
-        machine = read_machine()
-        RESULTS.write_text(json.dumps({"cores": machine.cores, "rows": rows}, indent=1) + "\n")
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
+    if not arguments.render:
+        names = arguments.env or (QUICK if arguments.quick else tuple(ENVS))
+        budget_s, plan = (2.0, (1, 0.5)) if arguments.quick else (10.0, (6, 1.5))
+        fresh = {name: run_one(name, budget_s, plan) for name in names}
+        known = {row["env"]: row for row in kept["rows"]} | fresh
+        kept = {"cores": read_machine().cores, "rows": [known[name] for name in ENVS if name in known]}
+        if arguments.quick:
+            Console(width=150).print(to_rich(as_sheet([*fresh.values()])))
+            return
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    Console(width=150).print(to_rich(as_sheet(kept["rows"])))
+    if arguments.write:
+        page = Path(__file__).parents[1] / "docs" / "sizing.md"
+        write_part(page, "benchmarks/sizing.py", to_markdown(as_sheet(kept["rows"])).split("\n"))
 
 
 if __name__ == "__main__":

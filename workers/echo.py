@@ -1,4 +1,7 @@
-"""An env that does nothing and looks like another: the same arrays, no work, no ends. What remains is what we cost."""
+"""An env that looks like another and does nothing, or computes for a while: what remains is what we cost.
+
+It gives the same arrays again and again, and its episodes have no end.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,18 @@ from envherd.workers.adapters.base import Adapter, StepValues
 
 
 class EchoAdapter(Adapter):
-    """Gives the same values of a spec again and again; episodes never end."""
+    """Gives the same values of a spec again and again; episodes never end.
+
+    Args:
+        spec: whose values.
+        work: iterations of an empty loop in each step.
+    """
 
     family: ClassVar[str] = "echo"
 
-    def __init__(self, spec: EnvSpec) -> None:
+    def __init__(self, spec: EnvSpec, work: int = 0) -> None:
         self.env = self
+        self._work = range(work)
         self.spec = spec
         self._observation = [_value(leaf) for leaf in spec.observation]
         self._reward = [_value(leaf) for leaf in spec.reward]
@@ -34,8 +43,10 @@ class EchoAdapter(Adapter):
         """See `Adapter.reset`."""
         return list(self._observation)
 
-    def step(self, action: list[Any]) -> StepValues:  # noqa: ARG002  # it does nothing
+    def step(self, action: list[Any]) -> StepValues:  # noqa: ARG002  # whatever it is
         """See `Adapter.step`."""
+        for _ in self._work:
+            pass
         return list(self._observation), list(self._reward), self._flag, self._flag
 
     def done_values(self) -> list[Any]:
@@ -51,10 +62,11 @@ class EchoFactory:
     """Builds an `EchoAdapter`; `spec` is an `EnvSpec` as plain data."""
 
     spec: Any
+    work: int = 0
 
     def __call__(self) -> EchoAdapter:
         """Build it."""
-        return EchoAdapter(EnvSpec.from_plain(self.spec))
+        return EchoAdapter(EnvSpec.from_plain(self.spec), self.work)
 
 
 def _value(leaf: LeafSpec) -> Any:

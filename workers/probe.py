@@ -64,6 +64,7 @@ class Run:
         num_steps: columns of it that are filled.
         resets: the same three of each reset.
         ends: steps that ended an episode.
+        lengths: how many steps the episodes had that ended so far, each length once.
     """
 
     def __init__(self, message: Probe, env_id: int, builder: Builder, send: Send, steps: np.ndarray) -> None:
@@ -86,6 +87,8 @@ class Run:
         self._is_long = {_STEP: True, _RESET: True}
         self.resets: list[tuple[int, int, int]] = []
         self.ends = 0
+        self.lengths: set[int] = set()
+        self._length = 0
 
     def close(self) -> None:
         """Close the env."""
@@ -105,6 +108,7 @@ class Run:
         self.resets.append(times)
         self._check(status)
         self.has_ended, self._is_at_root = False, True
+        self._length = 0
 
     def _time(self, command: int) -> tuple[int, tuple[int, int, int]]:
         """Carry out a command; return how it ended, and ns of wall, processor, and waiting for a processor."""
@@ -131,7 +135,10 @@ class Run:
         self._check(status)
         self._is_at_root = False
         self.has_ended = bool(self.block.slots[self.env_id].has_ended)
-        self.ends += self.has_ended
+        self._length += 1
+        if self.has_ended:
+            self.ends += 1
+            self.lengths.add(self._length)
 
     def step_for(self, seconds: float, most: int, least: int = 1) -> int:
         """Step until the time is up; return how many steps were made."""
@@ -266,6 +273,7 @@ class Prober:
         self._figures["steps"] = {
             "count": steps,
             "ends": run.ends - ends,
+            "has_one_length": run.ends > 1 and len(run.lengths) == 1,
             "main_cpu_ns": main_cpu,
             "process_cpu_ns": process,
             "times": _thinned(run.times).copy(),

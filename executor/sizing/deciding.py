@@ -24,6 +24,8 @@ from envherd.workers.errors import EnvherdError
 
 #: A smaller setting is taken if it is at least this fast, relative to the best.
 _GOOD_ENOUGH = 0.95
+#: So much less where all of a batch is the executor's own time: what processes cost each other then is least certain.
+_DOUBT = 0.15
 #: Another mode than "sync" is more to write: it must be so much faster.
 _MODE_GAIN = 1.2
 #: Workers beyond the processors, which only envs that wait have use for.
@@ -97,7 +99,7 @@ class Advice:
 
 
 def decide(measured: Measurement, overhead: Overhead, machine: Machine, goal: Goal, num_frames: int = 4) -> Advice:
-    """Return the smallest setting that is within 5 % of the fastest that fits.
+    """Return the smallest setting that is within 5 % (20 where overhead is all there is) of the fastest that fits.
 
     Args:
         measured: of the env.
@@ -240,7 +242,9 @@ def _choose(predicted: dict[Setting, Prediction], goal: Goal) -> tuple[Setting, 
     for other in MODES:
         if best[other] > best[taken] * _MODE_GAIN:
             taken = other
-    good = [s for s, p in predicted.items() if s.mode == taken and p.steps_per_s >= _GOOD_ENOUGH * best[taken]]
+    fastest = max((p for s, p in predicted.items() if s.mode == taken), key=lambda p: p.steps_per_s)
+    least = (_GOOD_ENOUGH - _DOUBT * fastest.overhead_s / fastest.batch_s) * fastest.steps_per_s
+    good = [s for s, p in predicted.items() if s.mode == taken and p.steps_per_s >= least]
     chosen = min(good, key=lambda s: _size(s, predicted))
     return chosen, None if goal.target_steps_per_s is None else False
 

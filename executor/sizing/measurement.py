@@ -39,6 +39,7 @@ class Measurement:
         num_threads: threads (and processes) that the env has started.
         steps_measured: steps that the figures are from.
         end_share: steps after which an episode had ended, of all; 0 if none did.
+        has_one_length: whether several episodes ended, all after as many steps.
         contention: share of the time in which the probe waited for a processor that others used.
         worker_bytes: memory of a worker without an env.
         first_env_bytes: what the first env of a worker adds.
@@ -81,6 +82,7 @@ class Measurement:
     start_s: float = 0.0
     imported: tuple[str, ...] = ()
     stopped_by: str = ""
+    has_one_length: bool = False
     wall_samples: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @property
@@ -147,6 +149,7 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
         num_threads=max(0, figures["threads"] - figures["threads_before"]),
         steps_measured=steps["count"],
         end_share=steps["ends"] / count,
+        has_one_length=bool(steps["has_one_length"]),
         contention=float(steps["contention"]),
         worker_bytes=figures["base"]["dirty"],
         first_env_bytes=first,

@@ -98,19 +98,33 @@ class Model:
 
     @property
     def cores(self) -> float:
-        """Processors' worth of computing: the quota's, hyper-threads counted for what they add."""
+        """Processors' worth of computing: the quota's; hyper-threads for what they add, unless that was measured."""
         machine = self.machine
         logical = len(machine.cpus)
         worth = machine.physical_cores + SMT_GAIN * (logical - machine.physical_cores)
+        if self.overhead.crowd >= logical:  # then it is in `crowding_of`
+            worth = float(logical)
         quota = machine.cgroup.cpu_quota
         return worth if quota is None else min(worth, quota)
+
+    def crowding_of(self, num_workers: int) -> float:
+        """Return how many times as long a step takes while so many workers compute; what waits does not wait longer."""
+        overhead = self.overhead
+        if overhead.crowd <= 1 or num_workers <= 1:
+            return 1.0
+        share = min(1.0, self.cpu_per_step_s / max(1e-12, self.busy_per_step_s))
+        crowd = (min(num_workers, overhead.crowd, len(self.machine.cpus)) - 1) / (overhead.crowd - 1)
+        return 1.0 + (overhead.crowding - 1.0) * crowd * share
 
     def slowest_s(self, num_envs: int, num_workers: int) -> float:
         """Return the expected seconds until the slowest of the workers has stepped its envs once."""
         per_worker = min(-(-num_envs // num_workers), MOST_PER_WORKER)
         sums = self._sums[per_worker - 1]
         ranks = np.linspace(0, 1, len(sums) + 1) ** num_workers
-        return float((sums * np.diff(ranks)).sum())
+        slowest_s = float((sums * np.diff(ranks)).sum())
+        if self.measured.has_one_length:  # envs that are stepped together end together
+            slowest_s += per_worker * self.measured.end_share * self.measured.reset_s
+        return slowest_s * self.crowding_of(num_workers)
 
     def predict(self, setting: Setting) -> Prediction:
         """Return what a setting would do."""
@@ -123,12 +137,12 @@ class Model:
         if workers == 0:
             own = self.overhead.of(envs, 0)
             work_s = envs * self.busy_per_step_s
-            batch_s = max(own + self.policy_s + work_s, self._least_s(envs, own))
+            batch_s = max(own + self.policy_s + work_s, self._least_s(envs, own, 1))
             return self._prediction(setting, envs / batch_s, own, work_s)
         own = self.overhead.of(envs, workers)
         slowest_s = self._until_done(envs, workers)
         if setting.mode == "sync":
-            rate = envs / max(own + self.policy_s + slowest_s, self._least_s(envs, own))
+            rate = envs / max(own + self.policy_s + slowest_s, self._least_s(envs, own, workers))
         elif setting.mode == "two-groups":
             rate = self._two_groups(envs, workers)
         else:
@@ -137,29 +151,31 @@ class Model:
 
     def _until_done(self, envs: float, workers: int) -> float:
         """Return seconds of the envs' part of a batch: the slowest worker's, or what the processors can do."""
-        return max(self.slowest_s(int(envs), workers), envs * self.cpu_per_step_s / self.cores)
+        least_s = envs * self.cpu_per_step_s * self.crowding_of(workers) / self.cores
+        return max(self.slowest_s(int(envs), workers), least_s)
 
-    def _least_s(self, envs: float, own: float) -> float:
+    def _least_s(self, envs: float, own: float, workers: int) -> float:
         """Return the seconds that all processors together need for a batch; the policy is taken to run on a GPU."""
-        return (own + envs * self.cpu_per_step_s) / self.cores
+        return (own + envs * self.cpu_per_step_s * self.crowding_of(workers)) / self.cores
 
     def _two_groups(self, envs: int, workers: int) -> float:
         half = max(1, envs // 2)
         own = self.overhead.of(half, workers) * self.overhead.exchange_factor
         parent_s = own + self.policy_s
         group_s = self._until_done(half, min(workers, half))
-        period_s = max(2 * parent_s, 2 * group_s, parent_s + group_s, 2 * self._least_s(half, own))
+        period_s = max(2 * parent_s, 2 * group_s, parent_s + group_s, 2 * self._least_s(half, own, workers))
         return 2 * half / period_s
 
     def _first_k(self, envs: int, workers: int) -> float:
         count = max(1, envs // 2)
         own = self.overhead.of(count, workers) * self.overhead.exchange_factor
         parent_s = own + self.policy_s
+        busy_s = self.busy_per_step_s * self.crowding_of(workers)
         rates = (
-            workers / self.busy_per_step_s,
+            workers / busy_s,
             count / parent_s,
-            envs / (setting_cycle(self.busy_per_step_s, envs, workers) + parent_s),
-            count / self._least_s(count, own),
+            envs / (setting_cycle(busy_s, envs, workers) + parent_s),
+            count / self._least_s(count, own, workers),
         )
         return min(rates)
 
@@ -204,7 +220,7 @@ def _sorted_sums(measured: Measurement) -> np.ndarray:
     rng = np.random.default_rng(0)
     shape = (_DRAWS, MOST_PER_WORKER)
     times = rng.choice(measured.step_samples, shape)
-    if measured.end_share > 0:
+    if measured.end_share > 0 and not measured.has_one_length:
         resets = measured.reset_samples if len(measured.reset_samples) else np.array([measured.first_reset_s])
         times = times + (rng.random(shape) < measured.end_share) * rng.choice(resets, shape)
     return np.sort(times.cumsum(1).T, axis=1)

@@ -1,12 +1,14 @@
-"""What a batch costs besides the env, on this machine and now: an env that does nothing gives the same arrays.
+"""What a batch costs besides the env, on this machine and now: an env that gives the same arrays computes as long.
 
 A batch of N envs on W workers takes `fixed + per_worker * W + per_env * N` seconds more than the slowest worker
-is busy: actions out, wake-ups, rows in, a TensorDict of them. The three are fitted to a few settings, each run
-for a fraction of a second.
+is busy: actions out, wake-ups, rows in, a TensorDict of them. The three are fitted to a few settings. How much longer
+the same work takes while other workers compute too (hyper-threads, caches, neighbours of a virtual machine) is
+measured with them. All settings are alive together and take turns, so that what is compared was measured at one time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +24,13 @@ from envherd.executor.sizing.driving import Driver, median_batch_s
 from envherd.shm.specs import EnvSpec
 from envherd.workers.echo import EchoFactory
 
-#: Seconds for which a setting runs, and batches at least.
-_SPAN_S, _LEAST_BATCHES = 0.15, 20
+#: Turns of each setting, seconds of a turn, and batches of it at least.
+_TURNS, _TURN_S, _LEAST_BATCHES = 5, 0.06, 4
 #: Bytes of one batch at most while measuring; more would measure the memory of the machine.
 _MOST_BATCH_BYTES = 256 * 2**20
+#: Seconds that an env computes for at most: enough to be as far from the next wake-up as a longer step is.
+_MOST_WORK_S = 0.3e-3
+_LOOP = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,8 @@ class Overhead:
         per_env_s: of each env.
         exchange_factor: how much more it is when envs are sent and received, half of them at a time.
         serial_fixed_s, serial_per_env_s: the same for a `SerialEnv`, whose envs run in the caller's process.
+        crowding: how many times as long the same work takes while `crowd` workers compute, 1.0 or more.
+        crowd: so many of them.
     """
 
     fixed_s: float
@@ -46,6 +53,8 @@ class Overhead:
     serial_fixed_s: float
     serial_per_env_s: float
     exchange_factor: float = 1.0
+    crowding: float = 1.0
+    crowd: int = 1
 
     def of(self, num_envs: float, num_workers: int) -> float:
         """Return seconds of a batch of `num_envs` on `num_workers` (0: a `SerialEnv`)."""
@@ -55,44 +64,98 @@ class Overhead:
 
 
 def measure_overhead(
-    spec: EnvSpec, cores: float, options: ExecutorOptions, progress: Callable[[float], None]
+    spec: EnvSpec, cores: float, options: ExecutorOptions, progress: Callable[[float], None], step_s: float = 0.0
 ) -> Overhead:
-    """Run envs of `spec` that do nothing in a few settings, and fit.
+    """Run envs that look like one of `spec` in a few settings, and fit.
 
     Args:
         spec: of one env.
         cores: that may be used.
         options: of the executor; what concerns the factory (preload, info keys) is left out.
         progress: called with the share that is done.
+        step_s: seconds of a processor that a step of the env takes.
     """
-    factory = EchoFactory(spec.to_plain())
-    plain = _plain_options(options)
+    idle, plain = EchoFactory(spec.to_plain()), _plain_options(options)
+    busy = EchoFactory(idle.spec, iterations_in(min(step_s, _MOST_WORK_S)))
     wide = min(8, max(1, int(cores)))
-    many = 16 if _bytes_of(spec) * 16 < _MOST_BATCH_BYTES else 4
+    many = 8 if _bytes_of(spec) * 8 * wide < _MOST_BATCH_BYTES else 4
     settings = sorted({(1, 1), (1, many), (wide, wide), (wide, many * wide)})
-    rows, times, factor = [], [], 1.0
-    for index, (workers, envs) in enumerate(settings):
-        progress(index / (len(settings) + 2))
-        with ParallelEnv(envs, factory, num_workers=workers, seed=0, options=plain) as env:
-            rows.append([1.0, float(workers), float(envs)])
-            times.append(_overhead_of(env))
-            if (workers, envs) == settings[-1]:
-                factor = _exchange_factor(env)
-    fixed, per_worker, per_env = fit(np.array(rows), np.array(times))
-    serial: list[float] = []
-    for envs in (1, many):
-        progress((len(settings) + len(serial)) / (len(settings) + 2))
-        with SerialEnv(envs, factory, seed=0, options=plain) as env:
-            serial.append(_overhead_of(env))
-    slope = max(0.0, (serial[1] - serial[0]) / (many - 1))
+    with contextlib.ExitStack() as stack:
+
+        def open_one(workers: int, envs: int, factory: EchoFactory) -> _Runner:
+            env: BatchedEnv = (
+                ParallelEnv(envs, factory, num_workers=workers, seed=0, options=plain)
+                if workers
+                else SerialEnv(envs, factory, seed=0, options=plain)
+            )
+            return _Runner(stack.enter_context(env), workers, envs)
+
+        runners = [open_one(workers, envs, busy) for workers, envs in settings]
+        serial = [open_one(0, envs, busy) for envs in (1, many)]
+        apart = open_one(wide, 4 * wide, idle)
+        for turn in range(_TURNS):
+            progress(turn / (_TURNS + 1))
+            for runner in (*runners, *serial):
+                runner.take_turn()
+        factor = _exchange_factor(apart.env)
+    rows = np.array([[1.0, runner.workers, runner.envs] for runner in runners])
+    fixed, per_worker, per_env = fit(rows, np.array([runner.overhead_s for runner in runners]))
+    slope = max(0.0, (serial[1].overhead_s - serial[0].overhead_s) / (many - 1))
+    alone, crowd = (next(r for r in runners if (r.workers, r.envs) == (w, many * w)) for w in (1, wide))
     return Overhead(
         fixed_s=fixed,
         per_worker_s=per_worker,
         per_env_s=per_env,
-        serial_fixed_s=max(0.0, serial[0] - slope),
+        serial_fixed_s=max(0.0, serial[0].overhead_s - slope),
         serial_per_env_s=slope,
         exchange_factor=factor,
+        crowding=max(1.0, float(np.median(np.array(crowd.step_s) / np.array(alone.step_s)))),
+        crowd=wide,
     )
+
+
+def iterations_in(seconds: float) -> int:
+    """Return how many iterations of an empty loop take so long on a processor of one's own."""
+    if seconds <= 0:
+        return 0
+    took = []
+    for _ in range(20):
+        began = time.perf_counter()
+        for _ in range(_LOOP):
+            pass
+        took.append(time.perf_counter() - began)
+    return max(1, round(seconds / float(np.median(took)) * _LOOP))
+
+
+class _Runner:
+    """One setting, which takes its turns.
+
+    Attributes:
+        step_s: of each turn, seconds that a worker is busy for an env's step.
+    """
+
+    def __init__(self, env: BatchedEnv, workers: int, envs: int) -> None:
+        self.env, self.workers, self.envs = env, workers, envs
+        self.step_s: list[float] = []
+        self._rest: list[float] = []
+        self._driver = Driver(env, "sync")
+        self._words: Any = env.engine.pool.slab.words["busy_ns"]
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a batch less what its busiest worker was busy with, median over turns."""
+        return max(1e-7, float(np.median(self._rest)))
+
+    def take_turn(self) -> None:
+        """Run for a turn's time."""
+        self._driver.run(0.0, least=3)
+        busy, count, spent_s = self._words.copy(), 0, 0.0
+        while count < _LEAST_BATCHES or spent_s < _TURN_S:
+            spent_s += self._driver.run(0.0)[1]
+            count += 1
+        busy_s = (self._words - busy) / 1e9  # of as many batches: workers note it after they have answered
+        self._rest.append(max(0.0, spent_s - float(busy_s.max())) / count)
+        self.step_s.append(max(1e-9, float(busy_s.sum()) / (count * self.envs)))
 
 
 def fit(rows: np.ndarray, times: np.ndarray) -> tuple[float, float, float]:
@@ -114,27 +177,12 @@ def fit(rows: np.ndarray, times: np.ndarray) -> tuple[float, float, float]:
     return float(full[0]), float(full[1]), float(full[2])
 
 
-def _overhead_of(env: BatchedEnv) -> float:
-    """Return median seconds of a batch less what its busiest worker was busy with."""
-    words: Any = env.engine.pool.slab.words["busy_ns"]
-    driver = Driver(env, "sync")
-    driver.run(0.0, least=5)
-    times: list[float] = []
-    end = time.perf_counter() + _SPAN_S
-    busy = words.copy()
-    while time.perf_counter() < end or len(times) < _LEAST_BATCHES:
-        _, seconds = driver.run(0.0)
-        before, busy = busy, words.copy()
-        times.append(max(0.0, seconds - float((busy - before).max()) / 1e9))
-    return max(1e-7, float(np.median(times)))
-
-
 def _exchange_factor(env: BatchedEnv) -> float:
     """Return how much more the parent has to do for envs that are sent and received, half of them at a time."""
-    together = median_batch_s(Driver(env, "sync"), _SPAN_S, _LEAST_BATCHES)
+    together = median_batch_s(Driver(env, "sync"), _TURN_S * 2, 20)
     apart = Driver(env, "first-k")
     apart.run(0.0, least=5)
-    halves = 2 * median_batch_s(apart, _SPAN_S, _LEAST_BATCHES)
+    halves = 2 * median_batch_s(apart, _TURN_S * 2, 20)
     apart.finish()
     return max(1.0, halves / together)
 

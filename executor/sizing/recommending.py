@@ -100,7 +100,13 @@ def measure_subject(
     """Measure an env whose factory is pickled already; see `measure`."""
     measured = probe(subject, limits, options, progress)
     cores = read_machine().cores
-    overhead = measure_overhead(measured.spec, cores, options, lambda share: progress("executor", share))
+    overhead = measure_overhead(
+        measured.spec,
+        cores,
+        options,
+        lambda share: progress("executor", share),
+        min(measured.cpu_per_step_s, measured.step_s),
+    )
     return measured, overhead
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -53,35 +54,64 @@ class Check:
         }
 
 
-def check(
-    setting: Setting,
-    predicted: Prediction,
-    make_env: Callable[..., Any],
-    *,
-    span_s: float = 2.0,
-    policy_s: float = 0.0,
-    options: ExecutorOptions | None = None,
-) -> Check:
-    """Run a setting for `span_s` seconds and return what it did beside what was predicted."""
-    began = time.monotonic()
-    with ParallelEnv(setting.num_envs, make_env, num_workers=setting.num_workers, seed=0, options=options) as env:
-        driver = Driver(env, setting.mode, policy_s)
-        start_s = time.monotonic() - began
+class Trial:
+    """One setting, running: it takes turns until it is closed.
+
+    Args:
+        setting, predicted: see `Check`.
+        make_env: see `ParallelEnv`.
+        policy_s: seconds of the policy for each batch.
+        options: the executor's.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        predicted: Prediction,
+        make_env: Callable[..., Any],
+        *,
+        policy_s: float = 0.0,
+        options: ExecutorOptions | None = None,
+    ) -> None:
+        self._setting, self._predicted = setting, predicted
+        began = time.monotonic()
+        self._env = ParallelEnv(setting.num_envs, make_env, num_workers=setting.num_workers, seed=0, options=options)
+        try:
+            self._driver = Driver(self._env, setting.mode, policy_s)
+            self._start_s = time.monotonic() - began
+            self._pids = [worker.pid for worker in self._env.statistics().workers]
+        except BaseException:
+            self._env.close()
+            raise
+
+    def turn(self, span_s: float) -> Check:
+        """Run for a while, a fifth of it unmeasured, and return what came of it."""
+        driver = self._driver
         driver.run(span_s / 5, least=_WARM_UP)
-        pids = [worker.pid for worker in env.statistics().workers]
-        machine, own = _busy_s(), _own_cpu_s(pids)
+        machine, own = _busy_s(), _own_cpu_s(self._pids)
         steps, seconds = driver.run(span_s, least=_LEAST)
-        others_s = max(0.0, _busy_s() - machine - (_own_cpu_s(pids) - own))
-        memory = pool_bytes(pids)
-        driver.finish()
-    return Check(
-        setting=setting,
-        predicted=predicted,
-        steps_per_s=steps / seconds,
-        memory_bytes=memory,
-        start_s=start_s,
-        others_share=min(1.0, others_s / seconds / (psutil.cpu_count() or 1)),
-    )
+        others_s = max(0.0, _busy_s() - machine - (_own_cpu_s(self._pids) - own))
+        return Check(
+            setting=self._setting,
+            predicted=self._predicted,
+            steps_per_s=steps / seconds,
+            memory_bytes=pool_bytes(self._pids),
+            start_s=self._start_s,
+            others_share=min(1.0, others_s / seconds / (psutil.cpu_count() or 1)),
+        )
+
+    def close(self) -> None:
+        """Receive what is still out, and end."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._env.close)
+            self._driver.finish()
+
+
+def check(setting: Setting, predicted: Prediction, make_env: Callable[..., Any], **kwargs: Any) -> Check:
+    """Run a setting and return what it did beside what was predicted; `span_s` (2.0), and `Trial`'s arguments."""
+    span_s = kwargs.pop("span_s", 2.0)
+    with contextlib.closing(Trial(setting, predicted, make_env, **kwargs)) as trial:
+        return trial.turn(span_s)
 
 
 def _busy_s() -> float:
