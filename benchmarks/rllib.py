@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +41,9 @@ def start(num_runners: int, envs_per_runner: int, num_steps: int) -> tuple[Calla
         .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=[64], fcnet_activation="tanh"))
     )
     group = EnvRunnerGroup(config=config, local_env_runner=False)
-    sample: Callable[[], list[Any]] = functools.partial(
-        synchronous_parallel_sample, worker_set=group, concat=True, _uses_new_env_runners=True
-    )
-    return lambda: sum(map(len, sample())), group.stop
+
+    def sample() -> int:
+        episodes: Any = synchronous_parallel_sample(worker_set=group, concat=True, _uses_new_env_runners=True)
+        return sum(map(len, episodes))
+
+    return sample, group.stop
