@@ -44,7 +44,7 @@ class Work:
     Attributes:
         name: of the kind of envs.
         step_s: of one env.
-        row_bytes: of what one env observes; a step sends it once, a rollout as root and as `next`.
+        row_bytes: of what one env observes; it crosses once, and is root and `next` of a rollout.
         weights_bytes: of the policy.
     """
 
@@ -115,9 +115,9 @@ def step_limit(costs: Costs, work: Work, site: Site) -> str:
 def rollout_loads(costs: Costs, work: Work, site: Site) -> Mapping[str, float]:
     """Return the share of each of the driver's resources that one node's remote rollouts take."""
     rollouts_per_s = 1 / (site.rollout_steps * site.envs_per_worker * work.step_s)
-    num_bytes = 2 * site.envs * site.rollout_steps * work.row_bytes
+    num_bytes = site.envs * site.rollout_steps * work.row_bytes  # each observation crosses once, and is written twice
     return {
-        PROCESSOR: rollouts_per_s * (costs.rollout_s + num_bytes * costs.byte_s),
+        PROCESSOR: rollouts_per_s * (costs.rollout_s + 2 * num_bytes * costs.byte_s),
         NETWORK_IN: rollouts_per_s * num_bytes / site.network_bytes_s,
         NETWORK_OUT: rollouts_per_s * work.weights_bytes / site.network_bytes_s,
     }

@@ -30,6 +30,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.blueprint import spread
 from envherd.executor.carry import leaf_keys
 from envherd.executor.cgroups import read_word
+from envherd.executor.cluster.folding import fold
 from envherd.executor.cluster.orders import (
     ENV_WORDS,
     Built,
@@ -436,8 +437,10 @@ class NodeHost:
             rows = self._end.pack_rows(_NOBODY, 0, self._all_ids, columns.copy())
             reply = self._reply(rows, (None, _NOBODY, self._all_ids), None)
         leaves = _plain_leaves(data)
+        kept, folded = (None, {}) if leaves is None else fold(leaves)
         return Rolled(
-            leaves=leaves,
+            leaves=kept,
+            folded=folded,
             batch=data if leaves is None else None,
             tail=tuple(data.batch_size[2:]),
             version=order.version,

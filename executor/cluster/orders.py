@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from envherd.executor.cluster.folding import Rest
 from envherd.executor.machine import Machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.outcome import Outcome
@@ -197,6 +198,7 @@ class Rolled:
 
     Attributes:
         leaves: key -> array `[n, T, ...]`; None where the batch is none of plain arrays.
+        folded: leaves that mostly repeat others of these, see `folding`.
         batch: the TensorDict itself then.
         tail: the batch size behind `[n, T]`.
         version: of the weights it was made with.
@@ -206,6 +208,7 @@ class Rolled:
     """
 
     leaves: dict[tuple[str, ...], np.ndarray] | None
+    folded: dict[tuple[str, ...], Rest]
     batch: Any
     tail: tuple[int, ...]
     version: int

@@ -20,10 +20,12 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.cluster.folding import restore, unfold
 from envherd.executor.cluster.host import weights_of
 from envherd.executor.cluster.orders import Rolled, RollOrder
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.policy import Placed, Policy
+from envherd.shm.specs import Key
 from envherd.workers.errors import EnvherdError, WorkerLost, WorkerTimeout
 
 if TYPE_CHECKING:
@@ -323,21 +325,39 @@ class RemoteRollouts:
     def _join(self, parts: list[Rolled]) -> TensorDictBase:
         """Return rollouts as one batch, in memory of its own."""
         device = self._engine.device
-        leaves = [part.leaves for part in parts]
-        if any(own is None or own.keys() != (leaves[0] or {}).keys() for own in leaves):
+        if len({_keys_of(part) for part in parts}) > 1 or parts[0].leaves is None:
             rows = [row for part in parts for row in _as_batch(part).unbind(0)]
             data: TensorDictBase = LazyStackedTensorDict(*rows, stack_dim=0)
             return data if device is None else data.to(device)
-        joined = {}
-        for key in leaves[0] or {}:
-            arrays = [own[key] for own in leaves if own is not None]
-            target = torch.empty(
-                (sum(map(len, arrays)), *arrays[0].shape[1:]), dtype=torch.from_numpy(arrays[0][:0].copy()).dtype
-            )
-            np.concatenate(arrays, out=target.numpy())
-            joined[key] = target
+        joined = _joined(parts)
         num_envs, num_steps = next(iter(joined.values())).shape[:2]
         return _batch_of(joined, (num_envs, num_steps, *parts[0].tail), device)
+
+
+def _keys_of(part: Rolled) -> frozenset[Key] | None:
+    return None if part.leaves is None else frozenset((*part.leaves, *part.folded))
+
+
+def _joined(parts: list[Rolled]) -> dict[Key, torch.Tensor]:
+    """Return the leaves of rollouts that have the same keys, in memory of their own."""
+    is_alike = len({frozenset(part.folded) for part in parts}) == 1
+    whole = [part.leaves or {} if is_alike else unfold(part.leaves or {}, part.folded) for part in parts]
+    joined = {}
+    for key in whole[0]:
+        arrays = [own[key] for own in whole]
+        target = torch.empty(
+            (sum(map(len, arrays)), *arrays[0].shape[1:]), dtype=torch.from_numpy(arrays[0][:0].copy()).dtype
+        )
+        np.concatenate(arrays, out=target.numpy())
+        joined[key] = target
+    for key in parts[0].folded if is_alike else ():
+        joined[key] = torch.empty_like(joined[key[1:]])
+        first = 0
+        for part, own in zip(parts, whole, strict=True):
+            span = slice(first, first + len(own[key[1:]]))
+            restore(joined[key][span].numpy(), joined[key[1:]][span].numpy(), part.folded[key])
+            first = span.stop
+    return joined
 
 
 def _take_nothing(share: RemoteShare, _: None) -> None:
@@ -357,6 +377,6 @@ def _batch_of(
 def _as_batch(part: Rolled) -> TensorDictBase:
     if part.leaves is None:
         return part.batch
-    leaves = {key: torch.from_numpy(array.copy()) for key, array in part.leaves.items()}
+    leaves = {key: torch.from_numpy(array.copy()) for key, array in unfold(part.leaves, part.folded).items()}
     num_envs, num_steps = next(iter(leaves.values())).shape[:2]
     return _batch_of(leaves, (num_envs, num_steps, *part.tail), None)

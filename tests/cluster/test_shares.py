@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from envherd.executor.cluster import ClusterError
+from envherd.executor.cluster.folding import fold, unfold
 from envherd.executor.cluster.shares import bundles_for, divide
 from envherd.executor.cluster.wire import DriverMemory, End
 from envherd.shm.slab import Slab, Storage, plan_slab, plan_storage
@@ -128,3 +129,46 @@ def test_a_storage_gets_the_step_and_the_root_that_follows(ends):
             elif name[0] == "root":
                 source = name if own == 1 else ("next", *name[1:])
                 assert np.array_equal(array[row, 1], told[0][source])
+
+
+def rolled_leaves(rng, num_envs=3, num_steps=7, shape=(5, 4)):
+    """Return leaves of a rollout in which envs end now and then."""
+    root = rng.standard_normal((num_envs, num_steps, *shape)).astype(np.float32)
+    root[0, num_steps // 2, 0, 0] = np.nan
+    after = np.concatenate([root[:, 1:], rng.standard_normal((num_envs, 1, *shape)).astype(np.float32)], 1)
+    ends = rng.random((num_envs, num_steps)) < 0.2
+    after[ends] = rng.standard_normal((ends.sum(), *shape))
+    flags = ends[..., None]
+    return {("a", "pixels"): root, ("next", "a", "pixels"): after, ("done",): flags, ("next", "done"): flags.copy()}
+
+
+def test_a_rollout_crosses_with_each_observation_once():
+    leaves = rolled_leaves(np.random.default_rng(0))
+    kept, folded = fold(leaves)
+    assert set(folded) == {("next", "a", "pixels")}
+    assert len(folded["next", "a", "pixels"].rows) == 3 + leaves["done",][:, :-1].sum()
+    whole = unfold(kept, folded)
+    assert whole.keys() == leaves.keys()
+    assert all(whole[key].tobytes() == leaves[key].tobytes() for key in leaves)
+
+
+def test_what_a_policy_has_written_to_crosses_as_it_is():
+    leaves = rolled_leaves(np.random.default_rng(1))
+    leaves["a", "pixels"] *= 2  # every root differs from the `next` before it
+    kept, folded = fold(leaves)
+    assert not folded
+    assert kept.keys() == leaves.keys()
+    leaves = rolled_leaves(np.random.default_rng(1))
+    leaves["a", "pixels"][1, 3] = -1.0  # one does
+    whole = unfold(*fold(leaves))
+    assert all(whole[key].tobytes() == leaves[key].tobytes() for key in leaves)
+
+
+@pytest.mark.parametrize("shape", [(3,), ()])
+def test_rollouts_of_one_step_and_small_leaves_are_left_alone(shape):
+    leaves = rolled_leaves(
+        np.random.default_rng(2), num_steps=1 if shape else 6, shape=(*shape, 1) if shape else (1, 1)
+    )
+    kept, folded = fold(leaves)
+    assert not folded
+    assert kept.keys() == leaves.keys()
