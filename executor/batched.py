@@ -259,8 +259,13 @@ class BatchedEnv:
             return self._exchange.recv(min_envs, timeout_s)
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
-        """Return where envs are now: the root batch `[k]` to act on next, with their `env_ids`. Own memory."""
+        """Return where envs are now: the root batch `[k]` to act on next, with their `env_ids`.
+
+        In memory of its own, which it may share with the `next` of a batch just received (as `step_mdp` shares them).
+        """
         with self._turn:
+            if env_ids is not None and (td := self._exchange.recall(env_ids)) is not None:
+                return td
             ids = self._exchange.as_ids(env_ids)
             self._engine.refuse_pending(ids)
             td = self._rows.current(ids)

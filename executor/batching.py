@@ -117,10 +117,14 @@ class GroupBatch:
             self._shells[section, lead] = cached
         return cached
 
-    def root_shell_over_next(self) -> Shell:
+    def root_shell_over_next(self, lead: tuple[int, ...]) -> Shell:
         """Return the nesting of a root over the leaves of a `next`, for rows that were not reset."""
-        members = list(zip(self.root_in_next, self.root_keys, strict=True))
-        return Shell(members, dict(self.spec.groups), (self.num_rows,), self.spec.batch_shape, self.device)
+        cached = self._shells.get(("root over next", lead))
+        if cached is None:
+            members = list(zip(self.root_in_next, self.root_keys, strict=True))
+            cached = Shell(members, dict(self.spec.groups), lead, self.spec.batch_shape, self.device)
+            self._shells["root over next", lead] = cached
+        return cached
 
     def next_views(self, column: int) -> Leaves:
         """Return the `next` leaves of a frame (VIEW)."""
@@ -151,6 +155,15 @@ class GroupBatch:
         """Return the leaves of some rows, each from its own column, as fresh arrays `[k, ...]`."""
         arrays = self.next_arrays if section == "next" else self.root_arrays
         return [array[columns, rows] for array in arrays]
+
+    def next_at(self, columns: np.ndarray, rows: np.ndarray) -> tuple[TensorDict, Leaves]:
+        """Return the `next` of some rows, each from its own column, and its leaves, for `root_over`."""
+        leaves = self.to_tensors(self.gather("next", columns, rows))
+        return self.shell("next", (len(rows),)).build(leaves), leaves
+
+    def root_over(self, leaves: Leaves, count: int) -> TensorDict:
+        """Return a root batch `[count]` that shares the leaves of a `next` after which nothing was reset."""
+        return self.root_shell_over_next((count,)).build(leaves)
 
     def gather_roots(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """Return where some rows are now, as fresh arrays `[k, ...]`: a reset's root, or a step's `next`."""

@@ -8,23 +8,43 @@ env was ready first.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.batching import Leaves
 from envherd.executor.engine import Engine
 from envherd.executor.intake import to_numpy
-from envherd.executor.tensordict_access import set_leaf, set_next
+from envherd.executor.tensordict_access import get_leaf, set_leaf, set_next
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RING, Flag, Op
 
 ENV_IDS = "env_ids"
 
 
+class _Received(NamedTuple):
+    """The batch that was received last: who asks where its envs are, or sends them on, is answered from it.
+
+    Attributes:
+        ids: its `env_ids`, and `version`, their count of writes.
+        env_ids: the same.
+        leaves: of its `next`; None where they do not say where the envs are.
+        stamp: the number of the latest command and of losses: with others, `leaves` are of the past.
+    """
+
+    ids: torch.Tensor
+    version: int
+    env_ids: np.ndarray
+    leaves: Leaves | None
+    stamp: tuple[int, int]
+
+
 class Exchange:
     """Sends and receives for one engine; its callers hold the engine's turn."""
+
+    _received: _Received | None = None
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -57,6 +77,9 @@ class Exchange:
         num_envs = self._engine.num_envs
         if env_ids is None:
             return self._engine.all_ids
+        received = self._received
+        if received is not None and env_ids is received.ids and env_ids._version == received.version:  # noqa: SLF001
+            return received.env_ids
         ids = np.atleast_1d(to_numpy(env_ids)).astype(np.int64)
         if ids.ndim > 1:  # of envs that are batches, as `set_ids` gives them: each row says its env
             ids = ids.reshape(len(ids), -1)[:, 0]
@@ -64,6 +87,18 @@ class Exchange:
         if distinct and (min(distinct) < 0 or max(distinct) >= num_envs or len(distinct) != len(ids)):
             raise ValueError(f"the call failed: expected different env ids in 0..{num_envs - 1}, got {ids.tolist()}.")
         return ids
+
+    def recall(self, env_ids: Any) -> TensorDictBase | None:
+        """Return where the envs received last are, sharing their `next`, if these are they and nothing came after."""
+        received, pool = self._received, self._engine.pool
+        if received is None or received.leaves is None or env_ids is not received.ids:
+            return None
+        stamp = pool.number, pool.num_losses
+        if env_ids._version != received.version or stamp != received.stamp:  # noqa: SLF001  # counts writes
+            return None
+        td = self._engine.rows.batches[0].root_over(received.leaves, len(received.env_ids))
+        set_leaf(td, (ENV_IDS,), received.ids)
+        return td
 
     def send(self, td: TensorDictBase, env_ids: np.ndarray, op: Op) -> None:
         """Check a batch of actions and start the steps."""
@@ -192,17 +227,29 @@ class Exchange:
         if engine.has_infos:
             rows.note_infos({i: self._infos.pop(i) for i in ready.tolist() if i in self._infos}, ready.tolist())
         engine.add_inputs(td, ready)
-        set_next(td, rows.next_of(ready, columns))
+        leaves = None
+        next_td: TensorDictBase
+        if rows.is_plain:
+            next_td, leaves = rows.batches[0].next_at(columns, rows.row_of[ready])
+        else:
+            next_td = rows.next_of(ready, columns)
+        set_next(td, next_td)
         rows.interrupted[ready] = False
         self._forget(ready)
         ended = rows.stepped(ready, columns)
         resets = ended & (self._ops[ready] == Op.STEP_RESET)
         if resets.any():
+            leaves = None
             rows.were_reset(ready[resets], columns[resets])
-        if engine.recycler is not None and resets.any() and not engine.resets_apart:
-            engine.recycler.after_steps(ready[resets], columns[resets])
+            if engine.recycler is not None and not engine.resets_apart:
+                engine.recycler.after_steps(ready[resets], columns[resets])
         engine.in_flight = None
-        return set_ids(td, ready)
+        set_ids(td, ready)
+        if td.ndim == 1:
+            ids: Any = get_leaf(td, ENV_IDS)
+            stamp = engine.pool.number, engine.pool.num_losses
+            self._received = _Received(ids, ids._version, ready, leaves, stamp)  # noqa: SLF001  # counts writes
+        return td
 
     def _forget(self, env_ids: np.ndarray) -> None:
         for kept in (self._side, self._infos):

@@ -102,7 +102,7 @@ class Rows:
         first = self.batches[0]
         self.root_shell = first.shell("root", (first.num_rows,))
         self._next_shell = first.shell("next", (first.num_rows,))
-        self._root_shell_over_next = first.root_shell_over_next()
+        self._root_shell_over_next = first.root_shell_over_next((first.num_rows,))
         self._column = 0
         self._is_mixed = False  # whether latest rows may be in several columns
         self._is_poisoning = options.poison

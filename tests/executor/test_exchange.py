@@ -121,3 +121,38 @@ def test_closing_does_not_wait_for_what_was_sent():
 def test_questions_name_real_envs(make, env_ids):
     with make(2, CountingEnv) as env, pytest.raises(ValueError, match=r"expected different env ids in 0\.\.1"):
         env.call("pid", env_ids=env_ids)
+
+
+@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
+def test_where_received_envs_are_may_be_asked_at_once_and_later_and_is_the_same(kind):
+    """What is asked at once shares what was received; what is asked otherwise is gathered."""
+    with kind(4, functools.partial(CountingEnv, 5), seed=0) as env:
+        root = env.reset()
+        for _ in range(12):
+            env.send(env.rand_action(root))
+            td = env.recv()
+            ids = td["env_ids"]
+            at_once = env.current(ids)
+            later = env.current(ids.tolist())
+            assert sorted(at_once.keys()) == sorted(later.keys())
+            assert (at_once == later).all()
+            is_shared = at_once["observation"].data_ptr() == td["next", "observation"].data_ptr()
+            assert is_shared == (not td["next", "done"].any())
+            assert later["observation"].data_ptr() != td["next", "observation"].data_ptr()
+            root = at_once
+
+
+def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_to_its_ids():
+    with SerialEnv(3, functools.partial(CountingEnv, 100), seed=0) as env:
+        root = env.reset()
+        env.send(env.rand_action(root)[:2], [0, 1])
+        td = env.recv()
+        env.reset(TensorDict({"_reset": torch.tensor([True, False, False])}, [3]))
+        assert env.current(td["env_ids"])["observation"][:, 1].tolist() == [0, 1]
+        env.send(env.rand_action(root)[:2], [1, 2])
+        td = env.recv()
+        ids = td["env_ids"]
+        ids[0] = 0
+        assert env.current(ids)["observation"][:, 1].tolist() == [0, 1]
+        env.send(TensorDict({"action": torch.tensor([1, 1])}, [2]), ids)
+        assert env.recv()["env_ids"].tolist() == [0, 2]
