@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from typing import Any
@@ -11,19 +10,16 @@ import numpy as np
 import torch
 
 from envherd.benchmarks.pools import Contender, EndCounter, Job, Pool
-from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import ParallelEnv, SerialEnv
 
 OURS, ONE, WIDE, SERIAL = "envherd", "envherd, 1 worker", "envherd, 1 env per worker", "envherd SerialEnv"
 AUTO = 'envherd, num_workers="auto"'
 VIEWS, ROLLOUT, FIRST_K = "envherd, copy=False", "envherd rollout(64)", "envherd, async first-K"
-GROUPS, AHEAD = "envherd, two groups", "envherd, reset-ahead"
+GROUPS = "envherd, two groups"
 AS_GYMNASIUM, AS_SB3, AS_TORCHRL = "envherd as Gymnasium", "envherd as SB3", "envherd as TorchRL"
 AS_GYMNASIUM_WIDE, AS_SB3_WIDE = "envherd as Gymnasium, a worker per core", "envherd as SB3, a worker per core"
 ROLLOUT_STEPS = 64
-_AHEAD: dict[str, Any] = {"reset_ahead": True}  # not every version has it
 _BOTH = ("gymnasium", "meltingpot")
-#: Whether this version has the option.
-HAS_RESET_AHEAD = any(field.name in _AHEAD for field in dataclasses.fields(ExecutorOptions))
 
 
 def _open(job: Job, kind: Any = ParallelEnv, *, num_workers: int | str | None = None, **kwargs: Any) -> Any:
@@ -127,10 +123,6 @@ def _two_groups(job: Job) -> Pool:
     return Pool(step, env.close, lambda: env.statistics().episodes)
 
 
-def _reset_ahead(job: Job) -> Pool:
-    return _synchronous(job, options=ExecutorOptions(**_AHEAD))
-
-
 def _as_gymnasium(job: Job, *, num_workers: int | None = 1) -> Pool:
     from envherd.executor.facades.gymnasium import AsyncVectorEnv
 
@@ -181,7 +173,6 @@ CONTENDERS = tuple(
         (ROLLOUT, _rollout, _BOTH),
         (FIRST_K, _first_k, _BOTH),
         (GROUPS, _two_groups, _BOTH),
-        *(((AHEAD, _reset_ahead, _BOTH),) if HAS_RESET_AHEAD else ()),
         (AS_GYMNASIUM, _as_gymnasium, ("gymnasium",)),
         (AS_SB3, _as_sb3, ("gymnasium",)),
         (AS_GYMNASIUM_WIDE, functools.partial(_as_gymnasium, num_workers=None), ("gymnasium",)),

@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from envherd.benchmarks.accounting import pressure_line, usage_of
-from envherd.benchmarks.suite import describe_machine
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
 from envherd.workers.adapters.base import StepValues
 from envherd.workers.testing import CountingEnv
@@ -170,16 +169,35 @@ def measure_costs(num_envs: int, length: int, policy_s: float) -> Costs:
     return Costs(statistics.median(steps), statistics.median(resets), overhead_s, hand_over_s, policy_s)
 
 
-def measure(arguments: argparse.Namespace, policy_s: float, waiting: Costs | None) -> dict[str, Any]:
+def study(num_rounds: int) -> dict[str, Any]:
+    """Run both with 8 envs that wait, so that processors are not short.
+
+    Returns:
+        "speedup": how many times the steps resets ahead make, measured, and "modelled"; "measured": see `measure`.
+    """
+    num_envs, length, policy_s = 8, 60, 20e-3
+    waiting = tenth_of(measure_costs(num_envs, length, policy_s))
+    found = measure(num_envs, length, num_rounds, waiting.policy_s, waiting)
+    speedup = found.pop("speedup")
+    return {"speedup": speedup, "modelled": _modelled(waiting, num_envs, length), "measured": found}
+
+
+def _modelled(waiting: Costs, num_envs: int, length: int) -> float:
+    """Return how many times the steps resets ahead make where processors are never short."""
+    plain, ahead = (batch_s(waiting, num_envs, length, 10**6, is_ahead=flag) for flag in (False, True))
+    return plain / ahead
+
+
+def measure(num_envs: int, length: int, rounds: int, policy_s: float, waiting: Costs | None) -> dict[str, Any]:
     """Run both in turns; return the medians over rounds."""
     kinds = {"sync": ExecutorOptions(), "sync, reset_ahead": ExecutorOptions(reset_ahead=True)}
     slots: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
     envs: dict[str, ParallelEnv] = {}
-    num_steps = arguments.length + STAGGER * arguments.envs
+    num_steps = length + STAGGER * num_envs
     try:
         for name, options in kinds.items():
-            envs[name] = make(arguments.envs, arguments.length, options, waiting)
-        for index in range(arguments.rounds):
+            envs[name] = make(num_envs, length, options, waiting)
+        for index in range(rounds):
             for name in sorted(kinds, reverse=bool(index % 2)):
                 slots[name].append(run_slot(envs[name], num_steps, policy_s))
     finally:
@@ -243,6 +261,8 @@ def show_model(console: Console, costs: Costs, length: int) -> list[dict[str, An
 
 def main() -> None:
     """Measure, model, print, and write the results."""
+    from envherd.benchmarks.suite import describe_machine  # which runs `study` itself
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two rounds with 2 envs, and no JSON")
     parser.add_argument("--waiting", action="store_true", help="a tenth of the times, and envs that only wait")
@@ -258,16 +278,14 @@ def main() -> None:
     report: dict[str, Any] = {"machine": describe_machine(), "pressure": [pressure_line()]}
     costs = measure_costs(arguments.envs, arguments.length, arguments.policy_ms / 1e3)
     waiting = tenth_of(costs) if arguments.waiting else None
-    report["measured"] = found = measure(arguments, (waiting or costs).policy_s, waiting)
+    policy_s = (waiting or costs).policy_s
+    report["measured"] = found = measure(arguments.envs, arguments.length, arguments.rounds, policy_s, waiting)
     report["costs"], report["modelled"] = asdict(costs), show_model(console, costs, arguments.length)
     show(console, found, arguments)
     report["pressure"].append(pressure_line())
     console.print(f"CPU pressure before and after: {report['pressure'][0]} | {report['pressure'][1]}")
     if waiting is not None:
-        plain, ahead = (
-            batch_s(waiting, arguments.envs, arguments.length, 10**6, is_ahead=flag) for flag in (False, True)
-        )
-        console.print(f"the model says {plain / ahead:.2f} times")
+        console.print(f"the model says {_modelled(waiting, arguments.envs, arguments.length):.2f} times")
     if not arguments.quick and waiting is None:
         arguments.out.write_text(json.dumps(report, indent=2) + "\n")
         console.print(f"written to {arguments.out}")

@@ -96,7 +96,6 @@ _MELTING_POT = (
     bounds.IDEAL,
     ours.OURS,
     ours.FIRST_K,
-    *([ours.AHEAD] if ours.HAS_RESET_AHEAD else []),
     peers.TORCHRL_PARALLEL,
 )
 _LUMPY: dict[str, Any] = {"judged_by": "totals", "slot_s": 0.3}
