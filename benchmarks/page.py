@@ -19,8 +19,8 @@ _BESIDE = {
     "tiny": "cost nothing, 4 floats",
     "image": "cost nothing, 84x84x4 bytes",
     "w200": "200 us a step",
-    "spikes": "200 us, 1 % of steps x 100",
-    "commons_harvest": "Melting Pot commons_harvest, with resets",
+    "spikes": "200 us, 1 % of steps x 100 (ours: first-K)",
+    "commons_harvest": "Melting Pot commons_harvest, with resets (ours: first-K)",
 }
 _OTHERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU)
 _FACADES = (
