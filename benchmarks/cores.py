@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from envherd.benchmarks import growth as growth_laws
 from envherd.benchmarks import ours
 from envherd.benchmarks.cores_model import MODES, Costs, Mode, Outcome, Setting, Work, simulate
 from envherd.benchmarks.parts import write_part
@@ -49,7 +50,7 @@ def costs_of(results: Mapping[str, Any]) -> Costs:
     to happen one after the other is taken away, halved: there is one on each side.
     """
     growth = results["growth"]
-    envs, workers, parts = growth["envs"][ours.OURS], growth["workers"][ours.OURS], growth["parts"][ours.FIRST_K]
+    envs, workers, parts = growth["envs"][ours.OURS], growth["workers"][ours.OURS], growth["parts"][growth_laws.NARROW]
     fixed_us, env_us, _ = envs["caller_fit"]
     ring_us = max(0.0, workers["caller_fit"][1])
     byte_us = max(0.0, growth["bytes"][ours.OURS]["caller_fit"][1])

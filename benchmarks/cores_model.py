@@ -3,7 +3,7 @@
 A caller and W workers with n envs each. A worker runs the envs that were given a command one after the other, oldest
 command first. The caller is one process: what it does for a batch (a part for the batch, one for each env, one for each
 worker that it rings, one for each byte that it copies) is done by nobody else meanwhile, and then the policy takes its
-time. Three ways to run them: "sync" waits for all, "first-K" for as many envs as there are workers, "two groups" for
+time. Three ways to run them: "sync" waits for all, "first-K" for the first half of the envs, "two groups" for
 one half of the envs while the other half steps.
 
 With fewer processors than processes, what the caller does is taken from a worker that was running.
@@ -117,7 +117,7 @@ def simulate(costs: Costs, work: Work, setting: Setting, num_steps: int = 6000) 
             run.send(ready, run.batch_s(num_envs))
         else:
             if setting.mode == "first-K":
-                ready = run.take_first(setting.num_workers)
+                ready = run.take_first(max(1, num_envs // 2))
             else:
                 ready, turn = run.take_all(groups[turn]), 1 - turn
             run.send(ready, run.part_s(len(ready)))

@@ -18,7 +18,7 @@ from envherd.benchmarks.runner import Slot
 from envherd.benchmarks.work import SteadyFactory
 from envherd.benchmarks.workloads import ALL
 
-MEMCPY = "one memcpy"
+MEMCPY, NARROW = "one memcpy", "envherd, first W"
 NUM_ENVS, MANY_ENVS = (2, 8, 32), (2, 8, 32, 128)
 SIZES = (84 * 84, 84 * 84 * 4, 84 * 84 * 16)
 WORKERS = (1, 2, 4, 8)
@@ -45,7 +45,12 @@ def _memcpy(job: Job) -> Pool:
     return Pool(step, lambda: None)
 
 
-CONTENDERS = {**ALL, MEMCPY: Contender(name=MEMCPY, build=_memcpy, kind="bound")}
+_FIRST_W = functools.partial(ours.first_k, is_narrow=True)
+CONTENDERS = {
+    **ALL,
+    MEMCPY: Contender(name=MEMCPY, build=_memcpy, kind="bound"),
+    NARROW: Contender(name=NARROW, build=_FIRST_W, kind="ours"),
+}
 
 
 def _points(num_workers: int) -> dict[str, list[Point]]:
@@ -60,7 +65,7 @@ def _points(num_workers: int) -> dict[str, list[Point]]:
         for size, job in images.items()
     ]
     workers = [(ours.OURS, float(count), replace(tiny, num_workers=count)) for count in WORKERS]
-    parts = [(ours.FIRST_K, float(count), replace(tiny, num_envs=32, num_workers=count)) for count in WORKERS]
+    parts = [(NARROW, float(count), replace(tiny, num_envs=32, num_workers=count)) for count in WORKERS]
     return {"envs": envs, "bytes": sizes, "workers": workers, "parts": parts}
 
 
@@ -75,7 +80,7 @@ def run(num_workers: int, plan: Plan, chosen: Callable[[str], bool], say: Callab
     """
     found = {}
     for series, points in _points(num_workers).items():
-        kept = [point for point in points if point[0] == MEMCPY or chosen(point[0])]
+        kept = [point for point in points if point[0] in (MEMCPY, NARROW) or chosen(point[0])]
         pairs = [(replace(CONTENDERS[name], name=_label(name, x)), job) for name, x, job in kept]
         entries, _ = measure(pairs, plan, functools.partial(_say, say, series))
         found[series] = _lines(series, kept, {entry.contender.name: entry for entry in entries})

@@ -83,11 +83,12 @@ def _send_on(job: Job, env: Any, actions: list[tuple[Any, torch.Tensor]], env_id
     env.send(root, env_ids)
 
 
-def _first_k(job: Job, **kwargs: Any) -> Pool:
-    """Act on the first `num_workers` envs that are ready."""
-    env = _open(job, **kwargs)
+def first_k(job: Job, *, is_narrow: bool = False) -> Pool:
+    """Act on the first envs that are ready: on half of all, as `envherd size` runs it, or on one for each worker."""
+    env = _open(job)
     root = env.reset()
-    actions, wanted = _drawn(env), min(job.num_workers, job.num_envs)
+    actions = _drawn(env)
+    wanted = min(job.num_workers, job.num_envs) if is_narrow else max(1, job.num_envs // 2)
     for key, value in actions:
         root.set(key, value)
     env.send(root)
@@ -171,7 +172,7 @@ CONTENDERS = tuple(
         (VIEWS, functools.partial(_synchronous, copy=False), _BOTH),
         (SERIAL, functools.partial(_synchronous, kind=SerialEnv), _BOTH),
         (ROLLOUT, _rollout, _BOTH),
-        (FIRST_K, _first_k, _BOTH),
+        (FIRST_K, first_k, _BOTH),
         (GROUPS, _two_groups, _BOTH),
         (AS_GYMNASIUM, _as_gymnasium, ("gymnasium",)),
         (AS_SB3, _as_sb3, ("gymnasium",)),
