@@ -168,7 +168,7 @@ class GroupBatch:
     def gather_roots(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """Return where some rows are now, as fresh arrays `[k, ...]`: a reset's root, or a step's `next`."""
         gathered = []
-        was_reset = bool(in_root.any())
+        was_reset = bool(np.count_nonzero(in_root))
         for index, array in enumerate(self.root_arrays):
             leaf = self.next_arrays[self.root_in_next[index]][columns, rows]
             if was_reset:

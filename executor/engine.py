@@ -96,7 +96,7 @@ class Engine:
 
     def refuse_pending(self, env_ids: np.ndarray) -> None:
         """Raise `Busy` if any of the envs was sent and not received."""
-        if self.num_pending and self.pending[env_ids].any():
+        if self.num_pending and np.count_nonzero(self.pending[env_ids]):
             busy = env_ids[self.pending[env_ids]].tolist()
             raise Busy(f"the call failed: envs {busy} still owe an answer. recv() them first.", env_ids=tuple(busy))
 
@@ -116,7 +116,7 @@ class Engine:
 
     def refuse_ended(self, env_ids: np.ndarray) -> None:
         """Raise `ResetNeeded` if any of the envs has ended or was never reset."""
-        if self.rows.has_ended and self.rows.ended[env_ids].any():
+        if self.rows.has_ended and np.count_nonzero(self.rows.ended[env_ids]):
             ended = env_ids[self.rows.ended[env_ids]].tolist()
             raise ResetNeeded(
                 f"step failed: expected running envs, got envs {ended} that have ended or were never reset. Reset them "

@@ -134,7 +134,7 @@ class Exchange:
         elif engine.in_flight is not None:
             engine.pending[engine.in_flight] = False
         self._sending = None
-        engine.num_pending = int(engine.pending.sum())
+        engine.num_pending = np.count_nonzero(engine.pending)
 
     def recv(self, min_envs: int | None, timeout_s: float | None) -> TensorDictBase:
         """Wait for the first `min_envs` (None: all that were sent) and return their transitions."""
@@ -238,7 +238,7 @@ class Exchange:
         self._forget(ready)
         ended = rows.stepped(ready, columns)
         resets = ended & (self._ops[ready] == Op.STEP_RESET)
-        if resets.any():
+        if np.count_nonzero(resets):  # `any` takes five times as long, here and in what a step of some envs calls
             leaves = None
             rows.were_reset(ready[resets], columns[resets])
             if engine.recycler is not None and not engine.resets_apart:
@@ -256,7 +256,7 @@ class Exchange:
             for env_id in env_ids.tolist() if kept else ():
                 kept.pop(env_id, None)
         self._engine.pending[env_ids] = False
-        self._engine.num_pending = int(self._engine.pending.sum())
+        self._engine.num_pending = np.count_nonzero(self._engine.pending)
 
 
 def set_ids(td: TensorDictBase, env_ids: np.ndarray) -> TensorDictBase:

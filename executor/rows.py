@@ -264,7 +264,7 @@ class Rows:
         self.columns[env_ids] = columns
         self.in_root[env_ids] = False
         self.ended[env_ids] = ended = self._done_of(self._next_done, env_ids, columns)
-        self.has_ended = bool(self.ended.any())
+        self.has_ended = bool(np.count_nonzero(self.ended))
         return ended
 
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> None:
@@ -272,7 +272,7 @@ class Rows:
         self.columns[env_ids] = columns
         self.in_root[env_ids] = True
         self.ended[env_ids] = self._done_of(self._root_done, env_ids, self.columns[env_ids])
-        self.has_ended = bool(self.ended.any())
+        self.has_ended = bool(np.count_nonzero(self.ended))
 
     def mark_ended(self, env_ids: Any) -> None:
         """Note that envs must be reset before they can be stepped, whatever their rows say."""
