@@ -45,14 +45,14 @@ _COLORS: dict[Mode, str] = {"sync": "#3465a4", "first-K": "#c2185b", "two groups
 def costs_of(results: Mapping[str, Any]) -> Costs:
     """Return the model's costs, from the growth laws of a run.
 
-    The caller's slope with N, with W and with bytes is what an env, a ring and a byte cost it. What all processes pay
-    for a further env beside that is the worker's. A wake-up is what is left of a batch's time when all that is known
-    to happen one after the other is taken away, halved: there is one on each side.
+    The caller's slope with N, with W (up to the number of processors) and with bytes is what an env, a ring and a byte
+    cost it. What all processes pay for a further env beside that is the worker's. A wake-up is what is left of a
+    batch's time when all that is known to happen one after the other is taken away, halved: there is one on each side.
     """
     growth = results["growth"]
     envs, workers, parts = growth["envs"][ours.OURS], growth["workers"][ours.OURS], growth["parts"][growth_laws.NARROW]
     fixed_us, env_us, _ = envs["caller_fit"]
-    ring_us = max(0.0, workers["caller_fit"][1])
+    ring_us = max(0.0, _slope_within(workers, results["machine"]["usable_cores"]))
     byte_us = max(0.0, growth["bytes"][ours.OURS]["caller_fit"][1])
     worker_env_us = max(0.1, envs["cpu_fit"][1] - env_us)
     part_us, part_env_us, _ = parts["caller_fit"]
@@ -70,6 +70,13 @@ def costs_of(results: Mapping[str, Any]) -> Costs:
         worker_env_s=worker_env_us * 1e-6,
         wake_s=max(1.0, (wall_us - known_us) / 2) * 1e-6,
     )
+
+
+def _slope_within(row: Mapping[str, Any], cores: int) -> float:
+    """Return what a further worker costs the caller, microseconds: from the points where each has a processor."""
+    points = [(x, y) for x, y in zip(row["x"], row["caller_us"], strict=True) if x <= cores]
+    (first, low), (last, high) = points[0], points[-1]
+    return float((high - low) / (last - first)) if last > first else float(row["caller_fit"][1])
 
 
 def check(results: Mapping[str, Any]) -> Iterator[tuple[str, Mode, float, float]]:

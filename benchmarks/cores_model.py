@@ -105,9 +105,9 @@ class Outcome:
 
 
 def simulate(costs: Costs, work: Work, setting: Setting, num_steps: int = 6000) -> Outcome:
-    """Run so many env steps (30 of each env at least, and a tenth as many before, unmeasured)."""
+    """Run so many env steps (120 of each env at least, and a tenth as many before, unmeasured)."""
     run, num_envs = _Run(costs, work, setting), setting.num_envs
-    num_steps = max(num_steps, 30 * num_envs)
+    num_steps = max(num_steps, 120 * num_envs)
     groups = [list(range(num_envs))[half::2] for half in (0, 1)]
     turn, before = 0, (0.0, 0.0, 0)
     run.send(range(num_envs), run.batch_s(num_envs))
