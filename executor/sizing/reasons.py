@@ -203,8 +203,9 @@ def _share_of_resets(model: Model) -> float:
 def _ahead(facts: Facts) -> Iterator[str]:
     """Say that idle processors could begin episodes before they are needed, if memory suffices for it."""
     one, model, num_envs = facts.prediction, facts.model, facts.chosen.num_envs
-    idle = 1 - one.compute_s / one.batch_s
-    if _share_of_resets(model) < _WORTH_A_SENTENCE or idle < _IDLE or model.measured.spec.batch_shape:
+    idle = 1 - (one.compute_s + one.overhead_s) / one.batch_s  # what the executor does is not made less by it
+    is_long = model.measured.reset_s > 2 * one.overhead_s
+    if _share_of_resets(model) < _WORTH_A_SENTENCE or idle < _IDLE or not is_long or model.measured.spec.batch_shape:
         return
     needed = 2 * model.memory_bytes(num_envs, num_envs)
     if needed < facts.room_bytes * (1 - facts.headroom):
