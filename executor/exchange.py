@@ -134,7 +134,7 @@ class Exchange:
         elif engine.in_flight is not None:
             engine.pending[engine.in_flight] = False
         self._sending = None
-        engine.num_pending = np.count_nonzero(engine.pending)
+        engine.num_pending = int(np.count_nonzero(engine.pending))
 
     def recv(self, min_envs: int | None, timeout_s: float | None) -> TensorDictBase:
         """Wait for the first `min_envs` (None: all that were sent) and return their transitions."""
@@ -256,7 +256,7 @@ class Exchange:
             for env_id in env_ids.tolist() if kept else ():
                 kept.pop(env_id, None)
         self._engine.pending[env_ids] = False
-        self._engine.num_pending = np.count_nonzero(self._engine.pending)
+        self._engine.num_pending = int(np.count_nonzero(self._engine.pending))
 
 
 def set_ids(td: TensorDictBase, env_ids: np.ndarray) -> TensorDictBase:
