@@ -96,6 +96,8 @@ class Exchange:
         stamp = pool.number, pool.num_losses
         if env_ids._version != received.version or stamp != received.stamp:  # noqa: SLF001  # counts writes
             return None
+        if any(leaf._version for leaf in received.leaves):  # noqa: SLF001  # the caller has written to its `next`
+            return None
         td = self._engine.rows.batches[0].root_over(received.leaves, len(received.env_ids))
         set_leaf(td, (ENV_IDS,), received.ids)
         return td

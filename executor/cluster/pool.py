@@ -274,8 +274,8 @@ class ClusterPool(WorkerFacts):
 
     def _take_collected(self, share: RemoteShare, reply: Reply) -> None:
         share.is_collecting = False
-        if reply.failure is not None:
-            self.fail(share, reply.failure)
+        if reply.failure is not None:  # what its envs have answered went with it: they begin again, all of them
+            self.lose_share(share, reply.failure)
             return
         assert reply.ids is not None
         if reply.rows is not None:

@@ -156,3 +156,11 @@ def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_
         assert env.current(ids)["observation"][:, 1].tolist() == [0, 1]
         env.send(TensorDict({"action": torch.tensor([1, 1])}, [2]), ids)
         assert env.recv()["env_ids"].tolist() == [0, 2]
+
+
+def test_what_a_caller_has_written_to_its_next_is_not_where_the_envs_are():
+    with SerialEnv(2, functools.partial(CountingEnv, 100), seed=0) as env:
+        env.send(env.rand_action(env.reset()))
+        td = env.recv()
+        td["next", "observation"].zero_()
+        assert env.current(td["env_ids"])["observation"][:, 1].tolist() == [1, 1]
