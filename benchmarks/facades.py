@@ -1,0 +1,14 @@
+"""The facades beside the classes that they stand in for: `envherd bench --only cartpole`, with whatever options follow.
+
+Run: python -m envherd.benchmarks.facades [--quick] [--rounds N] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from envherd.executor.cli import main
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["bench", "--only", "cartpole"]
+    main()
