@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -116,6 +117,30 @@ def test_a_lost_host_is_raised_and_the_executor_can_be_closed():
         assert caught.value.partial["observation"][0, 1] == 1, "the other node's env was stepped"
         with pytest.raises(WorkerLost, match="is lost with workers 1-1"):
             env.remote_rollouts().rollout(2)
+
+
+@contextlib.contextmanager
+def starved(pid):
+    """Have a process in a memory group that has no page left for it: the kernel kills it when it needs one."""
+    own = Path(f"/sys/fs/cgroup/memory/envherd-test-{pid}")
+    try:
+        own.mkdir()
+        (own / "memory.limit_in_bytes").write_text("4096")
+        (own / "cgroup.procs").write_text(str(pid))
+    except OSError as error:
+        pytest.skip(f"memory groups of one's own are not allowed here: {error}")
+    yield
+    while (own / "cgroup.procs").read_text().strip():
+        time.sleep(0.05)
+    own.rmdir()
+
+
+def test_a_host_that_the_kernel_kills_for_want_of_memory_is_a_lost_host():
+    make_large = functools.partial(CountingEnv, 1_000_000, size=128)
+    with RayParallelEnv(2, make_large, num_nodes=2, resources_per_node=ONE) as env:
+        env.reset()
+        with starved(env.nodes[1].pid), pytest.raises(WorkerLost, match=r"node .* is lost with workers 1-1"):
+            env.remote_rollouts().rollout(200)
 
 
 DRIVER = """
