@@ -16,6 +16,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envherd.executor.device import Mover
+from envherd.executor.gathering import Gatherer
 from envherd.executor.tensordict_access import maker
 from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
 from envherd.shm.specs import Key
@@ -103,6 +104,8 @@ class GroupBatch:
         self._views = [[torch.from_numpy(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
         self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
         self.root_arrays = [slab.columns["root", *key] for key in self.root_keys]
+        self._nexts = Gatherer(slab.buffer, [self.next_arrays])
+        self._roots = Gatherer(slab.buffer, [[self.next_arrays[i] for i in self.root_in_next], self.root_arrays])
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
 
     def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
@@ -151,14 +154,13 @@ class GroupBatch:
             leaves.append(leaf.view(field.shape))
         return leaves
 
-    def gather(self, section: str, columns: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the leaves of some rows, each from its own column, as fresh arrays `[k, ...]`."""
-        arrays = self.next_arrays if section == "next" else self.root_arrays
-        return [array[columns, rows] for array in arrays]
+    def gather_next(self, columns: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the `next` leaves of some rows, each from its own column, as fresh arrays `[k, ...]`."""
+        return self._nexts.gather(self._nexts.places(columns, rows))
 
     def next_at(self, columns: np.ndarray, rows: np.ndarray) -> tuple[TensorDict, Leaves]:
         """Return the `next` of some rows, each from its own column, and its leaves, for `root_over`."""
-        leaves = self.to_tensors(self.gather("next", columns, rows))
+        leaves = self.to_tensors(self.gather_next(columns, rows))
         return self.shell("next", (len(rows),)).build(leaves), leaves
 
     def root_over(self, leaves: Leaves, count: int) -> TensorDict:
@@ -167,14 +169,13 @@ class GroupBatch:
 
     def gather_roots(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """Return where some rows are now, as fresh arrays `[k, ...]`: a reset's root, or a step's `next`."""
-        gathered = []
-        was_reset = bool(np.count_nonzero(in_root))
-        for index, array in enumerate(self.root_arrays):
-            leaf = self.next_arrays[self.root_in_next[index]][columns, rows]
-            if was_reset:
-                leaf[in_root] = array[columns[in_root], rows[in_root]]
-            gathered.append(leaf)
-        return gathered
+        was_reset = in_root if b"\x01" in in_root.tobytes() else None
+        return self._roots.gather(self._roots.places(columns, rows, was_reset))
+
+    def roots_at(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> TensorDict:
+        """Return where some rows are now: a root batch `[k]` in memory of its own."""
+        leaves = self.to_tensors(self.gather_roots(columns, in_root, rows))
+        return self.shell("root", (len(rows),)).build(leaves)
 
     def roots_after(self, leaves: Leaves, column: int, reset_rows: np.ndarray | None) -> Leaves:
         """Return the root leaves after a step: those of `next`, but the reset's for the rows that were reset.

@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.ahead import AheadPool, AheadResets, between_episodes
 from envherd.executor.diagnosis import env_error, first_fault
+from envherd.executor.intake import has_true
 from envherd.executor.listing import announce
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pool import WorkerPool
@@ -96,7 +97,7 @@ class Engine:
 
     def refuse_pending(self, env_ids: np.ndarray) -> None:
         """Raise `Busy` if any of the envs was sent and not received."""
-        if self.num_pending and np.count_nonzero(self.pending[env_ids]):
+        if self.num_pending and has_true(self.pending[env_ids]):
             busy = env_ids[self.pending[env_ids]].tolist()
             raise Busy(f"the call failed: envs {busy} still owe an answer. recv() them first.", env_ids=tuple(busy))
 
@@ -116,7 +117,7 @@ class Engine:
 
     def refuse_ended(self, env_ids: np.ndarray) -> None:
         """Raise `ResetNeeded` if any of the envs has ended or was never reset."""
-        if self.rows.has_ended and np.count_nonzero(self.rows.ended[env_ids]):
+        if self.rows.has_ended and has_true(self.rows.ended[env_ids]):
             ended = env_ids[self.rows.ended[env_ids]].tolist()
             raise ResetNeeded(
                 f"step failed: expected running envs, got envs {ended} that have ended or were never reset. Reset them "
@@ -128,12 +129,12 @@ class Engine:
 
     def write_inputs(self, td: TensorDictBase, env_ids: np.ndarray | None = None) -> None:
         """Check and write the actions of a batch (for all envs, or for some); all of it or nothing."""
-        if env_ids is None and self._intake is not None and self._intake.take(td):
-            return
         if self._intake is None:
             self._write_mixed_inputs(td, self.all_ids if env_ids is None else env_ids)
             return
         rows = None if env_ids is None else self.rows.row_of[env_ids]
+        if self._intake.take(td, rows):
+            return
         self._intake.write(self._intake.read(td, rows), rows)
         if self._intake.side_leaves:
             self._send_side_inputs(td, self.all_ids if env_ids is None else env_ids)
@@ -156,9 +157,8 @@ class Engine:
     def add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Add the inputs of the envs' latest steps to a batch."""
         rows = self.rows
-        groups = set(rows.group_of[env_ids].tolist())
-        if len(groups) == 1:
-            intake = rows.intakes[groups.pop()]
+        if self._intake is not None or len(groups := set(rows.group_of[env_ids].tolist())) == 1:
+            intake = self._intake or rows.intakes[groups.pop()]
             for leaf, value in zip(intake.leaves, intake.current(rows.row_of[env_ids]), strict=True):
                 set_leaf(td, leaf.key, torch.from_numpy(value))
             return

@@ -38,7 +38,7 @@ class LendingIntake(GroupIntake):
         self._level = level
         self._kept: dict[int, list[torch.Tensor]] = {}
 
-    def take(self, td: TensorDictBase) -> bool:  # noqa: ARG002
+    def take(self, td: TensorDictBase, rows: np.ndarray | None = None) -> bool:  # noqa: ARG002
         """Leave every batch to `read` and `write`."""
         return False
 

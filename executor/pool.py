@@ -207,7 +207,7 @@ class WorkerPool:
             self._wait_slowly(env_ids, count, timeout_s, kill_late=kill_late)
             ready = self._ready(env_ids)
         self._collect()
-        return ready[np.argsort(self._command_seq[ready], kind="stable")]
+        return ready[self._command_seq[ready].argsort(kind="stable")]
 
     def _ready(self, env_ids: np.ndarray) -> np.ndarray:
         return env_ids[self._command_seq[env_ids] == self._reply_seq[env_ids]]

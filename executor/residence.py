@@ -135,15 +135,18 @@ class ResidentBatch(GroupBatch):
             for ring, array in pairs
         ]
 
-    def gather(self, section: str, columns: np.ndarray, rows: np.ndarray) -> list[Any]:
-        """Return the leaves of some rows, each from its own column: tensors, and arrays of flags."""
+    def gather_next(self, columns: np.ndarray, rows: np.ndarray) -> list[Any]:
+        """Return the `next` leaves of some rows, each from its own column: tensors, and arrays of flags."""
+        return self._gather("next", columns, rows)
+
+    def _gather(self, section: str, columns: np.ndarray, rows: np.ndarray) -> list[Any]:
         at = torch.from_numpy(columns).to(self.device), torch.from_numpy(rows).to(self.device)
         pairs = zip(self._rings[section], self._arrays[section], strict=True)
         return [array[columns, rows] if ring is None else ring[at] for ring, array in pairs]
 
     def gather_roots(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> list[Any]:
-        """Return where some rows are now; see `gather`."""
-        following, roots = self.gather("next", columns, rows), self.gather("root", columns, rows)
+        """Return where some rows are now; see `gather_next`."""
+        following, roots = self._gather("next", columns, rows), self._gather("root", columns, rows)
         gathered = []
         for index, root in zip(self.root_in_next, roots, strict=True):
             leaf = following[index]

@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batching import GroupBatch, Leaves, Members, add_side, stack_groups
 from envherd.executor.device import Mover
-from envherd.executor.intake import GroupIntake
+from envherd.executor.intake import GroupIntake, has_true
 from envherd.executor.lending import Lend, LendingIntake
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.residence import Residence, ResidentBatch
@@ -86,6 +86,7 @@ class Rows:
             if batch.spec.state:
                 intake.present = functools.partial(self._present, index)
         self._columns = np.zeros(self.num_envs, np.int64)
+        self._following = (np.arange(self.num_frames) + 1) % self.num_frames
         self._in_root = np.ones(self.num_envs, bool)
         self._stepped_to: int | None = None  # a column that all envs were stepped to, which the two do not say yet
         self.ended = np.ones(self.num_envs, bool)
@@ -96,9 +97,8 @@ class Rows:
         self.infos: dict[str, dict[int, dict[str, Any]]] = {"next": {}, "root": {}}
         self._info_policy = options.infos
         self.has_side = any(batch.side_keys for batch in self.batches)
-        self.is_plain = (
-            len(self.batches) == 1 and self.batches[0].is_on_cpu and not (self.has_side or self.has_interrupted)
-        )
+        self._is_one_group = len(self.batches) == 1
+        self.is_plain = self._is_one_group and self.batches[0].is_on_cpu and not (self.has_side or self.has_interrupted)
         first = self.batches[0]
         self.root_shell = first.shell("root", (first.num_rows,))
         self._next_shell = first.shell("next", (first.num_rows,))
@@ -107,7 +107,7 @@ class Rows:
         self._is_mixed = False  # whether latest rows may be in several columns
         self._is_poisoning = options.poison
         self._next_done = [group.columns["next", "done"] for group in slab.groups]
-        self._only_done = self._next_done[0] if len(self._next_done) == 1 else None
+        self._only_done = self._next_done[0] if self._is_one_group else None
         #: One group of envs that are not batches themselves: their flags are one column.
         self._is_flat = self._only_done is not None and not self.batches[0].spec.batch_shape
         self._root_done = [group.columns["root", "done"] for group in slab.groups]
@@ -178,8 +178,7 @@ class Rows:
     def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the ring column for a command to some envs: one after each env's own latest."""
         self._is_mixed = True
-        columns: np.ndarray = (self.columns[env_ids] + 1) % self.num_frames
-        return columns
+        return np.asarray(self._following[self.columns[env_ids]])
 
     def _present(self, group: int, key: Name, rows: np.ndarray | None) -> np.ndarray | None:
         """Return a leaf of the present roots of some rows of a group; None if roots have no such leaf."""
@@ -233,8 +232,7 @@ class Rows:
         if self._only_done is not None and b"\x01" not in self._only_done[column].tobytes():
             return None
         if self._is_flat:
-            found: np.ndarray = self._next_done[0][column, :, 0].nonzero()[0]
-            return found
+            return np.asarray(self._next_done[0][column, :, 0].nonzero()[0])
         ended = None
         for batch, done in zip(self.batches, self._next_done, strict=True):
             if b"\x01" in done[column].tobytes():
@@ -261,10 +259,11 @@ class Rows:
 
     def stepped(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Note that some envs were stepped to columns of their own; return which of them ended, bool `[k]`."""
-        self.columns[env_ids] = columns
-        self.in_root[env_ids] = False
+        self._catch_up()
+        self._columns[env_ids] = columns
+        self._in_root[env_ids] = False
         self.ended[env_ids] = ended = self._done_of(self._next_done, env_ids, columns)
-        self.has_ended = bool(np.count_nonzero(self.ended))
+        self.has_ended = has_true(self.ended)
         return ended
 
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> None:
@@ -272,7 +271,7 @@ class Rows:
         self.columns[env_ids] = columns
         self.in_root[env_ids] = True
         self.ended[env_ids] = self._done_of(self._root_done, env_ids, self.columns[env_ids])
-        self.has_ended = bool(np.count_nonzero(self.ended))
+        self.has_ended = has_true(self.ended)
 
     def mark_ended(self, env_ids: Any) -> None:
         """Note that envs must be reset before they can be stepped, whatever their rows say."""
@@ -368,7 +367,7 @@ class Rows:
 
         def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
-            leaves = batch.to_tensors(batch.gather("next", columns[members], self.row_of[ids]))
+            leaves = batch.to_tensors(batch.gather_next(columns[members], self.row_of[ids]))
             if self.has_interrupted:
                 leaves.append(self._interrupted_leaf(batch, ids))
             td = batch.shell("next", (len(ids),)).build(leaves)
@@ -422,11 +421,12 @@ class Rows:
 
     def current(self, env_ids: np.ndarray) -> TensorDictBase:
         """Return where some envs are now: a root batch `[k]` in memory of its own."""
+        if self._is_one_group and not self.has_side:
+            return self.batches[0].roots_at(self.columns[env_ids], self.in_root[env_ids], self.row_of[env_ids])
 
         def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
-            arrays = batch.gather_roots(self.columns[ids], self.in_root[ids], self.row_of[ids])
-            td = batch.shell("root", (len(ids),)).build(batch.to_tensors(arrays))
+            td = batch.roots_at(self.columns[ids], self.in_root[ids], self.row_of[ids])
             self.add_root_side(td, batch, ids.tolist())
             return td
 
@@ -434,7 +434,7 @@ class Rows:
 
     def _by_group(self, env_ids: np.ndarray, make: Callable[[GroupBatch, Members], TensorDict]) -> TensorDictBase:
         """Return a batch in the order of `env_ids` from one batch for each group that has members."""
-        if len(self.batches) == 1:
+        if self._is_one_group:
             return make(self.batches[0], slice(None))
         tds: list[TensorDictBase] = []
         order: list[tuple[int, int]] = [(0, 0)] * len(env_ids)

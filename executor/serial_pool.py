@@ -168,7 +168,7 @@ class SerialPool:
         self, env_ids: np.ndarray, count: int, timeout_s: float | None, *, kill_late: bool = True
     ) -> np.ndarray:
         """Return the envs, oldest command first: all have answered."""
-        return env_ids[np.argsort(self.slab.words["command_seq"][env_ids], kind="stable")]
+        return env_ids[self.slab.words["command_seq"][env_ids].argsort(kind="stable")]
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer: none, ever."""

@@ -178,6 +178,7 @@ class GroupSlab:
         plan: where they live.
         columns: `("next" | "root", *key)` -> `[num_frames, num_rows, ...]`.
         inputs: `("input", *key)` and `("reset_mask",)` -> `[num_rows, ...]`.
+        buffer: the whole segment, uint8.
     """
 
     def __init__(self, plan: GroupPlan, num_frames: int, buffer: np.ndarray) -> None:
@@ -187,12 +188,12 @@ class GroupSlab:
             field.name: strided_view(buffer, field, plan.base, num_frames, plan.frame.nbytes) for field in plan.frame
         }
         self.inputs = {field.name: view(buffer, field) for field in plan.inputs}
-        self._buffer = buffer
+        self.buffer = buffer
 
     def next_bytes(self, column: int) -> np.ndarray:
         """Return the bytes of a frame's `next` part: uint8 `[next_nbytes]`, a VIEW."""
         start = self.plan.base + column * self.plan.frame.nbytes
-        return self._buffer[start : start + self.plan.next_nbytes]
+        return self.buffer[start : start + self.plan.next_nbytes]
 
     def of_row(self, row: int) -> dict[Name, np.ndarray]:
         """Return one env's arrays as `[column, ...]` VIEWS."""
