@@ -71,6 +71,7 @@ class Block:
         self._has_episode_seeds = options.episode_seeds
         self._first_env_id = options.first_env_id
         self._pack_info = packer(options.infos)
+        self._without_seed: set[Slot] = set()  # envs that have begun an episode since `draw_seeds`
         self._words: dict[str, memoryview] = {}
         self._unpacked: dict[int, tuple[int, int, int, int]] = {}
 
@@ -231,8 +232,21 @@ class Block:
 
     def _seed_of(self, slot: Slot, episode: int) -> int | None:
         """Return the seed of an episode, or None if envs' own generators go on."""
-        own_id = self._first_env_id + slot.env_id
-        return seeding.episode_seed(self.root_seed, own_id, episode) if self._has_episode_seeds else None
+        if not self._has_episode_seeds:
+            return None
+        root_seed, drawn_for, seed = slot.next_seed
+        self._without_seed.add(slot)
+        if (root_seed, drawn_for) == (self.root_seed, episode):
+            return seed
+        return seeding.episode_seed(self.root_seed, self._first_env_id + slot.env_id, episode)
+
+    def draw_seeds(self) -> None:
+        """Draw the seeds of next episodes (20 us each) before they begin, while nobody waits."""
+        for slot in self._without_seed:
+            episode = self._words["episode"][slot.env_id]
+            seed = seeding.episode_seed(self.root_seed, self._first_env_id + slot.env_id, episode)
+            slot.next_seed = (self.root_seed, episode, seed)
+        self._without_seed.clear()
 
     def _begin_episode(
         self, slot: Slot, seed: int | None, options: dict[str, Any] | None, mask: np.ndarray | None

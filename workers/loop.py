@@ -53,7 +53,7 @@ class Loop:
 
     def run(self) -> None:
         """Serve until a message says to leave."""
-        wait, worker_id = self._go.wait, self._block.worker_id
+        wait, worker_id, draw_seeds = self._go.wait, self._block.worker_id, self._block.draw_seeds
         since, phase, busy = (self._words[name] for name in ("since_ns", "phase", "busy_ns"))
         num_wakes = 0
         while not self._is_leaving:
@@ -68,6 +68,7 @@ class Loop:
             phase[worker_id] = 0
             since[worker_id] = ended = time.perf_counter_ns()
             busy[worker_id] += ended - began
+            draw_seeds()
 
     def _check_mail(self) -> bool:
         sent = self._words["mail_seq"]

@@ -62,6 +62,7 @@ class Slot:
         self.lent: list[Any] | None = None
         self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
         self.rng_state: tuple[Any, ...] | None = None
+        self.next_seed: tuple[int, int, int | None] = (0, -1, None)  # root seed, episode, and the seed they give
         self.unwatched = {"reset", "step"}
         self.last_done: Any = False
         self.last_ends: tuple[Any, Any] = (False, False)  # terminated, truncated of the latest step in which any did
