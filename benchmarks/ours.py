@@ -26,7 +26,7 @@ def _open(job: Job, kind: Any = ParallelEnv, *, num_workers: int | str | None = 
     return kind(job.num_envs, job.make_env, num_workers=num_workers or job.num_workers, seed=0, **kwargs)
 
 
-def _drawn(env: Any) -> list[tuple[Any, torch.Tensor]]:
+def drawn_actions(env: Any) -> list[tuple[Any, torch.Tensor]]:
     """Return one batch of random actions, `(key, [N, ...])` for each leaf, to be given again and again."""
     td = env.rand_action()
     return [(leaf.key if len(leaf.key) > 1 else leaf.key[0], td[leaf.key]) for leaf in env.action_spec]
@@ -35,7 +35,7 @@ def _drawn(env: Any) -> list[tuple[Any, torch.Tensor]]:
 def _synchronous(job: Job, *, kind: Any = ParallelEnv, num_workers: int | str | None = None, **kwargs: Any) -> Pool:
     env = _open(job, kind, num_workers=num_workers, **kwargs)
     root = env.reset()
-    actions = _drawn(env)
+    actions = drawn_actions(env)
 
     def step() -> int:
         nonlocal root
@@ -56,7 +56,7 @@ def _wide(job: Job) -> Pool:
 def _rollout(job: Job) -> Pool:
     env = _open(job)
     env.reset()
-    actions = _drawn(env)
+    actions = drawn_actions(env)
 
     def policy(root: Any) -> Any:
         for key, value in actions:
@@ -84,17 +84,20 @@ def _send_on(job: Job, env: Any, actions: list[tuple[Any, torch.Tensor]], env_id
 
 
 def first_k(job: Job, *, is_narrow: bool = False) -> Pool:
-    """Act on the first envs that are ready: on half of all, as `envherd size` runs it, or on one for each worker."""
+    """Act on the first envs that are ready: on half of all, as `envherd size` runs it, or on one for each worker.
+
+    As most peers do, it gives back what came of the steps; what was acted on is the caller's already.
+    """
     env = _open(job)
     root = env.reset()
-    actions = _drawn(env)
+    actions = drawn_actions(env)
     wanted = min(job.num_workers, job.num_envs) if is_narrow else max(1, job.num_envs // 2)
     for key, value in actions:
         root.set(key, value)
     env.send(root)
 
     def step() -> int:
-        _send_on(job, env, actions, env.recv(min_envs=wanted)["env_ids"])
+        _send_on(job, env, actions, env.recv(min_envs=wanted, with_root=False)["env_ids"])
         return wanted
 
     return Pool(step, env.close, lambda: env.statistics().episodes)
@@ -104,7 +107,7 @@ def _two_groups(job: Job) -> Pool:
     """Act on one half of the envs while the other half steps; each half has envs of every worker."""
     env = _open(job)
     root = env.reset()
-    actions = _drawn(env)
+    actions = drawn_actions(env)
     halves = [np.arange(job.num_envs)[start::2] for start in (0, 1)]
     turn = 0
     for half in halves:
@@ -117,7 +120,7 @@ def _two_groups(job: Job) -> Pool:
         nonlocal turn
         half = halves[turn]
         turn = 1 - turn
-        env.recv(min_envs=len(half))
+        env.recv(min_envs=len(half), with_root=False)
         _send_on(job, env, actions, half)
         return len(half)
 

@@ -32,7 +32,7 @@ from envherd.executor.machine import read_machine
 from envherd.executor.sizing.deciding import Goal
 from envherd.executor.sizing.model import Model, Prediction, Setting
 from envherd.executor.sizing.recommending import recommend
-from envherd.executor.sizing.verifying import Check, Trial
+from envherd.executor.sizing.verifying import Check, Trial, check
 
 RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8
@@ -137,7 +137,12 @@ def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, An
 
 
 def sweep(predicted: dict[Setting, Prediction], factory: Any, num_turns: int, span_s: float) -> dict[Setting, Check]:
-    """Run all settings, alive together, in turns; return the medians of the turns that were least disturbed."""
+    """Run each setting alone, for its memory, then all in turns; return the medians of the least disturbed turns.
+
+    Speed is compared among settings that are alive together, in turns; but then pages that pools share (libraries) are
+    divided among all of them.
+    """
+    memory = {setting: check(setting, one, factory, span_s=span_s).memory_bytes for setting, one in predicted.items()}
     order, turns = random.Random(0), {setting: list[Check]() for setting in predicted}
     with contextlib.ExitStack() as stack:
         trials = {
@@ -147,14 +152,14 @@ def sweep(predicted: dict[Setting, Prediction], factory: Any, num_turns: int, sp
         for _ in range(num_turns):
             for setting in order.sample(list(trials), len(trials)):
                 turns[setting].append(trials[setting].turn(span_s))
-    return {setting: _typical(own) for setting, own in turns.items()}
+    return {setting: _typical(own, memory[setting]) for setting, own in turns.items()}
 
 
-def _typical(turns: list[Check]) -> Check:
-    """Return the median of the better half of turns: those in which others used least of the machine."""
+def _typical(turns: list[Check], memory_bytes: int) -> Check:
+    """Return the median of the better half of turns, in which others used least of the machine, with this memory."""
     quiet = sorted(turns, key=lambda one: one.others_share)[: (len(turns) + 1) // 2]
     rate = float(np.median([one.steps_per_s for one in quiet]))
-    return replace(quiet[-1], steps_per_s=rate, memory_bytes=int(np.median([one.memory_bytes for one in turns])))
+    return replace(quiet[-1], steps_per_s=rate, memory_bytes=memory_bytes)
 
 
 def as_sheet(rows: list[dict[str, Any]]) -> Sheet:

@@ -240,15 +240,19 @@ class BatchedEnv:
             ids = self._exchange.ids_of(td, env_ids)
             self._exchange.send(td, ids, Op.STEP_RESET if maybe_reset else Op.STEP)
 
-    def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> TensorDictBase:
+    def recv(
+        self, min_envs: int | None = None, timeout_s: float | None = None, *, with_root: bool = True
+    ) -> TensorDictBase:
         """Return the transitions of the first envs that are ready, the longest sent first.
 
         Args:
             min_envs: how many; default: all that were sent.
             timeout_s: seconds; None waits for ever (each step still has its own deadline, if one is set).
+            with_root: give what was acted on too. Without it a caller that keeps what it acted on is spared a copy of
+                every observation.
 
         Returns:
-            Batch `[min_envs]` with `env_ids` (int64), the root observation and action of each step,
+            Batch `[min_envs]` with `env_ids` (int64), the root observation and action of each step (with `with_root`),
             and its `next`. Where those envs are after it: `current(env_ids)`. Own memory.
 
         Raises:
@@ -256,7 +260,7 @@ class BatchedEnv:
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer sent; the rest are.
         """
         with self._turn:
-            return self._exchange.recv(min_envs, timeout_s)
+            return self._exchange.recv(min_envs, timeout_s, with_root=with_root)
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
         """Return where envs are now: the root batch `[k]` to act on next, with their `env_ids`.

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from envherd.executor.batching import Leaves
 from envherd.executor.engine import Engine
 from envherd.executor.intake import has_true, to_numpy
-from envherd.executor.tensordict_access import get_leaf, set_leaf, set_next
+from envherd.executor.tensordict_access import get_leaf, maker, set_leaf, set_next
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RING, Flag, Op
 
@@ -139,13 +139,13 @@ class Exchange:
         self._sending = None
         engine.num_pending = int(np.count_nonzero(engine.pending))
 
-    def recv(self, min_envs: int | None, timeout_s: float | None) -> TensorDictBase:
+    def recv(self, min_envs: int | None, timeout_s: float | None, *, with_root: bool) -> TensorDictBase:
         """Wait for the first `min_envs` (None: all that were sent) and return their transitions."""
         sent = self._engine.pending.nonzero()[0]
         wanted = len(sent) if min_envs is None else min_envs
         if not 0 < wanted <= len(sent):
             raise ValueError(f"recv failed: expected 1 to {len(sent)} envs (as many as were sent), got {wanted}.")
-        return self._take(self._wait(sent, wanted, timeout_s)[:wanted])
+        return self._take(self._wait(sent, wanted, timeout_s)[:wanted], with_root=with_root)
 
     def _wait(self, sent: np.ndarray, wanted: int, timeout_s: float | None) -> np.ndarray:
         pool = self._engine.pool
@@ -219,23 +219,26 @@ class Exchange:
         if to_reset.any():
             engine.pool.submit_later(lost[to_reset], Op.RESET, RING, columns[to_reset], Flag.EACH)
 
-    def _take(self, ready: np.ndarray) -> TensorDictBase:
+    def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
         """Make the batch for envs that have answered, and take them off the list of those sent."""
         engine, rows = self._engine, self._engine.rows
         engine.in_flight = ready
         columns = self._columns[ready]
-        td = rows.current(ready)
+        td = rows.current(ready) if with_root else None
         if self._side:
             rows.note_side({i: self._side.pop(i) for i in ready.tolist() if i in self._side})
         if engine.has_infos:
             rows.note_infos({i: self._infos.pop(i) for i in ready.tolist() if i in self._infos}, ready.tolist())
-        engine.add_inputs(td, ready)
         leaves = None
         next_td: TensorDictBase
         if rows.is_plain:
             next_td, leaves = rows.batches[0].next_at(columns, rows.row_of[ready])
         else:
             next_td = rows.next_of(ready, columns)
+        if td is None:
+            td = maker(next_td.batch_size, next_td.device)({})
+        else:
+            engine.add_inputs(td, ready)
         set_next(td, next_td)
         rows.interrupted[ready] = False
         self._forget(ready)

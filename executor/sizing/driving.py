@@ -69,7 +69,7 @@ class Driver:
 
     def _exchange(self) -> int:
         env = self._env
-        received = env.recv(min_envs=self._half)
+        received = env.recv(min_envs=self._half, with_root=False)
         env_ids: Any = received["env_ids"]
         root = env.current(env_ids)
         env.send(self._act(root, env_ids), env_ids)

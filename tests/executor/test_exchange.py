@@ -164,3 +164,32 @@ def test_what_a_caller_has_written_to_its_next_is_not_where_the_envs_are():
         td = env.recv()
         td["next", "observation"].zero_()
         assert env.current(td["env_ids"])["observation"][:, 1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
+def test_what_was_acted_on_may_be_left_out(kind):
+    with kind(3, functools.partial(CountingEnv, 4), seed=0) as env, kind(3, functools.partial(CountingEnv, 4)) as other:
+        other.set_seed(0)
+        roots = [one.reset() for one in (env, other)]
+        for _ in range(10):
+            env.send(env.rand_action(roots[0]))
+            other.send(other.rand_action(roots[1]))
+            whole, bare = env.recv(), other.recv(with_root=False)
+            assert sorted(bare.keys()) == ["env_ids", "next"]
+            assert bare.batch_size == whole.batch_size
+            order = [bare["env_ids"].argsort(), whole["env_ids"].argsort()]
+            assert (bare[order[0]] == whole.select("env_ids", "next")[order[1]]).all()
+            roots = [one.current(td["env_ids"]) for one, td in ((env, whole), (other, bare))]
+            roots = [root[index] for root, index in zip(roots, reversed(order), strict=True)]
+            assert (roots[0] == roots[1]).all()
+
+
+def test_what_was_acted_on_may_be_left_out_of_different_envs_too():
+    with ParallelEnv(2, [CountingEnv, functools.partial(CountingEnv, size=3)], seed=0) as env:
+        env.send(env.rand_action(env.reset()))
+        td = env.recv(with_root=False)
+        assert td.batch_size == (2,)
+        ids = td["env_ids"].tolist()
+        assert ("next", "pixels") in td[ids.index(1)].keys(include_nested=True)
+        assert ("next", "pixels") not in td[ids.index(0)].keys(include_nested=True)
+        assert "observation" not in td[0]

@@ -1,0 +1,190 @@
+"""Where the time of a batch goes: the caller's stages, the worker's share, warm and after a policy's pause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from envherd.benchmarks.ours import drawn_actions
+from envherd.benchmarks.work import SteadyFactory
+from envherd.executor import ParallelEnv
+from envherd.workers.adapters.named import GymnasiumFactory
+
+NUM_ENVS = 8
+#: What a case's time is divided into; "rest" is what is left of "batch".
+STAGES = ("actions", "command", "TensorDicts", "waiting", "noting", "copying", "rest")
+_WARM_UP, _LEAST_TYPICAL = 50, 0.9
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed.
+
+    Attributes:
+        name: in the table.
+        make_env: of each env.
+        num_workers: that run them.
+        num_batches: that are timed.
+        pause_s: between batches, so that caches are cold.
+        is_first_k: `recv` of half, `current` and `send`, instead of `step_and_maybe_reset`.
+    """
+
+    name: str
+    make_env: Callable[[], Any]
+    num_workers: int
+    num_batches: int = 3000
+    pause_s: float = 0.0
+    is_first_k: bool = False
+
+
+def cases(calibration: float) -> tuple[Case, ...]:
+    """Return what is timed; `calibration` is iterations per microsecond of fixed work."""
+    tiny, cartpole = SteadyFactory(), GymnasiumFactory("CartPole-v1")
+    return (
+        Case("cost nothing, 1 worker", tiny, 1),
+        Case("cost nothing, 2 workers", tiny, 2),
+        Case("the same, 5 ms between batches", tiny, 2, num_batches=200, pause_s=5e-3),
+        Case("1 ms, 2 workers", SteadyFactory(mean=1e3 * calibration), 2, num_batches=200),
+        Case("CartPole, 1 worker", cartpole, 1),
+        Case("cost nothing, 2 workers, first-K of 4", tiny, 2, is_first_k=True),
+    )
+
+
+class _Clocks:
+    """Times calls by wrapping functions of one object."""
+
+    def __init__(self) -> None:
+        self.spent_ns: dict[str, int] = dict.fromkeys((*STAGES, "waiting, CPU"), 0)
+
+    def watch(self, owner: Any, name: str, stage: str) -> None:
+        """Add what calls of a method take to a stage; to "waiting, CPU" too, of processor time, if that is waiting."""
+        inner, clock, spent = getattr(owner, name), time.perf_counter_ns, self.spent_ns
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = clock()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                spent[stage] += clock() - began
+
+        def timed_wait(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time_ns()
+            try:
+                return timed(*args, **kwargs)
+            finally:
+                spent["waiting, CPU"] += time.thread_time_ns() - began
+
+        setattr(owner, name, timed_wait if stage == "waiting" else timed)
+
+
+def measure(calibration: float) -> dict[str, Any]:
+    """Time every case.
+
+    Returns:
+        "loop_us": what a python loop of 1,000 additions takes here, to compare machines by; and "cases": name ->
+        "batch" (microseconds of one call, or of `recv`, `current` and `send`), each of `STAGES`, "waiting, CPU" (the
+        caller's processor time while it waits), "worker" (busy, of one worker), "envs" (what of that the envs take
+        when they are stepped in one process) and "typical" (the share of batches that these are means of).
+    """
+    return {"loop_us": _loop_us(), "cases": {case.name: _measure(case) for case in cases(calibration)}}
+
+
+def _loop_us() -> float:
+    found = []
+    for _ in range(200):
+        began, total = time.perf_counter_ns(), 0
+        for number in range(1000):
+            total += number
+        found.append(time.perf_counter_ns() - began)
+    return float(np.median(found)) / 1e3
+
+
+def _measure(case: Case) -> dict[str, float]:
+    with ParallelEnv(NUM_ENVS, case.make_env, num_workers=case.num_workers, seed=0) as env:
+        step = _first_k(env) if case.is_first_k else _synchronous(env)
+        for _ in range(_WARM_UP):
+            step()
+        clocks = _watched(env, is_first_k=case.is_first_k)
+        busy = env.engine.pool.slab.words["busy_ns"]
+        samples = []
+        for _ in range(case.num_batches):
+            if case.pause_s:
+                time.sleep(case.pause_s)
+            before, busy_before, began = dict(clocks.spent_ns), int(busy.sum()), time.perf_counter_ns()
+            step()
+            took = time.perf_counter_ns() - began
+            spent = {stage: clocks.spent_ns[stage] - before[stage] for stage in before}
+            spent["rest"] = took - sum(spent[stage] for stage in STAGES[:-1])
+            samples.append({"batch": took, "worker": (int(busy.sum()) - busy_before) / case.num_workers, **spent})
+    limit = float(np.quantile([one["batch"] for one in samples], _LEAST_TYPICAL))
+    typical = [one for one in samples if one["batch"] <= limit]
+    found = {name: float(np.mean([one[name] for one in typical])) / 1e3 for name in typical[0]}
+    per_call = NUM_ENVS / 2 if case.is_first_k else NUM_ENVS
+    return {**found, "envs": _envs_us(case) * per_call / case.num_workers, "typical": _LEAST_TYPICAL}
+
+
+def _watched(env: ParallelEnv, *, is_first_k: bool) -> _Clocks:
+    """Return clocks that an executor's stages run."""
+    engine, clocks = env.engine, _Clocks()
+    clocks.watch(engine, "write_inputs", "actions")
+    if is_first_k:
+        clocks.watch(engine.pool, "submit", "command")
+        clocks.watch(engine.pool, "wait_some", "waiting")
+        clocks.watch(engine.rows.batches[0], "next_at", "TensorDicts")
+        clocks.watch(engine.rows, "stepped", "noting")
+    else:
+        clocks.watch(engine, "begin_step", "command")
+        clocks.watch(engine.pool, "wait_all", "waiting")
+        clocks.watch(engine.rows, "draft", "TensorDicts")
+        clocks.watch(engine.rows, "stepped_all_and_reset", "noting")
+        clocks.watch(engine.rows, "finish", "copying")
+    return clocks
+
+
+def _synchronous(env: ParallelEnv) -> Callable[[], None]:
+    root = env.reset()
+    actions = drawn_actions(env)
+
+    def step() -> None:
+        nonlocal root
+        for key, value in actions:
+            root.set(key, value)
+        _, root = env.step_and_maybe_reset(root)
+
+    return step
+
+
+def _first_k(env: ParallelEnv) -> Callable[[], None]:
+    root = env.reset()
+    actions = drawn_actions(env)
+    for key, value in actions:
+        root.set(key, value)
+    env.send(root)
+
+    def step() -> None:
+        env_ids = env.recv(min_envs=NUM_ENVS // 2, with_root=False)["env_ids"]
+        root = env.current(env_ids)
+        for key, value in actions:
+            root.set(key, value[env_ids])
+        env.send(root, env_ids)
+
+    return step
+
+
+def _envs_us(case: Case) -> float:
+    """Return microseconds of one step of one env, in this process, resets among them."""
+    env, actions = case.make_env(), torch.arange(8).remainder(2).tolist()
+    env.reset(seed=0)
+    num_steps, began = min(2000, case.num_batches), time.perf_counter_ns()
+    for number in range(num_steps):
+        *_, terminated, truncated, _ = env.step(actions[number % 8])
+        if terminated or truncated:
+            env.reset()
+    took = time.perf_counter_ns() - began
+    env.close()
+    return took / num_steps / 1e3
