@@ -120,8 +120,7 @@ def _two_groups(job: Job) -> Pool:
         nonlocal turn
         half = halves[turn]
         turn = 1 - turn
-        env.recv(min_envs=len(half), with_root=False)
-        _send_on(job, env, actions, half)
+        _send_on(job, env, actions, env.recv(env_ids=half, with_root=False)["env_ids"])
         return len(half)
 
     return Pool(step, env.close, lambda: env.statistics().episodes)

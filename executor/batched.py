@@ -241,13 +241,20 @@ class BatchedEnv:
             self._exchange.send(td, ids, Op.STEP_RESET if maybe_reset else Op.STEP)
 
     def recv(
-        self, min_envs: int | None = None, timeout_s: float | None = None, *, with_root: bool = True
+        self,
+        min_envs: int | None = None,
+        timeout_s: float | None = None,
+        *,
+        env_ids: Any = None,
+        with_root: bool = True,
     ) -> TensorDictBase:
         """Return the transitions of the first envs that are ready, the longest sent first.
 
         Args:
-            min_envs: how many; default: all that were sent.
+            min_envs: how many; default: all that were sent, or all of `env_ids`.
             timeout_s: seconds; None waits for ever (each step still has its own deadline, if one is set).
+            env_ids: int `[k]`; only of these, which were sent. All of them come in this order: a group that is stepped
+                while the policy works on another.
             with_root: give what was acted on too. Without it a caller that keeps what it acted on is spared a copy of
                 every observation.
 
@@ -256,11 +263,13 @@ class BatchedEnv:
             and its `next`. Where those envs are after it: `current(env_ids)`. Own memory.
 
         Raises:
+            ValueError: as many, or these envs, were not sent.
             TimeoutError: fewer were ready in time. Nothing is lost: receive again.
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer sent; the rest are.
         """
         with self._turn:
-            return self._exchange.recv(min_envs, timeout_s, with_root=with_root)
+            ids = None if env_ids is None else self._exchange.as_ids(env_ids)
+            return self._exchange.recv(min_envs, timeout_s, ids, with_root=with_root)
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
         """Return where envs are now: the root batch `[k]` to act on next, with their `env_ids`.

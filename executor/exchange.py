@@ -139,13 +139,20 @@ class Exchange:
         self._sending = None
         engine.num_pending = int(np.count_nonzero(engine.pending))
 
-    def recv(self, min_envs: int | None, timeout_s: float | None, *, with_root: bool) -> TensorDictBase:
-        """Wait for the first `min_envs` (None: all that were sent) and return their transitions."""
-        sent = self._engine.pending.nonzero()[0]
+    def recv(
+        self, min_envs: int | None, timeout_s: float | None, env_ids: np.ndarray | None, *, with_root: bool
+    ) -> TensorDictBase:
+        """Wait for the first `min_envs` (None: all) of the envs that were sent, or of some; see `BatchedEnv.recv`."""
+        pending = self._engine.pending
+        sent = pending.nonzero()[0] if env_ids is None else env_ids
+        if env_ids is not None and not pending[env_ids].all():
+            idle = env_ids[~pending[env_ids]].tolist()
+            raise ValueError(f"recv failed: expected envs that were sent, got envs {idle} that were not.")
         wanted = len(sent) if min_envs is None else min_envs
         if not 0 < wanted <= len(sent):
             raise ValueError(f"recv failed: expected 1 to {len(sent)} envs (as many as were sent), got {wanted}.")
-        return self._take(self._wait(sent, wanted, timeout_s)[:wanted], with_root=with_root)
+        ready = self._wait(sent, wanted, timeout_s)[:wanted]
+        return self._take(sent if env_ids is not None and wanted == len(sent) else ready, with_root=with_root)
 
     def _wait(self, sent: np.ndarray, wanted: int, timeout_s: float | None) -> np.ndarray:
         pool = self._engine.pool

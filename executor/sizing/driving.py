@@ -35,7 +35,9 @@ class Driver:
         self._drawn = [env.rand_action().select(*self._keys) for _ in range(_NUM_DRAWN)]
         self._turn = 0
         self._half = max(1, env.num_envs // 2)
+        self._groups = [np.arange(env.num_envs)[start::2] for start in (0, 1)]  # each has envs of every worker
         self._batch: Callable[[], int] = self._step if mode == "sync" or env.num_envs < 2 else self._exchange
+        self._has_groups = mode == "two-groups"
         if self._batch == self._exchange:
             env.send(self._act(self._root, None))
 
@@ -69,7 +71,12 @@ class Driver:
 
     def _exchange(self) -> int:
         env = self._env
-        received = env.recv(min_envs=self._half, with_root=False)
+        if self._has_groups:
+            group = self._groups[0]
+            self._groups.reverse()
+            received = env.recv(env_ids=group, with_root=False)
+        else:
+            received = env.recv(min_envs=self._half, with_root=False)
         env_ids: Any = received["env_ids"]
         root = env.current(env_ids)
         env.send(self._act(root, env_ids), env_ids)

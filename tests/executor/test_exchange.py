@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import EnvError, ParallelEnv, SerialEnv
+from envherd.workers.adapters.base import StepValues
 from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
 
 pytestmark = pytest.mark.slow
@@ -193,3 +195,56 @@ def test_what_was_acted_on_may_be_left_out_of_different_envs_too():
         assert ("next", "pixels") in td[ids.index(1)].keys(include_nested=True)
         assert ("next", "pixels") not in td[ids.index(0)].keys(include_nested=True)
         assert "observation" not in td[0]
+
+
+@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
+def test_two_groups_take_turns_each_in_its_own_order(kind):
+    groups = [[2, 0], [3, 1]]
+    with kind(4, functools.partial(CountingEnv, 5), seed=0) as env:
+        env.send(env.rand_action(env.reset()))
+        counts = dict.fromkeys(range(4), 0)
+        for turn in range(24):
+            group = groups[turn % 2]
+            td = env.recv(env_ids=group)
+            assert td["env_ids"].tolist() == group
+            counts |= {i: counts[i] % 5 + 1 for i in group}
+            assert td["next", "observation"][:, 1].tolist() == [counts[i] for i in group]
+            root = env.current(td["env_ids"])
+            env.send(root.set("action", torch.ones(2, dtype=torch.int64)), group)
+        env.recv()
+
+
+def test_only_of_envs_that_were_sent_can_be_received():
+    with SerialEnv(3, functools.partial(CountingEnv, 100), seed=0) as env:
+        env.send(env.rand_action(env.reset())[:2], [0, 1])
+        with pytest.raises(ValueError, match=r"expected envs that were sent, got envs \[2\] that were not"):
+            env.recv(env_ids=[1, 2])
+        with pytest.raises(ValueError, match="expected 1 to 1 envs"):
+            env.recv(2, env_ids=[1])
+        assert env.recv(env_ids=[1])["env_ids"].tolist() == [1]
+        assert env.recv(1, env_ids=[0])["env_ids"].tolist() == [0]
+
+
+class HeldEnv(CountingEnv):
+    """Does not end a step before a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(100)
+        self.path = path
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Wait for the file, and step."""
+        while not self.path.exists():
+            time.sleep(0.005)
+        return super().step(action)
+
+
+def test_who_waits_for_some_envs_does_not_wait_for_others(tmp_path):
+    path = tmp_path / "go"
+    with ParallelEnv(2, [CountingEnv, functools.partial(HeldEnv, path)], num_workers=2, seed=0) as env:
+        env.send(env.rand_action(env.reset()))
+        assert env.recv(env_ids=[0])["env_ids"].tolist() == [0]
+        with pytest.raises(TimeoutError, match="expected 1 envs within"):
+            env.recv(env_ids=[1], timeout_s=0.01)
+        path.touch()
+        assert env.recv(env_ids=[1])["next", "observation"][:, 1].tolist() == [1]
