@@ -119,7 +119,9 @@ def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, An
     chosen = sizing.advice.setting
     most = min(NUM_ENVS, 2 * int(np.ceil(sizing.machine.cores)))
     grid = {Setting(num_envs=NUM_ENVS, num_workers=count) for count in range(1, most + 1)} | {chosen}
-    checks = sweep({setting: model.predict(setting) for setting in sorted(grid, key=str)}, factory, *plan)
+    episode_steps = _HORIZON if isinstance(factory, MeltingPotFactory) else 1  # resets of up to a second, all at once
+    predicted = {setting: model.predict(setting) for setting in sorted(grid, key=str)}
+    checks = sweep(predicted, factory, *plan, episode_steps)
     best = max(checks.values(), key=lambda one: one.steps_per_s)
     mine = checks[chosen]
     return {
@@ -136,7 +138,9 @@ def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, An
     }
 
 
-def sweep(predicted: dict[Setting, Prediction], factory: Any, num_turns: int, span_s: float) -> dict[Setting, Check]:
+def sweep(
+    predicted: dict[Setting, Prediction], factory: Any, num_turns: int, span_s: float, episode_steps: int = 1
+) -> dict[Setting, Check]:
     """Run each setting alone, for its memory, then all in turns; return the medians of the least disturbed turns.
 
     Speed is compared among settings that are alive together, in turns; but then pages that pools share (libraries) are
@@ -151,7 +155,7 @@ def sweep(predicted: dict[Setting, Prediction], factory: Any, num_turns: int, sp
         }
         for _ in range(num_turns):
             for setting in order.sample(list(trials), len(trials)):
-                turns[setting].append(trials[setting].turn(span_s))
+                turns[setting].append(trials[setting].turn(span_s, episode_steps))
     return {setting: _typical(own, memory[setting]) for setting, own in turns.items()}
 
 

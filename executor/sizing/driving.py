@@ -41,11 +41,18 @@ class Driver:
         if self._batch == self._exchange:
             env.send(self._act(self._root, None))
 
-    def run(self, seconds: float, least: int = 1) -> tuple[int, float]:
-        """Go on for so long; return `(env-steps, seconds)`."""
-        count, steps = 0, 0
+    def run(self, seconds: float, least: int = 1, episode_steps: int = 1) -> tuple[int, float]:
+        """Go on for so long; return `(env-steps, seconds)`.
+
+        Args:
+            seconds: at least.
+            least: batches at least.
+            episode_steps: of envs whose episodes all have as many: whole episodes are run, since those that begin
+                together are reset together, and a span with one reset more or less says nothing.
+        """
+        count, steps, whole = 0, 0, episode_steps * self._env.num_envs if episode_steps > 1 else 1
         began = time.perf_counter()
-        while count < least or time.perf_counter() - began < seconds:
+        while count < least or time.perf_counter() - began < seconds or steps % whole:
             steps += self._batch()
             count += 1
         return steps, time.perf_counter() - began

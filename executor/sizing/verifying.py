@@ -84,12 +84,12 @@ class Trial:
             self._env.close()
             raise
 
-    def turn(self, span_s: float) -> Check:
-        """Run for a while, a fifth of it unmeasured, and return what came of it."""
+    def turn(self, span_s: float, episode_steps: int = 1) -> Check:
+        """Run for a while, a fifth of it unmeasured, and return what came of it; see `Driver.run`."""
         driver = self._driver
         driver.run(span_s / 5, least=_WARM_UP)
         machine, own = _busy_s(), _own_cpu_s(self._pids)
-        steps, seconds = driver.run(span_s, least=_LEAST)
+        steps, seconds = driver.run(span_s, _LEAST, episode_steps)
         others_s = max(0.0, _busy_s() - machine - (_own_cpu_s(self._pids) - own))
         return Check(
             setting=self._setting,

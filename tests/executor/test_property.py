@@ -30,7 +30,7 @@ SETTINGS = [(1, True), (2, True), (3, True), (2, False)]
 
 #: One thing done to an executor: what, and a number from which masks, actions and counts are drawn.
 DEEDS = st.tuples(
-    st.sampled_from(["step", "fused", "reset", "reset", "exchange", "rollout", "breaking rollout", "seed"]),
+    st.sampled_from(["step", "fused", "reset", "reset", "exchange", "groups", "rollout", "breaking rollout", "seed"]),
     st.integers(0, 2**32 - 1),
 )
 
@@ -112,6 +112,21 @@ class Tape:
                 self.env.send(actions, one)
             num_sent += len(again)
 
+    def _groups(self, rng: np.random.Generator) -> None:
+        """Send all, receive a group and then the others, each in its own order; twice."""
+        self._revive()
+        order = torch.from_numpy(rng.permutation(NUM_ENVS))
+        cut = int(rng.integers(1, NUM_ENVS))
+        base = int(rng.integers(1000))
+        self.env.send(self._actions(np.random.default_rng(base)))
+        for turn, ids in enumerate([order[:cut], order[cut:]] * 2):
+            td = self.env.recv(env_ids=ids, with_root=turn % 2 == 0)
+            assert td["env_ids"].tolist() == ids.tolist()
+            self._keep(td, ids)
+            self._keep(self.env.current(ids), ids)
+            if turn < 2:
+                self.env.send(self._actions(np.random.default_rng(base + turn), ids), ids)
+
     def _rollout(self, rng: np.random.Generator) -> None:
         policy = functools.partial(self._act, rng=rng)
         data = self.env.rollout(int(rng.integers(1, 12)), policy, break_when_any_done=False)
@@ -159,7 +174,7 @@ def test_all_executors_give_the_same_data(name):
             compare(tapes, seed, deeds)
 
         all_agree()
-        compare(tapes, 11, [("rollout", 3), ("exchange", 5), ("fused", 7)])
+        compare(tapes, 11, [("rollout", 3), ("exchange", 5), ("groups", 2), ("fused", 7)])
         rows = [row for _, row in tapes[-1].rows if "next" in row.keys()]  # noqa: SIM118  # a TensorDict's keys
         ends = [bool(row["next", "done"].any()) for row in rows]
         assert any(ends)
