@@ -70,6 +70,7 @@ def render(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
         _gate_text(results),
         "## Targets",
         to_markdown(sheet_of_targets(results)),
+        "What stands in the way of those that are not met, and what was tried: [performance](performance.md).",
         *(f"![{Path(path).stem}]({path})" for path in pictures),
         "## Workloads",
         *(_section(sheet_of_workload(one)) for one in results.get("workloads", {}).values()),
