@@ -134,7 +134,8 @@ def _live(request: Request, watcher: Watcher, console: Console) -> int:
                 return 0
             if key == "stack":
                 stack = "" if stack else _stack(views, selected)
-            selected += {"up": -1, "down": 1}.get(key, 0)
+            if key in ("up", "down"):
+                selected, stack = selected + (1 if key == "down" else -1), ""  # the stack was another worker's
 
 
 @contextlib.contextmanager
@@ -171,8 +172,11 @@ def screen(views: list[ExecutorView], *, selected: int, stack: str) -> Renderabl
     row = 0
     for view in views:
         parts.append(_executor(view, selected - row))
+        if stack and 0 <= selected - row < len(view.workers):  # below its own executor: others may fill the screen
+            load = view.workers[selected - row].load
+            parts += [Text(f"Stack of worker {load.worker_id}, pid {load.pid}", "bold"), Text(stack)]
         row += len(view.workers)
-    if stack:
+    if stack and selected < 0:
         parts.append(Text(stack))
     return Group(*parts)
 
