@@ -192,12 +192,14 @@ def _growth(growth: Mapping[str, Any]) -> Iterable[Sheet]:
         rows = []
         for name, row in growth[series].items():
             if row["status"] != "measured":
-                rows.append([name, row["status"], "", "", "", ""])
+                rows.append([name, row["status"], "", "", "", "", ""])
                 continue
             points = ", ".join(f"{x:g}: {y:.1f}" for x, y in zip(row["x"], row["cpu_us"], strict=True))
-            (a, b, _), (wall_a, wall_b, _) = row["cpu_fit"], row["wall_fit"]
-            rows.append([name, points, f"{a:.1f}", f"{b * scale:.3g}", f"{wall_a:.1f}", f"{wall_b * scale:.3g}"])
-        yield Sheet(title, ("", "CPU us at", "CPU a", f"CPU {slope}", "wall a", f"wall {slope}"), rows)
+            (a, b, _), (_, caller_b, _), (wall_a, wall_b, _) = row["cpu_fit"], row["caller_fit"], row["wall_fit"]
+            slope_b, slope_caller, slope_wall = (f"{one * scale:.3g}" for one in (b, caller_b, wall_b))
+            rows.append([name, points, f"{a:.1f}", slope_b, slope_caller, f"{wall_a:.1f}", slope_wall])
+        columns = ("", "CPU us at", "CPU a", f"CPU {slope}", "of it the caller's", "wall a", f"wall {slope}")
+        yield Sheet(title, columns, rows)
 
 
 def _ahead(found: Mapping[str, Any]) -> Sheet:

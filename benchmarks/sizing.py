@@ -14,6 +14,7 @@ import contextlib
 import json
 import random
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,16 +122,19 @@ def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, An
     grid = {Setting(num_envs=NUM_ENVS, num_workers=count) for count in range(1, most + 1)} | {chosen}
     episode_steps = _HORIZON if isinstance(factory, MeltingPotFactory) else 1  # resets of up to a second, all at once
     predicted = {setting: model.predict(setting) for setting in sorted(grid, key=str)}
-    checks = sweep(predicted, factory, *plan, episode_steps)
+    memory = {setting: check(setting, one, factory, span_s=plan[1]).memory_bytes for setting, one in predicted.items()}
+    rounds = sweep(predicted, factory, *plan, episode_steps)
+    checks = {setting: _typical(turns, memory[setting]) for setting, turns in rounds.items()}
     best = max(checks.values(), key=lambda one: one.steps_per_s)
     mine = checks[chosen]
+    rates = {setting: [turn.steps_per_s for turn in turns] for setting, turns in rounds.items()}
     return {
         "env": name,
         "chosen": f"{chosen.num_workers} workers, {chosen.mode}",
         "best": f"{best.setting.num_workers} workers, {best.setting.mode}",
         "predicted_steps_per_s": mine.predicted.steps_per_s,
         "measured_steps_per_s": mine.steps_per_s,
-        "share_of_best": mine.steps_per_s / best.steps_per_s,
+        "share_of_best": share_of_best(rates, chosen),
         "predicted_memory_bytes": mine.predicted.memory_bytes,
         "measured_memory_bytes": mine.memory_bytes,
         "others_share": max(one.others_share for one in checks.values()),
@@ -140,13 +144,12 @@ def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, An
 
 def sweep(
     predicted: dict[Setting, Prediction], factory: Any, num_turns: int, span_s: float, episode_steps: int = 1
-) -> dict[Setting, Check]:
-    """Run each setting alone, for its memory, then all in turns; return the medians of the least disturbed turns.
+) -> dict[Setting, list[Check]]:
+    """Run all settings in turns, in rounds; return the turns of each, by round.
 
-    Speed is compared among settings that are alive together, in turns; but then pages that pools share (libraries) are
-    divided among all of them.
+    All are alive together, so that their speeds can be compared. Their memory cannot be: pages that pools share
+    (libraries) are divided among all of them.
     """
-    memory = {setting: check(setting, one, factory, span_s=span_s).memory_bytes for setting, one in predicted.items()}
     order, turns = random.Random(0), {setting: list[Check]() for setting in predicted}
     with contextlib.ExitStack() as stack:
         trials = {
@@ -156,7 +159,24 @@ def sweep(
         for _ in range(num_turns):
             for setting in order.sample(list(trials), len(trials)):
                 turns[setting].append(trials[setting].turn(span_s, episode_steps))
-    return {setting: _typical(own, memory[setting]) for setting, own in turns.items()}
+    return turns
+
+
+def share_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> float:
+    """Return the median share that a setting makes of the best one, over rounds.
+
+    Of settings that are equally fast, the largest figure is some way above the others by chance. So the best is told by
+    all other rounds, and compared in this one.
+
+    Args:
+        rates: setting -> steps per second in each round.
+        chosen: the setting.
+    """
+    shares = []
+    for i in range(len(rates[chosen])):
+        others = {setting: np.median([*own[:i], *own[i + 1 :]] or own) for setting, own in rates.items()}
+        shares.append(rates[chosen][i] / rates[max(others, key=others.__getitem__)][i])
+    return float(np.median(shares))
 
 
 def _typical(turns: list[Check], memory_bytes: int) -> Check:
