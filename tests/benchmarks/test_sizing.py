@@ -1,0 +1,33 @@
+"""What the sweep of settings says of a choice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from envherd.benchmarks.sizing import share_of_best
+
+
+def test_a_choice_that_is_slower_in_every_round_is_told_by_how_much() -> None:
+    speed_of_round = np.array([100.0, 60.0, 140.0, 90.0])  # a machine whose speed changes
+    assert share_of_best({"chosen": speed_of_round * 0.9, "best": speed_of_round}, "chosen") == pytest.approx(0.9)
+
+
+def test_equal_settings_are_not_told_apart_by_chance() -> None:
+    rng = np.random.default_rng(0)
+    shares, largest = [], []
+    for _ in range(200):
+        rates = {setting: rng.normal(100, 6, 6) for setting in range(4)}
+        shares.append(share_of_best(rates, 0))
+        medians = {setting: np.median(own) for setting, own in rates.items()}
+        largest.append(medians[0] / max(medians.values()))
+    assert np.mean(shares) == pytest.approx(1, abs=0.01)
+    assert np.mean(largest) < 0.98  # what comparing with the largest figure would have said
+
+
+def test_one_round_is_compared_with_itself() -> None:
+    assert share_of_best({"chosen": [80.0], "best": [100.0]}, "chosen") == pytest.approx(0.8)
+
+
+def test_the_best_is_one() -> None:
+    assert share_of_best({"chosen": [10.0, 12.0, 11.0], "other": [5.0, 6.0, 7.0]}, "chosen") == 1
