@@ -25,14 +25,17 @@ class Gatherer:
         self._section = num_frames * self._num_rows
         start = buffer.ctypes.data
         tables: dict[bytes, np.ndarray] = {}
-        #: (row shape, dtype, records of one row at every byte, place -> address) of each leaf.
+        #: (row shape, dtype, records of one row at every byte from its first row on, place -> record) of each leaf.
         self._leaves = []
         for arrays in zip(*sections, strict=True):
             first = arrays[0]
             nbytes = first[0, 0].nbytes
-            table = np.concatenate([_addresses(array, array.ctypes.data - start) for array in arrays])
-            table = tables.setdefault(table.tobytes(), table)
-            records = np.ndarray((len(buffer) - nbytes + 1,), f"V{nbytes}", buffer, 0, (1,)) if nbytes else None
+            least = min(array.ctypes.data for array in arrays)
+            table = np.concatenate([_addresses(array, array.ctypes.data - least) for array in arrays])
+            table = tables.setdefault(table.tobytes(), table)  # leaves of one size often lie alike
+            offset = least - start
+            length = len(buffer) - offset - nbytes + 1
+            records = np.ndarray((length,), f"V{nbytes}", buffer, offset, (1,)) if nbytes else None
             self._leaves.append((first.shape[2:], first.dtype, records, table))
 
     def places(self, columns: np.ndarray, rows: np.ndarray, sections: np.ndarray | None = None) -> np.ndarray:

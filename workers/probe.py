@@ -42,7 +42,7 @@ _LONG_NS = 500_000
 #: Shares of the budget: the first env's steps; then its further resets; then each further env.
 # However long building took, steps get the least share.
 _LEAST_STEPS_SHARE = 0.2
-_STEPS_SHARE, _RESETS_SHARE, _FURTHER_SHARE, _GIL_SHARE = 0.5, 0.15, 0.1, 0.05
+_STEPS_SHARE, _RESETS_SHARE, _FURTHER_SHARE, _GIL_SHARE = 0.5, 0.15, 0.15, 0.05
 _MOST_RESETS = 20
 #: Seconds between the wake-ups of the thread that looks whether an env lets other threads run.
 _TICK_S = 50e-6
@@ -283,8 +283,7 @@ class Prober:
         self._figures["threads"] = num_threads(pid)
         self._figures["resets"] = np.array(run.resets, np.int64)
         self._tell("resets")
-        self._measure_resets(run)
-        entry["ready"] = memory_of(pid)
+        entry["ready"] = self._measure_resets(run)
         return run
 
     def _step_and_tell(self, run: Run, seconds: float) -> int:
@@ -295,19 +294,16 @@ class Prober:
             steps += run.step_for(seconds / 4, _MOST_STEPS // 4, least=0)
         return steps
 
-    def _measure_resets(self, run: Run) -> None:
-        """Reset some more, so that there are later resets to speak of, and see whether that takes memory."""
+    def _measure_resets(self, run: Run) -> dict[str, int]:
+        """Reset some more, so that there are later resets to speak of, and see what memory they take; return that."""
         gc.collect()
         before = memory_of(os.getpid())
-        end = time.monotonic() + min(self._budget(_RESETS_SHARE), max(self._left() * 0.5, 0.0))
-        count = 0
-        while count < _MOST_RESETS and (count < 1 or time.monotonic() < end):
-            run.reset()
-            count += 1
-        gc.collect()
-        after = memory_of(os.getpid())
+        num_resets = len(run.resets)
+        typical = _reset_for(run, min(self._budget(_RESETS_SHARE), max(self._left() * 0.5, 0.0)))
+        grown_bytes = memory_of(os.getpid())["uss"] - before["uss"]
         self._figures["resets"] = np.array(run.resets, np.int64)
-        self._figures["forced_resets"] = {"count": count, "grown_bytes": after["uss"] - before["uss"]}
+        self._figures["forced_resets"] = {"count": len(run.resets) - num_resets, "grown_bytes": grown_bytes}
+        return typical
 
     def _measure_further(self) -> None:
         """Build further envs in this process, for their memory."""
@@ -322,8 +318,7 @@ class Prober:
             self._tell(f"env {env_id + 1}")
             run = self._build(env_id)
             run.step_for(self._budget(_FURTHER_SHARE), 200)
-            gc.collect()
-            self._figures["envs"][-1]["ready"] = memory_of(os.getpid())
+            self._figures["envs"][-1]["ready"] = _reset_for(run, min(self._budget(_FURTHER_SHARE), self._left()))
 
     def _watch_gil(self, run: Run) -> None:
         """Measure in which share of a step other Python threads could run."""
@@ -378,6 +373,19 @@ def _is_package(name: str) -> bool:
         return False
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec is not None and spec.submodule_search_locations is not None
+
+
+def _reset_for(run: Run, seconds: float) -> dict[str, int]:
+    """Reset an env for so long, and at least once; return the mean memory of this process after a reset.
+
+    What an env takes may differ by a half from one episode to the next (Melting Pot, by when Lua collects garbage).
+    """
+    end, states = time.monotonic() + seconds, list[dict[str, int]]()
+    while len(states) < _MOST_RESETS and (not states or time.monotonic() < end):
+        run.reset()
+        gc.collect()
+        states.append(memory_of(os.getpid()))
+    return {key: sum(state[key] for state in states) // len(states) for key in states[0]}
 
 
 def _thinned(times: np.ndarray) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,13 +182,12 @@ def _own_times(times: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
 def _env_bytes(figures: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return `(first env, each further env, files mapped by an env that workers share)` in bytes."""
     envs = [env for env in figures["envs"] if "ready" in env or "stepped" in env]
-    states = [figures["base"], *(env.get("ready", env.get("stepped")) for env in envs)]
+    before = [figures["base"], *(env["before"] for env in envs[1:])]
+    after = [env.get("ready", env.get("stepped")) for env in envs]
     # The rows that the probe itself had for the env are no more the env's than its other memory.
     row = row_bytes(EnvSpec.from_plain(figures["spec"]))
-    steps = [max(0, after["dirty"] - before["dirty"] - row) for before, after in itertools.pairwise(states)]
-    first = steps[0]
-    further = int(np.mean(steps[1:])) if len(steps) > 1 else first
-    return first, further, states[-1]["clean"]
+    each = [max(0, one["dirty"] - other["dirty"] - row) for one, other in zip(after, before, strict=True)]
+    return each[0], int(np.mean(each[1:] or each)), after[-1]["clean"]
 
 
 def _grown_per_1000_steps(env: Mapping[str, Any], count: int) -> int:
