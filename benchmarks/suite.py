@@ -210,7 +210,7 @@ class Suite:
             "growth": lambda: growth.run(self._num_workers, self._growth_plan(), request.chooses, self._say),
             "handout": handout.measure,
             "stages": lambda: stages.measure(self.results["calibration"]),
-            "ahead": lambda: reset_ahead.study(2 if request.is_quick else 6),
+            "ahead": lambda: reset_ahead.study(2 if request.is_quick else 20),
         }
         return studies[name]()
 
