@@ -219,7 +219,9 @@ def _stages(found: Mapping[str, Any]) -> Sheet:
         "actions: checked and written; command: given to all workers; TensorDicts: made, while the workers step (after "
         "they did, for first-K); waiting, and processor time in it; noting: who has ended; copying: out of the ring. "
         "worker: what one of them is busy for, and what its envs take of that where nothing else is done. Means of the "
-        f"90 % of batches that took least. A python loop of 1,000 additions takes {found['loop_us']:.0f} us here."
+        f"90 % of batches that took least. A python loop of 1,000 additions takes {found['loop_us']:.0f} us here, and "
+        f"{found['loop_beside_us']:.0f} while another process runs one too; a copy of 100,000 bytes "
+        f"{found['copy_us']:.1f} and {found['copy_beside_us']:.1f}."
     )
     return Sheet("Where the time of a batch of 8 envs goes, us", ("", *shown), rows, note)
 

@@ -33,7 +33,7 @@ from envherd.executor.machine import read_machine
 from envherd.executor.sizing.deciding import Goal
 from envherd.executor.sizing.model import Model, Prediction, Setting
 from envherd.executor.sizing.recommending import recommend
-from envherd.executor.sizing.verifying import Check, Trial, check
+from envherd.executor.sizing.verifying import Check, Trial, check, whole_episodes
 
 RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8
@@ -120,10 +120,9 @@ def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, An
     chosen = sizing.advice.setting
     most = min(NUM_ENVS, 2 * int(np.ceil(sizing.machine.cores)))
     grid = {Setting(num_envs=NUM_ENVS, num_workers=count) for count in range(1, most + 1)} | {chosen}
-    episode_steps = _HORIZON if isinstance(factory, MeltingPotFactory) else 1  # resets of up to a second, all at once
     predicted = {setting: model.predict(setting) for setting in sorted(grid, key=str)}
     memory = {setting: check(setting, one, factory, span_s=plan[1]).memory_bytes for setting, one in predicted.items()}
-    rounds = sweep(predicted, factory, *plan, episode_steps)
+    rounds = sweep(predicted, factory, *plan, whole_episodes(sizing.measured, sizing.advice.prediction))
     checks = {setting: _typical(turns, memory[setting]) for setting, turns in rounds.items()}
     best = max(checks.values(), key=lambda one: one.steps_per_s)
     mine = checks[chosen]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +22,19 @@ NUM_ENVS = 8
 #: What a case's time is divided into; "rest" is what is left of "batch".
 STAGES = ("actions", "command", "TensorDicts", "waiting", "noting", "copying", "rest")
 _WARM_UP, _LEAST_TYPICAL = 50, 0.9
+#: Of what is timed alone and beside another process: turns, and seconds that the other takes to start, stop or go on.
+_TURNS, _START_S, _SETTLE_S = 15, 2.0, 0.05
+#: As large as a rollout's storage: no cache holds it.
+_COPY_BYTES, _COPY_PLACES = 100_000, 600
+#: What the other process runs.
+_LOOPING = "while True: pass"
+_COPYING = f"""
+import numpy as np
+source, places = np.ones({_COPY_BYTES}, np.uint8), np.ones(({_COPY_PLACES}, {_COPY_BYTES}), np.uint8)
+while True:
+    for place in places:
+        place[...] = source
+"""
 
 
 @dataclass(frozen=True)
@@ -86,12 +102,40 @@ def measure(calibration: float) -> dict[str, Any]:
     """Time every case.
 
     Returns:
-        "loop_us": what a python loop of 1,000 additions takes here, to compare machines by; and "cases": name ->
+        "loop_us" and "copy_us": what a python loop of 1,000 additions and a copy of 100,000 bytes take here, to compare
+        machines by; "loop_beside_us" and "copy_beside_us": the same while another process does so too, which says what
+        processors share; and "cases": name ->
         "batch" (microseconds of one call, or of `recv`, `current` and `send`), each of `STAGES`, "waiting, CPU" (the
         caller's processor time while it waits), "worker" (busy, of one worker), "envs" (what of that the envs take
         when they are stepped in one process) and "typical" (the share of batches that these are means of).
     """
-    return {"loop_us": _loop_us(), "cases": {case.name: _measure(case) for case in cases(calibration)}}
+    loop, loop_beside = _alone_and_beside(_loop_us, _LOOPING)
+    copy, copy_beside = _alone_and_beside(_copies(), _COPYING)
+    return {
+        "loop_us": loop,
+        "loop_beside_us": loop_beside,
+        "copy_us": copy,
+        "copy_beside_us": copy_beside,
+        "cases": {case.name: _measure(case) for case in cases(calibration)},
+    }
+
+
+def _alone_and_beside(measure: Callable[[], float], program: str) -> tuple[float, float]:
+    """Return the median of what is measured, alone and while another process runs a Python program, by turns."""
+    other = subprocess.Popen([sys.executable, "-c", program])
+    turns: dict[signal.Signals, list[float]] = {signal.SIGSTOP: [], signal.SIGCONT: []}
+    try:
+        time.sleep(_START_S)
+        for _ in range(_TURNS):
+            for change, found in turns.items():
+                other.send_signal(change)
+                time.sleep(_SETTLE_S)
+                found.append(measure())
+    finally:
+        other.kill()
+        other.wait()
+    alone, beside = (float(np.median(found)) for found in turns.values())
+    return alone, beside
 
 
 def _loop_us() -> float:
@@ -102,6 +146,20 @@ def _loop_us() -> float:
             total += number
         found.append(time.perf_counter_ns() - began)
     return float(np.median(found)) / 1e3
+
+
+def _copies() -> Callable[[], float]:
+    """Return what times the copy of 100,000 bytes to one after the other of many places, in microseconds."""
+    source = np.ones(_COPY_BYTES, np.uint8)
+    places = [*np.ones((_COPY_PLACES, _COPY_BYTES), np.uint8)]
+
+    def measure() -> float:
+        began = time.perf_counter_ns()
+        for place in places:
+            place[...] = source
+        return (time.perf_counter_ns() - began) / 1e3 / _COPY_PLACES
+
+    return measure
 
 
 def _measure(case: Case) -> dict[str, float]:

@@ -273,7 +273,7 @@ class Prober:
         self._figures["steps"] = {
             "count": steps,
             "ends": run.ends - ends,
-            "has_one_length": run.ends > 1 and len(run.lengths) == 1,
+            "episode_steps": min(run.lengths) if run.ends > 1 and len(run.lengths) == 1 else 0,
             "main_cpu_ns": main_cpu,
             "process_cpu_ns": process,
             "times": _thinned(run.times).copy(),

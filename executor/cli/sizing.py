@@ -21,10 +21,10 @@ from envherd.executor.env_names import Factory, factory_for
 from envherd.executor.gpus import Gpu
 from envherd.executor.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.sizing.deciding import Advice, DoesNotFit, Goal, decide
+from envherd.executor.sizing.deciding import DoesNotFit, Goal, decide
 from envherd.executor.sizing.probing import ProbeLimits
 from envherd.executor.sizing.recommending import PROBE_MEMORY_SHARE, Sizing, measure, with_episodes_of
-from envherd.executor.sizing.verifying import Check, check
+from envherd.executor.sizing.verifying import Check, check, whole_episodes
 from envherd.workers.errors import EnvherdError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -91,7 +91,7 @@ def run(request: Request) -> int:
         if request.cluster is not None:
             return _plan_cluster(request, factory, goal, console)
         sizing = _size(request, factory, goal, limits, console)
-        checks = _verify(request, factory, sizing.advice, console) if request.has_verification else []
+        checks = _verify(request, factory, sizing, console) if request.has_verification else []
         _report(request, sizing, checks, console)
     except (EnvherdError, OSError, ImportError) as error:
         complain(errors, error)
@@ -200,11 +200,12 @@ def parse_size(text: str) -> int:
     return int(float(match.group(1)) * _UNITS[match.group(2)])
 
 
-def _verify(request: Request, factory: Factory, advice: Advice, console: Console) -> list[Check]:
-    checks = []
+def _verify(request: Request, factory: Factory, sizing: Sizing, console: Console) -> list[Check]:
+    checks, advice = [], sizing.advice
+    span = {"span_s": _VERIFY_S, "episode_steps": whole_episodes(sizing.measured, advice.prediction)}
     for setting, predicted in ((advice.setting, advice.prediction), *advice.neighbours):
         with console.status(f"running {setting.num_envs} envs on {setting.num_workers} workers, {setting.mode}"):
-            checks.append(check(setting, predicted, factory, span_s=_VERIFY_S, policy_s=request.policy_s))
+            checks.append(check(setting, predicted, factory, policy_s=request.policy_s, **span))
     return checks
 
 

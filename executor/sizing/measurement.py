@@ -38,7 +38,7 @@ class Measurement:
         num_threads: threads (and processes) that the env has started.
         steps_measured: steps that the figures are from.
         end_share: steps after which an episode had ended, of all; 0 if none did.
-        has_one_length: whether several episodes ended, all after as many steps.
+        episode_steps: after so many steps several episodes ended, and none after another number; 0 else.
         contention: share of the time in which the probe waited for a processor that others used.
         worker_bytes: memory of a worker without an env.
         first_env_bytes: what the first env of a worker adds.
@@ -81,13 +81,18 @@ class Measurement:
     start_s: float = 0.0
     imported: tuple[str, ...] = ()
     stopped_by: str = ""
-    has_one_length: bool = False
+    episode_steps: int = 0
     wall_samples: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @property
     def step_s(self) -> float:
         """Mean seconds of a step without its resets."""
         return float(self.step_samples.mean())
+
+    @property
+    def has_one_length(self) -> bool:
+        """Whether episodes are known to last equally long, so that envs which are stepped together end together."""
+        return self.episode_steps > 0
 
     @property
     def reset_s(self) -> float:
@@ -108,6 +113,7 @@ class Measurement:
             "step_mean_s": self.step_s,
             "reset_median_s": self.reset_s,
             "waits_share": self.waits_share,
+            "has_one_length": self.has_one_length,
             "imported": list(self.imported),
         }
 
@@ -148,7 +154,7 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
         num_threads=max(0, figures["threads"] - figures["threads_before"]),
         steps_measured=steps["count"],
         end_share=steps["ends"] / count,
-        has_one_length=bool(steps["has_one_length"]),
+        episode_steps=int(steps["episode_steps"]),
         contention=float(steps["contention"]),
         worker_bytes=figures["base"]["dirty"],
         first_env_bytes=first,

@@ -13,11 +13,14 @@ import psutil
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.sizing.driving import Driver
+from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.model import Prediction, Setting
 from envherd.workers.processes import memory_of
 
 #: Batches that are not counted, and batches at least that are.
 _WARM_UP, _LEAST = 3, 5
+#: Whole episodes are run where resets take more than this share of a step's time, and where that takes no longer.
+_RESETS_MATTER, _MOST_S = 0.05, 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +111,24 @@ class Trial:
 
 
 def check(setting: Setting, predicted: Prediction, make_env: Callable[..., Any], **kwargs: Any) -> Check:
-    """Run a setting and return what it did beside what was predicted; `span_s` (2.0), and `Trial`'s arguments."""
-    span_s = kwargs.pop("span_s", 2.0)
+    """Run a setting and return what it did beside what was predicted.
+
+    Args:
+        setting: see `Check`.
+        predicted: see `Check`.
+        make_env: see `ParallelEnv`.
+        **kwargs: `span_s` (2.0) and `episode_steps` (1), see `Driver.run`; the rest is `Trial`'s.
+    """
+    span_s, episode_steps = kwargs.pop("span_s", 2.0), kwargs.pop("episode_steps", 1)
     with contextlib.closing(Trial(setting, predicted, make_env, **kwargs)) as trial:
-        return trial.turn(span_s)
+        return trial.turn(span_s, episode_steps)
+
+
+def whole_episodes(measured: Measurement, predicted: Prediction) -> int:
+    """Return how many steps an episode has, where settings have to be compared over whole ones; 1 elsewhere."""
+    resets_matter = measured.end_share * measured.reset_s > _RESETS_MATTER * measured.step_s
+    is_short = measured.episode_steps * predicted.batch_s <= _MOST_S
+    return measured.episode_steps if measured.has_one_length and resets_matter and is_short else 1
 
 
 def _busy_s() -> float:

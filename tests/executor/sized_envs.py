@@ -27,6 +27,19 @@ class HeavyMemoryEnv(CountingEnv):
         self.own = np.ones(48 * MIB, np.uint8)
 
 
+class BreathingEnv(CountingEnv):
+    """Has 40 MiB in every other episode, and 8 MiB in those between."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_resets = 0
+
+    def reset(self, seed, options=None):
+        self.num_resets += 1
+        self.own = np.ones((40 if self.num_resets % 2 else 8) * MIB, np.uint8)
+        return super().reset(seed, options)
+
+
 class LeakingEnv(CountingEnv):
     """Takes 8 KiB more in each step."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from dataclasses import replace
@@ -24,6 +25,7 @@ from envherd.executor.sizing.model import Model, Setting
 from envherd.executor.sizing.overhead import Overhead, fit
 from envherd.executor.sizing.probing import ProbeFailed, ProbeLimits, Subject, probe
 from envherd.executor.sizing.recommending import with_episodes_of
+from envherd.executor.sizing.verifying import whole_episodes
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.factory import pickle_factory
 from envherd.workers.testing import CountingEnv
@@ -277,6 +279,28 @@ def test_a_probe_measures_memory_and_growth():
     leaking = probed(sized_envs.LeakingEnv)
     assert 5 * MIB < leaking.grown_per_1000_steps_bytes < 9 * MIB
     assert leaking.stopped_by == ""
+
+
+@pytest.mark.slow
+def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
+    breathing = probed(sized_envs.BreathingEnv)
+    assert 16 * MIB < breathing.first_env_bytes < 32 * MIB  # 8 or 40 after any one reset
+    assert 16 * MIB < breathing.further_env_bytes < 32 * MIB
+
+
+@pytest.mark.slow
+def test_a_probe_tells_episodes_of_one_length():
+    assert probed(functools.partial(CountingEnv, 7)).episode_steps == 7
+    assert not probed(CountingEnv).has_one_length
+
+
+def test_settings_are_compared_over_whole_episodes_where_resets_matter():
+    batch = advice_of().prediction
+    assert whole_episodes(measured_of(end_share=0.005, episode_steps=200), batch) == 1  # 10 ms in 200 of 1 ms
+    long_resets = measured_of(end_share=0.005, episode_steps=200, reset_samples=np.full(5, 0.5))
+    assert whole_episodes(long_resets, batch) == 200
+    assert whole_episodes(replace(long_resets, episode_steps=0), batch) == 1
+    assert whole_episodes(long_resets, replace(batch, batch_s=1.0)) == 1  # 200 s
 
 
 @pytest.mark.slow
