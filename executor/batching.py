@@ -88,6 +88,7 @@ class GroupBatch:
         self.side_keys = [(i, leaf.key) for i, leaf in enumerate(spec.observation) if leaf.is_side]
         #: Root leaf i is the same array as next leaf `root_in_next[i]` when nothing was reset.
         self.root_in_next = [self.next_keys.index(key) for key in self.root_keys]
+        self._done_in_next = self.next_keys.index(("done",))
         self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
         self._record = np.dtype(
             {
@@ -158,10 +159,13 @@ class GroupBatch:
         """Return the `next` leaves of some rows, each from its own column, as fresh arrays `[k, ...]`."""
         return self._nexts.gather(self._nexts.places(columns, rows))
 
-    def next_at(self, columns: np.ndarray, rows: np.ndarray) -> tuple[TensorDict, Leaves]:
-        """Return the `next` of some rows, each from its own column, and its leaves, for `root_over`."""
-        leaves = self.to_tensors(self.gather_next(columns, rows))
-        return self.shell("next", (len(rows),)).build(leaves), leaves
+    def next_at(self, columns: np.ndarray, rows: np.ndarray) -> tuple[TensorDict, Leaves, np.ndarray]:
+        """Return the `next` of some rows, each from its own column, its leaves, for `root_over`, and who has ended."""
+        arrays = self.gather_next(columns, rows)
+        leaves = self.to_tensors(arrays)
+        done = arrays[self._done_in_next]
+        ended: np.ndarray = done[:, 0] if done.ndim == 2 else np.asarray(done.reshape(len(done), -1).any(1))
+        return self.shell("next", (len(rows),)).build(leaves), leaves, ended
 
     def root_over(self, leaves: Leaves, count: int) -> TensorDict:
         """Return a root batch `[count]` that shares the leaves of a `next` after which nothing was reset."""
@@ -218,6 +222,13 @@ def add_side(td: TensorDictBase, keys: Sequence[tuple[int, Key]], values: Sequen
     for index, key in keys:
         stack = NonTensorStack(*(NonTensorData(row[index]) for row in values))
         td.set(key, stack)
+
+
+def poison(slab: GroupSlab, column: int) -> None:
+    """Fill a frame with values that no env gives: NaN, the largest integer, or True."""
+    for array in slab.columns.values():
+        kind = array.dtype.kind
+        array[column] = np.nan if kind in "fc" else np.iinfo(array.dtype).max if kind in "iu" else True
 
 
 def stack_groups(tds: Sequence[TensorDictBase], places: Sequence[tuple[int, int]]) -> TensorDictBase:

@@ -48,8 +48,7 @@ class Commands:
 
     def take_for_running(self) -> None:
         """Let envs that were never reset be stepped, where their family allows that."""
-        self._engine.rows.ended[:] = False
-        self._engine.rows.has_ended = False
+        self._engine.rows.allow_steps()
 
     def start_steps(self, op: Op, reset_ids: np.ndarray | None = None) -> None:
         """Step all envs, but reset some instead.

@@ -50,6 +50,7 @@ class Exchange:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._ops = np.zeros(engine.num_envs, np.int64)
+        self._only_op: int | None = 0  # if all of them are this one
         self._columns = np.zeros(engine.num_envs, np.int64)
         self._numbers = np.zeros(engine.num_envs, np.int64)  # of the steps
         self._side: dict[int, Any] = {}
@@ -111,10 +112,12 @@ class Exchange:
         engine.refuse_ended(env_ids)
         engine.write_inputs(td, env_ids)
         columns = engine.rows.next_columns(env_ids)
-        engine.rows.interrupted[env_ids] = False  # what was said of a step of all that was lost
-        self._ops[env_ids] = int(op)
+        if engine.rows.has_interrupted:
+            engine.rows.interrupted[env_ids] = False  # what was said of a step of all that was lost
+        self._note_op(env_ids, int(op))
         self._columns[env_ids] = columns
-        self._numbers[env_ids] = engine.pool.number + 1
+        if engine.resets_apart:
+            self._numbers[env_ids] = engine.pool.number + 1
         self._sending = env_ids, engine.pool.number
         engine.pending[env_ids] = True
         engine.num_pending += len(env_ids)
@@ -124,6 +127,14 @@ class Exchange:
             self._forget(env_ids)
             raise
         self._sending = None
+
+    def _note_op(self, env_ids: np.ndarray, op: int) -> None:
+        """Keep what some envs were told to do; mostly all of them are told the same, again and again."""
+        if op != self._only_op:
+            if self._engine.num_pending:
+                self._ops[env_ids], self._only_op = op, None
+            else:
+                self._ops[:], self._only_op = op, op
 
     def _settle_sends(self) -> None:
         """After a call was broken off: forget what was not sent, and what was received in part."""
@@ -236,10 +247,10 @@ class Exchange:
             rows.note_side({i: self._side.pop(i) for i in ready.tolist() if i in self._side})
         if engine.has_infos:
             rows.note_infos({i: self._infos.pop(i) for i in ready.tolist() if i in self._infos}, ready.tolist())
-        leaves = None
+        leaves = ended = None
         next_td: TensorDictBase
         if rows.is_plain:
-            next_td, leaves = rows.batches[0].next_at(columns, rows.row_of[ready])
+            next_td, leaves, ended = rows.batches[0].next_at(columns, rows.rows_of(ready))
         else:
             next_td = rows.next_of(ready, columns)
         if td is None:
@@ -247,9 +258,10 @@ class Exchange:
         else:
             engine.add_inputs(td, ready)
         set_next(td, next_td)
-        rows.interrupted[ready] = False
+        if rows.has_interrupted:
+            rows.interrupted[ready] = False
         self._forget(ready)
-        ended = rows.stepped(ready, columns)
+        ended = rows.stepped(ready, columns, ended)
         if has_true(ended) and has_true(resets := ended & (self._ops[ready] == _STEP_RESET)):
             leaves = None
             rows.were_reset(ready[resets], columns[resets])

@@ -30,7 +30,7 @@ from envherd.shm.specs import EnvSpec
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError, InternalError
-from envherd.workers.protocol import Op, describe_phase, pack
+from envherd.workers.protocol import Op, describe_phase, pack, pack_each
 
 #: Seconds between looks at the workers' pidfds: while anybody waits, and where answers come too fast for a wait.
 _LOOK_S, _LOOK_ANYWAY_S = 0.01, 0.03
@@ -138,7 +138,7 @@ class WorkerPool:
         worker_ids = self.serving if is_all else set(self.worker_of[env_ids].tolist())
         self._revive(worker_ids)
         self._number += 1
-        self._command[env_ids] = pack(op, target, columns, flags)
+        self._command[env_ids] = pack_each(op, target, columns, flags, self.plan.num_frames)
         self._command_seq[env_ids] = self._number
         for worker_id in worker_ids:
             self._rings[worker_id]()
@@ -210,7 +210,7 @@ class WorkerPool:
         return ready[self._command_seq[ready].argsort(kind="stable")]
 
     def _ready(self, env_ids: np.ndarray) -> np.ndarray:
-        return env_ids[self._command_seq[env_ids] == self._reply_seq[env_ids]]
+        return env_ids[(self._command_seq == self._reply_seq)[env_ids]]
 
     def _wait_slowly(self, env_ids: np.ndarray, count: int, timeout_s: float | None, *, kill_late: bool) -> None:
         """Wait token by token, looking around whenever none comes.

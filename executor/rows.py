@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from envherd.executor.batching import GroupBatch, Leaves, Members, add_side, stack_groups
+from envherd.executor.batching import GroupBatch, Leaves, Members, add_side, poison, stack_groups
 from envherd.executor.device import Mover
 from envherd.executor.intake import GroupIntake, has_true
 from envherd.executor.lending import Lend, LendingIntake
@@ -142,6 +142,10 @@ class Rows:
                 self._in_root[self._reset_there] = True
             self._stepped_to = None
 
+    def rows_of(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the rows of some envs in their groups, int `[k]`; it may be `env_ids` itself."""
+        return env_ids if self._is_one_group else self.row_of[env_ids]
+
     # ---- columns -----------------------------------------------------------------------------
 
     def next_column(self) -> int:
@@ -172,8 +176,7 @@ class Rows:
         if (self.columns == column).any():
             return
         for group in self.slab.groups:
-            for array in group.columns.values():
-                array[column] = _poison_value(array.dtype)
+            poison(group, column)
 
     def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the ring column for a command to some envs: one after each env's own latest."""
@@ -257,13 +260,16 @@ class Rows:
             for array in arrays:
                 array[column][rows] = 0
 
-    def stepped(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Note that some envs were stepped to columns of their own; return which of them ended, bool `[k]`."""
+    def stepped(self, env_ids: np.ndarray, columns: np.ndarray, ended: np.ndarray | None = None) -> np.ndarray:
+        """Note that some envs were stepped to columns of their own; return `ended`, bool `[k]`, found if None."""
         self._catch_up()
         self._columns[env_ids] = columns
         self._in_root[env_ids] = False
-        self.ended[env_ids] = ended = self._done_of(self._next_done, env_ids, columns)
-        self.has_ended = has_true(self.ended)
+        if ended is None:
+            ended = self._done_of(self._next_done, env_ids, columns)
+        if self.has_ended or has_true(ended):
+            self.ended[env_ids] = ended
+            self.has_ended = has_true(self.ended)
         return ended
 
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> None:
@@ -422,7 +428,7 @@ class Rows:
     def current(self, env_ids: np.ndarray) -> TensorDictBase:
         """Return where some envs are now: a root batch `[k]` in memory of its own."""
         if self._is_one_group and not self.has_side:
-            return self.batches[0].roots_at(self.columns[env_ids], self.in_root[env_ids], self.row_of[env_ids])
+            return self.batches[0].roots_at(self.columns[env_ids], self.in_root[env_ids], env_ids)
 
         def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
@@ -491,10 +497,3 @@ class Rows:
         section = "root" if self.in_root[env_id] else "next"
         found = self.ring_row(env_id, int(self.columns[env_id]))
         return {name[1:]: array for name, array in found.items() if name[0] == section}
-
-
-def _poison_value(dtype: np.dtype) -> Any:
-    """Return a value that no env gives: NaN, the largest integer, or True."""
-    if dtype.kind in "fc":
-        return np.nan
-    return np.iinfo(dtype).max if dtype.kind in "iu" else True

@@ -21,8 +21,11 @@ only by a reset (otherwise the new root IS the `next` of that column); in a stor
 
 from __future__ import annotations
 
+import functools
 from enum import IntEnum, IntFlag
 from typing import Any
+
+import numpy as np
 
 
 class Op(IntEnum):
@@ -63,6 +66,21 @@ _OP_BITS, _FLAG_BITS, _TARGET_BITS = 4, 4, 24
 def pack(op: Any, target: int, column: Any, flags: int = 0) -> Any:
     """Return the command word for an op on a column of a target; of int arrays, an int array."""
     return op | flags << _OP_BITS | target << (_OP_BITS + _FLAG_BITS) | column << (_OP_BITS + _FLAG_BITS + _TARGET_BITS)
+
+
+def pack_each(op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int, num_frames: int) -> np.ndarray:
+    """Return `pack`'s words for columns of their own, int64 `[k]`; those of a ring of so many frames are looked up."""
+    if target == RING and isinstance(op, Op):
+        found: np.ndarray = _ring_words(op, flags, num_frames)[columns]
+        return found
+    return np.asarray(pack(op, target, columns, flags))
+
+
+@functools.cache
+def _ring_words(op: int, flags: int, num_frames: int) -> np.ndarray:
+    words = np.asarray(pack(int(op), RING, np.arange(num_frames), int(flags)))
+    words.setflags(write=False)
+    return words
 
 
 def unpack(command: int) -> tuple[int, int, int, int]:

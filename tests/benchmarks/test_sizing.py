@@ -10,14 +10,16 @@ from envherd.benchmarks.sizing import share_of_best
 
 def test_a_choice_that_is_slower_in_every_round_is_told_by_how_much() -> None:
     speed_of_round = np.array([100.0, 60.0, 140.0, 90.0])  # a machine whose speed changes
-    assert share_of_best({"chosen": speed_of_round * 0.9, "best": speed_of_round}, "chosen") == pytest.approx(0.9)
+    assert share_of_best(
+        {"chosen": (speed_of_round * 0.9).tolist(), "best": speed_of_round.tolist()}, "chosen"
+    ) == pytest.approx(0.9)
 
 
 def test_equal_settings_are_not_told_apart_by_chance() -> None:
     rng = np.random.default_rng(0)
     shares, largest = [], []
     for _ in range(200):
-        rates = {setting: rng.normal(100, 6, 6) for setting in range(4)}
+        rates = {setting: rng.normal(100, 6, 6).tolist() for setting in range(4)}
         shares.append(share_of_best(rates, 0))
         medians = {setting: np.median(own) for setting, own in rates.items()}
         largest.append(medians[0] / max(medians.values()))
