@@ -112,7 +112,7 @@ def sheets_of_studies(results: Mapping[str, Any]) -> Iterable[Sheet]:
     if "growth" in results:
         yield from _growth(results["growth"])
     if "ahead" in results:
-        yield _ahead(results["ahead"])
+        yield from (_ahead(name, found) for name, found in results["ahead"].items())
     if "handout" in results:
         parts = results["handout"]
         rows = [
@@ -202,12 +202,12 @@ def _growth(growth: Mapping[str, Any]) -> Iterable[Sheet]:
         yield Sheet(title, columns, rows)
 
 
-def _ahead(found: Mapping[str, Any]) -> Sheet:
+def _ahead(name: str, found: Mapping[str, Any]) -> Sheet:
     rows = [
         [name, f"{row['batch_s'] * 1e3:.2f}", f"{row['resets']:.0f}", f"{row['resets_ahead']:.0f}"]
         for name, row in found["measured"].items()
     ]
-    title = "Resets of Melting Pot's length in a tenth of the times, by envs that wait where a substrate computes"
+    title = f"Resets of Melting Pot's length in {name} of the times, by envs that wait where a substrate computes"
     note = f"{found['speedup']:.2f} times the steps with resets ahead; the model says {found['modelled']:.2f}."
     return Sheet(title, ("8 envs", "ms per batch", "resets", "of these ready"), rows, note)
 

@@ -27,7 +27,7 @@ from envherd.benchmarks.workloads import ALL, PEERS, QUICK, QUICK_PEERS, WORKLOA
 
 SCHEMA = "envherd.bench/1"
 #: What is no workload, and the minutes that it takes on a quiet machine with two cores.
-STUDIES = {"startup": 9.0, "waiting": 2.0, "growth": 6.0, "handout": 0.2, "ahead": 1.5, "stages": 0.3}
+STUDIES = {"startup": 9.0, "waiting": 2.0, "growth": 6.0, "handout": 0.2, "ahead": 2.5, "stages": 0.3}
 NAMES = (*(one.name for one in WORKLOADS), *STUDIES)
 _QUICK_BUDGET_S = 35.0
 _REST_S = 4.2  # the kernel's account of pressure moves every two seconds
@@ -210,7 +210,7 @@ class Suite:
             "growth": lambda: growth.run(self._num_workers, self._growth_plan(), request.chooses, self._say),
             "handout": handout.measure,
             "stages": lambda: stages.measure(self.results["calibration"]),
-            "ahead": lambda: reset_ahead.study(2 if request.is_quick else 20),
+            "ahead": lambda: reset_ahead.study(2 if request.is_quick else 15),
         }
         return studies[name]()
 
