@@ -202,12 +202,12 @@ def _growth(growth: Mapping[str, Any]) -> Iterable[Sheet]:
         yield Sheet(title, columns, rows)
 
 
-def _ahead(name: str, found: Mapping[str, Any]) -> Sheet:
+def _ahead(share: str, found: Mapping[str, Any]) -> Sheet:
     rows = [
         [name, f"{row['batch_s'] * 1e3:.2f}", f"{row['resets']:.0f}", f"{row['resets_ahead']:.0f}"]
         for name, row in found["measured"].items()
     ]
-    title = f"Resets of Melting Pot's length in {name} of the times, by envs that wait where a substrate computes"
+    title = f"Resets of Melting Pot's length in {share} of the times, by envs that wait where a substrate computes"
     note = f"{found['speedup']:.2f} times the steps with resets ahead; the model says {found['modelled']:.2f}."
     return Sheet(title, ("8 envs", "ms per batch", "resets", "of these ready"), rows, note)
 
