@@ -130,11 +130,14 @@ class Exchange:
 
     def _note_op(self, env_ids: np.ndarray, op: int) -> None:
         """Keep what some envs were told to do; mostly all of them are told the same, again and again."""
-        if op != self._only_op:
-            if self._engine.num_pending:
-                self._ops[env_ids], self._only_op = op, None
-            else:
-                self._ops[:], self._only_op = op, op
+        if op == self._only_op:
+            return
+        self._only_op = None  # first: a Ctrl-C may come between any two of these lines
+        if self._engine.num_pending:
+            self._ops[env_ids] = op
+        else:
+            self._ops[:] = op
+            self._only_op = op
 
     def _settle_sends(self) -> None:
         """After a call was broken off: forget what was not sent, and what was received in part."""
