@@ -28,6 +28,7 @@ from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.shm.sync import Doorbell
+from envherd.shm.tally import Tally
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError, InternalError
 from envherd.workers.protocol import Op, describe_phase, pack, pack_each
@@ -42,8 +43,7 @@ class WorkerPool:
     """Worker processes over one slab; `start` brings it up, `close` takes it down."""
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
-        self.blueprint = blueprint
-        self.options = options
+        self.blueprint, self.options = blueprint, options
         self.num_envs = len(blueprint.factories)
         self.worker_ids = range(len(blueprint.blocks))
         self.serving: Sequence[int] = self.worker_ids  # those that run steps: all, unless envs have two instances
@@ -85,6 +85,7 @@ class WorkerPool:
         buffer = segment.array()
         self.slab = Slab(self.plan, buffer)
         self._done = Doorbell.create(buffer, self.plan.bells_offset)
+        self._tally = Tally(self.slab.words)
         self._go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
         self._rings = [bell.ring for bell in self._go]
         words = self.slab.words
@@ -178,8 +179,7 @@ class WorkerPool:
         Args:
             timeout_s: seconds; a worker that is late is killed and its loss is a `WorkerTimeout`.
         """
-        wait = self._done.wait
-        num_tokens = 0
+        wait, num_tokens = self._done.wait, 0
         while num_tokens < self.num_workers or not self.is_idle():
             if not wait(_LOOK_S):
                 self._wait_slowly(self._all_ids, self.num_envs, timeout_s, kill_late=True)
@@ -223,10 +223,11 @@ class WorkerPool:
         while True:
             while self._done.try_wait():
                 pass
-            if len(self._ready(env_ids)) >= count or self._is_hailed:
+            total, missing = self._tally.total(), count - len(self._ready(env_ids))
+            if missing <= 0 or self._is_hailed:
                 return
             left = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
-            if left > 0 and self._done.wait(left):
+            if not self._tally.expect(total + missing) or (left > 0 and self._done.wait(left)):
                 continue
             self._look_around()
             now = time.monotonic()
@@ -254,9 +255,9 @@ class WorkerPool:
 
     def _look_around(self) -> None:
         """Notice deaths and successors, and read what workers have written so that none blocks on a full socket."""
-        self._looked_at = time.monotonic()
+        self._looked_at = now = time.monotonic()
         for worker_id, began in list(self._rebuilding.items()):
-            passed_s, limit = time.monotonic() - began, self.options.build_timeout_s
+            passed_s, limit = now - began, self.options.build_timeout_s
             try:
                 if worker_id in self._leaving:
                     if passed_s >= 0:
@@ -448,8 +449,7 @@ class WorkerPool:
     def _succeed(self, worker_id: int) -> None:
         """Start the successor of a worker that has ended or is to be ended."""
         words = self.slab.words
-        words["mail_seq"][worker_id] = 0
-        words["phase"][worker_id] = 0
+        words["mail_seq"][worker_id] = words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
             pass  # tokens that its predecessor did not take
         with messages.uninterrupted():  # the wait inside is for the death of a process that was killed

@@ -36,6 +36,8 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "ends": ("env", "worker", "steps after which the env (or a part of it) had ended, ever"),
     "mail_seq": ("worker", "parent", "messages put on the worker's socket so far"),
     "ready": ("worker", "worker", "with reset-ahead: 1 + the episode that its env waits at the start of; 0 for none"),
+    "answered": ("worker", "worker", "answers that it has counted, ever: see tally"),
+    "ring_at": ("worker", "parent", "how many answers of all workers together are worth a ring"),
     "busy_ns": ("worker", "worker", "nanoseconds spent on commands, ever"),
     "pid": ("worker", "worker", "its process id"),
     "starts": ("worker", "worker", "processes that have taken this place, ever"),

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from envherd.shm.slab import NUM_BINS, Slab, bin_of
 from envherd.shm.sync import Doorbell
+from envherd.shm.tally import Counter
 from envherd.workers.block import Block
 from envherd.workers.protocol import Flag
 
@@ -46,6 +47,7 @@ class Loop:
         self._tidy = tidy
         self._is_leaving = False
         self._words = {name: array.data for name, array in slab.words.items()}
+        self._counter = Counter(self._words, block.worker_id)
         replies = self._words["reply_seq"]
         self._latest = {env_id: replies[env_id] for env_id in block.slots}
         self._mail_read = 0
@@ -106,7 +108,8 @@ class Loop:
             latest[env_id] = number
             replies[env_id] = number
             if command & _EACH:
-                self._done.ring()
+                if self._counter.add():
+                    self._done.ring()
             else:
                 owes_ring = True
         if owes_ring:

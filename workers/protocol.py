@@ -50,7 +50,8 @@ class Flag(IntFlag):
     """How to answer."""
 
     EACH = 1
-    """Ring the done doorbell for this env alone; without it, once for all commands found together."""
+    """Count the answer, and ring the done doorbell if enough have been counted (`shm.tally`); without it, ring once for
+    all commands found together."""
 
 
 #: What either side does for a command, in this order.

@@ -12,8 +12,10 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import EnvError, ParallelEnv, SerialEnv
+from envherd.shm.sync import Doorbell
 from envherd.workers.adapters.base import StepValues
 from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
+from tests.executor.sized_envs import SleepingEnv
 
 pytestmark = pytest.mark.slow
 
@@ -248,3 +250,30 @@ def test_who_waits_for_some_envs_does_not_wait_for_others(tmp_path):
             env.recv(env_ids=[1], timeout_s=0.01)
         path.touch()
         assert env.recv(env_ids=[1])["next", "observation"][:, 1].tolist() == [1]
+
+
+def test_the_caller_is_woken_once_for_all_that_it_waits_for(monkeypatch):
+    """Envs answer every 3 ms: nothing is to be done before the last."""
+    rings, wait = [], Doorbell.wait
+
+    def watched_wait(bell, timeout_s=None):
+        rings.append(wait(bell, timeout_s))
+        return rings[-1]
+
+    monkeypatch.setattr(Doorbell, "wait", watched_wait)
+    with ParallelEnv(8, SleepingEnv, num_workers=2, seed=0) as env:
+        env.reset()
+        env.send(act(env))
+        rings.clear()
+        assert len(env.recv(min_envs=6)) == 6
+        assert rings.count(True) == 1
+        assert env.recv()["env_ids"].numel() == 2
+
+
+def test_who_waits_for_some_is_not_kept_by_what_others_answer():
+    with ParallelEnv(4, SleepingEnv, num_workers=2, seed=0) as env:
+        env.reset()
+        for _ in range(3):
+            env.send(act(env))
+            for env_ids in ([3, 0], [1], [2]):
+                assert env.recv(env_ids=env_ids)["env_ids"].tolist() == env_ids
