@@ -37,12 +37,14 @@ from envherd.executor.machine import read_machine
 from envherd.executor.sizing.deciding import Goal
 from envherd.executor.sizing.model import Model, Prediction, Setting
 from envherd.executor.sizing.recommending import recommend
-from envherd.executor.sizing.verifying import Check, Trial, check, whole_episodes
+from envherd.executor.sizing.verifying import Check, Trial, whole_episodes
 
 RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8
 #: Of what the machine could do when an env was sized, by how much it may differ in the sweep.
 _MOST_CHANGE = 0.1
+#: Turns over which a setting's memory is taken: an env's may differ from one episode to the next.
+_MEMORY_TURNS = 3
 #: What each processor does for half a second to say how fast it is.
 _COUNTING = """
 import time
@@ -153,10 +155,11 @@ def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, An
     most = min(NUM_ENVS, 2 * int(np.ceil(sizing.machine.cores)))
     grid = {Setting(num_envs=NUM_ENVS, num_workers=count) for count in range(1, most + 1)} | {chosen}
     predicted = {setting: model.predict(setting) for setting in sorted(grid, key=str)}
-    memory = {setting: check(setting, one, factory, span_s=plan[1]).memory_bytes for setting, one in predicted.items()}
-    rounds, in_sweep = sweep(
-        predicted, factory, *plan, whole_episodes(sizing.measured, sizing.advice.prediction), num_cpus
-    )
+    episode_steps = whole_episodes(sizing.measured, sizing.advice.prediction)
+    memory = {
+        setting: memory_alone(setting, one, factory, plan[1], episode_steps) for setting, one in predicted.items()
+    }
+    rounds, in_sweep = sweep(predicted, factory, *plan, episode_steps, num_cpus)
     checks = {setting: _typical(turns, memory[setting]) for setting, turns in rounds.items()}
     best = max(checks.values(), key=lambda one: one.steps_per_s)
     mine = checks[chosen]
@@ -174,6 +177,12 @@ def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, An
         "machine_change": float(np.median(in_sweep) / np.mean(at_sizing) - 1),
         "sweep": [one.to_plain() for one in checks.values()],
     }
+
+
+def memory_alone(setting: Setting, predicted: Prediction, factory: Any, span_s: float, episode_steps: int) -> int:
+    """Return the mean memory of a setting, in a few turns, while no other is alive."""
+    with contextlib.closing(Trial(setting, predicted, factory)) as trial:
+        return int(np.mean([trial.turn(span_s, episode_steps).memory_bytes for _ in range(_MEMORY_TURNS)]))
 
 
 def sweep(

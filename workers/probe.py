@@ -2,7 +2,8 @@
 
 Guarantees: envs are run exactly as a worker runs them (built by `Builder`, stepped and reset by `Block`, rows
 written to a slab of its own); what is known so far is sent after every stage, so that a probe that is killed
-has still said something; it stops at its budget, late by one step, reset or build at most.
+has still said something; it stops at its budget, late by one step, reset or build at most, or by half of the
+budget where an env's memory differs from one episode to the next.
 Does not know: what other processes cost. Times that the machine spent on others are measured and sent along.
 Platforms: Linux (/proc).
 """
@@ -39,11 +40,16 @@ _MOST_STEPS = 20_000
 _MOST_SAMPLES = 4096
 #: Nanoseconds from which a step or reset is long: the next is asked how long it waited for a processor.
 _LONG_NS = 500_000
-#: Shares of the budget: the first env's steps; then its further resets; then each further env.
+#: Shares of the budget: the first env's steps; then its further resets; then each further env; then all in turn.
 # However long building took, steps get the least share.
 _LEAST_STEPS_SHARE = 0.2
-_STEPS_SHARE, _RESETS_SHARE, _FURTHER_SHARE, _GIL_SHARE = 0.5, 0.15, 0.15, 0.05
+_STEPS_SHARE, _RESETS_SHARE, _FURTHER_SHARE, _TOGETHER_SHARE, _GIL_SHARE = 0.4, 0.15, 0.15, 0.1, 0.05
 _MOST_RESETS = 20
+#: An env whose memory differs from one episode to the next is reset until its mean is known so well (standard error
+#: over mean), or this share of the budget is used up.
+_WELL_KNOWN, _LEAST_STATES, _VARYING_SHARE = 0.05, 3, 0.5
+#: Steps of each env in a block of steps in turn, at least and at most, and blocks at least.
+_LEAST_TOGETHER, _MOST_TOGETHER, _LEAST_BLOCKS = 3, 20, 3
 #: Seconds between the wake-ups of the thread that looks whether an env lets other threads run.
 _TICK_S = 50e-6
 #: Seconds after which Python takes the lock from an env that holds it, while that is watched.
@@ -124,8 +130,12 @@ class Run:
         self._is_long[command] = wall > _LONG_NS
         return status, (wall, cpu, run_delay_ns() - delay if is_long else 0)
 
-    def step(self) -> None:
-        """Step the env with random legal actions, after a reset if it has ended, and keep how long that took."""
+    def step(self) -> int:
+        """Step the env with random legal actions, after a reset if it has ended; keep how long that took.
+
+        Returns:
+            ns of the processor.
+        """
         if self.has_ended:
             self.reset()
         self._draw()
@@ -139,6 +149,7 @@ class Run:
         if self.has_ended:
             self.ends += 1
             self.lengths.add(self._length)
+        return times[1]
 
     def step_for(self, seconds: float, most: int, least: int = 1) -> int:
         """Step until the time is up; return how many steps were made."""
@@ -204,6 +215,7 @@ class Prober:
             self._tell("build")
             first = self._measure_first()
             self._measure_further()
+            self._measure_together()
             self._watch_gil(first)
             self._tell("done", is_last=True)
         except Failed:
@@ -299,7 +311,8 @@ class Prober:
         gc.collect()
         before = memory_of(os.getpid())
         num_resets = len(run.resets)
-        typical = _reset_for(run, min(self._budget(_RESETS_SHARE), max(self._left() * 0.5, 0.0)))
+        most_s = max(self._left() * 0.5, 0.0)
+        typical = _reset_for(run, min(self._budget(_RESETS_SHARE), most_s), most_s, self._figures["base"])
         grown_bytes = memory_of(os.getpid())["uss"] - before["uss"]
         self._figures["resets"] = np.array(run.resets, np.int64)
         self._figures["forced_resets"] = {"count": len(run.resets) - num_resets, "grown_bytes": grown_bytes}
@@ -317,8 +330,35 @@ class Prober:
                 return
             self._tell(f"env {env_id + 1}")
             run = self._build(env_id)
-            run.step_for(self._budget(_FURTHER_SHARE), 200)
-            self._figures["envs"][-1]["ready"] = _reset_for(run, min(self._budget(_FURTHER_SHARE), self._left()))
+            run.step_for(self._budget(_FURTHER_SHARE) / 2, 100)
+            entry = self._figures["envs"][-1]
+            varying_s = self._budget(_VARYING_SHARE) if env_id == 1 else self._left()
+            seconds = min(self._budget(_FURTHER_SHARE), self._left())
+            entry["ready"] = _reset_for(run, seconds, varying_s, entry["before"])
+
+    def _measure_together(self) -> None:
+        """Measure how many times as long a step takes an env that shares its process with others, stepped in turn.
+
+        Each finds the processor's caches full of what the others needed. The two are compared in short blocks that
+        follow each other, since a machine that others use changes its speed.
+        """
+        count, typical_s = len(self._runs), float(np.median(self._figures["steps"]["times"][0])) / 1e9
+        seconds = self._budget(_TOGETHER_SHARE)
+        each = min(_MOST_TOGETHER, int(seconds / (2 * _LEAST_BLOCKS * count * max(typical_s, 1e-9))))
+        if count < 2 or each < _LEAST_TOGETHER:
+            return
+        self._tell("together")
+        for run in self._runs:
+            run.steps = np.ones((3, 2 * each), np.int64)
+        ratios, end = list[float](), time.monotonic() + seconds
+        while len(ratios) < _LEAST_BLOCKS or time.monotonic() < end:
+            for run in self._runs:
+                run.forget()
+            alone = [run.step() for run in self._runs for _ in range(each)]
+            together = [run.step() for _ in range(each) for run in self._runs]
+            ratios.append(float(np.median(together) / max(1.0, np.median(alone))))
+        self._runs[0].steps = self._times
+        self._figures["together"] = {"envs": count, "factor": float(np.median(ratios))}
 
     def _watch_gil(self, run: Run) -> None:
         """Measure in which share of a step other Python threads could run."""
@@ -375,17 +415,34 @@ def _is_package(name: str) -> bool:
     return spec is not None and spec.submodule_search_locations is not None
 
 
-def _reset_for(run: Run, seconds: float) -> dict[str, int]:
+def _reset_for(run: Run, seconds: float, most_s: float, before: dict[str, int]) -> dict[str, int]:
     """Reset an env for so long, and at least once; return the mean memory of this process after a reset.
 
     What an env takes may differ by a half from one episode to the next (Melting Pot, by when Lua collects garbage).
+    Then it is reset until the mean is known well.
+
+    Args:
+        run: the env's.
+        seconds: if the mean is known well by then.
+        most_s: else.
+        before: memory of this process before the env was there.
     """
-    end, states = time.monotonic() + seconds, list[dict[str, int]]()
-    while len(states) < _MOST_RESETS and (not states or time.monotonic() < end):
+    began, states, is_enough = time.monotonic(), list[dict[str, int]](), False
+    while not is_enough:
         run.reset()
         gc.collect()
         states.append(memory_of(os.getpid()))
+        is_known = _is_well_known([state["dirty"] - before["dirty"] for state in states])
+        is_enough = len(states) == _MOST_RESETS or time.monotonic() - began >= (seconds if is_known else most_s)
     return {key: sum(state[key] for state in states) // len(states) for key in states[0]}
+
+
+def _is_well_known(values: list[int]) -> bool:
+    """Return whether the mean of some values is known well enough for them to be all."""
+    if len(values) < _LEAST_STATES:
+        return False
+    error = float(np.std(values, ddof=1)) / len(values) ** 0.5
+    return error <= _WELL_KNOWN * max(1.0, abs(float(np.mean(values))))
 
 
 def _thinned(times: np.ndarray) -> np.ndarray:

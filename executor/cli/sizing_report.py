@@ -21,6 +21,8 @@ SCHEMA = "envherd.size/1"
 _MIB, _GIB = 2**20, 2**30
 #: From this share of the machine on, others have made a measurement worthless.
 _DISTURBED = 0.1
+#: From this factor on it is said that steps take longer among other envs of a worker.
+_SLOWED = 1.1
 
 
 def table(env: str, sizing: Sizing, checks: Sequence[Check], *, is_elsewhere: bool = False) -> RenderableType:
@@ -73,6 +75,8 @@ def _measured(measured: Measurement) -> list[tuple[str, str]]:
     step = f"{_time(measured.step_median_s)} median, {_time(measured.step_p99_s)} p99"
     if measured.contention > _DISTURBED:
         step += f"; {_time(measured.step_s)} mean without what others took"
+    if measured.together_factor > _SLOWED:
+        step += f"; {measured.together_factor:.1f} times as long beside other envs of a worker"
     cpu = f"{_time(measured.cpu_per_step_s)} of processors"
     if measured.num_threads:
         cpu += f", {measured.hidden_cpu_share:.0%} in {measured.num_threads} threads of its own"

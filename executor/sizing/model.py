@@ -91,10 +91,8 @@ class Model:
         self._slab_per_worker = (more_workers - one) / 63
         self._slab_fixed = max(0.0, one - 64 * self._slab_per_env - self._slab_per_worker)
         self._known: dict[Setting, Prediction] = {}
-        self._sums = _sorted_sums(measured)
-        resets_s = measured.end_share * measured.reset_cpu_s
-        self.cpu_per_step_s = measured.cpu_per_step_s + resets_s
-        self.busy_per_step_s = measured.step_s + measured.end_share * measured.reset_s
+        self._sums = self._sorted_sums()
+        self.busy_per_step_s = self.busy_s(1)
 
     @property
     def cores(self) -> float:
@@ -107,12 +105,28 @@ class Model:
         quota = machine.cgroup.cpu_quota
         return worth if quota is None else min(worth, quota)
 
+    def busy_s(self, per_worker: int) -> float:
+        """Return the mean seconds that an env's step, its share of resets too, takes a worker of so many envs."""
+        measured = self.measured
+        return measured.step_s * self._together(per_worker) + measured.end_share * measured.reset_s
+
+    def cpu_s(self, per_worker: int) -> float:
+        """Return the processor seconds of the same."""
+        measured = self.measured
+        return measured.cpu_per_step_s * self._together(per_worker) + measured.end_share * measured.reset_cpu_s
+
+    def _together(self, per_worker: int) -> float:
+        """Return how many times as long a step takes among so many envs of a worker."""
+        measured = self.measured
+        neighbours = min(1.0, (per_worker - 1) / max(1, measured.together_envs - 1))
+        return 1.0 + (measured.together_factor - 1.0) * max(0.0, neighbours)
+
     def crowding_of(self, num_workers: int) -> float:
         """Return how many times as long a step takes while so many workers compute; what waits does not wait longer."""
         overhead = self.overhead
         if overhead.crowd <= 1 or num_workers <= 1:
             return 1.0
-        share = min(1.0, self.cpu_per_step_s / max(1e-12, self.busy_per_step_s))
+        share = min(1.0, self.cpu_s(1) / max(1e-12, self.busy_per_step_s))
         crowd = (min(num_workers, overhead.crowd, len(self.machine.cpus)) - 1) / (overhead.crowd - 1)
         return 1.0 + (overhead.crowding - 1.0) * crowd * share
 
@@ -136,46 +150,50 @@ class Model:
         envs, workers = setting.num_envs, setting.num_workers
         if workers == 0:
             own = self.overhead.of(envs, 0)
-            work_s = envs * self.busy_per_step_s
-            batch_s = max(own + self.policy_s + work_s, self._least_s(envs, own, 1))
+            work_s = envs * self.busy_s(envs)
+            batch_s = max(own + self.policy_s + work_s, self._least_s(setting, envs, own))
             return self._prediction(setting, envs / batch_s, own, work_s)
         own = self.overhead.of(envs, workers)
-        slowest_s = self._until_done(envs, workers)
+        slowest_s = self._until_done(setting, envs)
         if setting.mode == "sync":
-            rate = envs / max(own + self.policy_s + slowest_s, self._least_s(envs, own, workers))
+            rate = envs / max(own + self.policy_s + slowest_s, self._least_s(setting, envs, own))
         elif setting.mode == "two-groups":
-            rate = self._two_groups(envs, workers)
+            rate = self._two_groups(setting)
         else:
-            rate = self._first_k(envs, workers)
+            rate = self._first_k(setting)
         return self._prediction(setting, rate, own, slowest_s)
 
-    def _until_done(self, envs: float, workers: int) -> float:
-        """Return seconds of the envs' part of a batch: the slowest worker's, or what the processors can do."""
-        least_s = envs * self.cpu_per_step_s * self.crowding_of(workers) / self.cores
-        return max(self.slowest_s(int(envs), workers), least_s)
+    def _until_done(self, setting: Setting, count: int) -> float:
+        """Return seconds of the envs' part of a batch of `count`: the slowest worker's, or what processors can do."""
+        return max(self.slowest_s(count, min(setting.num_workers, count)), self._least_s(setting, count, 0.0))
 
-    def _least_s(self, envs: float, own: float, workers: int) -> float:
-        """Return the seconds that all processors together need for a batch; the policy is taken to run on a GPU."""
-        return (own + envs * self.cpu_per_step_s * self.crowding_of(workers)) / self.cores
+    def _least_s(self, setting: Setting, count: int, own: float) -> float:
+        """Return the seconds that all processors together need for `count` envs, and for the executor's own work.
 
-    def _two_groups(self, envs: int, workers: int) -> float:
-        half = max(1, envs // 2)
-        own = self.overhead.of(half, workers) * self.overhead.exchange_factor
+        The policy is taken to run on a GPU.
+        """
+        crowding = self.crowding_of(max(1, setting.num_workers))
+        return (own + count * self.cpu_s(setting.most_per_worker) * crowding) / self.cores
+
+    def _two_groups(self, setting: Setting) -> float:
+        half = max(1, setting.num_envs // 2)
+        own = self.overhead.of(half, setting.num_workers) * self.overhead.exchange_factor
         parent_s = own + self.policy_s
-        group_s = self._until_done(half, min(workers, half))
-        period_s = max(2 * parent_s, 2 * group_s, parent_s + group_s, 2 * self._least_s(half, own, workers))
+        group_s = self._until_done(setting, half)
+        period_s = max(2 * parent_s, 2 * group_s, parent_s + group_s, 2 * self._least_s(setting, half, own))
         return 2 * half / period_s
 
-    def _first_k(self, envs: int, workers: int) -> float:
+    def _first_k(self, setting: Setting) -> float:
+        envs, workers = setting.num_envs, setting.num_workers
         count = max(1, envs // 2)
         own = self.overhead.of(count, workers) * self.overhead.exchange_factor
         parent_s = own + self.policy_s
-        busy_s = self.busy_per_step_s * self.crowding_of(workers)
+        busy_s = self.busy_s(setting.most_per_worker) * self.crowding_of(workers)
         rates = (
             workers / busy_s,
             count / parent_s,
             envs / (setting_cycle(busy_s, envs, workers) + parent_s),
-            count / self._least_s(count, own, workers),
+            count / self._least_s(setting, count, own),
         )
         return min(rates)
 
@@ -187,8 +205,8 @@ class Model:
             overhead_s=own,
             policy_s=self.policy_s,
             slowest_s=slowest_s,
-            mean_s=setting.num_envs / workers * self.busy_per_step_s,
-            compute_s=setting.num_envs * self.cpu_per_step_s / self.cores,
+            mean_s=setting.num_envs / workers * self.busy_s(setting.most_per_worker),
+            compute_s=setting.num_envs * self.cpu_s(setting.most_per_worker) / self.cores,
             memory_bytes=self.memory_bytes(setting.num_envs, setting.num_workers),
             start_s=self.start_s(setting),
         )
@@ -209,18 +227,19 @@ class Model:
         one = measured.build_s + measured.first_reset_s + rest * (measured.build_further_s + measured.reset_s)
         return measured.start_s + one * max(1.0, setting.num_workers / self.cores)
 
+    def _sorted_sums(self) -> np.ndarray:
+        """Return times of a worker that steps 1, 2, ... envs once each: `[MOST_PER_WORKER, draws]`, each row sorted."""
+        measured = self.measured
+        rng = np.random.default_rng(0)
+        shape = (_DRAWS, MOST_PER_WORKER)
+        sums = rng.choice(measured.step_samples, shape).cumsum(1)
+        sums *= [self._together(count) for count in range(1, MOST_PER_WORKER + 1)]
+        if measured.end_share > 0 and not measured.has_one_length:
+            resets = measured.reset_samples if len(measured.reset_samples) else np.array([measured.first_reset_s])
+            sums += ((rng.random(shape) < measured.end_share) * rng.choice(resets, shape)).cumsum(1)
+        return np.sort(sums.T, axis=1)
+
 
 def setting_cycle(busy_s: float, envs: int, workers: int) -> float:
     """Return seconds that a step takes an env of a busy worker: its neighbours are stepped before it."""
     return busy_s * max(1.0, envs / workers / 2)
-
-
-def _sorted_sums(measured: Measurement) -> np.ndarray:
-    """Return times of a worker that steps 1, 2, ... envs once each: `[MOST_PER_WORKER, draws]`, each row sorted."""
-    rng = np.random.default_rng(0)
-    shape = (_DRAWS, MOST_PER_WORKER)
-    times = rng.choice(measured.step_samples, shape)
-    if measured.end_share > 0 and not measured.has_one_length:
-        resets = measured.reset_samples if len(measured.reset_samples) else np.array([measured.first_reset_s])
-        times = times + (rng.random(shape) < measured.end_share) * rng.choice(resets, shape)
-    return np.sort(times.cumsum(1).T, axis=1)

@@ -50,7 +50,7 @@ def _draw_speed(axes: Any, model: Model, sizing: Sizing, checks: Sequence[Check]
         model.predict(Setting(num_envs=count * each, num_workers=count, mode=setting.mode)).steps_per_s
         for count in counts
     ]
-    ideal = 1 / model.busy_per_step_s
+    ideal = 1 / model.busy_s(each)
     axes.plot(counts, [count * ideal for count in counts], "--", color=_GREY, label="ideal: workers never wait")
     axes.plot(counts, rates, "o-", color=_BLUE, markersize=4, label=f"predicted, {each} envs a worker, {setting.mode}")
     axes.plot(

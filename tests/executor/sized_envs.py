@@ -40,6 +40,19 @@ class BreathingEnv(CountingEnv):
         return super().reset(seed, options)
 
 
+class JealousEnv(CountingEnv):
+    """Computes 1 ms in a step, and 2 ms if another of its kind was stepped in between."""
+
+    latest = None
+
+    def step(self, action):
+        end = time.thread_time() + (0.001 if JealousEnv.latest is self else 0.002)
+        JealousEnv.latest = self
+        while time.thread_time() < end:
+            pass
+        return super().step(action)
+
+
 class LeakingEnv(CountingEnv):
     """Takes 8 KiB more in each step."""
 

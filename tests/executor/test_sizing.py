@@ -225,6 +225,15 @@ def test_resets_are_part_of_the_time():
     assert model.predict(Setting(num_envs=64, num_workers=1)).steps_per_s == pytest.approx(1 / 2e-3, rel=0.1)
 
 
+def test_steps_among_other_envs_of_a_worker_take_longer():
+    model = Model(measured_of(together_factor=3.0, together_envs=3, end_share=0.0), OVERHEAD, machine_of(2))
+    rates = {envs: model.predict(Setting(num_envs=envs, num_workers=1)).steps_per_s for envs in (1, 2, 3, 8)}
+    assert rates == pytest.approx({1: 1 / 1e-3, 2: 1 / 2e-3, 3: 1 / 3e-3, 8: 1 / 3e-3}, rel=0.1)
+    spread = [model.predict(Setting(num_envs=8, num_workers=2, mode=mode)).steps_per_s for mode in ("sync", "first-k")]
+    assert spread == pytest.approx([2 / 3e-3] * 2, rel=0.1)
+    assert model.predict(Setting(num_envs=8, num_workers=0)).steps_per_s == pytest.approx(1 / 3e-3, rel=0.1)
+
+
 def test_overhead_is_fitted_without_negative_parts():
     rows = np.array([[1, 1, 1], [1, 1, 16], [1, 2, 2], [1, 2, 32]], float)
     assert fit(rows, rows @ [3e-5, 2e-5, 1e-6]) == pytest.approx((3e-5, 2e-5, 1e-6))
@@ -289,8 +298,18 @@ def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
 
 
 @pytest.mark.slow
+def test_a_probe_steps_envs_in_turn():
+    jealous = probed(sized_envs.JealousEnv)
+    assert jealous.together_envs == 3
+    assert 1.7 < jealous.together_factor < 2.1
+    assert jealous.step_s == pytest.approx(1e-3, rel=0.2)
+
+
+@pytest.mark.slow
 def test_a_probe_tells_episodes_of_one_length():
-    assert probed(functools.partial(CountingEnv, 7)).episode_steps == 7
+    regular = probed(functools.partial(CountingEnv, 7))
+    assert regular.episode_steps == 7
+    assert regular.end_share == 1 / 7
     assert not probed(CountingEnv).has_one_length
 
 
