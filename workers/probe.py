@@ -46,8 +46,10 @@ _LEAST_STEPS_SHARE = 0.2
 _STEPS_SHARE, _RESETS_SHARE, _FURTHER_SHARE, _TOGETHER_SHARE, _GIL_SHARE = 0.4, 0.15, 0.15, 0.1, 0.05
 _MOST_RESETS = 20
 #: An env whose memory differs from one episode to the next is reset until its mean is known so well (standard error
-#: over mean), or this share of the budget is used up.
-_WELL_KNOWN, _LEAST_STATES, _VARYING_SHARE = 0.05, 3, 0.5
+#: over mean, or bytes), or this share of the budget is used up.
+_WELL_KNOWN, _WELL_KNOWN_BYTES, _LEAST_STATES, _VARYING_SHARE = 0.05, 2**18, 3, 0.5
+#: Seconds for which a worker pauses between batches, where steps are so long that it does not spin meanwhile.
+_PAUSE_S, _SPINS_BELOW_S = 1e-3, 0.2e-3
 #: Steps of each env in a block of steps in turn, at least and at most, and blocks at least.
 _LEAST_TOGETHER, _MOST_TOGETHER, _LEAST_BLOCKS = 3, 20, 3
 #: Seconds between the wake-ups of the thread that looks whether an env lets other threads run.
@@ -337,28 +339,32 @@ class Prober:
             entry["ready"] = _reset_for(run, seconds, varying_s, entry["before"])
 
     def _measure_together(self) -> None:
-        """Measure how many times as long a step takes an env that shares its process with others, stepped in turn.
+        """Measure how many times as long a step takes in a worker as it does in a loop over one env.
 
-        Each finds the processor's caches full of what the others needed. The two are compared in short blocks that
-        follow each other, since a machine that others use changes its speed.
+        A worker pauses while the caller has its turn, and steps several envs in turn: each finds the processor's caches
+        full of what others needed. All are compared in short blocks that follow each other, since a machine that others
+        use changes its speed.
         """
         count, typical_s = len(self._runs), float(np.median(self._figures["steps"]["times"][0])) / 1e9
+        pause_s = _PAUSE_S if typical_s > _SPINS_BELOW_S else 0.0
         seconds = self._budget(_TOGETHER_SHARE)
-        each = min(_MOST_TOGETHER, int(seconds / (2 * _LEAST_BLOCKS * count * max(typical_s, 1e-9))))
-        if count < 2 or each < _LEAST_TOGETHER:
+        each = min(_MOST_TOGETHER, int(seconds / (_LEAST_BLOCKS * (3 * count * typical_s + 2 * pause_s + 1e-9))))
+        if each < _LEAST_TOGETHER or self._runs[0].block.slots[0].adapter.is_alone:
             return
         self._tell("together")
         for run in self._runs:
-            run.steps = np.ones((3, 2 * each), np.int64)
-        ratios, end = list[float](), time.monotonic() + seconds
+            run.steps = np.ones((3, 3 * each), np.int64)
+        ratios, end = list[tuple[float, float]](), time.monotonic() + seconds
         while len(ratios) < _LEAST_BLOCKS or time.monotonic() < end:
             for run in self._runs:
                 run.forget()
-            alone = [run.step() for run in self._runs for _ in range(each)]
-            together = [run.step() for _ in range(each) for run in self._runs]
-            ratios.append(float(np.median(together) / max(1.0, np.median(alone))))
+            loops = [run.step() for run in self._runs for _ in range(each)]
+            paused, together = (_in_turn(runs, each, pause_s) for runs in (self._runs[:1], self._runs))
+            loop = max(1.0, float(np.median(loops)))
+            ratios.append((paused / loop, together / loop))
         self._runs[0].steps = self._times
-        self._figures["together"] = {"envs": count, "factor": float(np.median(ratios))}
+        paused_factor, factor = np.median(ratios, axis=0).tolist()
+        self._figures["together"] = {"envs": count, "paused": paused_factor, "factor": factor}
 
     def _watch_gil(self, run: Run) -> None:
         """Measure in which share of a step other Python threads could run."""
@@ -442,7 +448,17 @@ def _is_well_known(values: list[int]) -> bool:
     if len(values) < _LEAST_STATES:
         return False
     error = float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return error <= _WELL_KNOWN * max(1.0, abs(float(np.mean(values))))
+    return error <= max(_WELL_KNOWN_BYTES, _WELL_KNOWN * abs(float(np.mean(values))))
+
+
+def _in_turn(runs: list[Run], num_rounds: int, pause_s: float) -> float:
+    """Step envs in turn, pausing before each round; return the typical ns of the processor for a step."""
+    rounds: list[float] = []
+    for _ in range(num_rounds):
+        if pause_s:
+            time.sleep(pause_s)
+        rounds.append(sum(run.step() for run in runs) / len(runs))
+    return float(np.median(rounds))
 
 
 def _thinned(times: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ SCHEMA = "envherd.size/1"
 _MIB, _GIB = 2**20, 2**30
 #: From this share of the machine on, others have made a measurement worthless.
 _DISTURBED = 0.1
-#: From this factor on it is said that steps take longer among other envs of a worker.
+#: From this factor on it is said that steps take longer in a worker than in a loop.
 _SLOWED = 1.1
 
 
@@ -76,7 +76,7 @@ def _measured(measured: Measurement) -> list[tuple[str, str]]:
     if measured.contention > _DISTURBED:
         step += f"; {_time(measured.step_s)} mean without what others took"
     if measured.together_factor > _SLOWED:
-        step += f"; {measured.together_factor:.1f} times as long beside other envs of a worker"
+        step += f" in a loop; {measured.together_factor:.1f} times as long in a worker"
     cpu = f"{_time(measured.cpu_per_step_s)} of processors"
     if measured.num_threads:
         cpu += f", {measured.hidden_cpu_share:.0%} in {measured.num_threads} threads of its own"

@@ -39,8 +39,9 @@ class Measurement:
         steps_measured: steps that the figures are from.
         end_share: steps after which an episode had ended, of all; 0 if none did.
         episode_steps: after so many steps several episodes ended, and none after another number; 0 else.
-        together_factor: how many times as long a step takes in a worker that steps `together_envs` in turn: each finds
-            the processor's caches full of what the others needed. 1.0 or more; 1.0 where it was not measured.
+        paused_factor: how many times as long a step takes in a worker, which pauses while the caller has its turn, as
+            in a loop: the processor's caches have been used by others. 1.0 or more; 1.0 where it was not measured.
+        together_factor: the same in a worker that steps `together_envs` in turn after each pause.
         together_envs: so many of them.
         contention: share of the time in which the probe waited for a processor that others used.
         worker_bytes: memory of a worker without an env.
@@ -85,6 +86,7 @@ class Measurement:
     imported: tuple[str, ...] = ()
     stopped_by: str = ""
     episode_steps: int = 0
+    paused_factor: float = 1.0
     together_factor: float = 1.0
     together_envs: int = 2
     wall_samples: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -142,7 +144,7 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
     reset_wall, resets, _ = _own_times(np.asarray(figures["resets"]).T)
     builds = [env["build_s"] for env in figures["envs"]]
     forced = figures.get("forced_resets", {"count": 0, "grown_bytes": 0})
-    together = figures.get("together", {"factor": 1.0, "envs": 2})
+    together = figures.get("together", {"paused": 1.0, "factor": 1.0, "envs": 2})
     episode_steps = int(steps["episode_steps"])
     first, further_bytes, clean = _env_bytes(figures)
     return Measurement(
@@ -162,6 +164,7 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
         steps_measured=steps["count"],
         end_share=1 / episode_steps if episode_steps else steps["ends"] / count,
         episode_steps=episode_steps,
+        paused_factor=max(1.0, together["paused"]),
         together_factor=max(1.0, together["factor"]),
         together_envs=together["envs"],
         contention=float(steps["contention"]),

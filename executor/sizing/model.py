@@ -108,18 +108,18 @@ class Model:
     def busy_s(self, per_worker: int) -> float:
         """Return the mean seconds that an env's step, its share of resets too, takes a worker of so many envs."""
         measured = self.measured
-        return measured.step_s * self._together(per_worker) + measured.end_share * measured.reset_s
+        return measured.step_s * self._slowed(per_worker) + measured.end_share * measured.reset_s
 
     def cpu_s(self, per_worker: int) -> float:
         """Return the processor seconds of the same."""
         measured = self.measured
-        return measured.cpu_per_step_s * self._together(per_worker) + measured.end_share * measured.reset_cpu_s
+        return measured.cpu_per_step_s * self._slowed(per_worker) + measured.end_share * measured.reset_cpu_s
 
-    def _together(self, per_worker: int) -> float:
-        """Return how many times as long a step takes among so many envs of a worker."""
-        measured = self.measured
-        neighbours = min(1.0, (per_worker - 1) / max(1, measured.together_envs - 1))
-        return 1.0 + (measured.together_factor - 1.0) * max(0.0, neighbours)
+    def _slowed(self, per_worker: int) -> float:
+        """Return how many times as long as in a loop a step takes in a worker of so many envs."""
+        one = self.measured
+        neighbours = min(1.0, max(0, per_worker - 1) / max(1, one.together_envs - 1))
+        return one.paused_factor + (one.together_factor - one.paused_factor) * neighbours
 
     def crowding_of(self, num_workers: int) -> float:
         """Return how many times as long a step takes while so many workers compute; what waits does not wait longer."""
@@ -233,7 +233,7 @@ class Model:
         rng = np.random.default_rng(0)
         shape = (_DRAWS, MOST_PER_WORKER)
         sums = rng.choice(measured.step_samples, shape).cumsum(1)
-        sums *= [self._together(count) for count in range(1, MOST_PER_WORKER + 1)]
+        sums *= [self._slowed(count) for count in range(1, MOST_PER_WORKER + 1)]
         if measured.end_share > 0 and not measured.has_one_length:
             resets = measured.reset_samples if len(measured.reset_samples) else np.array([measured.first_reset_s])
             sums += ((rng.random(shape) < measured.end_share) * rng.choice(resets, shape)).cumsum(1)

@@ -234,6 +234,13 @@ def test_steps_among_other_envs_of_a_worker_take_longer():
     assert model.predict(Setting(num_envs=8, num_workers=0)).steps_per_s == pytest.approx(1 / 3e-3, rel=0.1)
 
 
+def test_steps_take_longer_after_a_pause():
+    slowed = measured_of(paused_factor=2.0, together_factor=4.0, together_envs=3, end_share=0.0)
+    model = Model(slowed, OVERHEAD, machine_of(2))
+    rates = [model.predict(Setting(num_envs=envs, num_workers=1)).steps_per_s for envs in (1, 2, 3)]
+    assert rates == pytest.approx([1 / 2e-3, 1 / 3e-3, 1 / 4e-3], rel=0.1)
+
+
 def test_overhead_is_fitted_without_negative_parts():
     rows = np.array([[1, 1, 1], [1, 1, 16], [1, 2, 2], [1, 2, 32]], float)
     assert fit(rows, rows @ [3e-5, 2e-5, 1e-6]) == pytest.approx((3e-5, 2e-5, 1e-6))
@@ -302,6 +309,7 @@ def test_a_probe_steps_envs_in_turn():
     jealous = probed(sized_envs.JealousEnv)
     assert jealous.together_envs == 3
     assert 1.7 < jealous.together_factor < 2.1
+    assert 1.0 <= jealous.paused_factor < 1.3
     assert jealous.step_s == pytest.approx(1e-3, rel=0.2)
 
 
