@@ -306,7 +306,7 @@ def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
 
 @pytest.mark.slow
 def test_a_probe_steps_envs_in_turn():
-    jealous = probed(sized_envs.JealousEnv)
+    jealous = probed(sized_envs.JealousEnv, budget_s=3.0)
     assert jealous.together_envs == 3
     assert 1.7 < jealous.together_factor < 2.1
     assert 1.0 <= jealous.paused_factor < 1.3
