@@ -1,9 +1,10 @@
-"""What a batch costs besides the env, on this machine and now: an env that gives the same arrays computes as long.
+"""What a batch costs besides the env, on this machine and now.
 
-A batch of N envs on W workers takes `fixed + per_worker * W + per_env * N` seconds more than the slowest worker
-is busy: actions out, wake-ups, rows in, a TensorDict of them. The three are fitted to a few settings. How much longer
-the same work takes while other workers compute too (hyper-threads, caches, neighbours of a virtual machine) is
-measured with them. All settings are alive together and take turns, so that what is compared was measured at one time.
+Envs that give the same arrays compute about as long, and end as often. A batch of N of them on W workers takes
+`fixed + per_worker * W + per_env * N` seconds more than the slowest worker is busy: actions out, wake-ups, rows in, a
+TensorDict of them. The three are fitted to a few settings. How much longer the same work takes while other workers
+compute too (hyper-threads, caches, neighbours of a virtual machine) is measured with them. All settings are alive
+together and take turns, so that what is compared was measured at one time.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ _MOST_BATCH_BYTES = 256 * 2**20
 #: 0.3 ms a batch of Melting Pot cost 1.5 ms besides the envs, where 2.7 were measured.)
 _MOST_WORK_S = 1e-3
 _LOOP = 20_000
+#: Share of steps that end an episode, from which on resets are part of what a batch costs; rarer ones are not seen in
+#: turns this short.
+_ENDS_MATTER = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,12 @@ class Overhead:
 
 
 def measure_overhead(
-    spec: EnvSpec, cores: float, options: ExecutorOptions, progress: Callable[[float], None], step_s: float = 0.0
+    spec: EnvSpec,
+    cores: float,
+    options: ExecutorOptions,
+    progress: Callable[[float], None],
+    step_s: float = 0.0,
+    end_share: float = 0.0,
 ) -> Overhead:
     """Run envs that look like one of `spec` in a few settings, and fit.
 
@@ -75,9 +84,11 @@ def measure_overhead(
         options: of the executor; what concerns the factory (preload, info keys) is left out.
         progress: called with the share that is done.
         step_s: seconds of a processor that a step of the env takes.
+        end_share: steps that end an episode, of all.
     """
-    idle, plain = EchoFactory(spec.to_plain()), _plain_options(options)
-    busy = EchoFactory(idle.spec, iterations_in(min(step_s, _MOST_WORK_S)))
+    end_share = end_share if end_share >= _ENDS_MATTER else 0.0
+    idle, plain = EchoFactory(spec.to_plain(), 0, end_share), _plain_options(options)
+    busy = EchoFactory(idle.spec, iterations_in(min(step_s, _MOST_WORK_S)), end_share)
     wide = min(8, max(1, int(cores)))
     many = 8 if _bytes_of(spec) * 8 * wide < _MOST_BATCH_BYTES else 4
     settings = sorted({(1, 1), (1, many), (wide, wide), (wide, many * wide)})

@@ -106,6 +106,7 @@ def measure_subject(
         options,
         lambda share: progress("executor", share),
         min(measured.cpu_per_step_s, measured.step_s),
+        measured.end_share,
     )
     return measured, overhead
 

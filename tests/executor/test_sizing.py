@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from envherd.executor import EnvError, ExecutorOptions, FactoryError, ParallelEnv
+from envherd.executor import EnvError, ExecutorOptions, FactoryError, ParallelEnv, SerialEnv
 from envherd.executor.cgroups import Cgroup
 from envherd.executor.cli.app import app
 from envherd.executor.cli.sizing import BadOption, Request, parse_size, planned
@@ -27,6 +27,7 @@ from envherd.executor.sizing.probing import ProbeFailed, ProbeLimits, Subject, p
 from envherd.executor.sizing.recommending import with_episodes_of
 from envherd.executor.sizing.verifying import whole_episodes
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
+from envherd.workers.echo import EchoFactory
 from envherd.workers.factory import pickle_factory
 from envherd.workers.testing import CountingEnv
 from tests.executor import sized_envs
@@ -245,6 +246,16 @@ def test_overhead_is_fitted_without_negative_parts():
     rows = np.array([[1, 1, 1], [1, 1, 16], [1, 2, 2], [1, 2, 32]], float)
     assert fit(rows, rows @ [3e-5, 2e-5, 1e-6]) == pytest.approx((3e-5, 2e-5, 1e-6))
     assert min(fit(rows, np.array([9e-5, 8e-5, 2e-5, 1e-5]))) >= 0
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.3, 70, 170)])
+def test_what_stands_for_an_env_ends_as_often(share, least, most):
+    with SerialEnv(4, EchoFactory(SPEC.to_plain(), 0, share), seed=0) as env:
+        root, num_ends = env.reset(), 0
+        for _ in range(100):
+            td, root = env.step_and_maybe_reset(env.rand_action(root))
+            num_ends += int(td["next", "done"].sum())
+    assert least <= num_ends <= most
 
 
 def test_tail_index():
