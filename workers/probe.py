@@ -2,8 +2,9 @@
 
 Guarantees: envs are run exactly as a worker runs them (built by `Builder`, stepped and reset by `Block`, rows
 written to a slab of its own); what is known so far is sent after every stage, so that a probe that is killed
-has still said something; it stops at its budget, late by one step, reset or build at most, or by half of the
-budget where an env's memory differs from one episode to the next.
+has still said something; it stops at its budget, late by one step, reset or build at most, and by what is measured
+last (steps in turn, python's lock: 0.15 of the budget); by half of the budget more where an env's memory differs from
+one episode to the next.
 Does not know: what other processes cost. Times that the machine spent on others are measured and sent along.
 Platforms: Linux (/proc).
 """

@@ -52,9 +52,9 @@ def test_no_count_is_missed_between_processes():
     """Two workers count as fast as they can; the parent asks for a ring every few counts, and gets it each time."""
     num_bytes = 2 * 16 + DOORBELL_BYTES
     memory = shared_memory.SharedMemory(create=True, size=num_bytes)
+    tally, bell, workers = _start_counting(memory.buf)
+    wanted = 0
     try:
-        tally, bell, workers = _start_counting(memory.buf)
-        wanted = 0
         while wanted < 2 * NUM_COUNTS:
             wanted = min(tally.total() + 3, 2 * NUM_COUNTS)
             while tally.expect(wanted):
@@ -63,6 +63,8 @@ def test_no_count_is_missed_between_processes():
             worker.join(20.0)
             assert worker.exitcode == 0
     finally:
+        for worker in workers:
+            worker.kill()
         del tally, bell
         memory.close()
         memory.unlink()
