@@ -1,8 +1,9 @@
 """Does `envherd size` advise well? Prediction against measurement, and the choice against an exhaustive sweep.
 
-For each env: it is sized; then every setting of a grid (number of workers, with the number of envs fixed) runs
-for some seconds, in random order. Reported: predicted and measured steps per second and memory of the choice,
-and what share of the sweep's best it makes. Settings that ran while others used the machine are marked. An env for
+For each env: it is sized; then every setting of a grid (number of workers, with the number of envs fixed; first-K and
+two groups on the chosen number) runs for some seconds, in random order. Reported: predicted and measured steps per
+second and memory of the choice, what share of the sweep's best it makes, and how much faster than synchronous batches
+the other modes are. Settings that ran while others used the machine are marked. An env for
 which the machine was another one in the sweep than when the env was sized (a virtual one may be) is sized and swept
 again, and the attempt in which it changed least is kept.
 
@@ -34,8 +35,10 @@ from envherd.benchmarks.report import Sheet, to_markdown, to_rich
 from envherd.executor import MeltingPotFactory
 from envherd.executor.env_names import factory_for
 from envherd.executor.machine import read_machine
-from envherd.executor.sizing.deciding import Goal
+from envherd.executor.sizing.deciding import MODE_GAIN
+from envherd.executor.sizing.limits import Goal
 from envherd.executor.sizing.model import Model, Prediction, Setting
+from envherd.executor.sizing.modes import MODES, Mode
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.verifying import Check, Trial, whole_episodes
 
@@ -153,7 +156,8 @@ def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, An
     model = Model(sizing.measured, sizing.overhead, sizing.machine)
     chosen = sizing.advice.setting
     most = min(NUM_ENVS, 2 * int(np.ceil(sizing.machine.cores)))
-    grid = {Setting(num_envs=NUM_ENVS, num_workers=count) for count in range(1, most + 1)} | {chosen}
+    grid = {Setting(num_envs=NUM_ENVS, num_workers=count) for count in range(1, most + 1)}
+    grid |= {replace(chosen, mode=mode) for mode in MODES}
     predicted = {setting: model.predict(setting) for setting in sorted(grid, key=str)}
     episode_steps = whole_episodes(sizing.measured, sizing.advice.prediction)
     memory = {
@@ -161,7 +165,7 @@ def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, An
     }
     rounds, in_sweep = sweep(predicted, factory, *plan, episode_steps, num_cpus)
     checks = {setting: _typical(turns, memory[setting]) for setting, turns in rounds.items()}
-    best = max(checks.values(), key=lambda one: one.steps_per_s)
+    best = max(checks.values(), key=lambda one: worth(one.setting, one.steps_per_s))
     mine = checks[chosen]
     rates = {setting: [turn.steps_per_s for turn in turns] for setting, turns in rounds.items()}
     return {
@@ -170,12 +174,29 @@ def run_one(name: str, budget_s: float, plan: tuple[int, float]) -> dict[str, An
         "best": f"{best.setting.num_workers} workers, {best.setting.mode}",
         "predicted_steps_per_s": mine.predicted.steps_per_s,
         "measured_steps_per_s": mine.steps_per_s,
-        "share_of_best": share_of_best(rates, chosen),
+        "share_of_best": share_of_best({one: [worth(one, rate) for rate in own] for one, own in rates.items()}, chosen),
+        "modes": {mode: beside_sync(chosen, mode, rates, predicted) for mode in MODES[1:]},
         "predicted_memory_bytes": mine.predicted.memory_bytes,
         "measured_memory_bytes": mine.memory_bytes,
         "others_share": max(one.others_share for one in checks.values()),
         "machine_change": float(np.median(in_sweep) / np.mean(at_sizing) - 1),
         "sweep": [one.to_plain() for one in checks.values()],
+    }
+
+
+def worth(setting: Setting, steps_per_s: float) -> float:
+    """Return what a speed counts: other modes than "sync" are more to write, and advised if they gain so much."""
+    return steps_per_s if setting.mode == "sync" else steps_per_s / MODE_GAIN
+
+
+def beside_sync(
+    chosen: Setting, mode: Mode, rates: Mapping[Setting, Sequence[float]], predicted: Mapping[Setting, Prediction]
+) -> dict[str, float]:
+    """Return how many times as fast as "sync" a mode is on as many workers, predicted and measured."""
+    one, sync = replace(chosen, mode=mode), replace(chosen, mode="sync")
+    return {
+        "predicted": predicted[one].steps_per_s / predicted[sync].steps_per_s,
+        "measured": float(np.median(np.array(rates[one]) / np.array(rates[sync]))),
     }
 
 
@@ -241,6 +262,8 @@ def as_sheet(rows: list[dict[str, Any]]) -> Sheet:
         "memory off by",
         "best",
         "of best",
+        "first-K",
+        "two groups",
         "others",
         "machine",
     )
@@ -254,12 +277,18 @@ def as_sheet(rows: list[dict[str, Any]]) -> Sheet:
             f"{row['predicted_memory_bytes'] / row['measured_memory_bytes'] - 1:+.0%}",
             row["best"],
             f"{min(1.0, row['share_of_best']):.0%}",
+            *(_gain(row, mode) for mode in MODES[1:]),
             f"{row['others_share']:.0%}" + (" (noisy)" if row["others_share"] > MOST_OTHERS else ""),
             f"{row['machine_change']:+.0%}" if "machine_change" in row else "",
         )
         for row in rows
     ]
     return Sheet("Sizing: prediction and choice against measurement", columns, cells)
+
+
+def _gain(row: dict[str, Any], mode: Mode) -> str:
+    gain = row.get("modes", {}).get(mode)
+    return f"{gain['measured']:.2f} ({gain['predicted']:.2f})" if gain else ""
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from envherd.executor.cli.sizing_report import size_text
 from envherd.executor.env_names import Factory
-from envherd.executor.sizing.deciding import Goal
+from envherd.executor.sizing.limits import Goal
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.planning import ClusterPlan

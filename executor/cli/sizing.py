@@ -21,7 +21,8 @@ from envherd.executor.env_names import Factory, factory_for
 from envherd.executor.gpus import Gpu
 from envherd.executor.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.sizing.deciding import DoesNotFit, Goal, decide
+from envherd.executor.sizing.deciding import DoesNotFit, decide
+from envherd.executor.sizing.limits import Goal
 from envherd.executor.sizing.probing import ProbeLimits
 from envherd.executor.sizing.recommending import PROBE_MEMORY_SHARE, Sizing, measure, with_episodes_of
 from envherd.executor.sizing.verifying import Check, check, whole_episodes

@@ -19,7 +19,8 @@ from envherd.executor.cluster.orders import Report, Survey
 from envherd.executor.cluster.shares import Resources, bundles_for, divide
 from envherd.executor.machine import Machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.sizing.deciding import DoesNotFit, Goal, decide
+from envherd.executor.sizing.deciding import DoesNotFit, decide
+from envherd.executor.sizing.limits import Goal
 from envherd.executor.sizing.model import Model, Prediction, Setting
 from envherd.executor.sizing.probing import ProbeLimits
 from envherd.executor.sizing.recommending import subject_of

@@ -8,15 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from envherd.executor.machine import Machine
+from envherd.executor.sizing.limits import Goal, Limits
 from envherd.executor.sizing.measurement import Measurement
-from envherd.executor.sizing.model import (
-    FILES_FIXED,
-    FILES_PER_WORKER,
-    MOST_PER_WORKER,
-    Model,
-    Prediction,
-    Setting,
-)
+from envherd.executor.sizing.model import MOST_PER_WORKER, Model, Prediction, Setting
 from envherd.executor.sizing.modes import MODES, Mode
 from envherd.executor.sizing.overhead import Overhead
 from envherd.executor.sizing.reasons import Facts, reasons
@@ -27,32 +21,13 @@ _GOOD_ENOUGH = 0.95
 #: So much less where all of a batch is the executor's own time: what processes cost each other then is least certain.
 _DOUBT = 0.15
 #: Another mode than "sync" is more to write: it must be so much faster.
-_MODE_GAIN = 1.2
+MODE_GAIN = 1.2
 #: Workers beyond the processors, which only envs that wait have use for.
 _MOST_WAITING_WORKERS = 256
 
 
 class DoesNotFit(EnvherdError, RuntimeError):
     """Not even one env fits the limits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """What is wanted.
-
-    Attributes:
-        num_envs: fixed, or None to choose.
-        num_workers: fixed, or None to choose.
-        policy_s: seconds of the policy for each batch.
-        target_steps_per_s: take the smallest setting that is so fast.
-        headroom: share of the available memory that is left alone.
-    """
-
-    num_envs: int | None = None
-    num_workers: int | None = None
-    policy_s: float = 0.0
-    target_steps_per_s: float | None = None
-    headroom: float = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +87,7 @@ def decide(measured: Measurement, overhead: Overhead, machine: Machine, goal: Go
         DoesNotFit: not even one env fits (or not the number of envs that was asked for), with the numbers.
     """
     model = Model(measured, overhead, machine, policy_s=goal.policy_s, num_frames=num_frames)
-    limits = _Limits(model, goal)
+    limits = Limits(model, goal)
     candidates = [setting for setting in _settings(model, goal) if limits.allow(setting)]
     if not candidates:
         raise DoesNotFit(limits.complaint(), needed_bytes=limits.least_bytes, room_bytes=limits.room)
@@ -146,64 +121,6 @@ def decide(measured: Measurement, overhead: Overhead, machine: Machine, goal: Go
     )
 
 
-class _Limits:
-    """What does not fit, and why."""
-
-    def __init__(self, model: Model, goal: Goal) -> None:
-        machine = model.machine
-        self._model = model
-        self._goal = goal
-        self.room = machine.memory_available
-        self._usable = self.room * (1 - goal.headroom)
-        self._files = machine.files_left
-        self._processes = machine.processes_left
-        gpu_rooms = [gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machine.gpus]
-        self._gpu_room = sum(gpu_rooms) if gpu_rooms else None
-        self.refused_by: dict[str, int] = {}
-
-    @property
-    def least_bytes(self) -> int:
-        return self._model.memory_bytes(self._goal.num_envs or 1, self._goal.num_workers or 1)
-
-    def allow(self, setting: Setting) -> bool:
-        """Return whether a setting fits, and count what refuses it."""
-        name = next(self._refusals(setting), None)
-        if name is not None:
-            self.refused_by[name] = self.refused_by.get(name, 0) + 1
-        return name is None
-
-    def _refusals(self, setting: Setting) -> Iterator[str]:
-        measured, workers = self._model.measured, max(1, setting.num_workers)
-        if self._model.memory_bytes(setting.num_envs, workers) > self._usable:
-            yield "memory"
-        if self._files is not None and FILES_FIXED + FILES_PER_WORKER * workers > self._files:
-            yield "open files"
-        threads = 1 + workers * (1 + measured.num_threads)
-        if self._processes is not None and threads > self._processes:
-            yield "processes"
-        if measured.gpu_bytes and self._gpu_room is not None and workers * measured.gpu_bytes > self._gpu_room:
-            yield "GPU memory"
-
-    def most_envs(self, num_workers: int) -> int | None:
-        """Return how many envs fit the memory on so many workers, or None for over a thousand for each."""
-        workers = max(1, num_workers)
-        first = self._model.memory_bytes(workers, workers)
-        each = (self._model.memory_bytes(workers + 16, workers) - first) / 16
-        most = workers + int((self._usable - first) / max(1.0, each))
-        return most if most < 1000 * workers else None
-
-    def complaint(self) -> str:
-        """Say what does not fit."""
-        mib = 2**20
-        envs = self._goal.num_envs or 1
-        names = ", ".join(self.refused_by) or "memory"
-        return (
-            f"sizing failed: expected room for {envs} env{'s' if envs > 1 else ''}, got too little ({names}). "
-            f"{envs} would take {self.least_bytes / mib:,.0f} MiB; {self.room / mib:,.0f} MiB are available, of which "
-            f"{self._goal.headroom:.0%} are left alone. Raise the limit, ask for fewer envs, or make the env smaller."
-        )
-
-
 def _settings(model: Model, goal: Goal) -> Iterator[Setting]:
     """Yield the settings that are compared, smaller ones first."""
     workers = [goal.num_workers] if goal.num_workers else _worker_counts(model, goal.num_envs)
@@ -211,8 +128,7 @@ def _settings(model: Model, goal: Goal) -> Iterator[Setting]:
         envs = {goal.num_envs} if goal.num_envs else {count * each for each in _ENVS_PER_WORKER}
         for num_envs in sorted(envs):
             if count <= num_envs:
-                modes: tuple[Mode, ...] = MODES if num_envs > 1 else ("sync",)
-                for mode in modes:
+                for mode in goal.modes if num_envs > 1 else goal.modes[:1]:
                     yield Setting(num_envs=num_envs, num_workers=count, mode=mode)
 
 
@@ -240,7 +156,7 @@ def _choose(predicted: dict[Setting, Prediction], goal: Goal) -> tuple[Setting, 
     best = {mode: max((p.steps_per_s for s, p in predicted.items() if s.mode == mode), default=0.0) for mode in MODES}
     taken: Mode = "sync"
     for other in MODES:
-        if best[other] > best[taken] * _MODE_GAIN:
+        if best[other] > best[taken] * MODE_GAIN:
             taken = other
     fastest = max((p for s, p in predicted.items() if s.mode == taken), key=lambda p: p.steps_per_s)
     least = (_GOOD_ENOUGH - _DOUBT * fastest.overhead_s / fastest.batch_s) * fastest.steps_per_s

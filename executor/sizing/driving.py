@@ -36,10 +36,15 @@ class Driver:
         self._turn = 0
         self._half = max(1, env.num_envs // 2)
         self._groups = [np.arange(env.num_envs)[start::2] for start in (0, 1)]  # each has envs of every worker
-        self._batch: Callable[[], int] = self._step if mode == "sync" or env.num_envs < 2 else self._exchange
+        self._batch: Callable[[], int] = self._step
+        self._has_groups = False
+        self._begin(mode)
+
+    def _begin(self, mode: Mode) -> None:
         self._has_groups = mode == "two-groups"
+        self._batch = self._step if mode == "sync" or self._env.num_envs < 2 else self._exchange
         if self._batch == self._exchange:
-            env.send(self._act(self._root, None))
+            self._env.send(self._act(self._root, None))
 
     def run(self, seconds: float, least: int = 1, episode_steps: int = 1) -> tuple[int, float]:
         """Go on for so long; return `(env-steps, seconds)`.
@@ -56,6 +61,13 @@ class Driver:
             steps += self._batch()
             count += 1
         return steps, time.perf_counter() - began
+
+    def switch(self, mode: Mode) -> None:
+        """Go on in another mode, from where the envs are."""
+        if self._batch == self._exchange:
+            self._env.recv(with_root=False)
+            self._root = self._env.current()
+        self._begin(mode)
 
     def finish(self) -> None:
         """Receive what is still out."""

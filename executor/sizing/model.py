@@ -3,7 +3,8 @@
 A synchronous batch is the executor's own time, then the policy's, then the slowest worker: a worker steps its
 envs one after the other, so its time is a sum of as many step times as it has envs, resets among them, and the
 batch waits for the largest of these sums. All processors together cannot do more than they can, whatever the
-workers' number. With first-K no batch waits; with two groups the policy acts on one while the other steps.
+workers' number. With first-K no batch waits; with two groups the policy acts on one while the other steps; how much of
+that comes true is measured (`Overhead.mode_factors`).
 """
 
 from __future__ import annotations
@@ -177,23 +178,27 @@ class Model:
 
     def _two_groups(self, setting: Setting) -> float:
         half = max(1, setting.num_envs // 2)
+        factor = self.overhead.mode_factors.get(setting.mode, 1.0)
         own = self.overhead.of(half, setting.num_workers) * self.overhead.exchange_factor
-        parent_s = own + self.policy_s
-        group_s = self._until_done(setting, half)
-        period_s = max(2 * parent_s, 2 * group_s, parent_s + group_s, 2 * self._least_s(setting, half, own))
+        least_s = self._least_s(setting, half, own) / factor
+        parent_s = own / factor + self.policy_s
+        group_s = self._until_done(setting, half) / factor
+        period_s = max(2 * parent_s, 2 * group_s, parent_s + group_s, 2 * least_s)
         return 2 * half / period_s
 
     def _first_k(self, setting: Setting) -> float:
         envs, workers = setting.num_envs, setting.num_workers
         count = max(1, envs // 2)
+        factor = self.overhead.mode_factors.get(setting.mode, 1.0)
         own = self.overhead.of(count, workers) * self.overhead.exchange_factor
-        parent_s = own + self.policy_s
-        busy_s = self.busy_s(setting.most_per_worker) * self.crowding_of(workers)
+        least_s = self._least_s(setting, count, own) / factor
+        parent_s = own / factor + self.policy_s
+        busy_s = self.busy_s(setting.most_per_worker) * self.crowding_of(workers) / factor
         rates = (
             workers / busy_s,
             count / parent_s,
             envs / (setting_cycle(busy_s, envs, workers) + parent_s),
-            count / self._least_s(setting, count, own),
+            count / least_s,
         )
         return min(rates)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.serial import SerialEnv
 from envherd.executor.sizing.driving import Driver, median_batch_s
+from envherd.executor.sizing.modes import Mode
 from envherd.shm.specs import EnvSpec
 from envherd.workers.echo import EchoFactory
 
@@ -50,6 +51,8 @@ class Overhead:
         serial_fixed_s, serial_per_env_s: the same for a `SerialEnv`, whose envs run in the caller's process.
         crowding: how many times as long the same work takes while `crowd` workers compute, 1.0 or more.
         crowd: so many of them.
+        mode_factors: of other modes than "sync", how many times as fast as modelled they are; see `comparing`.
+        modes_note: why that was not measured, in words.
     """
 
     fixed_s: float
@@ -60,6 +63,8 @@ class Overhead:
     exchange_factor: float = 1.0
     crowding: float = 1.0
     crowd: int = 1
+    mode_factors: Mapping[Mode, float] = field(default_factory=dict)
+    modes_note: str = ""
 
     def of(self, num_envs: float, num_workers: int) -> float:
         """Return seconds of a batch of `num_envs` on `num_workers` (0: a `SerialEnv`)."""

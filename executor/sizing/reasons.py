@@ -183,6 +183,8 @@ def _mode(facts: Facts) -> Iterator[str]:
         )
     elif facts.chosen.mode == "two-groups":
         yield "two groups pay: send() one half of the envs while the policy acts on the other."
+    if facts.model.overhead.modes_note:
+        yield f"first-K and two groups are predicted, not tried: {facts.model.overhead.modes_note}."
 
 
 def _serial(facts: Facts) -> Iterator[str]:
@@ -225,14 +227,7 @@ def _about_env(facts: Facts) -> Iterator[str]:
             f"no episode ended in {measured.steps_measured:,} steps, so resets ({measured.reset_s * 1e3:,.1f} ms each) "
             f"are not in the prediction; --episode-steps says how long episodes are."
         )
-    longest = float(np.quantile(measured.step_samples, 0.99)) if len(measured.step_samples) else 0.0
-    is_long = longest > _LONG * float(np.median(measured.step_samples))
-    if (
-        is_long
-        and measured.contention < _DISTURBED
-        and measured.tail_index is not None
-        and measured.tail_index < _HEAVY_TAIL
-    ):
+    if _has_heavy_tail(measured):
         yield f"step times are heavy-tailed (index {measured.tail_index:.1f}): expect the odd batch to be far slower."
     if measured.waits_share > _WORTH_A_SENTENCE:
         yield f"the env waits for {measured.waits_share:.0%} of a step, so more workers than cores pay."

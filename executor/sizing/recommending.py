@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from envherd.executor.blueprint import MakeEnv, as_factories, draw
 from envherd.executor.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.sizing.deciding import Advice, Goal, decide
+from envherd.executor.parallel import ParallelEnv
+from envherd.executor.sizing.comparing import compare_modes
+from envherd.executor.sizing.deciding import Advice, decide
+from envherd.executor.sizing.limits import Goal
 from envherd.executor.sizing.measurement import Measurement
+from envherd.executor.sizing.model import Model
+from envherd.executor.sizing.modes import MODES, Mode
 from envherd.executor.sizing.overhead import Overhead, measure_overhead
 from envherd.executor.sizing.probing import ProbeLimits, Subject, probe
 
@@ -56,7 +62,8 @@ def recommend(
         make_env: builds one env; see `ParallelEnv`.
         env_kwargs: keyword arguments of the call.
         goal: what is fixed and what is wanted; see `Goal`.
-        budget_s: seconds to measure for. Another one or two are taken to measure the executor itself.
+        budget_s: seconds to measure for. A few more are taken to measure the executor itself, and up to as many again
+            to run some envs in all modes.
         machine: to plan for; None for this one, as it is now.
         options: the executor's.
 
@@ -67,8 +74,9 @@ def recommend(
     here = read_machine()
     limits = ProbeLimits(budget_s=budget_s, memory_bytes=int(here.memory_available * PROBE_MEMORY_SHARE))
     options = options or ExecutorOptions()
-    measured, overhead = measure(make_env, env_kwargs, limits, options, lambda _stage, _share: None)
-    advice = decide(measured, overhead, machine or here, goal or Goal(), options.num_frames)
+    goal = goal or Goal()
+    measured, overhead = measure(make_env, env_kwargs, limits, options, lambda _stage, _share: None, goal.modes)
+    advice = decide(measured, overhead, machine or here, goal, options.num_frames)
     return Sizing(machine=machine or here, measured=measured, overhead=overhead, advice=advice)
 
 
@@ -78,9 +86,18 @@ def measure(
     limits: ProbeLimits,
     options: ExecutorOptions,
     progress: Callable[[str, float], None],
+    modes: tuple[Mode, ...] = MODES,
 ) -> tuple[Measurement, Overhead]:
-    """Measure an env, and the executor with envs that look like it; see `recommend`."""
-    return measure_subject(subject_of(make_env, env_kwargs, options), limits, options, progress)
+    """Measure an env, the executor with envs that look like it, and its modes with the env itself; see `recommend`."""
+    measured, overhead = measure_subject(subject_of(make_env, env_kwargs, options), limits, options, progress)
+    if len(modes) == 1:
+        return measured, overhead
+
+    def open_env(num_envs: int, num_workers: int) -> ParallelEnv:
+        return ParallelEnv(num_envs, make_env, num_workers=num_workers, seed=0, env_kwargs=env_kwargs, options=options)
+
+    model = Model(measured, overhead, read_machine(), num_frames=options.num_frames)
+    return measured, compare_modes(open_env, model, limits, partial(progress, "modes"))
 
 
 def subject_of(make_env: Callable[..., Any], env_kwargs: dict[str, Any] | None, options: ExecutorOptions) -> Subject:
@@ -142,6 +159,7 @@ def resolve(
     goal = Goal(
         num_envs=None if num_envs == "auto" else num_envs,
         num_workers=num_workers if isinstance(num_workers, int) else None,
+        modes=("sync",),
     )
     done = recommend(factory, env_kwargs=first_kwargs, goal=goal, budget_s=AUTO_BUDGET_S, options=options)
     setting = done.advice.setting

@@ -12,7 +12,8 @@ pytest.importorskip("ray")
 from envherd.executor.cluster.orders import Report, Survey
 from envherd.executor.cluster.planning import decide_for_nodes
 from envherd.executor.cluster.shares import divide
-from envherd.executor.sizing.deciding import DoesNotFit, Goal
+from envherd.executor.sizing.deciding import DoesNotFit
+from envherd.executor.sizing.limits import Goal
 from tests.executor.test_sizing import GIB, MIB, OVERHEAD, machine_of, measured_of
 
 TRIP_S = 0.002

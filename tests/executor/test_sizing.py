@@ -19,7 +19,8 @@ from envherd.executor.cli.app import app
 from envherd.executor.cli.sizing import BadOption, Request, parse_size, planned
 from envherd.executor.gpus import Gpu, parse_apps
 from envherd.executor.machine import Machine
-from envherd.executor.sizing.deciding import DoesNotFit, Goal, decide
+from envherd.executor.sizing.deciding import DoesNotFit, decide
+from envherd.executor.sizing.limits import Goal
 from envherd.executor.sizing.measurement import Measurement, tail_index
 from envherd.executor.sizing.model import Model, Setting
 from envherd.executor.sizing.overhead import Overhead, fit

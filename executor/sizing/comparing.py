@@ -1,0 +1,135 @@
+"""How fast first-K and two groups are beside synchronous batches, with the env itself.
+
+Both send and receive while workers compute, so the caller competes with workers for processors and caches, and how much
+that costs depends on the env: envs that only look like it (see `overhead`) are off by a third for Melting Pot. So the
+env itself is run in all modes, in turns, on as many workers as processors (eight at most), and what the model says of a
+mode beside "sync" is multiplied by a factor to agree with that. Of synchronous batches the model is believed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.sizing.driving import Driver
+from envherd.executor.sizing.limits import Goal, Limits
+from envherd.executor.sizing.model import Model, Setting
+from envherd.executor.sizing.modes import MODES, Mode
+from envherd.executor.sizing.overhead import Overhead
+from envherd.executor.sizing.probing import ProbeLimits
+from envherd.workers.errors import EnvherdError
+
+#: Workers and envs of a worker at most.
+_MOST_WORKERS, _MOST_ENVS = 8, (4, 2)
+#: Seconds and batches of a turn at least, batches before it, and turns of each mode.
+_TURN_S, _LEAST_BATCHES, _WARM_UP = 0.15, 4, 2
+_LEAST_TURNS, _MOST_TURNS = 3, 16
+#: Share of the budget to start in (longer: fewer envs, or none), and to run for.
+_START_SHARE, _RUN_SHARE = 0.5, 0.4
+#: Standard error of a ratio's logarithm that is small enough to stop, and how far the model is off by itself: what is
+#: measured counts as much more as it is the surer of the two.
+_SURE, _DOUBT = 0.03, 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn of each mode: env-steps per second, and whether an env was reset meanwhile."""
+
+    rates: dict[Mode, float]
+    has_resets: bool
+
+
+def compare_modes(
+    open_env: Callable[[int, int], BatchedEnv], model: Model, limits: ProbeLimits, progress: Callable[[float], None]
+) -> Overhead:
+    """Run the env in all modes; return the model's overhead with `mode_factors`, or with why there are none.
+
+    Args:
+        open_env: starts an executor of so many envs on so many workers.
+        model: of the env on this machine.
+        limits: of the probe; a part of its seconds, and its bytes, may be taken here too.
+        progress: called with the share that is done.
+    """
+    setting, note = _affordable(model, limits)
+    if setting is None:
+        return replace(model.overhead, modes_note=note)
+    try:
+        with open_env(setting.num_envs, setting.num_workers) as env:
+            turns = _take_turns(env, _RUN_SHARE * limits.budget_s, progress)
+    except (EnvherdError, OSError) as error:
+        reason = str(error).split("\n", 1)[0]
+        said = f"{setting.num_envs} envs on {setting.num_workers} workers failed: {reason}"
+        return replace(model.overhead, modes_note=said)
+    return replace(model.overhead, mode_factors=factors_of(turns, setting, model))
+
+
+def _affordable(model: Model, limits: ProbeLimits) -> tuple[Setting | None, str]:
+    """Return the setting to run; else None, and why there is none (nothing if that needs no word)."""
+    if model.measured.spec.batch_shape:  # an env of many rows is all that a worker has
+        return None, ""
+    workers = min(_MOST_WORKERS, max(1, int(model.machine.cores)))
+    note = ""
+    for per_worker in _MOST_ENVS:
+        setting = Setting(num_envs=per_worker * workers, num_workers=workers)
+        taken, start_s = model.memory_bytes(setting.num_envs, workers), model.start_s(setting)
+        turn_s = len(MODES) * (_WARM_UP + _LEAST_BATCHES) * model.predict(setting).batch_s
+        if taken > (limits.memory_bytes or taken) or not Limits(model, Goal()).allow(setting):
+            note = f"{setting.num_envs} envs on {workers} workers do not fit the limits"
+        elif start_s > _START_SHARE * limits.budget_s:
+            note = f"starting {setting.num_envs} envs takes {start_s:,.1f} s (a longer --budget allows for it)"
+        elif turn_s * _LEAST_TURNS > limits.budget_s:
+            note = f"a batch takes {model.predict(setting).batch_s:,.1f} s (a longer --budget allows for it)"
+        else:
+            return setting, ""
+    return None, note
+
+
+def _take_turns(env: BatchedEnv, seconds: float, progress: Callable[[float], None]) -> list[Turn]:
+    turns: list[Turn] = []
+    driver, resets = Driver(env, "sync"), env.engine.pool.slab.words["resets"]
+    end = time.monotonic() + seconds
+    while len(turns) < _LEAST_TURNS or (len(turns) < _MOST_TURNS and time.monotonic() < end):
+        progress(len(turns) / _MOST_TURNS)
+        rates, num_resets = dict[Mode, float](), 0
+        for mode in MODES:
+            driver.switch(mode)
+            driver.run(0.0, least=_WARM_UP)
+            before = int(resets.sum())
+            steps, spent_s = driver.run(_TURN_S, least=_LEAST_BATCHES)
+            num_resets += int(resets.sum()) - before
+            rates[mode] = steps / spent_s
+        turns.append(Turn(rates=rates, has_resets=num_resets > 0))
+        if all(_ratio(turns, mode)[1] < _SURE for mode in MODES[1:]):
+            break
+    driver.switch("sync")
+    return turns
+
+
+def factors_of(turns: list[Turn], setting: Setting, model: Model) -> Mapping[Mode, float]:
+    """Return what to multiply the model's speed of a mode with, given turns of `setting` in all of them."""
+    quiet = [turn for turn in turns if not turn.has_resets]
+    if 2 * len(quiet) >= len(turns) and len(quiet) > 1:  # a reset here or there decides a turn: take those without
+        turns = quiet
+        model = Model(replace(model.measured, end_share=0.0, episode_steps=0), model.overhead, model.machine)
+    modelled = {mode: model.predict(replace(setting, mode=mode)).steps_per_s for mode in MODES}
+    factors: dict[Mode, float] = {}
+    for mode in MODES[1:]:
+        ratio, error = _ratio(turns, mode)
+        belief = _DOUBT**2 / (_DOUBT**2 + error**2)
+        factors[mode] = float(np.exp(belief * (ratio - np.log(modelled[mode] / modelled["sync"]))))
+    return factors
+
+
+def _ratio(turns: list[Turn], mode: Mode) -> tuple[float, float]:
+    """Return the logarithm of a mode's speed over that of "sync", median over turns, and its standard error."""
+    if len(turns) < 2:
+        return 0.0, float("inf")
+    ratios = np.log([turn.rates[mode] / turn.rates["sync"] for turn in turns])
+    middle = float(np.median(ratios))
+    # Of normally distributed values: deviation from the median absolute one; the median's error from the mean's.
+    deviation = 1.4826 * float(np.median(np.abs(ratios - middle)))
+    return middle, max(_SURE / 2, 1.2533 * deviation / len(ratios) ** 0.5)
