@@ -1,9 +1,10 @@
 """How fast first-K and two groups are beside synchronous batches, with the env itself.
 
 Both send and receive while workers compute, so the caller competes with workers for processors and caches, and how much
-that costs depends on the env: envs that only look like it (see `overhead`) are off by a third for Melting Pot. So the
+that costs depends on the env: by envs that only look like it (see `overhead`), Melting Pot is off by a third. So the
 env itself is run in all modes, in turns, on as many workers as processors (eight at most), and what the model says of a
-mode beside "sync" is multiplied by a factor to agree with that. Of synchronous batches the model is believed.
+mode beside "sync" is multiplied by a factor to agree with that. Of synchronous batches the model is believed. The
+memory that these envs take is looked at too.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import numpy as np
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.limits import Goal, Limits
+from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.model import Model, Setting
 from envherd.executor.sizing.modes import MODES, Mode
 from envherd.executor.sizing.overhead import Overhead
 from envherd.executor.sizing.probing import ProbeLimits
+from envherd.executor.sizing.verifying import pool_bytes
 from envherd.workers.errors import EnvherdError
 
 #: Workers and envs of a worker at most.
@@ -45,8 +48,10 @@ class Turn:
 
 def compare_modes(
     open_env: Callable[[int, int], BatchedEnv], model: Model, limits: ProbeLimits, progress: Callable[[float], None]
-) -> Overhead:
-    """Run the env in all modes; return the model's overhead with `mode_factors`, or with why there are none.
+) -> tuple[Measurement, Overhead]:
+    """Run the env in all modes; return what the model is made of, with what was learned.
+
+    That is the overhead's `mode_factors`, or why there are none; and the memory of further envs.
 
     Args:
         open_env: starts an executor of so many envs on so many workers.
@@ -54,17 +59,32 @@ def compare_modes(
         limits: of the probe; a part of its seconds, and its bytes, may be taken here too.
         progress: called with the share that is done.
     """
+    measured, overhead = model.measured, model.overhead
     setting, note = _affordable(model, limits)
     if setting is None:
-        return replace(model.overhead, modes_note=note)
+        return measured, replace(overhead, modes_note=note)
     try:
         with open_env(setting.num_envs, setting.num_workers) as env:
             turns = _take_turns(env, _RUN_SHARE * limits.budget_s, progress)
+            taken = pool_bytes([worker.pid for worker in env.statistics().workers])
     except (EnvherdError, OSError) as error:
         reason = str(error).split("\n", 1)[0]
         said = f"{setting.num_envs} envs on {setting.num_workers} workers failed: {reason}"
-        return replace(model.overhead, modes_note=said)
-    return replace(model.overhead, mode_factors=factors_of(turns, setting, model))
+        return measured, replace(overhead, modes_note=said)
+    further_bytes = further_env_bytes(taken, setting, model)
+    factors = factors_of(turns, setting, model)
+    return replace(measured, further_env_bytes=further_bytes), replace(overhead, mode_factors=factors)
+
+
+def further_env_bytes(taken: int, setting: Setting, model: Model) -> int:
+    """Return the memory of a further env: the mean of what the probe saw, and of what so many envs have taken.
+
+    The probe sees one or two, over several episodes; this sees several, in one. An env's memory may differ by a third
+    from one episode to the next, and envs of one process use what others have given back.
+    """
+    others = setting.num_envs - setting.num_workers
+    off = taken - model.memory_bytes(setting.num_envs, setting.num_workers)
+    return max(0, model.measured.further_env_bytes + off // (2 * others))
 
 
 def _affordable(model: Model, limits: ProbeLimits) -> tuple[Setting | None, str]:

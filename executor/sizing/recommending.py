@@ -97,7 +97,7 @@ def measure(
         return ParallelEnv(num_envs, make_env, num_workers=num_workers, seed=0, env_kwargs=env_kwargs, options=options)
 
     model = Model(measured, overhead, read_machine(), num_frames=options.num_frames)
-    return measured, compare_modes(open_env, model, limits, partial(progress, "modes"))
+    return compare_modes(open_env, model, limits, partial(progress, "modes"))
 
 
 def subject_of(make_env: Callable[..., Any], env_kwargs: dict[str, Any] | None, options: ExecutorOptions) -> Subject:

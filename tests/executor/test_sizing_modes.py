@@ -1,0 +1,155 @@
+"""First-K and two groups beside synchronous batches: what is measured with the env itself, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from envherd.executor import ParallelEnv
+from envherd.executor.sizing.comparing import Turn, compare_modes, factors_of, further_env_bytes
+from envherd.executor.sizing.deciding import decide
+from envherd.executor.sizing.driving import Driver
+from envherd.executor.sizing.limits import Goal
+from envherd.executor.sizing.model import Model, Setting
+from envherd.executor.sizing.modes import MODES
+from envherd.executor.sizing.probing import ProbeLimits
+from envherd.workers.testing import CountingEnv
+from tests.executor import sized_envs
+from tests.executor.test_sizing import MIB, OVERHEAD, advice_of, machine_of, measured_of
+
+SETTING = Setting(num_envs=8, num_workers=2)
+
+
+def model_of(mode_factors=None, **changes):
+    overhead = replace(OVERHEAD, mode_factors=mode_factors or {})
+    return Model(measured_of(**changes), overhead, machine_of(2))
+
+
+def turns_of(first_k, two_groups, resets=()):
+    """Return turns with these speeds beside "sync"."""
+    rates = [
+        {"sync": 1000.0, "first-k": 1000 * one, "two-groups": 1000 * two}
+        for one, two in zip(first_k, two_groups, strict=True)
+    ]
+    return [Turn(rates=one, has_resets=i in resets) for i, one in enumerate(rates)]
+
+
+def beside_sync(model, mode):
+    return (
+        model.predict(replace(SETTING, mode=mode)).steps_per_s
+        / model.predict(replace(SETTING, mode="sync")).steps_per_s
+    )
+
+
+def test_what_was_measured_is_predicted():
+    model = model_of(end_share=0.0)
+    factors = factors_of(turns_of([0.7] * 8, [1.4] * 8), SETTING, model)
+    after = model_of(factors, end_share=0.0)
+    assert beside_sync(after, "first-k") == pytest.approx(0.7, rel=0.02)
+    assert beside_sync(after, "two-groups") == pytest.approx(1.4, rel=0.02)
+    assert after.predict(SETTING) == model.predict(SETTING)
+
+
+def test_what_is_uncertain_counts_less():
+    model = model_of(end_share=0.0)
+    modelled = beside_sync(model, "first-k")
+    factors = factors_of(turns_of([0.3, 1.0, 0.5, 0.7, 0.4], [1.0] * 5), SETTING, model)
+    assert 0.5 / modelled < factors["first-k"] < 0.8
+
+
+def test_turns_with_resets_are_left_out_where_few_have_any():
+    model = model_of(end_share=0.01, reset_samples=[0.1] * 5)
+    without = model_of(end_share=0.0)
+    few = factors_of(turns_of([0.7, 0.2, 0.7, 0.7], [0.9] * 4, resets={1}), SETTING, model)
+    assert few["first-k"] == pytest.approx(0.7 / beside_sync(without, "first-k"), rel=0.05)
+    many = factors_of(turns_of([0.7, 0.7, 0.7, 0.7], [0.9] * 4, resets={0, 1, 2}), SETTING, model)
+    assert many["first-k"] == pytest.approx(0.7 / beside_sync(model, "first-k"), rel=0.05)
+
+
+def test_a_policys_time_is_not_made_longer():
+    waiting = [Model(measured_of(), replace(OVERHEAD, mode_factors=one), machine_of(2), policy_s=10.0) for one in
+               ({}, {"first-k": 0.5, "two-groups": 0.5})]  # fmt: skip
+    for mode in MODES:
+        plain, slowed = (one.predict(replace(SETTING, mode=mode)).steps_per_s for one in waiting)
+        assert slowed == pytest.approx(plain, rel=0.01)
+
+
+def test_memory_is_the_mean_of_both():
+    model = model_of()
+    more = model.memory_bytes(8, 2) + 6 * 4 * MIB
+    assert further_env_bytes(more, SETTING, model) == model.measured.further_env_bytes + 2 * MIB
+    assert further_env_bytes(0, SETTING, model) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget_s", "memory_bytes", "said"),
+    [
+        ({"build_s": 3.0, "build_further_s": 3.0}, 2.0, None, "starting 4 envs takes 6.0 s"),
+        ({"step_s": 1.0}, 5.0, None, "a batch takes 2.0 s"),
+        ({}, 2.0, 30 * MIB, "4 envs on 2 workers do not fit"),
+    ],
+)
+def test_why_modes_are_not_compared(changes, budget_s, memory_bytes, said):
+    model = model_of(**changes)
+    limits = ProbeLimits(budget_s=budget_s, memory_bytes=memory_bytes)
+    measured, overhead = compare_modes(refuse, model, limits, lambda _share: None)
+    assert measured == model.measured
+    assert said in overhead.modes_note
+    assert overhead.mode_factors == {}
+
+
+def refuse(num_envs, num_workers):
+    raise AssertionError("nothing is to be started")
+
+
+def test_it_is_said_if_modes_were_not_compared():
+    assert not any("not tried" in line for line in advice_of().why)
+    untried = replace(OVERHEAD, modes_note="a batch takes 2.0 s")
+    why = decide(measured_of(), untried, machine_of(), Goal()).why
+    assert "first-K and two groups are predicted, not tried: a batch takes 2.0 s." in why
+
+
+@pytest.mark.slow
+def test_modes_are_compared_with_the_env_itself():
+    asked = []
+
+    def open_env(num_envs, num_workers):
+        asked.append((num_envs, num_workers))
+        return ParallelEnv(num_envs, CountingEnv, num_workers=num_workers, seed=0)
+
+    shares = []
+    model = Model(measured_of(50e-6, first_reset_s=1e-4, reset_samples=[1e-4] * 5), OVERHEAD, machine_of(2))
+    measured, overhead = compare_modes(open_env, model, ProbeLimits(budget_s=4.0), shares.append)
+    assert asked == [(8, 2)]
+    assert overhead.modes_note == ""
+    assert set(overhead.mode_factors) == {"first-k", "two-groups"}
+    assert all(0.02 < factor < 50 for factor in overhead.mode_factors.values())
+    assert measured.further_env_bytes != model.measured.further_env_bytes
+    assert len(shares) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_envs_that_fail_together_are_said_to():
+    def open_env(num_envs, num_workers):
+        return ParallelEnv(num_envs, sized_envs.FailingEnv, num_workers=num_workers, seed=0)
+
+    model = Model(measured_of(50e-6), OVERHEAD, machine_of(2))
+    measured, overhead = compare_modes(open_env, model, ProbeLimits(budget_s=4.0), lambda _share: None)
+    assert measured == model.measured
+    assert "8 envs on 2 workers failed: " in overhead.modes_note
+    assert "ValueError: no such key" in overhead.modes_note
+
+
+@pytest.mark.slow
+def test_a_driver_goes_on_in_another_mode_from_where_the_envs_are():
+    with ParallelEnv(4, CountingEnv, num_workers=2, seed=0) as env:
+        driver, made = Driver(env, "sync"), 0
+        for mode in ("first-k", "two-groups", "sync", "two-groups", "first-k", "sync"):
+            driver.switch(mode)
+            made += driver.run(0.0, least=5)[0]
+        driver.finish()
+        steps = sum(worker.env_steps for worker in env.statistics().workers)
+        # Four envs were out whenever a mode that exchanges ended; sync leaves none.
+        assert steps == made + 4 * 4
