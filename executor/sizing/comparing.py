@@ -1,16 +1,16 @@
-"""How fast first-K and two groups are beside synchronous batches, with the env itself.
+"""How fast the env itself is on some workers, in all modes, and how much memory several take.
 
-Both send and receive while workers compute, so the caller competes with workers for processors and caches, and how much
-that costs depends on the env: by envs that only look like it (see `overhead`), Melting Pot is off by a third. So the
-env itself is run in all modes, in turns, on as many workers as processors (eight at most), and what the model says of a
-mode beside "sync" is multiplied by a factor to agree with that. Of synchronous batches the model is believed. The
-memory that these envs take is looked at too.
+The model is made of one env's probe, and of envs that only look like it. Where workers compete for processors and
+caches with each other and with the caller it may be off by a fifth, and of first-K and two groups, which send and
+receive while workers compute, by a third (Melting Pot on two processors). So the env itself is run in all modes, in
+turns, on as many workers as processors (eight at most), and the model's speeds are multiplied to agree with that: of
+the modes beside "sync" wholly, of "sync" by half and more, since the machine's speed may have changed since the probe.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +36,8 @@ _START_SHARE, _RUN_SHARE = 0.5, 0.4
 #: Standard error of a ratio's logarithm that is small enough to stop, and how far the model is off by itself: what is
 #: measured counts as much more as it is the surer of the two.
 _SURE, _DOUBT = 0.03, 0.2
+#: How much faster or slower than when the env was probed the machine may be by now: a virtual one's speed changes.
+_DRIFT = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ def compare_modes(
 ) -> tuple[Measurement, Overhead]:
     """Run the env in all modes; return what the model is made of, with what was learned.
 
-    That is the overhead's `mode_factors`, or why there are none; and the memory of further envs.
+    That is the overhead's `sync_factor` and `mode_factors`, or why there are none; and the memory of further envs.
 
     Args:
         open_env: starts an executor of so many envs on so many workers.
@@ -72,8 +74,7 @@ def compare_modes(
         said = f"{setting.num_envs} envs on {setting.num_workers} workers failed: {reason}"
         return measured, replace(overhead, modes_note=said)
     further_bytes = further_env_bytes(taken, setting, model)
-    factors = factors_of(turns, setting, model)
-    return replace(measured, further_env_bytes=further_bytes), replace(overhead, mode_factors=factors)
+    return replace(measured, further_env_bytes=further_bytes), with_factors(turns, setting, model)
 
 
 def further_env_bytes(taken: int, setting: Setting, model: Model) -> int:
@@ -123,33 +124,41 @@ def _take_turns(env: BatchedEnv, seconds: float, progress: Callable[[float], Non
             num_resets += int(resets.sum()) - before
             rates[mode] = steps / spent_s
         turns.append(Turn(rates=rates, has_resets=num_resets > 0))
-        if all(_ratio(turns, mode)[1] < _SURE for mode in MODES[1:]):
+        ratios = ([turn.rates[mode] / turn.rates["sync"] for turn in turns] for mode in MODES[1:])
+        if all(_typical(own)[1] < _SURE for own in ratios):
             break
     driver.switch("sync")
     return turns
 
 
-def factors_of(turns: list[Turn], setting: Setting, model: Model) -> Mapping[Mode, float]:
-    """Return what to multiply the model's speed of a mode with, given turns of `setting` in all of them."""
-    quiet = [turn for turn in turns if not turn.has_resets]
+def with_factors(turns: list[Turn], setting: Setting, model: Model) -> Overhead:
+    """Return the model's overhead with how many times as fast as modelled the env was in turns of `setting`."""
+    overhead, quiet = model.overhead, [turn for turn in turns if not turn.has_resets]
     if 2 * len(quiet) >= len(turns) and len(quiet) > 1:  # a reset here or there decides a turn: take those without
         turns = quiet
-        model = Model(replace(model.measured, end_share=0.0, episode_steps=0), model.overhead, model.machine)
+        model = Model(replace(model.measured, end_share=0.0, episode_steps=0), overhead, model.machine)
     modelled = {mode: model.predict(replace(setting, mode=mode)).steps_per_s for mode in MODES}
-    factors: dict[Mode, float] = {}
+    modes: dict[Mode, float] = {}
     for mode in MODES[1:]:
-        ratio, error = _ratio(turns, mode)
-        belief = _DOUBT**2 / (_DOUBT**2 + error**2)
-        factors[mode] = float(np.exp(belief * (ratio - np.log(modelled[mode] / modelled["sync"]))))
-    return factors
+        ratios = [turn.rates[mode] / turn.rates["sync"] for turn in turns]
+        modes[mode] = _factor(ratios, modelled[mode] / modelled["sync"])
+    sync = _factor([turn.rates["sync"] for turn in turns], modelled["sync"], _DRIFT)
+    return replace(overhead, sync_factor=sync, mode_factors=modes)
 
 
-def _ratio(turns: list[Turn], mode: Mode) -> tuple[float, float]:
-    """Return the logarithm of a mode's speed over that of "sync", median over turns, and its standard error."""
-    if len(turns) < 2:
-        return 0.0, float("inf")
-    ratios = np.log([turn.rates[mode] / turn.rates["sync"] for turn in turns])
-    middle = float(np.median(ratios))
+def _factor(values: list[float], modelled: float, drift: float = 0.0) -> float:
+    """Return what to multiply a modelled value with: the more, the surer it is that measured ones are others."""
+    middle, error = _typical(values)
+    belief = _DOUBT**2 / (_DOUBT**2 + drift**2 + error**2)
+    return float(np.exp(belief * (middle - np.log(modelled))))
+
+
+def _typical(values: list[float]) -> tuple[float, float]:
+    """Return the median of some values' logarithms, and its standard error."""
+    if len(values) < 2:
+        return float(np.log(values[0])), float("inf")
+    logs = np.log(values)
+    middle = float(np.median(logs))
     # Of normally distributed values: deviation from the median absolute one; the median's error from the mean's.
-    deviation = 1.4826 * float(np.median(np.abs(ratios - middle)))
-    return middle, max(_SURE / 2, 1.2533 * deviation / len(ratios) ** 0.5)
+    deviation = 1.4826 * float(np.median(np.abs(logs - middle)))
+    return middle, max(_SURE / 2, 1.2533 * deviation / len(logs) ** 0.5)

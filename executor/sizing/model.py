@@ -3,8 +3,8 @@
 A synchronous batch is the executor's own time, then the policy's, then the slowest worker: a worker steps its
 envs one after the other, so its time is a sum of as many step times as it has envs, resets among them, and the
 batch waits for the largest of these sums. All processors together cannot do more than they can, whatever the
-workers' number. With first-K no batch waits; with two groups the policy acts on one while the other steps; how much of
-that comes true is measured (`Overhead.mode_factors`).
+workers' number. With first-K no batch waits; with two groups the policy acts on one while the other steps. All that is
+multiplied by how much of it came true when the env itself was run (`Overhead.sync_factor`, `mode_factors`).
 """
 
 from __future__ import annotations
@@ -149,20 +149,27 @@ class Model:
 
     def _predict(self, setting: Setting) -> Prediction:
         envs, workers = setting.num_envs, setting.num_workers
+        own = self.overhead.of(envs, workers)
         if workers == 0:
-            own = self.overhead.of(envs, 0)
             work_s = envs * self.busy_s(envs)
             batch_s = max(own + self.policy_s + work_s, self._least_s(setting, envs, own))
             return self._prediction(setting, envs / batch_s, own, work_s)
-        own = self.overhead.of(envs, workers)
-        slowest_s = self._until_done(setting, envs)
+        factor = self._factor(setting)
+        slowest_s = self._until_done(setting, envs) / factor
         if setting.mode == "sync":
-            rate = envs / max(own + self.policy_s + slowest_s, self._least_s(setting, envs, own))
+            least_s = self._least_s(setting, envs, own) / factor
+            rate = envs / max(own / factor + self.policy_s + slowest_s, least_s)
         elif setting.mode == "two-groups":
-            rate = self._two_groups(setting)
+            rate = self._two_groups(setting, factor)
         else:
-            rate = self._first_k(setting)
-        return self._prediction(setting, rate, own, slowest_s)
+            rate = self._first_k(setting, factor)
+        return self._prediction(setting, rate, own / factor, slowest_s)
+
+    def _factor(self, setting: Setting) -> float:
+        """Return how many times as fast as modelled a setting is, by what was measured with the env itself."""
+        overhead = self.overhead
+        like = min(1.0, (setting.num_workers - 1) / (overhead.crowd - 1)) if overhead.crowd > 1 else 1.0
+        return float(overhead.sync_factor**like * overhead.mode_factors.get(setting.mode, 1.0))
 
     def _until_done(self, setting: Setting, count: int) -> float:
         """Return seconds of the envs' part of a batch of `count`: the slowest worker's, or what processors can do."""
@@ -176,9 +183,8 @@ class Model:
         crowding = self.crowding_of(max(1, setting.num_workers))
         return (own + count * self.cpu_s(setting.most_per_worker) * crowding) / self.cores
 
-    def _two_groups(self, setting: Setting) -> float:
+    def _two_groups(self, setting: Setting, factor: float) -> float:
         half = max(1, setting.num_envs // 2)
-        factor = self.overhead.mode_factors.get(setting.mode, 1.0)
         own = self.overhead.of(half, setting.num_workers) * self.overhead.exchange_factor
         least_s = self._least_s(setting, half, own) / factor
         parent_s = own / factor + self.policy_s
@@ -186,19 +192,17 @@ class Model:
         period_s = max(2 * parent_s, 2 * group_s, parent_s + group_s, 2 * least_s)
         return 2 * half / period_s
 
-    def _first_k(self, setting: Setting) -> float:
+    def _first_k(self, setting: Setting, factor: float) -> float:
         envs, workers = setting.num_envs, setting.num_workers
         count = max(1, envs // 2)
-        factor = self.overhead.mode_factors.get(setting.mode, 1.0)
         own = self.overhead.of(count, workers) * self.overhead.exchange_factor
-        least_s = self._least_s(setting, count, own) / factor
         parent_s = own / factor + self.policy_s
         busy_s = self.busy_s(setting.most_per_worker) * self.crowding_of(workers) / factor
         rates = (
             workers / busy_s,
             count / parent_s,
             envs / (setting_cycle(busy_s, envs, workers) + parent_s),
-            count / least_s,
+            count / (self._least_s(setting, count, own) / factor),
         )
         return min(rates)
 
