@@ -3,14 +3,15 @@
 The model is made of one env's probe, and of envs that only look like it. Where workers compete for processors and
 caches with each other and with the caller it may be off by a fifth, and of first-K and two groups, which send and
 receive while workers compute, by a third (Melting Pot on two processors). So the env itself is run in all modes, in
-turns, on as many workers as processors (eight at most), and the model's speeds are multiplied to agree with that: of
-the modes beside "sync" wholly, of "sync" by half and more, since the machine's speed may have changed since the probe.
+turns, on as many workers as processors (eight at most) and on one, and the model's speeds are multiplied to agree with
+that: the more, the surer it is; of "sync" not wholly, since the machine's speed may have changed since the probe.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,19 +34,42 @@ _TURN_S, _LEAST_BATCHES, _WARM_UP = 0.15, 4, 2
 _LEAST_TURNS, _MOST_TURNS = 3, 16
 #: Share of the budget to start in (longer: fewer envs, or none), and to run for.
 _START_SHARE, _RUN_SHARE = 0.5, 0.4
+#: The same of a single worker, which is run for comparison.
+_ONE_SHARE = 0.2
 #: Standard error of a ratio's logarithm that is small enough to stop, and how far the model is off by itself: what is
 #: measured counts as much more as it is the surer of the two.
-_SURE, _DOUBT = 0.03, 0.2
+_SURE, _DOUBT = 0.03, 0.3
 #: How much faster or slower than when the env was probed the machine may be by now: a virtual one's speed changes.
 _DRIFT = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn of each mode: env-steps per second, and whether an env was reset meanwhile."""
+    """One turn of each setting: env-steps per second, and whether an env was reset meanwhile."""
 
-    rates: dict[Mode, float]
+    rates: dict[Setting, float]
     has_resets: bool
+
+
+class _Run:
+    """An executor that takes turns."""
+
+    def __init__(self, env: BatchedEnv) -> None:
+        self._env = env
+        self._driver = Driver(env, "sync")
+        self._resets = env.engine.pool.slab.words["resets"]
+
+    def turn(self, mode: Mode) -> tuple[float, int]:
+        """Run in a mode; return env-steps per second, and resets meanwhile."""
+        self._driver.switch(mode)
+        self._driver.run(0.0, least=_WARM_UP)
+        before = int(self._resets.sum())
+        steps, spent_s = self._driver.run(_TURN_S, least=_LEAST_BATCHES)
+        return steps / spent_s, int(self._resets.sum()) - before
+
+    def memory_bytes(self) -> int:
+        """Return what its workers and their helper take."""
+        return pool_bytes([worker.pid for worker in self._env.statistics().workers])
 
 
 def compare_modes(
@@ -53,7 +77,7 @@ def compare_modes(
 ) -> tuple[Measurement, Overhead]:
     """Run the env in all modes; return what the model is made of, with what was learned.
 
-    That is the overhead's `sync_factor` and `mode_factors`, or why there are none; and the memory of further envs.
+    That is the overhead's factors, or why there are none; and the memory of further envs.
 
     Args:
         open_env: starts an executor of so many envs on so many workers.
@@ -62,23 +86,29 @@ def compare_modes(
         progress: called with the share that is done.
     """
     measured, overhead = model.measured, model.overhead
-    setting, note = _affordable(model, limits)
-    if setting is None:
+    wide, note = _affordable(model, limits)
+    if wide is None:
         return measured, replace(overhead, modes_note=note)
+    one = Setting(num_envs=wide.most_per_worker, num_workers=1)
+    has_one = wide.num_workers > 1 and model.start_s(one) <= _ONE_SHARE * limits.budget_s
     try:
-        with open_env(setting.num_envs, setting.num_workers) as env:
-            turns = _take_turns(env, _RUN_SHARE * limits.budget_s, progress)
-            taken = pool_bytes([worker.pid for worker in env.statistics().workers])
+        with contextlib.ExitStack() as stack:
+            runs = {wide: _Run(stack.enter_context(open_env(wide.num_envs, wide.num_workers)))}
+            runs[wide].turn("sync")
+            taken = runs[wide].memory_bytes()  # before there is another: pages that both share would be divided
+            if has_one:
+                runs[one] = _Run(stack.enter_context(open_env(one.num_envs, one.num_workers)))
+            turns = _take_turns(runs, _RUN_SHARE * limits.budget_s, progress)
     except (EnvherdError, OSError) as error:
         reason = str(error).split("\n", 1)[0]
-        said = f"{setting.num_envs} envs on {setting.num_workers} workers failed: {reason}"
+        said = f"{wide.num_envs} envs on {wide.num_workers} workers failed: {reason}"
         return measured, replace(overhead, modes_note=said)
-    further_bytes = further_env_bytes(taken, setting, model)
-    return replace(measured, further_env_bytes=further_bytes), with_factors(turns, setting, model)
+    measured = replace(measured, further_env_bytes=further_env_bytes(taken, wide, model))
+    return measured, with_factors(turns, wide, one if has_one else None, model)
 
 
 def further_env_bytes(taken: int, setting: Setting, model: Model) -> int:
-    """Return the memory of a further env: the mean of what the probe saw, and of what so many envs have taken.
+    """Return the memory of a further env: the mean of what the probe saw, and of what a setting has taken.
 
     The probe sees one or two, over several episodes; this sees several, in one. An env's memory may differ by a third
     from one episode to the next, and envs of one process use what others have given back.
@@ -109,41 +139,56 @@ def _affordable(model: Model, limits: ProbeLimits) -> tuple[Setting | None, str]
     return None, note
 
 
-def _take_turns(env: BatchedEnv, seconds: float, progress: Callable[[float], None]) -> list[Turn]:
+def _take_turns(runs: Mapping[Setting, _Run], seconds: float, progress: Callable[[float], None]) -> list[Turn]:
+    """Run executors in turns, the first of them in all modes."""
     turns: list[Turn] = []
-    driver, resets = Driver(env, "sync"), env.engine.pool.slab.words["resets"]
+    wide, *others = runs
+    settings = [*(replace(wide, mode=mode) for mode in MODES), *others]
     end = time.monotonic() + seconds
     while len(turns) < _LEAST_TURNS or (len(turns) < _MOST_TURNS and time.monotonic() < end):
         progress(len(turns) / _MOST_TURNS)
-        rates, num_resets = dict[Mode, float](), 0
-        for mode in MODES:
-            driver.switch(mode)
-            driver.run(0.0, least=_WARM_UP)
-            before = int(resets.sum())
-            steps, spent_s = driver.run(_TURN_S, least=_LEAST_BATCHES)
-            num_resets += int(resets.sum()) - before
-            rates[mode] = steps / spent_s
+        rates, num_resets = dict[Setting, float](), 0
+        for setting in settings:
+            rates[setting], resets = runs.get(setting, runs[wide]).turn(setting.mode)
+            num_resets += resets
         turns.append(Turn(rates=rates, has_resets=num_resets > 0))
-        ratios = ([turn.rates[mode] / turn.rates["sync"] for turn in turns] for mode in MODES[1:])
-        if all(_typical(own)[1] < _SURE for own in ratios):
+        if all(_typical(_ratios(turns, other, wide))[1] < _SURE for other in settings[1:]):
             break
-    driver.switch("sync")
     return turns
 
 
-def with_factors(turns: list[Turn], setting: Setting, model: Model) -> Overhead:
-    """Return the model's overhead with how many times as fast as modelled the env was in turns of `setting`."""
+def _ratios(turns: list[Turn], setting: Setting, other: Setting) -> list[float]:
+    return [turn.rates[setting] / turn.rates[other] for turn in turns]
+
+
+def with_factors(turns: list[Turn], wide: Setting, one: Setting | None, model: Model) -> Overhead:
+    """Return the model's overhead with how many times as fast as modelled the env was.
+
+    Args:
+        turns: of the settings.
+        wide: that was run in all modes.
+        one: of a single worker, if there was one.
+        model: of the env.
+    """
     overhead, quiet = model.overhead, [turn for turn in turns if not turn.has_resets]
     if 2 * len(quiet) >= len(turns) and len(quiet) > 1:  # a reset here or there decides a turn: take those without
         turns = quiet
         model = Model(replace(model.measured, end_share=0.0, episode_steps=0), overhead, model.machine)
-    modelled = {mode: model.predict(replace(setting, mode=mode)).steps_per_s for mode in MODES}
-    modes: dict[Mode, float] = {}
-    for mode in MODES[1:]:
-        ratios = [turn.rates[mode] / turn.rates["sync"] for turn in turns]
-        modes[mode] = _factor(ratios, modelled[mode] / modelled["sync"])
-    sync = _factor([turn.rates["sync"] for turn in turns], modelled["sync"], _DRIFT)
-    return replace(overhead, sync_factor=sync, mode_factors=modes)
+
+    def alone(setting: Setting) -> float:
+        return _factor([turn.rates[setting] for turn in turns], model.predict(setting).steps_per_s, _DRIFT)
+
+    def beside_sync(mode: Mode) -> float:
+        other = replace(wide, mode=mode)
+        modelled = model.predict(other).steps_per_s / model.predict(wide).steps_per_s
+        return _factor(_ratios(turns, other, wide), modelled)
+
+    return replace(
+        overhead,
+        one_factor=1.0 if one is None else alone(one),
+        sync_factor=alone(wide),
+        mode_factors={mode: beside_sync(mode) for mode in MODES[1:]},
+    )
 
 
 def _factor(values: list[float], modelled: float, drift: float = 0.0) -> float:

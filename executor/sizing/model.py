@@ -169,7 +169,8 @@ class Model:
         """Return how many times as fast as modelled a setting is, by what was measured with the env itself."""
         overhead = self.overhead
         like = min(1.0, (setting.num_workers - 1) / (overhead.crowd - 1)) if overhead.crowd > 1 else 1.0
-        return float(overhead.sync_factor**like * overhead.mode_factors.get(setting.mode, 1.0))
+        sync = overhead.one_factor ** (1 - like) * overhead.sync_factor**like
+        return float(sync * overhead.mode_factors.get(setting.mode, 1.0))
 
     def _until_done(self, setting: Setting, count: int) -> float:
         """Return seconds of the envs' part of a batch of `count`: the slowest worker's, or what processors can do."""

@@ -51,8 +51,9 @@ class Overhead:
         serial_fixed_s, serial_per_env_s: the same for a `SerialEnv`, whose envs run in the caller's process.
         crowding: how many times as long the same work takes while `crowd` workers compute, 1.0 or more.
         crowd: so many of them.
-        sync_factor: how many times as fast as modelled the env itself was on `crowd` workers; see `comparing`.
-        mode_factors: of other modes than "sync", the same beside "sync".
+        one_factor: how many times as fast as modelled the env itself was on one worker; see `comparing`.
+        sync_factor: the same on `crowd` workers.
+        mode_factors: the same of other modes than "sync", beside "sync".
         modes_note: why these were not measured, in words.
     """
 
@@ -64,6 +65,7 @@ class Overhead:
     exchange_factor: float = 1.0
     crowding: float = 1.0
     crowd: int = 1
+    one_factor: float = 1.0
     sync_factor: float = 1.0
     mode_factors: Mapping[Mode, float] = field(default_factory=dict)
     modes_note: str = ""
