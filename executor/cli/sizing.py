@@ -23,9 +23,10 @@ from envherd.executor.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sizing.deciding import DoesNotFit, decide
 from envherd.executor.sizing.limits import Goal
+from envherd.executor.sizing.model import Model
 from envherd.executor.sizing.probing import ProbeLimits
 from envherd.executor.sizing.recommending import PROBE_MEMORY_SHARE, Sizing, measure, with_episodes_of
-from envherd.executor.sizing.verifying import Check, check, whole_episodes
+from envherd.executor.sizing.verifying import Check, check, given_resets, whole_episodes
 from envherd.workers.errors import EnvherdError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -203,10 +204,12 @@ def parse_size(text: str) -> int:
 
 def _verify(request: Request, factory: Factory, sizing: Sizing, console: Console) -> list[Check]:
     checks, advice = [], sizing.advice
-    span = {"span_s": _VERIFY_S, "episode_steps": whole_episodes(sizing.measured, advice.prediction)}
+    whole = whole_episodes(sizing.measured, advice.prediction)
+    model = Model(sizing.measured, sizing.overhead, sizing.machine, policy_s=request.policy_s)
     for setting, predicted in ((advice.setting, advice.prediction), *advice.neighbours):
         with console.status(f"running {setting.num_envs} envs on {setting.num_workers} workers, {setting.mode}"):
-            checks.append(check(setting, predicted, factory, policy_s=request.policy_s, **span))
+            one = check(setting, predicted, factory, policy_s=request.policy_s, span_s=_VERIFY_S, episode_steps=whole)
+        checks.append(one if whole > 1 else given_resets(one, model))
     return checks
 
 

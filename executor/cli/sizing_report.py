@@ -135,13 +135,16 @@ def _grid(*columns: str) -> Table:
 
 
 def _checks(checks: Sequence[Check]) -> RenderableType:
-    grid = _grid("predicted/s", "measured/s", "off by", "memory predicted", "measured", "off by", "others' share")
+    grid = _grid(
+        "resets", "predicted/s", "measured/s", "off by", "memory predicted", "measured", "off by", "others' share"
+    )
     for one in checks:
         setting = one.setting
         grid.add_row(
             str(setting.num_envs),
             str(setting.num_workers),
             setting.mode,
+            f"{one.resets:,}",
             f"{one.predicted.steps_per_s:,.0f}",
             f"{one.steps_per_s:,.0f}",
             f"{one.predicted.steps_per_s / one.steps_per_s - 1:+.0%}",
@@ -150,10 +153,11 @@ def _checks(checks: Sequence[Check]) -> RenderableType:
             f"{one.predicted.memory_bytes / max(1, one.memory_bytes) - 1:+.0%}",
             f"{one.others_share:.0%}",
         )
-    if max(one.others_share for one in checks) < _DISTURBED:
-        return grid
-    note = "other processes used the machine while this was measured: its speeds say little about the settings"
-    return Group(grid, Text(note, "yellow"))
+    notes = [Text("predicted/s is for as many resets as there were in the seconds for which each was run", "dim")]
+    if max(one.others_share for one in checks) >= _DISTURBED:
+        note = "other processes used the machine while this was measured: its speeds say little about the settings"
+        notes.append(Text(note, "yellow"))
+    return Group(grid, *notes)
 
 
 def plain_report(env: str, sizing: Sizing, checks: Sequence[Check]) -> dict[str, Any]:

@@ -33,9 +33,9 @@ _MOST_WORKERS, _MOST_ENVS = 8, (4, 2)
 _TURN_S, _LEAST_BATCHES, _WARM_UP = 0.15, 4, 2
 _LEAST_TURNS, _MOST_TURNS = 3, 16
 #: Share of the budget to start in (longer: fewer envs, or none), and to run for.
-_START_SHARE, _RUN_SHARE = 0.5, 0.4
+_START_SHARE, _RUN_SHARE = 0.75, 0.4
 #: The same of a single worker, which is run for comparison.
-_ONE_SHARE = 0.2
+_ONE_SHARE = 0.5
 #: Standard error of a ratio's logarithm that is small enough to stop, and how far the model is off by itself: what is
 #: measured counts as much more as it is the surer of the two.
 _SURE, _DOUBT = 0.03, 0.3

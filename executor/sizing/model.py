@@ -85,6 +85,7 @@ class Model:
         self.overhead = overhead
         self.machine = machine
         self.policy_s = policy_s
+        self.num_frames = num_frames
         one, more_envs, more_workers = (
             slab_bytes(measured.spec, envs, workers, num_frames) for envs, workers in ((64, 1), (128, 1), (64, 64))
         )

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import psutil
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.measurement import Measurement
-from envherd.executor.sizing.model import Prediction, Setting
+from envherd.executor.sizing.model import Model, Prediction, Setting
 from envherd.workers.processes import memory_of
 
 #: Batches that are not counted, and batches at least that are.
@@ -29,6 +30,8 @@ class Check:
 
     Attributes:
         setting, predicted: as decided.
+        steps: env-steps that were made.
+        resets: while they were made.
         steps_per_s: env-steps per second that were made.
         memory_bytes: of workers, helper and shared memory after that.
         start_s: until the executor was ready and its envs reset.
@@ -38,6 +41,8 @@ class Check:
 
     setting: Setting
     predicted: Prediction
+    steps: int
+    resets: int
     steps_per_s: float
     memory_bytes: int
     start_s: float
@@ -49,6 +54,8 @@ class Check:
             **asdict(self.setting),
             "predicted_steps_per_s": self.predicted.steps_per_s,
             "measured_steps_per_s": self.steps_per_s,
+            "steps": self.steps,
+            "resets": self.resets,
             "predicted_memory_bytes": self.predicted.memory_bytes,
             "measured_memory_bytes": self.memory_bytes,
             "predicted_start_s": self.predicted.start_s,
@@ -83,6 +90,7 @@ class Trial:
             self._driver = Driver(self._env, setting.mode, policy_s)
             self._start_s = time.monotonic() - began
             self._pids = [worker.pid for worker in self._env.statistics().workers]
+            self._resets: np.ndarray = self._env.engine.pool.slab.words["resets"]
         except BaseException:
             self._env.close()
             raise
@@ -91,12 +99,14 @@ class Trial:
         """Run for a while, a fifth of it unmeasured, and return what came of it; see `Driver.run`."""
         driver = self._driver
         driver.run(span_s / 5, least=_WARM_UP)
-        machine, own = _busy_s(), _own_cpu_s(self._pids)
+        machine, own, resets = _busy_s(), _own_cpu_s(self._pids), int(self._resets.sum())
         steps, seconds = driver.run(span_s, _LEAST, episode_steps)
         others_s = max(0.0, _busy_s() - machine - (_own_cpu_s(self._pids) - own))
         return Check(
             setting=self._setting,
             predicted=self._predicted,
+            steps=steps,
+            resets=int(self._resets.sum()) - resets,
             steps_per_s=steps / seconds,
             memory_bytes=pool_bytes(self._pids),
             start_s=self._start_s,
@@ -122,6 +132,16 @@ def check(setting: Setting, predicted: Prediction, make_env: Callable[..., Any],
     span_s, episode_steps = kwargs.pop("span_s", 2.0), kwargs.pop("episode_steps", 1)
     with contextlib.closing(Trial(setting, predicted, make_env, **kwargs)) as trial:
         return trial.turn(span_s, episode_steps)
+
+
+def given_resets(one: Check, model: Model) -> Check:
+    """Return a check that compares with what is predicted for as many resets as there were.
+
+    How many there are in a few seconds is chance where episodes are long, and decides the speed where resets are.
+    """
+    measured = replace(model.measured, end_share=one.resets / one.steps)
+    given = Model(measured, model.overhead, model.machine, policy_s=model.policy_s, num_frames=model.num_frames)
+    return replace(one, predicted=given.predict(one.setting))
 
 
 def whole_episodes(measured: Measurement, predicted: Prediction) -> int:
