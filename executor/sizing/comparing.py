@@ -31,7 +31,7 @@ from envherd.workers.errors import EnvherdError
 _MOST_WORKERS, _MOST_ENVS = 8, (4, 2)
 #: Seconds and batches of a turn at least, batches before it, and turns of each mode.
 _TURN_S, _LEAST_BATCHES, _WARM_UP = 0.15, 4, 2
-_LEAST_TURNS, _MOST_TURNS = 3, 16
+_LEAST_TURNS, _MOST_TURNS = 5, 16
 #: Share of the budget to start in (longer: fewer envs, or none), and to run for.
 _START_SHARE, _RUN_SHARE = 0.75, 0.4
 #: The same of a single worker, which is run for comparison.
