@@ -171,7 +171,8 @@ def with_factors(turns: list[Turn], wide: Setting, one: Setting | None, model: M
         model: of the env.
     """
     overhead, quiet = model.overhead, [turn for turn in turns if not turn.has_resets]
-    if 2 * len(quiet) >= len(turns) and len(quiet) > 1:  # a reset here or there decides a turn: take those without
+    are_of_steps = 2 * len(quiet) >= len(turns) and len(quiet) > 1
+    if are_of_steps:  # a reset here or there decides a turn: those without are taken
         turns = quiet
         model = Model(replace(model.measured, end_share=0.0, episode_steps=0), overhead, model.machine)
 
@@ -188,6 +189,7 @@ def with_factors(turns: list[Turn], wide: Setting, one: Setting | None, model: M
         one_factor=1.0 if one is None else alone(one),
         sync_factor=alone(wide),
         mode_factors={mode: beside_sync(mode) for mode in MODES[1:]},
+        are_of_steps=are_of_steps,
     )
 
 

@@ -4,12 +4,13 @@ A synchronous batch is the executor's own time, then the policy's, then the slow
 envs one after the other, so its time is a sum of as many step times as it has envs, resets among them, and the
 batch waits for the largest of these sums. All processors together cannot do more than they can, whatever the
 workers' number. With first-K no batch waits; with two groups the policy acts on one while the other steps. All that is
-multiplied by how much of it came true when the env itself was run (`Overhead.sync_factor`, `mode_factors`).
+multiplied by how much of it came true when the env itself was run (`Overhead.sync_factor`, `mode_factors`); where no
+env was reset then, resets take as long as they did in the probe.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -95,6 +96,10 @@ class Model:
         self._known: dict[Setting, Prediction] = {}
         self._sums = self._sorted_sums()
         self.busy_per_step_s = self.busy_s(1)
+        self._stepping: Model | None = None
+        if overhead.are_of_steps and measured.end_share > 0:
+            steps, plain = replace(measured, end_share=0.0, episode_steps=0), replace(overhead, are_of_steps=False)
+            self._stepping = Model(steps, plain, machine, policy_s=policy_s, num_frames=num_frames)
 
     @property
     def cores(self) -> float:
@@ -149,26 +154,43 @@ class Model:
         return self._known[setting]
 
     def _predict(self, setting: Setting) -> Prediction:
+        factor = self._factor(setting)
+        batch_s, slowest_s = self.times(setting, factor)
+        if self._stepping is not None:
+            # Steps by the factor, and what resets add as modelled.
+            with_resets, without = self.times(setting, 1.0), self._stepping.times(setting, 1.0)
+            true = self._stepping.times(setting, factor)
+            batch_s, slowest_s = (
+                one + max(0.0, more - less) for one, more, less in zip(true, with_resets, without, strict=True)
+            )
+        own = self.overhead.of(setting.num_envs, setting.num_workers) / factor
+        return self._prediction(setting, setting.num_envs / batch_s, own, slowest_s)
+
+    def times(self, setting: Setting, factor: float) -> tuple[float, float]:
+        """Return the seconds of a batch of all envs, and of these until the slowest worker has its rows.
+
+        Args:
+            setting: how they are run.
+            factor: how many times as fast as modelled they are.
+        """
         envs, workers = setting.num_envs, setting.num_workers
         own = self.overhead.of(envs, workers)
         if workers == 0:
             work_s = envs * self.busy_s(envs)
-            batch_s = max(own + self.policy_s + work_s, self._least_s(setting, envs, own))
-            return self._prediction(setting, envs / batch_s, own, work_s)
-        factor = self._factor(setting)
+            return max(own + self.policy_s + work_s, self._least_s(setting, envs, own)), work_s
         slowest_s = self._until_done(setting, envs) / factor
-        if setting.mode == "sync":
-            least_s = self._least_s(setting, envs, own) / factor
-            rate = envs / max(own / factor + self.policy_s + slowest_s, least_s)
-        elif setting.mode == "two-groups":
-            rate = self._two_groups(setting, factor)
-        else:
-            rate = self._first_k(setting, factor)
-        return self._prediction(setting, rate, own / factor, slowest_s)
+        if setting.mode == "two-groups":
+            return envs / self._two_groups(setting, factor), slowest_s
+        if setting.mode == "first-k":
+            return envs / self._first_k(setting, factor), slowest_s
+        least_s = self._least_s(setting, envs, own) / factor
+        return max(own / factor + self.policy_s + slowest_s, least_s), slowest_s
 
     def _factor(self, setting: Setting) -> float:
         """Return how many times as fast as modelled a setting is, by what was measured with the env itself."""
         overhead = self.overhead
+        if setting.num_workers == 0:
+            return 1.0
         like = min(1.0, (setting.num_workers - 1) / (overhead.crowd - 1)) if overhead.crowd > 1 else 1.0
         sync = overhead.one_factor ** (1 - like) * overhead.sync_factor**like
         return float(sync * overhead.mode_factors.get(setting.mode, 1.0))

@@ -54,7 +54,8 @@ class Overhead:
         one_factor: how many times as fast as modelled the env itself was on one worker; see `comparing`.
         sync_factor: the same on `crowd` workers.
         mode_factors: the same of other modes than "sync", beside "sync".
-        modes_note: why these were not measured, in words.
+        are_of_steps: whether these are of steps alone: no env was reset meanwhile.
+        modes_note: why they were not measured, in words.
     """
 
     fixed_s: float
@@ -68,6 +69,7 @@ class Overhead:
     one_factor: float = 1.0
     sync_factor: float = 1.0
     mode_factors: Mapping[Mode, float] = field(default_factory=dict)
+    are_of_steps: bool = False
     modes_note: str = ""
 
     def of(self, num_envs: float, num_workers: int) -> float:

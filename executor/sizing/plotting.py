@@ -23,6 +23,8 @@ except ImportError as error:
 
 _BLUE, _ORANGE, _GREY, _RED = "#3465a4", "#e07b00", "#888888", "#b03030"
 _MIB = 2**20
+#: Relative difference of two speeds that can be seen.
+_SEEN = 0.03
 
 
 def draw(path: Path, title: str, sizing: Sizing, checks: Sequence[Check] = ()) -> None:
@@ -50,7 +52,7 @@ def _draw_speed(axes: Any, model: Model, sizing: Sizing, checks: Sequence[Check]
         model.predict(Setting(num_envs=count * each, num_workers=count, mode=setting.mode)).steps_per_s
         for count in counts
     ]
-    ideal = 1 / model.busy_s(each)
+    ideal = model.overhead.one_factor / model.busy_s(each)
     axes.plot(counts, [count * ideal for count in counts], "--", color=_GREY, label="ideal: workers never wait")
     axes.plot(counts, rates, "o-", color=_BLUE, markersize=4, label=f"predicted, {each} envs a worker, {setting.mode}")
     axes.plot(
@@ -60,6 +62,10 @@ def _draw_speed(axes: Any, model: Model, sizing: Sizing, checks: Sequence[Check]
     if mine:
         x = [one.setting.num_workers for one in mine]
         axes.plot(x, [one.steps_per_s for one in mine], "x", color=_ORANGE, markersize=9, mew=2, label="measured")
+        given = [one.predicted.steps_per_s for one in mine]
+        usual = [model.predict(one.setting).steps_per_s for one in mine]
+        if not np.allclose(given, usual, rtol=_SEEN):
+            axes.plot(x, given, "o", color=_ORANGE, markerfacecolor="none", label="predicted for the resets meanwhile")
     if model.machine.cores <= most:
         axes.axvline(model.machine.cores, color=_RED, linewidth=1, linestyle=":", label="cores")
     axes.set(xlabel="workers", ylabel="env-steps/s", title="speed", xlim=(0, most + 1))

@@ -26,7 +26,7 @@ from envherd.executor.sizing.model import Model, Setting
 from envherd.executor.sizing.overhead import Overhead, fit
 from envherd.executor.sizing.probing import ProbeFailed, ProbeLimits, Subject, probe
 from envherd.executor.sizing.recommending import with_episodes_of
-from envherd.executor.sizing.verifying import whole_episodes
+from envherd.executor.sizing.verifying import Check, given_resets, whole_episodes
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.echo import EchoFactory
 from envherd.workers.factory import pickle_factory
@@ -331,6 +331,21 @@ def test_a_probe_tells_episodes_of_one_length():
     assert regular.episode_steps == 7
     assert regular.end_share == 1 / 7
     assert not probed(CountingEnv).has_one_length
+
+
+def test_a_check_is_compared_with_what_as_many_resets_would_give():
+    setting = Setting(num_envs=8, num_workers=8)
+    model = Model(measured_of(end_share=0.001, reset_samples=np.full(5, 1.0)), OVERHEAD, machine_of())
+    one = Check(
+        setting=setting, predicted=model.predict(setting), steps=1000, resets=0, steps_per_s=7000.0,
+        memory_bytes=1, start_s=1.0, others_share=0.0,
+    )  # fmt: skip
+    none, one_reset, two = (
+        given_resets(replace(one, resets=count), model).predicted.steps_per_s for count in (0, 1, 2)
+    )
+    assert none > 6500
+    assert one_reset == one.predicted.steps_per_s
+    assert two < one_reset < none / 4
 
 
 def test_settings_are_compared_over_whole_episodes_where_resets_matter():

@@ -70,6 +70,18 @@ def test_more_workers_are_taken_to_be_like_those_that_ran():
     assert ratios == pytest.approx([1.0, 0.5**0.5, 0.5, 0.5], rel=0.01)
 
 
+@pytest.mark.parametrize("setting", [WIDE, FIRST_K, TWO_GROUPS])
+def test_steps_that_are_slower_than_modelled_do_not_make_resets_slower(setting):
+    slower = replace(OVERHEAD, sync_factor=0.5, are_of_steps=True)
+    resets = {"end_share": 0.01, "reset_samples": [1.0] * 5, "reset_cpu_s": 1.0}
+    with_resets, without = (1 / speed_of(model_of(slower, **one), setting) for one in (resets, {"end_share": 0.0}))
+    plain, plain_without = (1 / speed_of(model_of(**one), setting) for one in (resets, {"end_share": 0.0}))
+    assert without == pytest.approx(2 * plain_without)
+    assert with_resets - without == pytest.approx(plain - plain_without)
+    all_slower = speed_of(model_of(replace(slower, are_of_steps=False), **resets), setting)
+    assert 1 / all_slower == pytest.approx(2 * plain)
+
+
 def test_what_is_uncertain_counts_less():
     model = model_of(end_share=0.0)
     overhead = with_factors(turns_of(first_k=[0.3, 1.0, 0.5, 0.7, 0.4], two_groups=1.0), WIDE, None, model)
