@@ -32,6 +32,8 @@ _MOST_WORKERS, _MOST_ENVS = 8, (4, 2)
 #: Seconds and batches of a turn at least, batches before it, and turns of each mode.
 _TURN_S, _LEAST_BATCHES, _WARM_UP = 0.15, 4, 2
 _LEAST_TURNS, _MOST_TURNS = 5, 16
+#: Turns without a reset that are enough to compare steps; resets of each setting that are enough to compare both.
+_LEAST_QUIET, _MANY_RESETS = 3, 20
 #: Share of the budget to start in (longer: fewer envs, or none), and to run for.
 _START_SHARE, _RUN_SHARE = 0.75, 0.4
 #: The same of a single worker, which is run for comparison.
@@ -45,10 +47,10 @@ _DRIFT = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn of each setting: env-steps per second, and whether an env was reset meanwhile."""
+    """One turn of each setting: env-steps per second, and how many envs were reset meanwhile."""
 
     rates: dict[Setting, float]
-    has_resets: bool
+    resets: dict[Setting, int]
 
 
 class _Run:
@@ -147,11 +149,10 @@ def _take_turns(runs: Mapping[Setting, _Run], seconds: float, progress: Callable
     end = time.monotonic() + seconds
     while len(turns) < _LEAST_TURNS or (len(turns) < _MOST_TURNS and time.monotonic() < end):
         progress(len(turns) / _MOST_TURNS)
-        rates, num_resets = dict[Setting, float](), 0
+        rates, resets = dict[Setting, float](), dict[Setting, int]()
         for setting in settings:
-            rates[setting], resets = runs.get(setting, runs[wide]).turn(setting.mode)
-            num_resets += resets
-        turns.append(Turn(rates=rates, has_resets=num_resets > 0))
+            rates[setting], resets[setting] = runs.get(setting, runs[wide]).turn(setting.mode)
+        turns.append(Turn(rates=rates, resets=resets))
         if all(_typical(_ratios(turns, other, wide))[1] < _SURE for other in settings[1:]):
             break
     return turns
@@ -159,6 +160,11 @@ def _take_turns(runs: Mapping[Setting, _Run], seconds: float, progress: Callable
 
 def _ratios(turns: list[Turn], setting: Setting, other: Setting) -> list[float]:
     return [turn.rates[setting] / turn.rates[other] for turn in turns]
+
+
+def _quiet(turns: list[Turn], *settings: Setting) -> list[Turn]:
+    """Return the turns in which none of the settings had a reset."""
+    return [turn for turn in turns if not any(turn.resets[setting] for setting in settings)]
 
 
 def with_factors(turns: list[Turn], wide: Setting, one: Setting | None, model: Model) -> Overhead:
@@ -170,19 +176,25 @@ def with_factors(turns: list[Turn], wide: Setting, one: Setting | None, model: M
         one: of a single worker, if there was one.
         model: of the env.
     """
-    overhead, quiet = model.overhead, [turn for turn in turns if not turn.has_resets]
-    are_of_steps = 2 * len(quiet) >= len(turns) and len(quiet) > 1
-    if are_of_steps:  # a reset here or there decides a turn: those without are taken
-        turns = quiet
+    overhead, settings = model.overhead, [*turns[0].rates]
+    # A reset here or there decides a turn: turns without are compared, or many resets.
+    are_of_steps = all(len(_quiet(turns, wide, other)) >= _LEAST_QUIET for other in settings)
+    if are_of_steps:
         model = Model(replace(model.measured, end_share=0.0, episode_steps=0), overhead, model.machine)
+    elif min(sum(turn.resets[setting] for turn in turns) for setting in settings) < _MANY_RESETS:
+        return replace(overhead, modes_note="resets took most of the time when they were run")
+
+    def among(*compared: Setting) -> list[Turn]:
+        return _quiet(turns, *compared) if are_of_steps else turns
 
     def alone(setting: Setting) -> float:
-        return _factor([turn.rates[setting] for turn in turns], model.predict(setting).steps_per_s, _DRIFT)
+        rates = [turn.rates[setting] for turn in among(setting)]
+        return _factor(rates, model.predict(setting).steps_per_s, _DRIFT)
 
     def beside_sync(mode: Mode) -> float:
         other = replace(wide, mode=mode)
         modelled = model.predict(other).steps_per_s / model.predict(wide).steps_per_s
-        return _factor(_ratios(turns, other, wide), modelled)
+        return _factor(_ratios(among(other, wide), other, wide), modelled)
 
     return replace(
         overhead,

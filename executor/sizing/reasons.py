@@ -184,7 +184,7 @@ def _mode(facts: Facts) -> Iterator[str]:
     elif facts.chosen.mode == "two-groups":
         yield "two groups pay: send() one half of the envs while the policy acts on the other."
     if facts.model.overhead.modes_note:
-        yield f"first-K and two groups are predicted, not tried: {facts.model.overhead.modes_note}."
+        yield f"first-K and two groups are only modelled: {facts.model.overhead.modes_note}."
 
 
 def _serial(facts: Facts) -> Iterator[str]:

@@ -34,11 +34,12 @@ def beside_sync(model, setting):
 
 
 def turns_of(*, first_k, two_groups, sync=1000.0, one=500.0, resets=()):
-    """Return turns with these speeds beside "sync"; in some of them an env was reset."""
-    return [
-        Turn(rates={WIDE: sync, FIRST_K: sync * ratio, TWO_GROUPS: sync * two_groups, ONE: one}, has_resets=i in resets)
-        for i, ratio in enumerate(first_k)
-    ]
+    """Return turns with these speeds beside "sync"; in some of them so many envs were reset."""
+    turns = []
+    for ratio, count in zip(first_k, [*resets] or [0] * len(first_k), strict=True):
+        rates = {WIDE: sync, FIRST_K: sync * ratio, TWO_GROUPS: sync * two_groups, ONE: one}
+        turns.append(Turn(rates=rates, resets=dict.fromkeys(rates, count)))
+    return turns
 
 
 def test_what_was_measured_is_predicted():
@@ -89,12 +90,25 @@ def test_what_is_uncertain_counts_less():
 
 
 def test_turns_with_resets_are_left_out_where_few_have_any():
-    model = model_of(end_share=0.01, reset_samples=[0.1] * 5)
-    without = model_of(end_share=0.0)
-    few = with_factors(turns_of(first_k=[0.7, 0.2, 0.7, 0.7], two_groups=0.9, resets={1}), WIDE, None, model)
+    model, without = model_of(end_share=0.01, reset_samples=[0.1] * 5), model_of(end_share=0.0)
+    turns = turns_of(first_k=[0.7, 0.2, 0.7, 0.7], two_groups=0.9, resets=[0, 1, 0, 0])
+    few = with_factors(turns, WIDE, None, model)
     assert few.mode_factors["first-k"] == pytest.approx(0.7 / beside_sync(without, FIRST_K), rel=0.05)
-    many = with_factors(turns_of(first_k=[0.7] * 4, two_groups=0.9, resets={0, 1, 2}), WIDE, None, model)
+    assert few.are_of_steps
+
+
+def test_many_resets_are_compared_too():
+    model = model_of(end_share=0.01, reset_samples=[0.1] * 5)
+    many = with_factors(turns_of(first_k=[0.7] * 4, two_groups=0.9, resets=[0, 9, 9, 9]), WIDE, None, model)
     assert many.mode_factors["first-k"] == pytest.approx(0.7 / beside_sync(model, FIRST_K), rel=0.05)
+    assert not many.are_of_steps
+
+
+def test_a_few_resets_in_most_turns_say_nothing():
+    model = model_of(end_share=0.005, reset_samples=[1.0] * 5)
+    turns = turns_of(first_k=[0.7] * 5, two_groups=0.9, sync=5 * speed_of(model, WIDE), resets=[1, 0, 0, 8, 2])
+    overhead = with_factors(turns, WIDE, None, model)
+    assert overhead == replace(model.overhead, modes_note="resets took most of the time when they were run")
 
 
 def test_a_policys_time_is_not_made_longer():
@@ -134,10 +148,10 @@ def refuse(num_envs, num_workers):
 
 
 def test_it_is_said_if_modes_were_not_compared():
-    assert not any("not tried" in line for line in advice_of().why)
+    assert not any("only modelled" in line for line in advice_of().why)
     untried = replace(OVERHEAD, modes_note="a batch takes 2.0 s")
     why = decide(measured_of(), untried, machine_of(), Goal()).why
-    assert "first-K and two groups are predicted, not tried: a batch takes 2.0 s." in why
+    assert "first-K and two groups are only modelled: a batch takes 2.0 s." in why
 
 
 @pytest.mark.slow
