@@ -92,7 +92,12 @@ def compare_modes(
     if wide is None:
         return measured, replace(overhead, modes_note=note)
     one = Setting(num_envs=wide.most_per_worker, num_workers=1)
-    has_one = wide.num_workers > 1 and model.start_s(one) <= _ONE_SHARE * limits.budget_s
+    both_bytes = sum(model.memory_bytes(each.num_envs, each.num_workers) for each in (wide, one))
+    has_one = (
+        wide.num_workers > 1
+        and model.start_s(one) <= _ONE_SHARE * limits.budget_s
+        and both_bytes <= (limits.memory_bytes or both_bytes)
+    )
     try:
         with contextlib.ExitStack() as stack:
             runs = {wide: _Run(stack.enter_context(open_env(wide.num_envs, wide.num_workers)))}

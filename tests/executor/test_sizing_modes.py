@@ -175,6 +175,20 @@ def test_modes_are_compared_with_the_env_itself():
 
 
 @pytest.mark.slow
+def test_a_second_executor_is_not_started_where_memory_is_for_one():
+    asked = []
+
+    def open_env(num_envs, num_workers):
+        asked.append((num_envs, num_workers))
+        return ParallelEnv(num_envs, CountingEnv, num_workers=num_workers, seed=0)
+
+    model = Model(measured_of(50e-6), OVERHEAD, machine_of(2))
+    limits = ProbeLimits(budget_s=4.0, memory_bytes=model.memory_bytes(8, 2) + MIB)
+    assert compare_modes(open_env, model, limits, lambda _share: None)[1].one_factor == 1
+    assert asked == [(8, 2)]
+
+
+@pytest.mark.slow
 @pytest.mark.broken_pool
 def test_envs_that_fail_together_are_said_to():
     def open_env(num_envs, num_workers):
