@@ -24,7 +24,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.carry import own_leaves
 from envherd.executor.engine import Engine, Pool
-from envherd.executor.exchange import Exchange, set_ids
+from envherd.executor.exchange import ENV_IDS, Exchange, set_ids
 from envherd.executor.intake import reset_mask
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.rollout import RolloutRunner
@@ -220,8 +220,13 @@ class BatchedEnv:
         """Return `td` (or a new batch `[N]`) with uniformly drawn legal actions, from a generator of the root seed.
 
         Where `td` holds the envs' `action_mask` (a root does), only what it allows is drawn.
+
+        Args:
+            td: of all envs, or of those that its `env_ids` name, as `recv` and `current` give it.
         """
-        return self._engine.sampler.fill(td, self.batch_size, self.device)
+        ids = None if td is None else td.get(ENV_IDS, None)
+        env_ids = None if ids is None else self._exchange.as_ids(ids)
+        return self._engine.sampler.fill(td, self.batch_size, self.device, env_ids)
 
     # ---- send and recv -----------------------------------------------------------------------
 

@@ -35,22 +35,37 @@ class ActionSampler:
             for spec in (specs[:1] if self._is_uniform else specs)
         ]
 
-    def fill(self, td: TensorDictBase | None, batch_size: torch.Size, device: torch.device | None) -> TensorDictBase:
-        """Set the action leaves of `td`, or of a new batch of `batch_size`."""
+    def fill(
+        self,
+        td: TensorDictBase | None,
+        batch_size: torch.Size,
+        device: torch.device | None,
+        env_ids: np.ndarray | None = None,
+    ) -> TensorDictBase:
+        """Set the action leaves of `td`, or of a new batch of `batch_size`.
+
+        Args:
+            td: of all envs, or of some.
+            batch_size: of all envs.
+            device: of a new batch.
+            env_ids: `[k]`, whose the rows are; None for all.
+        """
+        specs, all_draws = self._specs, self._draws
+        if env_ids is not None:
+            specs = [specs[env_id] for env_id in env_ids]
+            all_draws = all_draws if self._is_uniform else [all_draws[env_id] for env_id in env_ids]
         if self._is_uniform:
             td = TensorDict({}, batch_size, device=device) if td is None else td
-            for leaf, draw, mask_key in self._draws[0]:
+            for leaf, draw, mask_key in all_draws[0]:
                 mask = None if mask_key is None else td.get(mask_key, None)
                 if mask is None:
-                    drawn = draw(self._rng, (len(self._specs), *leaf.shape))
+                    drawn = draw(self._rng, (len(specs), *leaf.shape))
                 else:
                     drawn = draw_masked(self._rng, mask, leaf)
                 td.set(leaf.key, torch.from_numpy(drawn))
             return td
-        rows = [
-            TensorDict({}, spec.batch_size) if td is None else td[i] for i, spec in enumerate(map(_Sized, self._specs))
-        ]
-        for row, draws in zip(rows, self._draws, strict=True):
+        rows = [TensorDict({}, spec.batch_size) if td is None else td[i] for i, spec in enumerate(map(_Sized, specs))]
+        for row, draws in zip(rows, all_draws, strict=True):
             for leaf, draw, mask_key in draws:
                 mask = None if mask_key is None else row.get(mask_key, None)
                 drawn = draw(self._rng, leaf.shape) if mask is None else draw_masked(self._rng, mask, leaf)

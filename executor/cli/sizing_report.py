@@ -124,8 +124,8 @@ def _style(setting: Any, sizing: Sizing) -> str:
     return "bold" if setting == sizing.advice.setting else ""
 
 
-def _grid(*columns: str) -> Table:
-    grid = Table(box=box.ROUNDED)
+def _grid(*columns: str, frame: box.Box = box.ROUNDED, padding: int = 1) -> Table:
+    grid = Table(box=frame, padding=(0, padding))
     for name in ("envs", "workers"):
         grid.add_column(name, justify="right")
     grid.add_column("stepped")
@@ -135,9 +135,8 @@ def _grid(*columns: str) -> Table:
 
 
 def _checks(checks: Sequence[Check]) -> RenderableType:
-    grid = _grid(
-        "resets", "predicted/s", "measured/s", "off by", "memory predicted", "measured", "off by", "others' share"
-    )
+    columns = ("resets", "predicted\n/s", "measured\n/s", "off\nby", "memory\nmeasured", "off\nby", "others'\nshare")
+    grid = _grid(*columns, frame=box.SIMPLE_HEAD, padding=0)  # which fits a terminal of 80 columns
     for one in checks:
         setting = one.setting
         grid.add_row(
@@ -148,7 +147,6 @@ def _checks(checks: Sequence[Check]) -> RenderableType:
             f"{one.predicted.steps_per_s:,.0f}",
             f"{one.steps_per_s:,.0f}",
             f"{one.predicted.steps_per_s / one.steps_per_s - 1:+.0%}",
-            size_text(one.predicted.memory_bytes),
             size_text(one.memory_bytes),
             f"{one.predicted.memory_bytes / max(1, one.memory_bytes) - 1:+.0%}",
             f"{one.others_share:.0%}",

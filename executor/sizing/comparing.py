@@ -3,75 +3,56 @@
 The model is made of one env's probe, and of envs that only look like it. Where workers compete for processors and
 caches with each other and with the caller it may be off by a fifth, and of first-K and two groups, which send and
 receive while workers compute, by a third (Melting Pot on two processors). So the env itself is run in all modes, in
-turns, on as many workers as processors (eight at most) and on one, and the model's speeds are multiplied to agree with
-that: the more, the surer it is; of "sync" not wholly, since the machine's speed may have changed since the probe.
+turns, on as many workers as processors (eight at most) and on one. How much longer a step takes while all workers
+compute than while one does is then taken from it, and the model's speeds are multiplied to agree with what was made:
+the more, the surer it is; of "sync" not wholly, since the machine's speed may have changed since the probe. Turns in
+which others used the machine are left out if there are enough: a virtual machine's host that takes processors away
+makes synchronous batches slower than others, and may do so for seconds only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.limits import Goal, Limits
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.model import Model, Setting
 from envherd.executor.sizing.modes import MODES, Mode
-from envherd.executor.sizing.overhead import Overhead
+from envherd.executor.sizing.overhead import Overhead, typical_log
 from envherd.executor.sizing.probing import ProbeLimits
-from envherd.executor.sizing.verifying import pool_bytes
+from envherd.executor.sizing.turns import (
+    ENOUGH,
+    LEAST_BATCHES,
+    LEAST_TURNS,
+    WARM_UP,
+    Run,
+    Turn,
+    calm,
+    quiet,
+    ratios,
+    take_turns,
+)
 from envherd.workers.errors import EnvherdError
 
 #: Workers and envs of a worker at most.
 _MOST_WORKERS, _MOST_ENVS = 8, (4, 2)
-#: Seconds and batches of a turn at least, batches before it, and turns of each mode.
-_TURN_S, _LEAST_BATCHES, _WARM_UP = 0.15, 4, 2
-_LEAST_TURNS, _MOST_TURNS = 5, 16
-#: Turns without a reset that are enough to compare steps; resets of each setting that are enough to compare both.
-_LEAST_QUIET, _MANY_RESETS = 3, 20
+#: Resets of each setting that are enough to compare them too.
+_MANY_RESETS = 20
 #: Share of the budget to start in (longer: fewer envs, or none), and to run for.
-_START_SHARE, _RUN_SHARE = 0.75, 0.4
+_START_SHARE, _RUN_SHARE = 0.75, 0.6
 #: The same of a single worker, which is run for comparison.
 _ONE_SHARE = 0.5
-#: Standard error of a ratio's logarithm that is small enough to stop, and how far the model is off by itself: what is
-#: measured counts as much more as it is the surer of the two.
-_SURE, _DOUBT = 0.03, 0.3
+#: How far the model is off by itself: what is measured counts as much more as it is the surer of the two.
+_DOUBT = 0.3
+#: How far the crowding of envs that only look like it is off.
+_LIKENESS = 0.1
 #: How much faster or slower than when the env was probed the machine may be by now: a virtual one's speed changes.
 _DRIFT = 0.15
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """One turn of each setting: env-steps per second, and how many envs were reset meanwhile."""
-
-    rates: dict[Setting, float]
-    resets: dict[Setting, int]
-
-
-class _Run:
-    """An executor that takes turns."""
-
-    def __init__(self, env: BatchedEnv) -> None:
-        self._env = env
-        self._driver = Driver(env, "sync")
-        self._resets = env.engine.pool.slab.words["resets"]
-
-    def turn(self, mode: Mode) -> tuple[float, int]:
-        """Run in a mode; return env-steps per second, and resets meanwhile."""
-        self._driver.switch(mode)
-        self._driver.run(0.0, least=_WARM_UP)
-        before = int(self._resets.sum())
-        steps, spent_s = self._driver.run(_TURN_S, least=_LEAST_BATCHES)
-        return steps / spent_s, int(self._resets.sum()) - before
-
-    def memory_bytes(self) -> int:
-        """Return what its workers and their helper take."""
-        return pool_bytes([worker.pid for worker in self._env.statistics().workers])
 
 
 def compare_modes(
@@ -100,12 +81,12 @@ def compare_modes(
     )
     try:
         with contextlib.ExitStack() as stack:
-            runs = {wide: _Run(stack.enter_context(open_env(wide.num_envs, wide.num_workers)))}
-            runs[wide].turn("sync")
+            runs = {wide: Run(stack.enter_context(open_env(wide.num_envs, wide.num_workers)))}
+            runs[wide].spell("sync")
             taken = runs[wide].memory_bytes()  # before there is another: pages that both share would be divided
             if has_one:
-                runs[one] = _Run(stack.enter_context(open_env(one.num_envs, one.num_workers)))
-            turns = _take_turns(runs, _RUN_SHARE * limits.budget_s, progress)
+                runs[one] = Run(stack.enter_context(open_env(one.num_envs, one.num_workers)))
+            turns = take_turns(runs, _RUN_SHARE * limits.budget_s, progress)
     except (EnvherdError, OSError) as error:
         reason = str(error).split("\n", 1)[0]
         said = f"{wide.num_envs} envs on {wide.num_workers} workers failed: {reason}"
@@ -134,42 +115,16 @@ def _affordable(model: Model, limits: ProbeLimits) -> tuple[Setting | None, str]
     for per_worker in _MOST_ENVS:
         setting = Setting(num_envs=per_worker * workers, num_workers=workers)
         taken, start_s = model.memory_bytes(setting.num_envs, workers), model.start_s(setting)
-        turn_s = len(MODES) * (_WARM_UP + _LEAST_BATCHES) * model.predict(setting).batch_s
+        turn_s = len(MODES) * (WARM_UP + LEAST_BATCHES) * model.predict(setting).batch_s
         if taken > (limits.memory_bytes or taken) or not Limits(model, Goal()).allow(setting):
             note = f"{setting.num_envs} envs on {workers} workers do not fit the limits"
         elif start_s > _START_SHARE * limits.budget_s:
             note = f"starting {setting.num_envs} envs takes {start_s:,.1f} s (a longer --budget allows for it)"
-        elif turn_s * _LEAST_TURNS > limits.budget_s:
+        elif turn_s * LEAST_TURNS > limits.budget_s:
             note = f"a batch takes {model.predict(setting).batch_s:,.1f} s (a longer --budget allows for it)"
         else:
             return setting, ""
     return None, note
-
-
-def _take_turns(runs: Mapping[Setting, _Run], seconds: float, progress: Callable[[float], None]) -> list[Turn]:
-    """Run executors in turns, the first of them in all modes."""
-    turns: list[Turn] = []
-    wide, *others = runs
-    settings = [*(replace(wide, mode=mode) for mode in MODES), *others]
-    end = time.monotonic() + seconds
-    while len(turns) < _LEAST_TURNS or (len(turns) < _MOST_TURNS and time.monotonic() < end):
-        progress(len(turns) / _MOST_TURNS)
-        rates, resets = dict[Setting, float](), dict[Setting, int]()
-        for setting in settings:
-            rates[setting], resets[setting] = runs.get(setting, runs[wide]).turn(setting.mode)
-        turns.append(Turn(rates=rates, resets=resets))
-        if all(_typical(_ratios(turns, other, wide))[1] < _SURE for other in settings[1:]):
-            break
-    return turns
-
-
-def _ratios(turns: list[Turn], setting: Setting, other: Setting) -> list[float]:
-    return [turn.rates[setting] / turn.rates[other] for turn in turns]
-
-
-def _quiet(turns: list[Turn], *settings: Setting) -> list[Turn]:
-    """Return the turns in which none of the settings had a reset."""
-    return [turn for turn in turns if not any(turn.resets[setting] for setting in settings)]
 
 
 def with_factors(turns: list[Turn], wide: Setting, one: Setting | None, model: Model) -> Overhead:
@@ -181,16 +136,20 @@ def with_factors(turns: list[Turn], wide: Setting, one: Setting | None, model: M
         one: of a single worker, if there was one.
         model: of the env.
     """
-    overhead, settings = model.overhead, [*turns[0].rates]
+    settings = [*turns[0].rates]
+    overhead = with_crowding(turns, wide, model.overhead)
+    model = Model(model.measured, overhead, model.machine)
     # A reset here or there decides a turn: turns without are compared, or many resets.
-    are_of_steps = all(len(_quiet(turns, wide, other)) >= _LEAST_QUIET for other in settings)
+    are_of_steps = all(len(quiet(turns, wide, other)) >= ENOUGH for other in settings)
     if are_of_steps:
         model = Model(replace(model.measured, end_share=0.0, episode_steps=0), overhead, model.machine)
     elif min(sum(turn.resets[setting] for turn in turns) for setting in settings) < _MANY_RESETS:
         return replace(overhead, modes_note="resets took most of the time when they were run")
 
     def among(*compared: Setting) -> list[Turn]:
-        return _quiet(turns, *compared) if are_of_steps else turns
+        return calm(quiet(turns, *compared) if are_of_steps else turns)
+
+    others = float(np.median([turn.others_share for turn in among()]))
 
     def alone(setting: Setting) -> float:
         rates = [turn.rates[setting] for turn in among(setting)]
@@ -199,7 +158,7 @@ def with_factors(turns: list[Turn], wide: Setting, one: Setting | None, model: M
     def beside_sync(mode: Mode) -> float:
         other = replace(wide, mode=mode)
         modelled = model.predict(other).steps_per_s / model.predict(wide).steps_per_s
-        return _factor(_ratios(among(other, wide), other, wide), modelled)
+        return _factor(ratios(among(other, wide), other, wide), modelled, others)
 
     return replace(
         overhead,
@@ -207,22 +166,29 @@ def with_factors(turns: list[Turn], wide: Setting, one: Setting | None, model: M
         sync_factor=alone(wide),
         mode_factors={mode: beside_sync(mode) for mode in MODES[1:]},
         are_of_steps=are_of_steps,
+        others_share=others,
     )
 
 
-def _factor(values: list[float], modelled: float, drift: float = 0.0) -> float:
-    """Return what to multiply a modelled value with: the more, the surer it is that measured ones are others."""
-    middle, error = _typical(values)
-    belief = _DOUBT**2 / (_DOUBT**2 + drift**2 + error**2)
+def with_crowding(turns: list[Turn], wide: Setting, overhead: Overhead) -> Overhead:
+    """Return an overhead with how the env itself crowds beside how its likeness does, each as far as it is sure."""
+    seen = [turn.crowding for turn in calm(turns) if turn.crowding is not None]
+    if not seen or wide.num_workers != overhead.crowd:
+        return overhead
+    middle, error = typical_log(seen)
+    own, other = 1 / error**2, 1 / (overhead.crowding_error**2 + _LIKENESS**2)
+    log = (own * middle + other * np.log(overhead.crowding)) / (own + other)
+    return replace(overhead, crowding=max(1.0, float(np.exp(log))), crowding_error=(own + other) ** -0.5)
+
+
+def _factor(values: list[float], modelled: float, doubt: float) -> float:
+    """Return what to multiply a modelled value with: the more, the surer it is that measured ones are others.
+
+    Args:
+        values: measured.
+        modelled: the same, modelled.
+        doubt: how far values may be off beside their own error, a share.
+    """
+    middle, error = typical_log(values)
+    belief = _DOUBT**2 / (_DOUBT**2 + doubt**2 + error**2)
     return float(np.exp(belief * (middle - np.log(modelled))))
-
-
-def _typical(values: list[float]) -> tuple[float, float]:
-    """Return the median of some values' logarithms, and its standard error."""
-    if len(values) < 2:
-        return float(np.log(values[0])), float("inf")
-    logs = np.log(values)
-    middle = float(np.median(logs))
-    # Of normally distributed values: deviation from the median absolute one; the median's error from the mean's.
-    deviation = 1.4826 * float(np.median(np.abs(logs - middle)))
-    return middle, max(_SURE / 2, 1.2533 * deviation / len(logs) ** 0.5)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
@@ -62,6 +61,18 @@ class Driver:
             count += 1
         return steps, time.perf_counter() - began
 
+    def run_some(self, env_ids: np.ndarray, seconds: float, least: int = 1) -> tuple[int, float]:
+        """Step some of the envs, synchronously, while the others rest; see `run`. In mode "sync" only."""
+        count = 0
+        began = time.perf_counter()
+        while count < least or time.perf_counter() - began < seconds:
+            self._env.send(self._act(self._env.current(env_ids), env_ids), env_ids)
+            self._env.recv(env_ids=env_ids, with_root=False)
+            count += 1
+        spent_s = time.perf_counter() - began
+        self._root = self._env.current()
+        return count * len(env_ids), spent_s
+
     def switch(self, mode: Mode) -> None:
         """Go on in another mode, from where the envs are."""
         if self._batch == self._exchange:
@@ -74,11 +85,11 @@ class Driver:
         if self._batch == self._exchange:
             self._env.recv()
 
-    def _act(self, td: TensorDictBase, env_ids: torch.Tensor | None) -> TensorDictBase:
+    def _act(self, td: TensorDictBase, env_ids: Any) -> TensorDictBase:
         """Set actions, after the policy's time."""
         if self._policy_s:
             time.sleep(self._policy_s)
-        if self._has_masks and env_ids is None:
+        if self._has_masks:
             return self._env.rand_action(td)
         drawn = self._drawn[self._turn % _NUM_DRAWN]
         self._turn += 1

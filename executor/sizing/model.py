@@ -193,7 +193,9 @@ class Model:
             return 1.0
         like = min(1.0, (setting.num_workers - 1) / (overhead.crowd - 1)) if overhead.crowd > 1 else 1.0
         sync = overhead.one_factor ** (1 - like) * overhead.sync_factor**like
-        return float(sync * overhead.mode_factors.get(setting.mode, 1.0))
+        mode = overhead.mode_factors.get(setting.mode, 1.0)
+        # What several workers gain (none waits for the slowest) one does not.
+        return float(sync * (mode**like if mode > 1 else mode))
 
     def _until_done(self, setting: Setting, count: int) -> float:
         """Return seconds of the envs' part of a batch of `count`: the slowest worker's, or what processors can do."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +28,18 @@ from envherd.workers.echo import EchoFactory
 
 #: Turns of each setting, seconds of a turn, and batches of it at least.
 _TURNS, _TURN_S, _LEAST_BATCHES = 5, 0.06, 4
+#: More turns of the two settings that say how workers crowd each other: a virtual machine's speed changes meanwhile.
+_CROWD_TURNS = 10
 #: Bytes of one batch at most while measuring; more would measure the memory of the machine.
 _MOST_BATCH_BYTES = 256 * 2**20
 #: Seconds that an env computes for at most: enough for all caches to be cold, as they are after a longer step. (After
 #: 0.3 ms a batch of Melting Pot cost 1.5 ms besides the envs, where 2.7 were measured.)
 _MOST_WORK_S = 1e-3
 _LOOP = 20_000
+#: How far turns usually are apart (their logarithms' standard deviation), and how many turns that counts for.
+_USUAL_DEVIATION, _USUAL_COUNT = 0.1, 2
+#: Seconds after which a worker has noted how long it was busy: it does so after it has answered.
+_NOTED_S = 1e-3
 #: Share of steps that end an episode, from which on resets are part of what a batch costs; rarer ones are not seen in
 #: turns this short.
 _ENDS_MATTER = 0.01
@@ -50,11 +56,13 @@ class Overhead:
         exchange_factor: how much more it is when envs are sent and received, half of them at a time.
         serial_fixed_s, serial_per_env_s: the same for a `SerialEnv`, whose envs run in the caller's process.
         crowding: how many times as long the same work takes while `crowd` workers compute, 1.0 or more.
+        crowding_error: standard error of its logarithm.
         crowd: so many of them.
         one_factor: how many times as fast as modelled the env itself was on one worker; see `comparing`.
         sync_factor: the same on `crowd` workers.
         mode_factors: the same of other modes than "sync", beside "sync".
         are_of_steps: whether these are of steps alone: no env was reset meanwhile.
+        others_share: of the machine, that others used while they were measured.
         modes_note: why they were not measured, in words.
     """
 
@@ -65,11 +73,13 @@ class Overhead:
     serial_per_env_s: float
     exchange_factor: float = 1.0
     crowding: float = 1.0
+    crowding_error: float = 0.0
     crowd: int = 1
     one_factor: float = 1.0
     sync_factor: float = 1.0
     mode_factors: Mapping[Mode, float] = field(default_factory=dict)
     are_of_steps: bool = False
+    others_share: float = 0.0
     modes_note: str = ""
 
     def of(self, num_envs: float, num_workers: int) -> float:
@@ -117,14 +127,19 @@ def measure_overhead(
         serial = [open_one(0, envs, busy) for envs in (1, many)]
         apart = open_one(wide, 4 * wide, idle)
         for turn in range(_TURNS):
-            progress(turn / (_TURNS + 1))
+            progress(turn / (_TURNS + 2))
             for runner in (*runners, *serial):
                 runner.take_turn()
+        alone, crowd = (next(r for r in runners if (r.workers, r.envs) == (w, many * w)) for w in (1, wide))
+        progress(_TURNS / (_TURNS + 2))
+        for _ in range(_CROWD_TURNS if wide > 1 else 0):
+            alone.take_turn()
+            crowd.take_turn()
         factor = _exchange_factor(apart.env)
     rows = np.array([[1.0, runner.workers, runner.envs] for runner in runners])
     fixed, per_worker, per_env = fit(rows, np.array([runner.overhead_s for runner in runners]))
     slope = max(0.0, (serial[1].overhead_s - serial[0].overhead_s) / (many - 1))
-    alone, crowd = (next(r for r in runners if (r.workers, r.envs) == (w, many * w)) for w in (1, wide))
+    middle, error = typical_log(np.array(crowd.step_s) / np.array(alone.step_s))
     return Overhead(
         fixed_s=fixed,
         per_worker_s=per_worker,
@@ -132,9 +147,23 @@ def measure_overhead(
         serial_fixed_s=max(0.0, serial[0].overhead_s - slope),
         serial_per_env_s=slope,
         exchange_factor=factor,
-        crowding=max(1.0, float(np.median(np.array(crowd.step_s) / np.array(alone.step_s)))),
+        crowding=max(1.0, float(np.exp(middle))),
+        crowding_error=error,
         crowd=wide,
     )
+
+
+def typical_log(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Return the median of some values' logarithms, and its standard error."""
+    logs = np.log(values)
+    middle = float(np.median(logs))
+    if len(logs) < 2:
+        return middle, float("inf")
+    # Of normally distributed values: deviation from the median absolute one; the median's error from the mean's. That
+    # of a few may be small by chance, so that of others before counts for some values.
+    deviation = 1.4826 * float(np.median(np.abs(logs - middle)))
+    variance = (len(logs) * deviation**2 + _USUAL_COUNT * _USUAL_DEVIATION**2) / (len(logs) + _USUAL_COUNT)
+    return middle, 1.2533 * (variance / len(logs)) ** 0.5
 
 
 def iterations_in(seconds: float) -> int:
@@ -150,6 +179,28 @@ def iterations_in(seconds: float) -> int:
     return max(1, round(seconds / float(np.median(took)) * _LOOP))
 
 
+class BusyTime:
+    """How long each worker of a pool is busy in a span.
+
+    Workers note it after they have answered: both ends wait until they have. (Without that it is a batch too much or
+    too little, which in a span of seven batches is more than all that a batch costs besides the envs.)
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._words: np.ndarray = pool.slab.words["busy_ns"]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the span, after a batch."""
+        time.sleep(_NOTED_S)
+        self._before = self._words.copy()
+
+    def end(self) -> np.ndarray:
+        """Return seconds of each worker since then, float `[workers]`, after a batch."""
+        time.sleep(_NOTED_S)
+        return np.asarray((self._words - self._before) / 1e9)
+
+
 class _Runner:
     """One setting, which takes its turns.
 
@@ -162,7 +213,7 @@ class _Runner:
         self.step_s: list[float] = []
         self._rest: list[float] = []
         self._driver = Driver(env, "sync")
-        self._words: Any = env.engine.pool.slab.words["busy_ns"]
+        self._busy = BusyTime(env.engine.pool)
 
     @property
     def overhead_s(self) -> float:
@@ -172,11 +223,12 @@ class _Runner:
     def take_turn(self) -> None:
         """Run for a turn's time."""
         self._driver.run(0.0, least=3)
-        busy, count, spent_s = self._words.copy(), 0, 0.0
+        self._busy.begin()
+        count, spent_s = 0, 0.0
         while count < _LEAST_BATCHES or spent_s < _TURN_S:
             spent_s += self._driver.run(0.0)[1]
             count += 1
-        busy_s = (self._words - busy) / 1e9  # of as many batches: workers note it after they have answered
+        busy_s = self._busy.end()
         self._rest.append(max(0.0, spent_s - float(busy_s.max())) / count)
         self.step_s.append(max(1e-9, float(busy_s.sum()) / (count * self.envs)))
 

@@ -218,7 +218,7 @@ def _ahead(facts: Facts) -> Iterator[str]:
 
 
 def _about_env(facts: Facts) -> Iterator[str]:
-    measured = facts.model.measured
+    measured, overhead = facts.model.measured, facts.model.overhead
     resets = _share_of_resets(facts.model)
     if resets > _WORTH_A_SENTENCE:
         yield f"resets take {resets:.0%} of the envs' time ({measured.reset_s * 1e3:,.1f} ms each)."
@@ -238,9 +238,17 @@ def _about_env(facts: Facts) -> Iterator[str]:
         )
     yield from _growth(facts)
     if measured.contention > _DISTURBED:
+        reason = "other processes used the machine"
+        if facts.model.machine.cgroup.cpu_quota is not None:
+            reason = "the CPU quota was used up, or other processes used the machine"
         yield (
-            f"other processes used the machine: the probe waited for a processor for {measured.contention:.0%} of its "
-            f"time. Times are corrected for that, and less certain."
+            f"{reason}: the probe waited for a processor for {measured.contention:.0%} of its time. Times are "
+            f"corrected for that, and less certain."
+        )
+    if overhead.others_share > _DISTURBED:
+        yield (
+            f"others (processes, or the host of a virtual machine) took {overhead.others_share:.0%} of the processors "
+            f"while modes were compared: the comparison is believed less."
         )
     if measured.stopped_by:
         yield f"the probe was ended early: {measured.stopped_by}"

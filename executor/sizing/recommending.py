@@ -62,8 +62,8 @@ def recommend(
         make_env: builds one env; see `ParallelEnv`.
         env_kwargs: keyword arguments of the call.
         goal: what is fixed and what is wanted; see `Goal`.
-        budget_s: seconds to measure for. A few more are taken to measure the executor itself, and up to as many again
-            to run some envs in all modes.
+        budget_s: seconds to measure for. A few more are taken to measure the executor itself, and mostly no more
+            than as many again to run some envs in all modes; more where a reset takes seconds.
         machine: to plan for; None for this one, as it is now.
         options: the executor's.
 

@@ -16,6 +16,7 @@ from envherd.executor.parallel import ParallelEnv
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.model import Model, Prediction, Setting
+from envherd.executor.sizing.others import OthersShare
 from envherd.workers.processes import memory_of
 
 #: Batches that are not counted, and batches at least that are.
@@ -90,6 +91,7 @@ class Trial:
             self._driver = Driver(self._env, setting.mode, policy_s)
             self._start_s = time.monotonic() - began
             self._pids = [worker.pid for worker in self._env.statistics().workers]
+            self._others = OthersShare(self._pids)
             self._resets: np.ndarray = self._env.engine.pool.slab.words["resets"]
         except BaseException:
             self._env.close()
@@ -99,9 +101,10 @@ class Trial:
         """Run for a while, a fifth of it unmeasured, and return what came of it; see `Driver.run`."""
         driver = self._driver
         driver.run(span_s / 5, least=_WARM_UP)
-        machine, own, resets = _busy_s(), _own_cpu_s(self._pids), int(self._resets.sum())
+        resets = int(self._resets.sum())
+        self._others.begin()
         steps, seconds = driver.run(span_s, _LEAST, episode_steps)
-        others_s = max(0.0, _busy_s() - machine - (_own_cpu_s(self._pids) - own))
+        others_share = self._others.end()
         return Check(
             setting=self._setting,
             predicted=self._predicted,
@@ -110,7 +113,7 @@ class Trial:
             steps_per_s=steps / seconds,
             memory_bytes=pool_bytes(self._pids),
             start_s=self._start_s,
-            others_share=min(1.0, others_s / seconds / (psutil.cpu_count() or 1)),
+            others_share=others_share,
         )
 
     def close(self) -> None:
@@ -149,20 +152,6 @@ def whole_episodes(measured: Measurement, predicted: Prediction) -> int:
     resets_matter = measured.end_share * measured.reset_s > _RESETS_MATTER * measured.step_s
     is_short = measured.episode_steps * predicted.batch_s <= _MOST_S
     return measured.episode_steps if measured.has_one_length and resets_matter and is_short else 1
-
-
-def _busy_s() -> float:
-    """Return processor seconds that the machine was not idle for."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
-
-
-def _own_cpu_s(pids: list[int]) -> float:
-    own = time.process_time()
-    for pid in pids:
-        times = psutil.Process(pid).cpu_times()
-        own += times.user + times.system
-    return own
 
 
 def pool_bytes(pids: list[int]) -> int:

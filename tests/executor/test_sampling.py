@@ -58,6 +58,22 @@ def test_unlike_envs_have_their_own_masks():
             root = env.step_and_maybe_reset(root)[1]
 
 
+@pytest.mark.parametrize("factories", [Masked, [Masked, lambda: Masked(4), Masked]])
+def test_actions_of_some_envs_are_drawn_for_these(factories):
+    with SerialEnv(3, factories, seed=0) as env:
+        root, env_ids = env.reset(), torch.tensor([2, 1])
+        for _ in range(20):
+            env.send(env.rand_action(root))
+            received = env.recv(env_ids=env_ids)
+            assert received["env_ids"].tolist() == [2, 1]
+            for i in range(2):
+                assert received[i]["action_mask"][received[i]["action"]] == 1
+            env.recv()
+            env.send(env.rand_action(env.current(env_ids)))  # of these alone
+            env.recv()
+            root = env.current()
+
+
 def test_where_nothing_is_allowed_action_0_is_drawn():
     with SerialEnv(1, lambda: Masked(allows_none=True), seed=0) as env:
         assert not env.rollout(5)["action"].any()

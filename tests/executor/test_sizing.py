@@ -193,7 +193,11 @@ def test_nothing_fits():
 def test_growth_and_disturbance_are_said():
     why = " ".join(advice_of(measured_of(grown_per_1000_steps_bytes=9 * MIB, contention=0.5)).why)
     assert "grows by 9.0 MiB per 1,000 steps" in why
-    assert "waited for a processor for 50% of its time" in why
+    assert "other processes used the machine: the probe waited for a processor for 50% of its time" in why
+    half = machine_of(2, cgroup=Cgroup(version=2, cpu_quota=0.5))
+    assert any(
+        line.startswith("the CPU quota was used up") for line in advice_of(measured_of(contention=0.5), half).why
+    )
 
 
 def test_resets_ahead_are_advised_where_processors_are_idle_and_memory_suffices():
@@ -409,6 +413,9 @@ def test_size_as_a_table_a_picture_json_and_yaml(tmp_path, monkeypatch):
     assert (report["num_envs"], report["num_workers"]) == (2, 1)
     assert report["predicted"]["steps_per_s"] > 0
     assert report["verified"][0]["measured_steps_per_s"] > 0
+    narrow = CliRunner().invoke(app, command, env={"COLUMNS": "80"}, catch_exceptions=False).output
+    assert "measured" in narrow
+    assert "…" not in narrow
     assert (tmp_path / "size.png").read_bytes()[:4] == b"\x89PNG"
     lines = [line for line in (tmp_path / "size.yaml").read_text().splitlines() if not line.startswith("#")]
     assert lines == ["num_envs: 2", "num_workers: 1", f"stepping: {report['mode']}"]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from envherd.executor import ParallelEnv
-from envherd.executor.sizing.comparing import Turn, compare_modes, further_env_bytes, with_factors
+from envherd.executor.sizing.comparing import compare_modes, further_env_bytes, with_crowding, with_factors
 from envherd.executor.sizing.deciding import decide
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.limits import Goal
 from envherd.executor.sizing.model import Model, Setting
+from envherd.executor.sizing.others import OthersShare
+from envherd.executor.sizing.overhead import BusyTime, typical_log
 from envherd.executor.sizing.probing import ProbeLimits
+from envherd.executor.sizing.turns import Spell, Turn, quiet_spell
 from envherd.workers.testing import CountingEnv
 from tests.executor import sized_envs
 from tests.executor.test_sizing import MIB, OVERHEAD, advice_of, machine_of, measured_of
@@ -71,6 +79,14 @@ def test_more_workers_are_taken_to_be_like_those_that_ran():
     assert ratios == pytest.approx([1.0, 0.5**0.5, 0.5, 0.5], rel=0.01)
 
 
+@pytest.mark.parametrize(("factor", "on_one"), [(1.8, 1.0), (0.7, 0.7)])
+def test_what_several_workers_gain_by_a_mode_one_does_not(factor, on_one):
+    plain, after = (model_of(replace(OVERHEAD, mode_factors=factors)) for factors in ({}, {"first-k": factor}))
+    on_one_worker = replace(ONE, mode="first-k")
+    assert speed_of(after, FIRST_K) == pytest.approx(factor * speed_of(plain, FIRST_K))
+    assert speed_of(after, on_one_worker) == pytest.approx(on_one * speed_of(plain, on_one_worker))
+
+
 @pytest.mark.parametrize("setting", [WIDE, FIRST_K, TWO_GROUPS])
 def test_steps_that_are_slower_than_modelled_do_not_make_resets_slower(setting):
     slower = replace(OVERHEAD, sync_factor=0.5, are_of_steps=True)
@@ -109,6 +125,84 @@ def test_a_few_resets_in_most_turns_say_nothing():
     turns = turns_of(first_k=[0.7] * 5, two_groups=0.9, sync=5 * speed_of(model, WIDE), resets=[1, 0, 0, 8, 2])
     overhead = with_factors(turns, WIDE, None, model)
     assert overhead == replace(model.overhead, modes_note="resets took most of the time when they were run")
+
+
+def disturbed(turns, shares):
+    return [replace(turn, others_share=share) for turn, share in zip(turns, shares, strict=True)]
+
+
+def test_turns_that_others_disturbed_are_left_out():
+    model = model_of(end_share=0.0)
+    turns = disturbed(turns_of(first_k=[1.5, 0.8, 1.6, 0.8, 0.8, 1.5], two_groups=1.0), [0.4, 0.0, 0.3, 0.1, 0.05, 0.2])
+    overhead = with_factors(turns, WIDE, None, model)
+    assert overhead.mode_factors["first-k"] == pytest.approx(0.8 / beside_sync(model, FIRST_K), rel=0.05)
+    assert overhead.others_share == 0.05
+
+
+def test_what_was_measured_beside_others_counts_less_and_that_is_said():
+    model = model_of(end_share=0.0)
+    turns = turns_of(first_k=[1.5] * 6, two_groups=1.0)
+    alone, beside = (with_factors(disturbed(turns, [share] * 6), WIDE, None, model) for share in (0.0, 0.4))
+    assert 1.05 < beside.mode_factors["first-k"] < 0.85 * alone.mode_factors["first-k"]
+    assert beside.sync_factor == alone.sync_factor
+    said = [
+        any("took 40% of the processors" in line for line in decide(measured_of(), one, machine_of(), Goal()).why)
+        for one in (alone, beside)
+    ]
+    assert said == [False, True]
+
+
+def test_a_few_values_that_agree_are_not_sure():
+    (_, few), (_, many), (_, apart) = (
+        typical_log(values) for values in ([1.0, 1.001], [1.0] * 12, [0.5, 1.0, 2.0] * 4)
+    )
+    assert many < 0.02
+    assert 0.05 < few < apart
+    assert typical_log([2.0])[1] == np.inf
+    assert typical_log([0.5, 2.0, 8.0])[0] == pytest.approx(np.log(2.0))
+
+
+def crowded(values, overhead):
+    turns = [
+        replace(turn, crowding=value)
+        for turn, value in zip(turns_of(first_k=[1.0] * len(values), two_groups=1.0), values, strict=True)
+    ]
+    return with_crowding(turns, WIDE, overhead).crowding
+
+
+def test_the_envs_own_crowding_counts_as_it_is_sure():
+    overhead = replace(OVERHEAD, crowd=2, crowding=1.6, crowding_error=0.2)
+    assert crowded([1.1] * 5, overhead) == pytest.approx(1.1, rel=0.02)
+    assert 1.15 < crowded([0.8, 1.1, 1.6, 0.9, 1.3, None], overhead) < 1.5
+    assert crowded([0.8] * 5, overhead) == 1.0
+    assert crowded([None] * 5, overhead) == 1.6
+    assert crowded([1.1] * 5, replace(overhead, crowd=4)) == 1.6
+
+
+def test_a_slower_crowd_makes_resets_slower_and_steps_as_measured():
+    plain = {"end_share": 0.01, "reset_samples": [1.0] * 5, "reset_cpu_s": 1.0}
+    model = model_of(**plain)
+    rate = speed_of(model_of(end_share=0.0), WIDE)
+    predicted = []
+    for crowding in (1.0, 1.5):
+        turns = turns_of(first_k=[1.0] * 8, two_groups=1.0, sync=rate)
+        overhead = with_factors([replace(turn, crowding=crowding) for turn in turns], WIDE, None, model)
+        after = model_of(overhead, **plain), model_of(overhead, end_share=0.0)
+        predicted.append([1 / speed_of(each, WIDE) for each in after])
+    (less, steps), (more, still) = predicted
+    assert still == pytest.approx(steps, rel=0.15)  # what the drift leaves of it
+    assert more - still == pytest.approx(1.5 * (less - steps), rel=0.05)
+
+
+def test_a_spell_with_a_reset_here_or_there_is_run_again():
+    def run(resets, until):
+        left = iter([Spell(rate=1.0, resets=count, step_s=1.0) for count in resets])
+        return quiet_spell(lambda: next(left), 8, until).resets
+
+    later = time.monotonic() + 1000
+    assert run([1, 8, 0], later) == 0
+    assert run([9], later) == 9  # they are part of every spell
+    assert run([1], time.monotonic()) == 1
 
 
 def test_a_policys_time_is_not_made_longer():
@@ -154,17 +248,22 @@ def test_it_is_said_if_modes_were_not_compared():
     assert "first-K and two groups are only modelled: a batch takes 2.0 s." in why
 
 
-@pytest.mark.slow
-def test_modes_are_compared_with_the_env_itself():
-    asked = []
+def opener(asked):
+    """Return a function that starts executors, and notes what it was asked for."""
 
     def open_env(num_envs, num_workers):
         asked.append((num_envs, num_workers))
         return ParallelEnv(num_envs, CountingEnv, num_workers=num_workers, seed=0)
 
+    return open_env
+
+
+@pytest.mark.slow
+def test_modes_are_compared_with_the_env_itself():
+    asked = []
     shares = []
     model = Model(measured_of(50e-6, first_reset_s=1e-4, reset_samples=[1e-4] * 5), OVERHEAD, machine_of(2))
-    measured, overhead = compare_modes(open_env, model, ProbeLimits(budget_s=4.0), shares.append)
+    measured, overhead = compare_modes(opener(asked), model, ProbeLimits(budget_s=4.0), shares.append)
     assert asked == [(8, 2), (4, 1)]
     assert overhead.modes_note == ""
     assert set(overhead.mode_factors) == {"first-k", "two-groups"}
@@ -177,14 +276,9 @@ def test_modes_are_compared_with_the_env_itself():
 @pytest.mark.slow
 def test_a_second_executor_is_not_started_where_memory_is_for_one():
     asked = []
-
-    def open_env(num_envs, num_workers):
-        asked.append((num_envs, num_workers))
-        return ParallelEnv(num_envs, CountingEnv, num_workers=num_workers, seed=0)
-
     model = Model(measured_of(50e-6), OVERHEAD, machine_of(2))
     limits = ProbeLimits(budget_s=4.0, memory_bytes=model.memory_bytes(8, 2) + MIB)
-    assert compare_modes(open_env, model, limits, lambda _share: None)[1].one_factor == 1
+    assert compare_modes(opener(asked), model, limits, lambda _share: None)[1].one_factor == 1
     assert asked == [(8, 2)]
 
 
@@ -212,3 +306,34 @@ def test_a_driver_goes_on_in_another_mode_from_where_the_envs_are():
         steps = sum(worker.env_steps for worker in env.statistics().workers)
         # Four envs were out whenever a mode that exchanges ended; sync leaves none.
         assert steps == made + 4 * 4
+
+
+@pytest.mark.slow
+def test_envs_of_one_worker_are_stepped_while_the_other_rests():
+    with ParallelEnv(4, CountingEnv, num_workers=2, seed=0) as env:
+        driver, busy = Driver(env, "sync"), BusyTime(env.engine.pool)
+        driver.run(0.0, least=3)
+        before = [worker.env_steps for worker in env.statistics().workers]
+        busy.begin()
+        assert driver.run_some(np.array([2, 3]), 0.0, least=5)[0] == 10
+        first, second = busy.end()
+        assert (first, second > 0) == (0, True)
+        after = [worker.env_steps for worker in env.statistics().workers]
+        assert np.subtract(after, before).tolist() == [0, 10]
+        driver.run(0.0, least=3)
+
+
+@pytest.mark.slow
+def test_what_others_use_of_our_processors_is_seen_and_what_ours_use_is_not():
+    cpu = min(os.sched_getaffinity(0))
+    command = [sys.executable, "-S", "-c", f"import os; os.sched_setaffinity(0, [{cpu}])\nwhile True: pass"]
+    with subprocess.Popen(command) as process:
+        try:
+            time.sleep(0.3)
+            as_other, as_own = OthersShare([]), OthersShare([process.pid])
+            time.sleep(1.0)
+            own, other = as_own.end(), as_other.end()
+        finally:
+            process.kill()
+    # A loop gets a quarter of a processor at least, however busy the machine is.
+    assert other - own > 0.25 / len(os.sched_getaffinity(0))
