@@ -316,7 +316,7 @@ def test_a_probe_measures_memory_and_growth():
 @pytest.mark.slow
 def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
     breathing = probed(sized_envs.BreathingEnv, budget_s=5.0)  # time for some resets, also on a busy machine
-    assert 12 * MIB < breathing.first_env_bytes < 38 * MIB  # after any one reset 8, or 40 (and 8 that were freed)
+    assert 12 * MIB < breathing.first_env_bytes < 38 * MIB  # after any one reset 8 or 40, and what it imports
     assert 12 * MIB < breathing.further_env_bytes < 38 * MIB
 
 

@@ -177,9 +177,10 @@ def test_prometheus_is_served_on_loopback_until_closed():
         with MetricsServer(env) as server:
             rolled(env, 5)
             url = f"http://127.0.0.1:{server.port}/metrics"
-            text = urllib.request.urlopen(url).read().decode()
+            text, idle = "", '\nenvherd_worker_phase{worker="0",phase="idle"} 1.0\n'
+            while idle not in text:  # a worker answers first
+                text = urllib.request.urlopen(url).read().decode()
             assert "envherd_env_steps_total 10.0\n" in text
-            assert '\nenvherd_worker_phase{worker="0",phase="idle"} 1.0\n' in text
             assert [line for line in text.splitlines() if line.startswith("# TYPE")] == [
                 line for line in to_prometheus(env.statistics()).splitlines() if line.startswith("# TYPE")
             ]
