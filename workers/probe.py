@@ -72,8 +72,8 @@ class Run:
         steps: int64 `[3, most]`: wall, the thread's processor time, and waiting for a processor, of each step, in ns.
         num_steps: columns of it that are filled.
         resets: the same three of each reset.
-        ends: steps that ended an episode.
-        lengths: how many steps the episodes had that ended so far, each length once.
+        episodes: how many steps each of the episodes had that have ended.
+        length: how many the one under way has.
     """
 
     def __init__(self, message: Probe, env_id: int, builder: Builder, send: Send, steps: np.ndarray) -> None:
@@ -95,9 +95,8 @@ class Run:
         self.num_steps = 0
         self._is_long = {_STEP: True, _RESET: True}
         self.resets: list[tuple[int, int, int]] = []
-        self.ends = 0
-        self.lengths: set[int] = set()
-        self._length = 0
+        self.episodes: list[int] = []
+        self.length = 0
 
     def close(self) -> None:
         """Close the env."""
@@ -117,7 +116,7 @@ class Run:
         self.resets.append(times)
         self._check(status)
         self.has_ended, self._is_at_root = False, True
-        self._length = 0
+        self.length = 0
 
     def _time(self, command: int) -> tuple[int, tuple[int, int, int]]:
         """Carry out a command; return how it ended, and ns of wall, processor, and waiting for a processor."""
@@ -148,10 +147,9 @@ class Run:
         self._check(status)
         self._is_at_root = False
         self.has_ended = bool(self.block.slots[self.env_id].has_ended)
-        self._length += 1
+        self.length += 1
         if self.has_ended:
-            self.ends += 1
-            self.lengths.add(self._length)
+            self.episodes.append(self.length)
         return times[1]
 
     def step_for(self, seconds: float, most: int, least: int = 1) -> int:
@@ -277,7 +275,7 @@ class Prober:
         gc.collect()
         entry["warm"] = memory_of(os.getpid())
         pid = os.getpid()
-        process, main_cpu, ends = _cpu_ns(), time.thread_time_ns(), run.ends
+        process, main_cpu = _cpu_ns(), time.thread_time_ns()
         delay, began = run_delay_ns(), time.perf_counter_ns()
         seconds = min(self._budget(_STEPS_SHARE), max(self._left() * 0.6, self._budget(_LEAST_STEPS_SHARE)))
         steps = self._step_and_tell(run, seconds)
@@ -287,8 +285,8 @@ class Prober:
         entry["stepped"] = memory_of(pid)
         self._figures["steps"] = {
             "count": steps,
-            "ends": run.ends - ends,
-            "episode_steps": min(run.lengths) if run.ends > 1 and len(run.lengths) == 1 else 0,
+            "episodes": np.array(run.episodes, np.int64),
+            "under_way": 0 if run.has_ended else run.length,
             "main_cpu_ns": main_cpu,
             "process_cpu_ns": process,
             "times": _thinned(run.times).copy(),

@@ -45,6 +45,9 @@ def _advice(env: str, sizing: Sizing, *, is_elsewhere: bool) -> Table:
     grid.add_row("env-steps/s", f"{one.steps_per_s:,.0f} predicted ({one.batch_s * 1e3:,.2f} ms a batch)")
     grid.add_row("memory", f"{size_text(one.memory_bytes)} of {size_text(advice.memory_room_bytes)} available")
     grid.add_row("start-up", f"{one.start_s:,.1f} s")
+    if (ahead := advice.ahead) is not None:
+        said = f"{_count(setting.num_envs, 'worker')} and as many spares, {size_text(ahead.memory_bytes)}"
+        grid.add_row("resets ahead", f"about {ahead.steps_per_s:,.0f} env-steps/s; {said}")
     if advice.preload:
         grid.add_row("preload", ", ".join(advice.preload))
     grid.add_row("planned for" if is_elsewhere else "this process has", machine_text(machine))
@@ -177,15 +180,21 @@ def plain_report(env: str, sizing: Sizing, checks: Sequence[Check]) -> dict[str,
 def yaml_text(env: str, sizing: Sizing) -> str:
     """Return the setting as YAML, with what it is based on as comments."""
     advice, one = sizing.advice, sizing.advice.prediction
+    workers, options = advice.setting.num_workers, list[str]()
     lines = [
         f"# {env}: {one.steps_per_s:,.0f} env-steps/s and {size_text(one.memory_bytes)} are predicted",
         f"# binds: {advice.binding}",
-        f"num_envs: {advice.setting.num_envs}",
-        f"num_workers: {advice.setting.num_workers}",
-        f"stepping: {advice.setting.mode}",
     ]
+    if (ahead := advice.ahead) is not None:
+        said = f"{ahead.steps_per_s:,.0f} with resets ahead, and {size_text(ahead.memory_bytes)}"
+        lines.append(f"# that is on {_count(workers, 'worker')}; about {said}")
+        workers = advice.setting.num_envs  # which resets ahead need
+        options.append("  reset_ahead: true")
+    lines += [f"num_envs: {advice.setting.num_envs}", f"num_workers: {workers}", f"stepping: {advice.setting.mode}"]
     if advice.preload:
-        lines += ["options:", f"  preload: {json.dumps(list(advice.preload))}"]
+        options.append(f"  preload: {json.dumps(list(advice.preload))}")
+    if options:
+        lines += ["options:", *options]
     return "\n".join(lines) + "\n"
 
 

@@ -14,6 +14,7 @@ from envherd.executor.sizing.model import MOST_PER_WORKER, Model, Prediction, Se
 from envherd.executor.sizing.modes import MODES, Mode
 from envherd.executor.sizing.overhead import Overhead
 from envherd.executor.sizing.reasons import Facts, reasons
+from envherd.executor.sizing.resets import Ahead, resets_ahead
 from envherd.workers.errors import EnvherdError
 
 #: A smaller setting is taken if it is at least this fast, relative to the best.
@@ -40,6 +41,8 @@ class Advice:
         binding: what keeps it from being faster, one word or two.
         why: sentences, the most important first.
         preload: modules that the helper should import beside those it imports anyway.
+        ahead: what `ExecutorOptions(reset_ahead=True)` would do with as many envs; None where it does not pay, or
+            does not fit.
         memory_room_bytes: that were there to take, before headroom.
         most_envs_in_memory: envs that would fit on so many workers; None for more than anybody has asked for.
         neighbours: settings around it and what they would do, for comparison.
@@ -51,6 +54,7 @@ class Advice:
     binding: str
     why: tuple[str, ...]
     preload: tuple[str, ...]
+    ahead: Ahead | None
     memory_room_bytes: int
     most_envs_in_memory: int | None
     neighbours: tuple[tuple[Setting, Prediction], ...]
@@ -63,6 +67,7 @@ class Advice:
             "num_workers": self.setting.num_workers,
             "mode": self.setting.mode,
             "preload": list(self.preload),
+            "reset_ahead": None if self.ahead is None else asdict(self.ahead),
             "binding": self.binding,
             "why": list(self.why),
             "meets_target": self.meets_target,
@@ -94,12 +99,16 @@ def decide(measured: Measurement, overhead: Overhead, machine: Machine, goal: Go
     predicted = {setting: model.predict(setting) for setting in candidates}
     chosen, meets = _choose(predicted, goal)
     unlimited = max((model.predict(one).steps_per_s for one in _settings(model, goal)), default=0.0)
+    ahead = resets_ahead(model, chosen, predicted[chosen])
+    if ahead is not None and not limits.allow(Setting(num_envs=2 * chosen.num_envs, num_workers=2 * chosen.num_envs)):
+        ahead = None
     facts = Facts(
         model=model,
         goal_envs=goal.num_envs,
         target=goal.target_steps_per_s,
         chosen=chosen,
         prediction=predicted[chosen],
+        ahead=ahead,
         best_steps_per_s=max(one.steps_per_s for one in predicted.values()),
         unlimited_steps_per_s=unlimited,
         limited_by=limits.refused_by,
@@ -114,6 +123,7 @@ def decide(measured: Measurement, overhead: Overhead, machine: Machine, goal: Go
         binding=binding,
         why=why,
         preload=_preload(measured),
+        ahead=ahead,
         memory_room_bytes=limits.room,
         most_envs_in_memory=limits.most_envs(chosen.num_workers),
         neighbours=tuple(_neighbours(chosen, predicted)),

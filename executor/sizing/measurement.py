@@ -17,6 +17,8 @@ _BLOCKING_SHARE = 0.2
 _NOISE_BYTES = 64 * 1024
 #: The share of the longest steps that the tail index looks at.
 _TAIL_SHARE = 0.05
+#: Squared coefficient of variation of episodes' lengths, where only one has ended.
+_VARIATION = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,8 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
     builds = [env["build_s"] for env in figures["envs"]]
     forced = figures.get("forced_resets", {"count": 0, "grown_bytes": 0})
     together = figures.get("together", {"paused": 1.0, "factor": 1.0, "envs": 2})
-    episode_steps = int(steps["episode_steps"])
+    episodes = np.asarray(steps["episodes"], np.int64)
+    has_one_length = len(episodes) > 1 and episodes.min() == episodes.max()
     first, further_bytes, clean = _env_bytes(figures)
     return Measurement(
         spec=spec,
@@ -162,8 +165,8 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
         hidden_cpu_share=hidden_s / (own_cpu_s + hidden_s) if own_cpu_s + hidden_s else 0.0,
         num_threads=max(0, figures["threads"] - figures["threads_before"]),
         steps_measured=steps["count"],
-        end_share=1 / episode_steps if episode_steps else steps["ends"] / count,
-        episode_steps=episode_steps,
+        end_share=share_of_ends(episodes, int(steps["under_way"])),
+        episode_steps=int(episodes[0]) if has_one_length else 0,
         paused_factor=max(1.0, together["paused"]),
         together_factor=max(1.0, together["factor"]),
         together_envs=together["envs"],
@@ -211,6 +214,26 @@ def _env_bytes(figures: Mapping[str, Any]) -> tuple[int, int, int]:
 def _grown_per_1000_steps(env: Mapping[str, Any], count: int) -> int:
     grown: int = env["stepped"]["dirty"] - env["warm"]["dirty"]
     return int(max(0, grown - _NOISE_BYTES) * 1000 / count)
+
+
+def share_of_ends(episodes: np.ndarray, under_way: int) -> float:
+    """Return the share of steps that end an episode.
+
+    Ends over steps would be too little, for the episode under way has not ended: by half an episode where all have one
+    length, by none where the next step is as likely to end one as any, by `(1 - cv^2) / 2` between (cv: the coefficient
+    of variation of their lengths; the elementary renewal theorem's second term).
+
+    Args:
+        episodes: `[k]`, how many steps those had that have ended.
+        under_way: how many the one after them has so far.
+    """
+    count = len(episodes)
+    if not count:
+        return 0.0
+    variation = min(1.0, float(episodes.var(ddof=1) / episodes.mean() ** 2)) if count > 1 else _VARIATION
+    if variation == 0:
+        return 1 / float(episodes[0])
+    return (count + (1 - variation) / 2) / float(episodes.sum() + under_way)
 
 
 def tail_index(samples: np.ndarray) -> float | None:

@@ -98,8 +98,13 @@ class Model:
         self.busy_per_step_s = self.busy_s(1)
         self._stepping: Model | None = None
         if overhead.are_of_steps and measured.end_share > 0:
-            steps, plain = replace(measured, end_share=0.0, episode_steps=0), replace(overhead, are_of_steps=False)
-            self._stepping = Model(steps, plain, machine, policy_s=policy_s, num_frames=num_frames)
+            self._stepping = self._without_resets()
+
+    def _without_resets(self) -> Model:
+        """Return the model of the same env if its episodes never ended."""
+        steps = replace(self.measured, end_share=0.0, episode_steps=0)
+        plain = replace(self.overhead, are_of_steps=False)
+        return Model(steps, plain, self.machine, policy_s=self.policy_s, num_frames=self.num_frames)
 
     @property
     def cores(self) -> float:
@@ -165,6 +170,18 @@ class Model:
             )
         own = self.overhead.of(setting.num_envs, setting.num_workers) / factor
         return self._prediction(setting, setting.num_envs / batch_s, own, slowest_s)
+
+    def ahead_steps_per_s(self, num_envs: int) -> float:
+        """Return env-steps per second of synchronous batches with `reset_ahead`, a worker and a spare for each env.
+
+        A batch waits for steps only; but an episode lasts as long as it takes to reset the env for the next one, and
+        the processors make both.
+        """
+        setting, measured = Setting(num_envs=num_envs, num_workers=num_envs), self.measured
+        steps_s = self._without_resets().predict(setting).batch_s
+        reset_s = measured.end_share * measured.reset_s * self.crowding_of(2 * num_envs)
+        least_s = self._least_s(setting, num_envs, self.overhead.of(num_envs, num_envs)) / self._factor(setting)
+        return num_envs / max(steps_s, reset_s, least_s)
 
     def times(self, setting: Setting, factor: float) -> tuple[float, float]:
         """Return the seconds of a batch of all envs, and of these until the slowest worker has its rows.

@@ -9,6 +9,7 @@ import numpy as np
 
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.model import Model, Prediction, Setting
+from envherd.executor.sizing.resets import Ahead, share_of_resets
 
 _MIB = 2**20
 #: From which share of a batch something is worth a sentence.
@@ -18,8 +19,6 @@ _GROWS, _GROWS_PER_RESET = 2 * _MIB, 2 * _MIB
 #: A tail is heavy if its index is below the one and its 99th percentile above so many medians.
 _HEAVY_TAIL, _LONG = 2.0, 4.0
 _DISTURBED = 0.2
-#: Share of the processors' time from which on resets ahead have room.
-_IDLE = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +30,7 @@ class Facts:
     target: float | None
     chosen: Setting
     prediction: Prediction
+    ahead: Ahead | None
     best_steps_per_s: float
     unlimited_steps_per_s: float
     limited_by: dict[str, int]
@@ -197,29 +197,19 @@ def _serial(facts: Facts) -> Iterator[str]:
         )
 
 
-def _share_of_resets(model: Model) -> float:
-    """Return which share of the envs' time is spent on resets."""
-    return model.measured.end_share * model.measured.reset_s / model.busy_per_step_s
-
-
 def _ahead(facts: Facts) -> Iterator[str]:
-    """Say that idle processors could begin episodes before they are needed, if memory suffices for it."""
-    one, model, num_envs = facts.prediction, facts.model, facts.chosen.num_envs
-    idle = 1 - (one.compute_s + one.overhead_s) / one.batch_s  # what the executor does is not made less by it
-    is_long = model.measured.reset_s > 2 * one.overhead_s
-    if _share_of_resets(model) < _WORTH_A_SENTENCE or idle < _IDLE or not is_long or model.measured.spec.batch_shape:
-        return
-    needed = 2 * model.memory_bytes(num_envs, num_envs)
-    if needed < facts.room_bytes * (1 - facts.headroom):
+    if (ahead := facts.ahead) is not None:
+        workers = 2 * facts.chosen.num_envs
         yield (
-            f"the processors are idle for {idle:.0%} of the time: ExecutorOptions(reset_ahead=True) uses it for the "
-            f"resets, with {2 * num_envs} workers of one env ({needed / _MIB:,.0f} MiB)."
+            f"the processors are idle for {ahead.idle_share:.0%} of the time: ExecutorOptions(reset_ahead=True) uses "
+            f"it for the resets, with {workers} workers of one env ({ahead.memory_bytes / _MIB:,.0f} MiB), and makes "
+            f"about {ahead.steps_per_s:,.0f} env-steps/s."
         )
 
 
 def _about_env(facts: Facts) -> Iterator[str]:
     measured, overhead = facts.model.measured, facts.model.overhead
-    resets = _share_of_resets(facts.model)
+    resets = share_of_resets(facts.model)
     if resets > _WORTH_A_SENTENCE:
         yield f"resets take {resets:.0%} of the envs' time ({measured.reset_s * 1e3:,.1f} ms each)."
     if measured.end_share == 0:
