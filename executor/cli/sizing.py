@@ -26,11 +26,11 @@ from envherd.executor.sizing.limits import Goal
 from envherd.executor.sizing.model import Model
 from envherd.executor.sizing.probing import ProbeLimits
 from envherd.executor.sizing.recommending import PROBE_MEMORY_SHARE, Sizing, measure, with_episodes_of
-from envherd.executor.sizing.verifying import Check, check, given_resets, whole_episodes
+from envherd.executor.sizing.verifying import Check, check, given_resets, span_with_resets, whole_episodes
 from envherd.workers.errors import EnvherdError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-#: Seconds for which each setting runs with --verify.
+#: Seconds for which each setting runs with --verify, at least.
 _VERIFY_S = 3.0
 
 
@@ -207,8 +207,9 @@ def _verify(request: Request, factory: Factory, sizing: Sizing, console: Console
     whole = whole_episodes(sizing.measured, advice.prediction)
     model = Model(sizing.measured, sizing.overhead, sizing.machine, policy_s=request.policy_s)
     for setting, predicted in ((advice.setting, advice.prediction), *advice.neighbours):
+        span_s = _VERIFY_S if whole > 1 else span_with_resets(sizing.measured, predicted, _VERIFY_S)
         with console.status(f"running {setting.num_envs} envs on {setting.num_workers} workers, {setting.mode}"):
-            one = check(setting, predicted, factory, policy_s=request.policy_s, span_s=_VERIFY_S, episode_steps=whole)
+            one = check(setting, predicted, factory, policy_s=request.policy_s, span_s=span_s, episode_steps=whole)
         checks.append(one if whole > 1 else given_resets(one, model))
     return checks
 

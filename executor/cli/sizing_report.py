@@ -110,7 +110,10 @@ def _measured(measured: Measurement) -> list[tuple[str, str]]:
 
 
 def _reasons(sizing: Sizing) -> RenderableType:
-    return Group(*(Text(f"{'why: ' if index == 0 else '     '}{line}") for index, line in enumerate(sizing.advice.why)))
+    grid = Table.grid(padding=(0, 1))
+    for index, line in enumerate(sizing.advice.why):
+        grid.add_row("why:" if index == 0 else "", Text(line))
+    return grid
 
 
 def _neighbours(sizing: Sizing) -> Table:

@@ -127,10 +127,9 @@ def _variance(facts: Facts) -> str:
 
 
 def _num_envs(facts: Facts) -> str:
-    return (
-        f"the number of envs binds: {facts.goal_envs} envs can keep {facts.goal_envs} workers busy, and there are "
-        f"{facts.model.machine.cores:g} cores."
-    )
+    number = facts.goal_envs
+    kept = "one env can keep one worker busy" if number == 1 else f"{number} envs can keep {number} workers busy"
+    return f"the number of envs binds: {kept}, and there are {facts.model.machine.cores:g} cores."
 
 
 def _quota(facts: Facts) -> str:

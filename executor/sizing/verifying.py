@@ -23,6 +23,8 @@ from envherd.workers.processes import memory_of
 _WARM_UP, _LEAST = 3, 5
 #: Whole episodes are run where resets take more than this share of a step's time, and where that takes no longer.
 _RESETS_MATTER, _MOST_S = 0.05, 30.0
+#: Where they do not all have one length: resets that are enough to compare, and seconds to wait for them at most.
+_MANY_RESETS, _MOST_SPAN_S = 10, 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +151,20 @@ def given_resets(one: Check, model: Model) -> Check:
 
 def whole_episodes(measured: Measurement, predicted: Prediction) -> int:
     """Return how many steps an episode has, where settings have to be compared over whole ones; 1 elsewhere."""
-    resets_matter = measured.end_share * measured.reset_s > _RESETS_MATTER * measured.step_s
     is_short = measured.episode_steps * predicted.batch_s <= _MOST_S
-    return measured.episode_steps if measured.has_one_length and resets_matter and is_short else 1
+    return measured.episode_steps if measured.has_one_length and _resets_matter(measured) and is_short else 1
+
+
+def span_with_resets(measured: Measurement, predicted: Prediction, least_s: float) -> float:
+    """Return for how many seconds to run a setting: long enough for some resets, where they matter."""
+    if not _resets_matter(measured):
+        return least_s
+    needed_s = _MANY_RESETS / (measured.end_share * predicted.steps_per_s)
+    return max(least_s, min(_MOST_SPAN_S, needed_s))
+
+
+def _resets_matter(measured: Measurement) -> bool:
+    return measured.end_share * measured.reset_s > _RESETS_MATTER * measured.step_s
 
 
 def pool_bytes(pids: list[int]) -> int:

@@ -26,7 +26,7 @@ from envherd.executor.sizing.model import Model, Setting
 from envherd.executor.sizing.overhead import Overhead, fit
 from envherd.executor.sizing.probing import ProbeFailed, ProbeLimits, Subject, probe
 from envherd.executor.sizing.recommending import with_episodes_of
-from envherd.executor.sizing.verifying import Check, given_resets, whole_episodes
+from envherd.executor.sizing.verifying import Check, given_resets, span_with_resets, whole_episodes
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.echo import EchoFactory
 from envherd.workers.factory import pickle_factory
@@ -397,6 +397,15 @@ def test_settings_are_compared_over_whole_episodes_where_resets_matter():
     assert whole_episodes(long_resets, batch) == 200
     assert whole_episodes(replace(long_resets, episode_steps=0), batch) == 1
     assert whole_episodes(long_resets, replace(batch, batch_s=1.0)) == 1  # 200 s
+
+
+def test_checks_last_for_some_resets_where_those_matter():
+    predicted = replace(advice_of().prediction, steps_per_s=1000.0)
+    assert span_with_resets(measured_of(end_share=0.001), predicted, 3.0) == 3.0  # 10 ms in 1,000 steps of 1 ms
+    slow = measured_of(end_share=0.002, reset_samples=np.full(5, 0.5))
+    assert span_with_resets(slow, predicted, 3.0) == pytest.approx(5.0)
+    assert span_with_resets(slow, replace(predicted, steps_per_s=1e5), 3.0) == 3.0
+    assert span_with_resets(slow, replace(predicted, steps_per_s=1.0), 3.0) == 15.0
 
 
 @pytest.mark.slow
