@@ -3,11 +3,11 @@
 The model is made of one env's probe, and of envs that only look like it. Where workers compete for processors and
 caches with each other and with the caller it may be off by a fifth, and of first-K and two groups, which send and
 receive while workers compute, by a third (Melting Pot on two processors). So the env itself is run in all modes, in
-turns, on as many workers as processors (eight at most) and on one. How much longer a step takes while all workers
-compute than while one does is then taken from it, and the model's speeds are multiplied to agree with what was made:
-the more, the surer it is; of "sync" not wholly, since the machine's speed may have changed since the probe. Turns in
-which others used the machine are left out if there are enough: a virtual machine's host that takes processors away
-makes synchronous batches slower than others, and may do so for seconds only.
+turns, on as many workers as processors (eight at most) and on one; on that in all modes only if it is nearly as fast.
+How much longer a step takes while all workers compute than while one does is then taken from it, and the model's speeds
+are multiplied to agree with what was made: the more, the surer it is; of "sync" not wholly, since the machine's speed may
+have changed since the probe. Turns in which others used the machine are left out if there are enough: a virtual machine's
+host that takes processors away makes synchronous batches slower than others, and may do so for seconds only.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ _MANY_RESETS = 20
 _START_SHARE, _RUN_SHARE = 0.75, 0.6
 #: The same of a single worker, which is run for comparison.
 _ONE_SHARE = 0.5
+#: A single worker that makes so much of what all make may be advised: it is run in all modes too.
+_RIVAL = 0.75
 #: How far the model is off by itself: what is measured counts as much more as it is the surer of the two.
 _DOUBT = 0.3
 #: How far the crowding of envs that only look like it is off.
@@ -82,17 +84,26 @@ def compare_modes(
     try:
         with contextlib.ExitStack() as stack:
             runs = {wide: Run(stack.enter_context(open_env(wide.num_envs, wide.num_workers)))}
-            runs[wide].spell("sync")
+            rate = runs[wide].spell("sync").rate
             taken = runs[wide].memory_bytes()  # before there is another: pages that both share would be divided
             if has_one:
                 runs[one] = Run(stack.enter_context(open_env(one.num_envs, one.num_workers)))
-            turns = take_turns(runs, _RUN_SHARE * limits.budget_s, progress)
+            modes = {wide: MODES}
+            if has_one and _rate_of_all(runs[one].spell("sync").rate, one, wide, model) > _RIVAL * rate:
+                modes[one] = MODES
+            turns = take_turns(runs, modes, _RUN_SHARE * limits.budget_s, progress)
     except (EnvherdError, OSError) as error:
         reason = str(error).split("\n", 1)[0]
         said = f"{wide.num_envs} envs on {wide.num_workers} workers failed: {reason}"
         return measured, replace(overhead, modes_note=said)
     measured = replace(measured, further_env_bytes=further_env_bytes(taken, wide, model))
     return measured, with_factors(turns, wide, one if has_one else None, model)
+
+
+def _rate_of_all(rate: float, one: Setting, wide: Setting, model: Model) -> float:
+    """Return how many env-steps per second one worker would make with the envs of `wide`, by what it makes with its own."""
+    modelled = [model.predict(setting).steps_per_s for setting in (one, replace(wide, num_workers=1))]
+    return rate * modelled[1] / modelled[0]
 
 
 def further_env_bytes(taken: int, setting: Setting, model: Model) -> int:
@@ -155,16 +166,21 @@ def with_factors(turns: list[Turn], wide: Setting, one: Setting | None, model: M
         rates = [turn.rates[setting] for turn in among(setting)]
         return _factor(rates, model.predict(setting).steps_per_s, _DRIFT)
 
-    def beside_sync(mode: Mode) -> float:
-        other = replace(wide, mode=mode)
-        modelled = model.predict(other).steps_per_s / model.predict(wide).steps_per_s
-        return _factor(ratios(among(other, wide), other, wide), modelled, others)
+    def beside_sync(other: Setting) -> float:
+        sync = replace(other, mode="sync")
+        modelled = model.predict(other).steps_per_s / model.predict(sync).steps_per_s
+        return _factor(ratios(among(other, sync), other, sync), modelled, others)
+
+    def of_modes(setting: Setting) -> dict[Mode, float]:
+        in_modes = [replace(setting, mode=mode) for mode in MODES[1:]]
+        return {other.mode: beside_sync(other) for other in in_modes if other in settings}
 
     return replace(
         overhead,
         one_factor=1.0 if one is None else alone(one),
         sync_factor=alone(wide),
-        mode_factors={mode: beside_sync(mode) for mode in MODES[1:]},
+        mode_factors=of_modes(wide),
+        one_mode_factors={} if one is None else of_modes(one),
         are_of_steps=are_of_steps,
         others_share=others,
     )

@@ -212,7 +212,8 @@ class Model:
         sync = overhead.one_factor ** (1 - like) * overhead.sync_factor**like
         mode = overhead.mode_factors.get(setting.mode, 1.0)
         # What several workers gain (none waits for the slowest) one does not.
-        return float(sync * (mode**like if mode > 1 else mode))
+        of_one = overhead.one_mode_factors.get(setting.mode, min(1.0, mode))
+        return float(sync * of_one ** (1 - like) * mode**like)
 
     def _until_done(self, setting: Setting, count: int) -> float:
         """Return seconds of the envs' part of a batch of `count`: the slowest worker's, or what processors can do."""

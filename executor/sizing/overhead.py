@@ -61,6 +61,7 @@ class Overhead:
         one_factor: how many times as fast as modelled the env itself was on one worker; see `comparing`.
         sync_factor: the same on `crowd` workers.
         mode_factors: the same of other modes than "sync", beside "sync".
+        one_mode_factors: those on one worker; empty where that is so slow that it is never advised.
         are_of_steps: whether these are of steps alone: no env was reset meanwhile.
         others_share: of the machine, that others used while they were measured.
         modes_note: why they were not measured, in words.
@@ -78,6 +79,7 @@ class Overhead:
     one_factor: float = 1.0
     sync_factor: float = 1.0
     mode_factors: Mapping[Mode, float] = field(default_factory=dict)
+    one_mode_factors: Mapping[Mode, float] = field(default_factory=dict)
     are_of_steps: bool = False
     others_share: float = 0.0
     modes_note: str = ""

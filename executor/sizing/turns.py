@@ -99,31 +99,39 @@ def quiet_spell(run: Callable[[], Spell], num_envs: int, until: float) -> Spell:
     return spell
 
 
-def take_turns(runs: Mapping[Setting, Run], seconds: float, progress: Callable[[float], None]) -> list[Turn]:
-    """Run executors in turns, the first of them in all modes.
+def take_turns(
+    runs: Mapping[Setting, Run],
+    modes: Mapping[Setting, Sequence[Mode]],
+    seconds: float,
+    progress: Callable[[float], None],
+) -> list[Turn]:
+    """Run executors in turns.
 
     Args:
         runs: by how they were made.
+        modes: in which each is run, "sync" the first; only that one where nothing is said.
         seconds: after which it is enough, if there were some turns.
         progress: called with the share that is done.
     """
     turns: list[Turn] = []
-    wide = next(iter(runs))
     others = OthersShare([pid for run in runs.values() for pid in run.pids])
     end = time.monotonic() + seconds
     while len(turns) < LEAST_TURNS or (len(turns) < _MOST_TURNS and time.monotonic() < end and not _is_sure(turns)):
         progress(len(turns) / _MOST_TURNS)
         others.begin()
-        turns.append(replace(_turn(runs, wide, end), others_share=others.end()))
+        turns.append(replace(_turn(runs, modes, end), others_share=others.end()))
     return turns
 
 
-def _turn(runs: Mapping[Setting, Run], wide: Setting, end: float) -> Turn:
+def _turn(runs: Mapping[Setting, Run], modes: Mapping[Setting, Sequence[Mode]], end: float) -> Turn:
+    wide = next(iter(runs))
     crowded = runs[wide].spell("sync", end)
     alone = runs[wide].spell_of_one_worker(end) if wide.num_workers > 1 else crowded
     spells = {wide: crowded}
-    spells |= {replace(wide, mode=mode): runs[wide].spell(mode, end) for mode in MODES[1:]}
-    spells |= {setting: run.spell(setting.mode, end) for setting, run in runs.items() if setting != wide}
+    for setting, run in runs.items():
+        for mode in modes.get(setting, MODES[:1]):
+            if (other := replace(setting, mode=mode)) not in spells:
+                spells[other] = run.spell(mode, end)
     return Turn(
         rates={setting: spell.rate for setting, spell in spells.items()},
         resets={setting: spell.resets for setting, spell in spells.items()},

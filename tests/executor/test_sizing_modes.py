@@ -86,6 +86,8 @@ def test_what_several_workers_gain_by_a_mode_one_does_not(factor, on_one):
     on_one_worker = replace(ONE, mode="first-k")
     assert speed_of(after, FIRST_K) == pytest.approx(factor * speed_of(plain, FIRST_K))
     assert speed_of(after, on_one_worker) == pytest.approx(on_one * speed_of(plain, on_one_worker))
+    seen = model_of(replace(OVERHEAD, mode_factors={"first-k": factor}, one_mode_factors={"first-k": 0.4}))
+    assert speed_of(seen, on_one_worker) == pytest.approx(0.4 * speed_of(plain, on_one_worker))
 
 
 @pytest.mark.parametrize("setting", [WIDE, FIRST_K, TWO_GROUPS])
@@ -272,6 +274,17 @@ def test_modes_are_compared_with_the_env_itself():
     assert all(0.02 < factor < 50 and factor != 1 for factor in factors)
     assert measured.further_env_bytes != model.measured.further_env_bytes
     assert len(shares) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rival", [0.0, 1e9])
+def test_a_single_worker_that_is_nearly_as_fast_is_run_in_all_modes(monkeypatch, rival):
+    monkeypatch.setattr("envherd.executor.sizing.comparing._RIVAL", rival)
+    model = Model(measured_of(50e-6, first_reset_s=1e-4, reset_samples=[1e-4] * 5), OVERHEAD, machine_of(2))
+    overhead = compare_modes(opener([]), model, ProbeLimits(budget_s=2.0), lambda _share: None)[1]
+    assert set(overhead.one_mode_factors) == (set() if rival else {"first-k", "two-groups"})
+    assert set(overhead.mode_factors) == {"first-k", "two-groups"}
+    assert overhead.one_mode_factors != overhead.mode_factors
 
 
 @pytest.mark.slow
