@@ -4,10 +4,11 @@ The model is made of one env's probe, and of envs that only look like it. Where 
 caches with each other and with the caller it may be off by a fifth, and of first-K and two groups, which send and
 receive while workers compute, by a third (Melting Pot on two processors). So the env itself is run in all modes, in
 turns, on as many workers as processors (eight at most) and on one; on that in all modes only if it is nearly as fast.
-How much longer a step takes while all workers compute than while one does is then taken from it, and the model's speeds
-are multiplied to agree with what was made: the more, the surer it is; of "sync" not wholly, since the machine's speed may
-have changed since the probe. Turns in which others used the machine are left out if there are enough: a virtual machine's
-host that takes processors away makes synchronous batches slower than others, and may do so for seconds only.
+How much longer a step takes while all workers compute than while one does is then taken from it, and the model's
+speeds are multiplied to agree with what was made: the more, the surer it is; of "sync" not wholly, since the machine's
+speed may have changed since the probe. Turns in which others used the machine are left out if there are enough: a
+virtual machine's host that takes processors away makes synchronous batches slower than others, and may do so for seconds
+only.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def compare_modes(
 
 
 def _rate_of_all(rate: float, one: Setting, wide: Setting, model: Model) -> float:
-    """Return how many env-steps per second one worker would make with the envs of `wide`, by what it makes with its own."""
+    """Return how many env-steps per second one worker would make with the envs of `wide`, by what it does."""
     modelled = [model.predict(setting).steps_per_s for setting in (one, replace(wide, num_workers=1))]
     return rate * modelled[1] / modelled[0]
 
