@@ -7,8 +7,7 @@ turns, on as many workers as processors (eight at most) and on one; on that in a
 How much longer a step takes while all workers compute than while one does is then taken from it, and the model's
 speeds are multiplied to agree with what was made: the more, the surer it is; of "sync" not wholly, since the machine's
 speed may have changed since the probe. Turns in which others used the machine are left out if there are enough: a
-virtual machine's host that takes processors away makes synchronous batches slower than others, and may do so for seconds
-only.
+virtual machine's host that takes processors away makes synchronous batches slower than others, if only for seconds.
 """
 
 from __future__ import annotations
