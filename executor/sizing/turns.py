@@ -110,7 +110,8 @@ def take_turns(
     Args:
         runs: by how they were made.
         modes: in which each is run, "sync" the first; only that one where nothing is said.
-        seconds: after which it is enough, if there were some turns.
+        seconds: after which it is enough, if there were some turns. For these, spells with a reset here or there are run
+            again until twice the time is over.
         progress: called with the share that is done.
     """
     turns: list[Turn] = []
@@ -119,7 +120,7 @@ def take_turns(
     while len(turns) < LEAST_TURNS or (len(turns) < _MOST_TURNS and time.monotonic() < end and not _is_sure(turns)):
         progress(len(turns) / _MOST_TURNS)
         others.begin()
-        turns.append(replace(_turn(runs, modes, end), others_share=others.end()))
+        turns.append(replace(_turn(runs, modes, end + seconds), others_share=others.end()))
     return turns
 
 
