@@ -80,10 +80,17 @@ class Driver:
             self._root = self._env.current()
         self._begin(mode)
 
+    def restart(self) -> None:
+        """Reset all envs, and go on from there: episodes that begin together end together."""
+        self.finish()
+        self._root = self._env.reset()
+        if self._batch == self._exchange:
+            self._env.send(self._act(self._root, None))
+
     def finish(self) -> None:
         """Receive what is still out."""
         if self._batch == self._exchange:
-            self._env.recv()
+            self._env.recv(with_root=False)
 
     def _act(self, td: TensorDictBase, env_ids: Any) -> TensorDictBase:
         """Set actions, after the policy's time."""

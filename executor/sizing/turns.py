@@ -80,7 +80,7 @@ class Run:
         return pool_bytes(self.pids)
 
     def _quiet(self, run: Callable[..., tuple[int, float]], until: float) -> Spell:
-        return quiet_spell(partial(self._measured, run), self._env.num_envs, until)
+        return quiet_spell(partial(self._measured, run), self._driver.restart, self._env.num_envs, until)
 
     def _measured(self, run: Callable[..., tuple[int, float]]) -> Spell:
         run(0.0, least=WARM_UP)
@@ -91,10 +91,14 @@ class Run:
         return Spell(rate=steps / spent_s, resets=int(self._resets.sum()) - before, step_s=max(1e-9, busy_s / steps))
 
 
-def quiet_spell(run: Callable[[], Spell], num_envs: int, until: float) -> Spell:
-    """Run; if here and there an env was reset, once more, as long as it is not later than `until` (monotonic)."""
+def quiet_spell(run: Callable[[], Spell], restart: Callable[[], None], num_envs: int, until: float) -> Spell:
+    """Run; if here and there an env was reset, once more, as long as it is not later than `until` (monotonic).
+
+    Before that all are reset: modes that exchange move the ends of episodes apart, and then there is always one.
+    """
     spell = run()
     while 0 < spell.resets <= num_envs and time.monotonic() < until:
+        restart()
         spell = run()
     return spell
 
@@ -110,8 +114,8 @@ def take_turns(
     Args:
         runs: by how they were made.
         modes: in which each is run, "sync" the first; only that one where nothing is said.
-        seconds: after which it is enough, if there were some turns. For these, spells with a reset here or there are run
-            again until twice the time is over.
+        seconds: after which it is enough, if there were some turns. For these, spells with a reset here or there are
+            run again until twice the time is over.
         progress: called with the share that is done.
     """
     turns: list[Turn] = []

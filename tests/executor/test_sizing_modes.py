@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from envherd.executor.sizing.deciding import decide
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.limits import Goal
 from envherd.executor.sizing.model import Model, Setting
+from envherd.executor.sizing.modes import MODES
 from envherd.executor.sizing.others import OthersShare
 from envherd.executor.sizing.overhead import BusyTime, typical_log
 from envherd.executor.sizing.probing import ProbeLimits
@@ -199,13 +201,28 @@ def test_a_slower_crowd_makes_resets_slower_and_steps_as_measured():
 
 def test_a_spell_with_a_reset_here_or_there_is_run_again():
     def run(resets, until):
-        left = iter([Spell(rate=1.0, resets=count, step_s=1.0) for count in resets])
-        return quiet_spell(lambda: next(left), 8, until).resets
+        left, restarts = iter([Spell(rate=1.0, resets=count, step_s=1.0) for count in resets]), []
+        return quiet_spell(lambda: next(left), lambda: restarts.append(1), 8, until).resets, len(restarts)
 
     later = time.monotonic() + 1000
-    assert run([1, 8, 0], later) == 0
-    assert run([9], later) == 9  # they are part of every spell
-    assert run([1], time.monotonic()) == 1
+    assert run([1, 8, 0], later) == (0, 2)
+    assert run([9], later) == (9, 0)  # they are part of every spell
+    assert run([1], time.monotonic()) == (1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_all_envs_begin_anew_together(mode):
+    with ParallelEnv(4, functools.partial(CountingEnv, 50), num_workers=2, seed=0) as env:
+        driver, resets = Driver(env, mode), env.engine.pool.slab.words["resets"]
+        driver.run(0.0, least=33)
+        driver.restart()
+        before = resets.copy()
+        driver.run(0.0, least=20)
+        assert (resets == before).all()
+        driver.run(0.0, least=120)
+        assert (resets > before).all()
+        driver.finish()
 
 
 def test_a_policys_time_is_not_made_longer():
