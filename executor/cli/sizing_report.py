@@ -183,7 +183,7 @@ def plain_report(env: str, sizing: Sizing, checks: Sequence[Check]) -> dict[str,
 def yaml_text(env: str, sizing: Sizing) -> str:
     """Return the setting as YAML, with what it is based on as comments."""
     advice, one = sizing.advice, sizing.advice.prediction
-    workers, options = advice.setting.num_workers, list[str]()
+    workers, mode, options = advice.setting.num_workers, advice.setting.mode, list[str]()
     lines = [
         f"# {env}: {one.steps_per_s:,.0f} env-steps/s and {size_text(one.memory_bytes)} are predicted",
         f"# binds: {advice.binding}",
@@ -191,9 +191,9 @@ def yaml_text(env: str, sizing: Sizing) -> str:
     if (ahead := advice.ahead) is not None:
         said = f"{ahead.steps_per_s:,.0f} with resets ahead, and {size_text(ahead.memory_bytes)}"
         lines.append(f"# that is on {_count(workers, 'worker')}; about {said}")
-        workers = advice.setting.num_envs  # which resets ahead need
+        workers, mode = advice.setting.num_envs, "sync"  # what resets ahead need, and their speed is of
         options.append("  reset_ahead: true")
-    lines += [f"num_envs: {advice.setting.num_envs}", f"num_workers: {workers}", f"stepping: {advice.setting.mode}"]
+    lines += [f"num_envs: {advice.setting.num_envs}", f"num_workers: {workers}", f"stepping: {mode}"]
     if advice.preload:
         options.append(f"  preload: {json.dumps(list(advice.preload))}")
     if options:

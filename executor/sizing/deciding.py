@@ -100,7 +100,7 @@ def decide(measured: Measurement, overhead: Overhead, machine: Machine, goal: Go
     chosen, meets = _choose(predicted, goal)
     unlimited = max((model.predict(one).steps_per_s for one in _settings(model, goal)), default=0.0)
     ahead = resets_ahead(model, chosen, predicted[chosen])
-    if ahead is not None and not limits.allow(Setting(num_envs=2 * chosen.num_envs, num_workers=2 * chosen.num_envs)):
+    if not limits.fits(Setting(num_envs=2 * chosen.num_envs, num_workers=2 * chosen.num_envs)):
         ahead = None
     facts = Facts(
         model=model,

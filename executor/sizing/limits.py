@@ -66,6 +66,10 @@ class Limits:
             self.refused_by[name] = self.refused_by.get(name, 0) + 1
         return name is None
 
+    def fits(self, setting: Setting) -> bool:
+        """Return whether a setting fits; what refuses it is not counted."""
+        return next(self._refusals(setting), None) is None
+
     def _refusals(self, setting: Setting) -> Iterator[str]:
         measured, workers = self._model.measured, max(1, setting.num_workers)
         if self._model.memory_bytes(setting.num_envs, workers) > self._usable:

@@ -8,6 +8,8 @@ from envherd.executor.sizing.model import Model, Prediction, Setting
 
 #: Share of the envs' time that resets take, and of the processors' time that is idle, from which on it may pay.
 _LEAST_SHARE, _LEAST_IDLE = 0.15, 0.4
+#: Handing an env over costs about what a batch does besides the envs: a reset must take so many times as long.
+_LEAST_LENGTH = 2.0
 #: It takes twice the processes and more memory: it must be so much faster.
 _GAIN = 1.2
 
@@ -42,7 +44,9 @@ def resets_ahead(model: Model, setting: Setting, prediction: Prediction) -> Ahea
     """
     # What the executor does is not made less by them.
     idle = 1 - (prediction.compute_s + prediction.overhead_s) / prediction.batch_s
-    if share_of_resets(model) < _LEAST_SHARE or idle < _LEAST_IDLE or model.measured.spec.batch_shape:
+    is_long = model.measured.reset_s > _LEAST_LENGTH * prediction.overhead_s
+    has_room = idle >= _LEAST_IDLE and not model.measured.spec.batch_shape
+    if share_of_resets(model) < _LEAST_SHARE or not (is_long and has_room):
         return None
     rate = model.ahead_steps_per_s(setting.num_envs)
     if rate < _GAIN * prediction.steps_per_s:

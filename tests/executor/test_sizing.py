@@ -20,8 +20,8 @@ from envherd.executor.cli.sizing import BadOption, Request, parse_size, planned
 from envherd.executor.gpus import Gpu, parse_apps
 from envherd.executor.machine import Machine
 from envherd.executor.sizing.deciding import DoesNotFit, decide
-from envherd.executor.sizing.limits import Goal
-from envherd.executor.sizing.measurement import Measurement, share_of_ends, tail_index
+from envherd.executor.sizing.limits import Goal, Limits
+from envherd.executor.sizing.measurement import Measurement, tail_index
 from envherd.executor.sizing.model import Model, Setting
 from envherd.executor.sizing.overhead import Overhead, fit
 from envherd.executor.sizing.probing import ProbeFailed, ProbeLimits, Subject, probe
@@ -200,32 +200,12 @@ def test_growth_and_disturbance_are_said():
     )
 
 
-def test_resets_ahead_are_advised_where_processors_are_idle_and_memory_suffices():
-    slow = measured_of(reset_samples=np.full(5, 0.3), reset_cpu_s=0.3, end_share=0.002)
-
-    def advised(measured, num_envs=8, **machine):
-        advice = advice_of(measured, machine_of(16, **machine), num_envs=num_envs)
-        assert ("reset_ahead=True" in " ".join(advice.why)) == (advice.ahead is not None)
-        return advice
-
-    advice = advised(slow)
-    assert "uses it for the resets, with 16 workers of one env" in " ".join(advice.why)
-    assert advice.ahead.memory_bytes > 1.5 * advice.prediction.memory_bytes
-    # An episode of 500 steps lasts a second, in which a reset of 0.3 s is made: a batch waits for steps only.
-    steps = advice_of(measured_of(end_share=0.0), machine_of(16), num_envs=8, num_workers=8).prediction
-    assert advice.ahead.steps_per_s == pytest.approx(steps.steps_per_s, rel=0.05)
-    assert advice.ahead.steps_per_s > 1.5 * advice.prediction.steps_per_s
-    assert advice.to_plain()["reset_ahead"]["steps_per_s"] == advice.ahead.steps_per_s
-    assert advised(slow, memory=300 * MIB).ahead is None
-    assert advised(slow, num_envs=16).ahead is None  # all processors are busy
-    assert advised(measured_of()).ahead is None
-    assert advised(replace(slow, spec=replace(SPEC, batch_shape=(1,)))).ahead is None
-
-
-def test_resets_ahead_are_no_faster_than_resets_are():
-    slow = measured_of(reset_samples=np.full(5, 0.3), reset_cpu_s=0.3, end_share=0.05)
-    ahead = advice_of(slow, machine_of(16), num_envs=4, modes=("sync",)).ahead
-    assert ahead.steps_per_s == pytest.approx(4 / (0.05 * 0.3), rel=0.2)
+def test_to_ask_whether_something_fits_is_not_a_refusal():
+    limits = Limits(Model(measured_of(), OVERHEAD, machine_of(memory=100 * MIB)), Goal())
+    assert not limits.fits(Setting(num_envs=64, num_workers=8))
+    assert limits.refused_by == {}
+    assert not limits.allow(Setting(num_envs=64, num_workers=8))
+    assert limits.refused_by == {"memory": 1}
 
 
 def test_more_of_a_machine_is_never_slower():
@@ -351,28 +331,6 @@ def test_a_probe_tells_episodes_of_one_length():
     assert regular.episode_steps == 7
     assert regular.end_share == 1 / 7
     assert not probed(CountingEnv).has_one_length
-
-
-def seen(draw, steps):
-    """Return the lengths of the episodes that end within so many steps, and how long the next one is by then."""
-    ends = np.cumsum([draw() for _ in range(steps)])
-    ends = ends[ends <= steps]
-    return np.diff([0, *ends]), steps - (ends[-1] if len(ends) else 0)
-
-
-@pytest.mark.parametrize("kind", ["even", "geometric", "one length"])
-def test_an_episode_under_way_counts_for_what_it_is_worth(kind):
-    rng = np.random.default_rng(0)
-    draw = {
-        "even": lambda: rng.integers(100, 201),
-        "geometric": lambda: rng.geometric(1 / 150),
-        "one length": lambda: 150,
-    }[kind]
-    shares = [share_of_ends(*seen(draw, int(rng.integers(450, 600)))) for _ in range(1000)]
-    # Ends over steps are 10 % too few where episodes vary little.
-    assert np.mean(shares) == pytest.approx(1 / 150, rel=0.07 if kind == "geometric" else 0.03)
-    assert share_of_ends(np.array([], int), 90) == 0
-    assert 1 / 190 < share_of_ends(np.array([100]), 90) < 1 / 100
 
 
 def test_a_check_is_compared_with_what_as_many_resets_would_give():
