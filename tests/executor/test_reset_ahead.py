@@ -384,9 +384,8 @@ class TestLosses:
 
             def kill_it() -> None:
                 wait_for(lambda: env._pool.worker_of[0] == spare.worker_id)
+                kill(spare.pid)
                 (tmp_path / "open").touch()
-                os.kill(spare.pid, signal.SIGSTOP)  # should it be quick
-                os.kill(spare.pid, signal.SIGKILL)
 
             killer = threading.Thread(target=kill_it)
             killer.start()
