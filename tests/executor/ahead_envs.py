@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,29 @@ import numpy as np
 
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv
+from tests.gates import Gate
 
 ROOT_SEED = 5
 
 
 class GatedEnv(CountingEnv):
-    """Its reset for one episode waits until there is a file, having made another to say that it does.
+    """Its reset for one episode waits at a gate.
 
     Args:
-        folder: of the files `open` and `waits`.
+        folder: of its `Gate`.
         length: steps of an episode.
         episode: of env 0, under `ROOT_SEED`.
     """
 
     def __init__(self, folder: str, length: int = 3, episode: int = 1) -> None:
         super().__init__(length)
-        self._folder = Path(folder)
+        self._gate = Gate(folder)
         self._seed = episode_seed(ROOT_SEED, 0, episode)
 
     def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
         """Begin the next episode, once it may."""
         if seed == self._seed:
-            (self._folder / "waits").touch()
-            while not (self._folder / "open").exists():
-                time.sleep(0.005)
+            self._gate.pass_through()
         return super().reset(seed, options)
 
 

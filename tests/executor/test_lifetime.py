@@ -5,13 +5,13 @@ import functools
 import logging
 import pickle
 import threading
-import time
 
 import pytest
 import torch
 
 from envherd.executor import Busy, Closed, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
 from envherd.workers.testing import CountingEnv, GlobalRandomEnv
+from tests.gates import Gate
 
 PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
 both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
@@ -92,26 +92,22 @@ def test_pending_envs_are_busy(make):
 
 
 @pytest.mark.slow
-def test_a_second_thread_is_refused():
+def test_a_second_thread_is_refused(tmp_path):
+    gate = Gate(tmp_path)
+
     class Slow(CountingEnv):
         def step(self, action):
-            time.sleep(0.5)
+            gate.pass_through()
             return super().step(action)
 
     with ParallelEnv(2, lambda: Slow(99), num_workers=2) as env:
         env.reset()
-        thread_is_in = threading.Event()
-
-        def step(td):
-            thread_is_in.set()
-            env.step(td)
-
-        thread = threading.Thread(target=step, args=(env.rand_action(),))
+        thread = threading.Thread(target=env.step, args=(env.rand_action(),))
         thread.start()
-        assert thread_is_in.wait(5)
-        time.sleep(0.1)  # into the step, which takes five times as long
+        gate.await_somebody()
         with pytest.raises(Busy, match="another thread"):
             env.current()
+        gate.open()
         thread.join()
         assert env.current()["observation"][:, 1].tolist() == [1, 1]
 

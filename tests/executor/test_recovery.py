@@ -7,7 +7,6 @@ import functools
 import gc
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tensordict import TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
 from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv
+from tests.gates import Gate, interrupted_at
 
 pytestmark = pytest.mark.slow
 
@@ -79,18 +79,17 @@ class TestFaults:
 
 
 class TestInterrupts:
-    def test_an_answer_to_an_interrupted_question_is_not_the_next_ones(self):
+    def test_an_answer_to_an_interrupted_question_is_not_the_next_ones(self, tmp_path):
+        gate = Gate(tmp_path)
+
         class Slow(CountingEnv):
             def slowly(self, value: int) -> int:
-                time.sleep(0.3)
+                gate.pass_through()
                 return value
 
         with ParallelEnv(2, Slow, num_workers=2) as env:
-            timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
+            with interrupted_at(gate):
                 env.call("slowly", 1)
-            timer.join()
             assert env.call("echo", 2) == [[[2], {}]] * 2
 
     def test_ctrl_c_in_an_env_of_this_process_is_ctrl_c(self):

@@ -7,8 +7,6 @@ import functools
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, 
 from tests.executor.ahead_envs import ROOT_SEED, BreakingEnv, GatedEnv, LevelEnv, telling
 from tests.executor.drives import DRIVES, act, fused, reset_by_hand
 from tests.faults.envs import LeakyEnv
+from tests.gates import Gate, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -64,13 +63,6 @@ def uninterrupted(rows: list[Any]) -> list[Any]:
 
 def ones(env: Any) -> TensorDict:
     return TensorDict({"action": torch.ones(env.num_envs, dtype=torch.int64)}, [env.num_envs])
-
-
-def wait_for(happened: Callable[[], Any]) -> None:
-    end = time.monotonic() + 10
-    while not happened():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
 
 
 def is_ready(env: Any, episode: int, env_id: int = 0) -> bool:
@@ -175,14 +167,14 @@ class TestHandOver:
         """The reset for episode 1 takes until the test lets it end; without reset-ahead nothing could be done then."""
         with ahead([functools.partial(GatedEnv, str(tmp_path)), ENDLESS]) as env:
             root = env.reset()
-            wait_for((tmp_path / "waits").exists)
+            Gate(tmp_path).await_somebody()
             before = [worker.pid for worker in env.statistics().workers]
             for _ in range(2):
                 root = env.step_and_maybe_reset(act(root))[1]
             spare = env.statistics().spares[0]
             assert (spare.phase, spare.phase_env_id) == ("reset", 0)
             assert env.statistics().steps_per_env == (2, 2)
-            (tmp_path / "open").touch()
+            Gate(tmp_path).open()
             wait_for(lambda: is_ready(env, 1))
             root = env.step_and_maybe_reset(act(root))[1]
             assert root["observation"][:, 1].tolist() == [0, 3]
@@ -203,7 +195,7 @@ class TestHandOver:
                 env.send(ones(env)[:1], [1])
             with pytest.raises(TimeoutError, match=r"expected 2 envs within 0\.05 s, got 1"):
                 env.recv(2, timeout_s=0.05)
-            (tmp_path / "open").touch()
+            Gate(tmp_path).open()
             td = env.recv(2)
             assert sorted(td["env_ids"].tolist()) == [0, 1]
             row = td["env_ids"].tolist().index(0)
@@ -217,7 +209,7 @@ class TestHandOver:
         options = ExecutorOptions(reset_ahead=True, reset_timeout_s=0.3)
         with ahead([functools.partial(GatedEnv, str(tmp_path), 2), ENDLESS], options=options) as env:
             root = env.step_and_maybe_reset(act(env.reset()))[1]
-            wait_for((tmp_path / "waits").exists)
+            Gate(tmp_path).await_somebody()
             with pytest.raises(WorkerTimeout, match=r"reset failed.*0\.3 s") as caught:
                 env.step_and_maybe_reset(act(root))
             assert caught.value.env_ids == (0,)
@@ -240,7 +232,7 @@ class TestHandOver:
         options = ExecutorOptions(reset_ahead=True, close_timeout_s=0.5)
         env = ahead(functools.partial(GatedEnv, str(tmp_path)), 1, options)
         env.reset()
-        wait_for((tmp_path / "waits").exists)
+        Gate(tmp_path).await_somebody()
         env.close()
         assert env.is_closed
 
@@ -379,13 +371,13 @@ class TestLosses:
         make = [functools.partial(GatedEnv, str(tmp_path), 2), ENDLESS]
         with ahead(make, options=options) as env:
             root = env.step_and_maybe_reset(act(env.reset()))[1]
-            wait_for((tmp_path / "waits").exists)
+            Gate(tmp_path).await_somebody()
             spare = env.statistics().spares[0]
 
             def kill_it() -> None:
                 wait_for(lambda: env._pool.worker_of[0] == spare.worker_id)
                 kill(spare.pid)
-                (tmp_path / "open").touch()
+                Gate(tmp_path).open()
 
             killer = threading.Thread(target=kill_it)
             killer.start()

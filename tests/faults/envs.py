@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from envherd.workers.testing import CountingEnv, FaultyEnv
+from tests.gates import Gate
 
 
 class MeddlingEnv(CountingEnv):
@@ -39,6 +40,21 @@ class GrowingEnv(CountingEnv):
         if self.num_steps == 1 and self.episode == 0:
             resource.setrlimit(resource.RLIMIT_AS, (2**28, -1))
             self.held = np.ones(2**30, np.uint8)
+        return super().step(action)
+
+
+class HaltingEnv(CountingEnv):
+    """Waits at a gate in one of its steps."""
+
+    def __init__(self, gate: Gate, step: int) -> None:
+        super().__init__(1_000_000)
+        self._gate = gate
+        self._step = step
+
+    def step(self, action: list[Any]) -> Any:
+        """Wait, or count."""
+        if self.num_steps + 1 == self._step:
+            self._gate.pass_through()
         return super().step(action)
 
 

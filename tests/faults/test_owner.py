@@ -2,10 +2,8 @@
 
 import functools
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 
 import psutil
@@ -13,7 +11,9 @@ import pytest
 import torch
 
 from envherd.executor import Closed, ParallelEnv, ResetNeeded
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.faults.envs import HaltingEnv
+from tests.gates import Gate, interrupted_at
 
 pytestmark = pytest.mark.slow
 
@@ -108,9 +108,9 @@ def test_a_script_is_not_run_again(tmp_path):
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-def test_ctrl_c_during_a_step(victim):
+def test_ctrl_c_during_a_step(victim, tmp_path):
     make = [functools.partial(CountingEnv, 1_000_000)] * 4
-    make[victim] = functools.partial(FaultyEnv, "slow", step=3)
+    make[victim] = functools.partial(HaltingEnv, Gate(tmp_path), 3)
     with ParallelEnv(4, make, num_workers=2, seed=0) as env:
         root = env.reset()
         for _ in range(2):
@@ -118,11 +118,8 @@ def test_ctrl_c_during_a_step(victim):
             root = env.step_and_maybe_reset(root)[1]
         pids = [worker.pid for worker in env.statistics().workers]
         root["action"] = torch.zeros(4, dtype=torch.int64)
-        timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted_at(Gate(tmp_path)):
             env.step_and_maybe_reset(root)
-        timer.join()
         with pytest.raises(ResetNeeded):
             env.step_and_maybe_reset(root)
         root = env.reset()
@@ -135,17 +132,14 @@ def test_ctrl_c_during_a_step(victim):
         assert [worker.pid for worker in env.statistics().workers] == pids
 
 
-def test_ctrl_c_during_recv_loses_nothing():
-    make = [functools.partial(CountingEnv, 1_000_000), functools.partial(FaultyEnv, "slow", step=1)]
+def test_ctrl_c_during_recv_loses_nothing(tmp_path):
+    make = [functools.partial(CountingEnv, 1_000_000), functools.partial(HaltingEnv, Gate(tmp_path), 1)]
     with ParallelEnv(2, make, num_workers=2, seed=0) as env:
         root = env.reset()
         root["action"] = torch.zeros(2, dtype=torch.int64)
         env.send(root)
-        timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted_at(Gate(tmp_path)):
             env.recv()
-        timer.join()
         received = env.recv()
         assert sorted(received["env_ids"].tolist()) == [0, 1]
         assert received["next", "observation"][:, 1].tolist() == [1, 1]

@@ -21,6 +21,8 @@ from gymnasium.spaces import (
     Tuple,
 )
 
+from tests.gates import Gate
+
 
 class Nested(gymnasium.Env):
     """Terminates or truncates after a few steps; says much; gives new arrays."""
@@ -161,9 +163,10 @@ class Failing(gymnasium.Env):
 
 
 class Slow(Failing):
-    """Takes `pause` seconds for a step, a reset and a nap."""
+    """Takes `pause` seconds for a step, a reset and a nap; its steps wait at its gate, if it has one."""
 
     pause = 0.0
+    gate: Gate | None = None
 
     def reset(self, *, seed=None, options=None):
         time.sleep(self.pause)
@@ -171,6 +174,8 @@ class Slow(Failing):
 
     def step(self, action):
         time.sleep(self.pause)
+        if self.gate:
+            self.gate.pass_through()
         return super().step(action)
 
     def nap(self):

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 
 import gymnasium
 import numpy as np
@@ -17,6 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from envherd.executor import EnvError, ExecutorOptions, FactoryError, ResetNeeded, WorkerLost
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from tests.executor.facades.gymnasium_envs import ERRORS, Failing, Odd, Slow
+from tests.gates import Gate, interrupted_at
 
 ACTIONS = np.zeros(3, np.int64)
 FACADES = {"async": functools.partial(AsyncVectorEnv, num_workers=2), "sync": SyncVectorEnv}
@@ -188,16 +188,13 @@ def test_a_wait_that_runs_out_of_time_can_be_got_over():
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_it_waits():
+def test_ctrl_c_while_it_waits(tmp_path):
     envs = AsyncVectorEnv([Slow] * 3, num_workers=2)
     envs.reset()
-    envs.set_attr("pause", 0.6)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    gate = Gate(tmp_path)
+    envs.set_attr("gate", gate)
+    with interrupted_at(gate):
         envs.step(ACTIONS)
-    timer.join()
-    envs.set_attr("pause", 0.0)
     with pytest.raises(ResetNeeded):
         envs.step(ACTIONS)
     envs.reset()
