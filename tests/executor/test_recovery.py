@@ -165,7 +165,7 @@ class TestLosses:
 
     def test_a_late_env_that_was_sent_is_replaced(self, tmp_path):
         faulty = functools.partial(FaultyEnv, "gil", step=1, flag=str(tmp_path / "flag"))
-        options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=0.3)
+        options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=1.0)
         with ParallelEnv(2, [faulty, ENDLESS], num_workers=2, options=options) as env:
             env.reset()
             env.send(act(env))

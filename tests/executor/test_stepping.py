@@ -9,6 +9,8 @@ from tensordict import TensorDict
 
 from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.workers.testing import AgentsEnv, CountingEnv
+from tests.faults.envs import HaltingEnv
+from tests.gates import Gate
 
 PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
 both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
@@ -219,15 +221,15 @@ def test_a_sent_env_that_ends_is_reset_unless_told_otherwise(make):
 
 
 @pytest.mark.slow
-def test_a_slow_env_holds_nobody_up_and_a_time_out_loses_nothing():
-    from envherd.workers.testing import FaultyEnv
-
-    make = [functools.partial(FaultyEnv, "slow", step=1), long_env]
+def test_a_slow_env_holds_nobody_up_and_a_time_out_loses_nothing(tmp_path):
+    gate = Gate(tmp_path)
+    make = [functools.partial(HaltingEnv, gate, 1), long_env]
     with ParallelEnv(2, make, num_workers=2, seed=0) as env:
         env.send(act(env.reset()))
         assert env.recv(1)["env_ids"].tolist() == [1]
         with pytest.raises(TimeoutError, match="Nothing is lost"):
             env.recv(1, timeout_s=0.01)
+        gate.open()
         td = env.recv(1)
         assert td["env_ids"].tolist() == [0]
         assert counters(td["next"]) == [1]

@@ -7,7 +7,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 
@@ -23,6 +22,7 @@ from envherd.executor.loads import quantile
 from envherd.executor.watching import Watch, stack_of
 from envherd.shm.slab import NUM_BINS, bin_of
 from envherd.workers.testing import CountingEnv
+from tests.gates import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_statistics_and_a_watch_from_outside_agree():
         assert mode == (0o600, 0o700)
         watch = Watch(listing)
         rolled(env)
-        time.sleep(0.1)  # a worker says that it is idle a moment after its last answer
+        wait_for(lambda: {told.phase for told in env.statistics().workers} == {"idle"})  # soon after the last answer
         view, inside = watch.look(), env.statistics()
         watch.close()
         for seen, told in zip(view.workers, inside.workers, strict=True):

@@ -71,9 +71,9 @@ def test_a_death_elsewhere_is_named_too(death, at):
 @pytest.mark.parametrize("hang", HANGS)
 @pytest.mark.parametrize("at", ["reset", "step"])
 def test_a_hang_ends_at_the_deadline_with_the_stack(hang, at):
-    options = ExecutorOptions(step_timeout_s=0.5, reset_timeout_s=0.5)
+    options = ExecutorOptions(step_timeout_s=1, reset_timeout_s=1)
     with ParallelEnv(NUM_ENVS, factories(1, fault=hang, at=at), num_workers=2, options=options) as env:
-        with pytest.raises(WorkerTimeout, match=rf"{at} failed: worker 0 gave no answer within 0.5 s") as caught:
+        with pytest.raises(WorkerTimeout, match=rf"{at} failed: worker 0 gave no answer within 1 s") as caught:
             step(env, step(env, env.reset()))
         assert "faults.py" in str(caught.value.__cause__)
         assert caught.value.env_ids == (0, 1)

@@ -170,7 +170,7 @@ def test_a_wait_that_runs_out_of_time_can_be_got_over():
         ("reset", envs.reset_async),
         ("call", lambda: envs.call_async("nap")),
     ):
-        envs.set_attr("pause", 0.4)
+        envs.set_attr("pause", 1.0)
         begin()
         with pytest.raises(multiprocessing.TimeoutError, match=r"has timed out after 0\.05 second"):
             getattr(envs, f"{name}_wait")(timeout=0.05)
