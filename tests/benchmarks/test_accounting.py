@@ -19,10 +19,11 @@ def burn(seconds):
     while time.thread_time() < end:
         pass
 threads = [threading.Thread(target=burn, args=(float(sys.argv[1]) / 2,)) for _ in range(2)]
+print("waits", flush=True)
 sys.stdin.readline()
 for thread in threads: thread.start()
 for thread in threads: thread.join(0.0)
-while any(thread.is_alive() for thread in threads): time.sleep(0.001)
+while any(thread.is_alive() for thread in threads): time.sleep(0.01)
 burn(float(sys.argv[1]))
 print("done", flush=True)
 sys.stdin.readline()
@@ -35,13 +36,14 @@ def burner():
     process = subprocess.Popen(
         [sys.executable, "-c", BURNER, "0.1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
+    assert process.stdout.readline() == "waits\n"
     yield process
     process.kill()
     process.communicate()
 
 
 def wait_until_idle(pid: int) -> None:
-    """Wait until a process has imported what it imports, and sleeps."""
+    """Wait until a process sleeps."""
     last = -1
     while (now := usage_of([pid]).run_ns) != last:
         last = now
