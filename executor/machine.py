@@ -71,6 +71,11 @@ class Machine:
         return float(len(self.cpus)) if quota is None else min(float(len(self.cpus)), quota)
 
     @property
+    def is_throttled(self) -> bool:
+        """Whether a quota binds: what computes on all allowed processors is stopped until its next period."""
+        return self.cores < len(self.cpus)
+
+    @property
     def memory_available(self) -> int:
         """Bytes this process and its children may still take."""
         room = self.cgroup.memory_room

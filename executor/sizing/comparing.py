@@ -83,11 +83,16 @@ def compare_modes(
     )
     try:
         with contextlib.ExitStack() as stack:
-            runs = {wide: Run(stack.enter_context(open_env(wide.num_envs, wide.num_workers)))}
+
+            def start(setting: Setting) -> Run:
+                env = stack.enter_context(open_env(setting.num_envs, setting.num_workers))
+                return Run(env, is_throttled=model.machine.is_throttled)
+
+            runs = {wide: start(wide)}
             rate = runs[wide].spell("sync").rate
             taken = runs[wide].memory_bytes()  # before there is another: pages that both share would be divided
             if has_one:
-                runs[one] = Run(stack.enter_context(open_env(one.num_envs, one.num_workers)))
+                runs[one] = start(one)
             modes = {wide: MODES}
             if has_one and _rate_of_all(runs[one].spell("sync").rate, one, wide, model) > _RIVAL * rate:
                 modes[one] = MODES

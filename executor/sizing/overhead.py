@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.machine import Machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.serial import SerialEnv
@@ -93,7 +94,7 @@ class Overhead:
 
 def measure_overhead(
     spec: EnvSpec,
-    cores: float,
+    machine: Machine,
     options: ExecutorOptions,
     progress: Callable[[float], None],
     step_s: float = 0.0,
@@ -103,7 +104,7 @@ def measure_overhead(
 
     Args:
         spec: of one env.
-        cores: that may be used.
+        machine: that may be used.
         options: of the executor; what concerns the factory (preload, info keys) is left out.
         progress: called with the share that is done.
         step_s: seconds of a processor that a step of the env takes.
@@ -112,7 +113,7 @@ def measure_overhead(
     end_share = end_share if end_share >= _ENDS_MATTER else 0.0
     idle, plain = EchoFactory(spec.to_plain(), 0, end_share), _plain_options(options)
     busy = EchoFactory(idle.spec, iterations_in(min(step_s, _MOST_WORK_S)), end_share)
-    wide = min(8, max(1, int(cores)))
+    wide = min(8, max(1, int(machine.cores)))
     many = 8 if _bytes_of(spec) * 8 * wide < _MOST_BATCH_BYTES else 4
     settings = sorted({(1, 1), (1, many), (wide, wide), (wide, many * wide)})
     with contextlib.ExitStack() as stack:
@@ -123,7 +124,7 @@ def measure_overhead(
                 if workers
                 else SerialEnv(envs, factory, seed=0, options=plain)
             )
-            return _Runner(stack.enter_context(env), workers, envs)
+            return _Runner(stack.enter_context(env), workers, envs, is_throttled=machine.is_throttled)
 
         runners = [open_one(workers, envs, busy) for workers, envs in settings]
         serial = [open_one(0, envs, busy) for envs in (1, many)]
@@ -206,14 +207,21 @@ class BusyTime:
 class _Runner:
     """One setting, which takes its turns.
 
+    Args:
+        env: running.
+        workers, envs: it has.
+        is_throttled: whether a quota stops it now and then. What is computed is divided by the quota in the model, so
+            it is measured in batches that were not stopped: each by itself, and their median is taken.
+
     Attributes:
         step_s: of each turn, seconds that a worker is busy for an env's step.
     """
 
-    def __init__(self, env: BatchedEnv, workers: int, envs: int) -> None:
+    def __init__(self, env: BatchedEnv, workers: int, envs: int, *, is_throttled: bool) -> None:
         self.env, self.workers, self.envs = env, workers, envs
         self.step_s: list[float] = []
         self._rest: list[float] = []
+        self._span_s, self._least = (0.0, 1) if is_throttled else (_TURN_S, _LEAST_BATCHES)
         self._driver = Driver(env, "sync")
         self._busy = BusyTime(env.engine.pool)
 
@@ -225,14 +233,23 @@ class _Runner:
     def take_turn(self) -> None:
         """Run for a turn's time."""
         self._driver.run(0.0, least=3)
+        end = time.perf_counter() + _TURN_S
+        spans = [self._span()]
+        while time.perf_counter() < end or len(spans) * self._least < _LEAST_BATCHES:
+            spans.append(self._span())
+        rest_s, step_s = np.median(spans, axis=0)
+        self._rest.append(max(0.0, float(rest_s)))
+        self.step_s.append(max(1e-9, float(step_s)))
+
+    def _span(self) -> tuple[float, float]:
+        """Return seconds of a batch less what its busiest worker was busy with, and of an env's step."""
         self._busy.begin()
         count, spent_s = 0, 0.0
-        while count < _LEAST_BATCHES or spent_s < _TURN_S:
+        while count < self._least or spent_s < self._span_s:
             spent_s += self._driver.run(0.0)[1]
             count += 1
         busy_s = self._busy.end()
-        self._rest.append(max(0.0, spent_s - float(busy_s.max())) / count)
-        self.step_s.append(max(1e-9, float(busy_s.sum()) / (count * self.envs)))
+        return (spent_s - float(busy_s.max())) / count, float(busy_s.sum()) / (count * self.envs)
 
 
 def fit(rows: np.ndarray, times: np.ndarray) -> tuple[float, float, float]:

@@ -116,10 +116,9 @@ def measure_subject(
 ) -> tuple[Measurement, Overhead]:
     """Measure an env whose factory is pickled already; see `measure`."""
     measured = probe(subject, limits, options, progress)
-    cores = read_machine().cores
     overhead = measure_overhead(
         measured.spec,
-        cores,
+        read_machine(),
         options,
         lambda share: progress("executor", share),
         min(measured.cpu_per_step_s, measured.step_s),

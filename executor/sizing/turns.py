@@ -19,6 +19,8 @@ from envherd.executor.sizing.verifying import pool_bytes
 
 #: Seconds and batches of a spell at least, batches before it, and turns.
 _SPELL_S, LEAST_BATCHES, WARM_UP = 0.15, 4, 2
+#: The same where a quota stops all, mostly ten times a second: within one period anything may be measured.
+_THROTTLED_SPELL_S = 0.5
 LEAST_TURNS, _MOST_TURNS = 5, 16
 #: Share of the machine that others may use in a turn that is believed.
 _CALM = 0.1
@@ -56,9 +58,15 @@ class Spell:
 
 
 class Run:
-    """An executor that takes turns."""
+    """An executor that takes turns.
 
-    def __init__(self, env: BatchedEnv) -> None:
+    Args:
+        env: running.
+        is_throttled: whether a quota stops it now and then.
+    """
+
+    def __init__(self, env: BatchedEnv, *, is_throttled: bool = False) -> None:
+        self._span_s = _THROTTLED_SPELL_S if is_throttled else _SPELL_S
         self.pids = [worker.pid for worker in env.statistics().workers]
         self._env = env
         self._driver = Driver(env, "sync")
@@ -86,7 +94,7 @@ class Run:
         run(0.0, least=WARM_UP)
         before = int(self._resets.sum())
         self._busy.begin()
-        steps, spent_s = run(_SPELL_S, least=LEAST_BATCHES)
+        steps, spent_s = run(self._span_s, least=LEAST_BATCHES)
         busy_s = float(self._busy.end().sum())
         return Spell(rate=steps / spent_s, resets=int(self._resets.sum()) - before, step_s=max(1e-9, busy_s / steps))
 
