@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +48,23 @@ def wait_for(happened: Callable[[], Any], complaint: str = "it did not happen") 
         time.sleep(0.005)
 
 
-@contextlib.contextmanager
-def interrupted_at(gate: Gate) -> Iterator[None]:
-    """Send this process the signal of Ctrl-C once somebody waits at the gate, and demand KeyboardInterrupt.
+def interrupt(gate: Gate, call: Callable[[], Any]) -> None:
+    """Call something, send this process the signal of Ctrl-C once somebody waits at the gate, and open it then.
 
-    The gate opens after it.
+    Demands that the call ends in KeyboardInterrupt.
     """
 
-    def interrupt() -> None:
+    def kill() -> None:
         with contextlib.suppress(AssertionError):
             gate.await_somebody()
+        time.sleep(0.05)  # somebody may wait since before the call, which should have begun; it need not
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    thread = threading.Thread(target=kill)
     is_interrupted = False
     try:
-        yield
+        thread.start()
+        call()
     except KeyboardInterrupt:
         is_interrupted = True
     finally:

@@ -13,6 +13,7 @@ from rich.text import Text
 from envherd.executor.cli.sizing_report import size_text
 from envherd.executor.env_names import Factory
 from envherd.executor.sizing.limits import Goal
+from envherd.executor.sizing.words import counted
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.planning import ClusterPlan
@@ -60,7 +61,7 @@ def table(env: str, address: str, plan: ClusterPlan) -> RenderableType:
             f"{node.trip_s * 1e3:.2f} ms",
         )
     said = (
-        f"run: {plan.num_envs} envs on {len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''}",
+        f"run: {counted(plan.num_envs, 'env')} on {counted(len(plan.nodes), 'node')}",
         f"stepped as one batch: {plan.steps_per_s:,.0f} env-steps/s predicted ({plan.batch_s * 1e3:,.2f} ms a batch)",
         "  (the slowest node decides, and what rows cost on the network comes on top)",
         f"remote rollouts: {plan.rollout_steps_per_s:,.0f} env-steps/s predicted (every node at its own speed)",

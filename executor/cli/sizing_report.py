@@ -16,6 +16,7 @@ from envherd.executor.machine import Machine
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.recommending import Sizing
 from envherd.executor.sizing.verifying import Check
+from envherd.executor.sizing.words import counted
 
 SCHEMA = "envherd.size/1"
 _MIB, _GIB = 2**20, 2**30
@@ -39,14 +40,14 @@ def _advice(env: str, sizing: Sizing, *, is_elsewhere: bool) -> Table:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     grid.add_row(
-        "run", Text(f"{_count(setting.num_envs, 'env')} on {_count(setting.num_workers, 'worker')}", "bold green")
+        "run", Text(f"{counted(setting.num_envs, 'env')} on {counted(setting.num_workers, 'worker')}", "bold green")
     )
     grid.add_row("stepped", {"sync": "together", "first-k": "first-K", "two-groups": "in two groups"}[setting.mode])
     grid.add_row("env-steps/s", f"{one.steps_per_s:,.0f} predicted ({one.batch_s * 1e3:,.2f} ms a batch)")
     grid.add_row("memory", f"{size_text(one.memory_bytes)} of {size_text(advice.memory_room_bytes)} available")
     grid.add_row("start-up", f"{one.start_s:,.1f} s")
     if (ahead := advice.ahead) is not None:
-        said = f"{_count(setting.num_envs, 'worker')} and as many spares, {size_text(ahead.memory_bytes)}"
+        said = f"{counted(setting.num_envs, 'worker')} and as many spares, {size_text(ahead.memory_bytes)}"
         grid.add_row("resets ahead", f"about {ahead.steps_per_s:,.0f} env-steps/s; {said}")
     if advice.preload:
         grid.add_row("preload", ", ".join(advice.preload))
@@ -55,10 +56,6 @@ def _advice(env: str, sizing: Sizing, *, is_elsewhere: bool) -> Table:
     for name, value in _measured(sizing.measured):
         grid.add_row(name, value)
     return grid
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def machine_text(machine: Machine) -> str:
@@ -190,7 +187,7 @@ def yaml_text(env: str, sizing: Sizing) -> str:
     ]
     if (ahead := advice.ahead) is not None:
         said = f"{ahead.steps_per_s:,.0f} with resets ahead, and {size_text(ahead.memory_bytes)}"
-        lines.append(f"# that is on {_count(workers, 'worker')}; about {said}")
+        lines.append(f"# that is on {counted(workers, 'worker')}; about {said}")
         workers, mode = advice.setting.num_envs, "sync"  # what resets ahead need, and their speed is of
         options.append("  reset_ahead: true")
     lines += [f"num_envs: {advice.setting.num_envs}", f"num_workers: {workers}", f"stepping: {mode}"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from envherd.executor.sizing.model import FILES_FIXED, FILES_PER_WORKER, Model, Setting
 from envherd.executor.sizing.modes import MODES, Mode
+from envherd.executor.sizing.words import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class Limits:
         envs = self._goal.num_envs or 1
         names = ", ".join(self.refused_by) or "memory"
         return (
-            f"sizing failed: expected room for {envs} env{'s' if envs > 1 else ''}, got too little ({names}). "
+            f"sizing failed: expected room for {counted(envs, 'env')}, got too little ({names}). "
             f"{envs} would take {self.least_bytes / mib:,.0f} MiB; {self.room / mib:,.0f} MiB are available, of which "
             f"{self._goal.headroom:.0%} are left alone. Raise the limit, ask for fewer envs, or make the env smaller."
         )

@@ -11,11 +11,13 @@ import numpy as np
 from envherd.executor.sizing.model import Model, Setting
 from envherd.executor.sizing.recommending import Sizing
 from envherd.executor.sizing.verifying import Check
+from envherd.executor.sizing.words import counted
 from envherd.workers.errors import FactoryError
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise FactoryError(
         f"--plot failed: expected the package matplotlib, got {error}. pip install 'envherd[media]'"
@@ -32,7 +34,7 @@ def draw(path: Path, title: str, sizing: Sizing, checks: Sequence[Check] = ()) -
     figure = Figure(figsize=(15, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     setting = sizing.advice.setting
-    head = f"{title}: {setting.num_envs} envs on {setting.num_workers} workers, {setting.mode}"
+    head = f"{title}: {counted(setting.num_envs, 'env')} on {counted(setting.num_workers, 'worker')}, {setting.mode}"
     figure.suptitle(head, fontsize=12)
     speed, memory, times = figure.subplots(1, 3)
     model = Model(sizing.measured, sizing.overhead, sizing.machine, policy_s=sizing.advice.prediction.policy_s)
@@ -54,7 +56,8 @@ def _draw_speed(axes: Any, model: Model, sizing: Sizing, checks: Sequence[Check]
     ]
     ideal = model.overhead.one_factor / model.busy_s(each)
     axes.plot(counts, [count * ideal for count in counts], "--", color=_GREY, label="ideal: workers never wait")
-    axes.plot(counts, rates, "o-", color=_BLUE, markersize=4, label=f"predicted, {each} envs a worker, {setting.mode}")
+    label = f"predicted, {counted(each, 'env')} a worker, {setting.mode}"
+    axes.plot(counts, rates, "o-", color=_BLUE, markersize=4, label=label)
     axes.plot(
         [setting.num_workers], [sizing.advice.prediction.steps_per_s], "*", color=_BLUE, markersize=16, label="chosen"
     )
@@ -84,7 +87,7 @@ def _draw_memory(axes: Any, model: Model, sizing: Sizing, checks: Sequence[Check
         most = max(most, int(1.2 * fitting))
     counts = sorted({int(count) for count in np.linspace(workers, most, 24)})
     sizes = [model.memory_bytes(count, workers) / _MIB for count in counts]
-    axes.plot(counts, sizes, color=_BLUE, label=f"predicted, {workers} workers")
+    axes.plot(counts, sizes, color=_BLUE, label=f"predicted, {counted(workers, 'worker')}")
     axes.plot(
         [advice.setting.num_envs],
         [advice.prediction.memory_bytes / _MIB],
@@ -105,6 +108,7 @@ def _draw_memory(axes: Any, model: Model, sizing: Sizing, checks: Sequence[Check
     else:
         axes.set_ylim(0, 1.3 * max(sizes))
         axes.text(0.98, 0.03, f"available: {room / _MIB:,.0f} MiB", transform=axes.transAxes, ha="right", color=_RED)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="envs", ylabel="MiB of workers and shared memory", title="memory")
     axes.legend(fontsize=8, loc="upper left")
     axes.grid(alpha=0.3)

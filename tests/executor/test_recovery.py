@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
 from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv
-from tests.gates import Gate, interrupted_at
+from tests.gates import Gate, interrupt
 
 pytestmark = pytest.mark.slow
 
@@ -88,8 +88,7 @@ class TestInterrupts:
                 return value
 
         with ParallelEnv(2, Slow, num_workers=2) as env:
-            with interrupted_at(gate):
-                env.call("slowly", 1)
+            interrupt(gate, lambda: env.call("slowly", 1))
             assert env.call("echo", 2) == [[[2], {}]] * 2
 
     def test_ctrl_c_in_an_env_of_this_process_is_ctrl_c(self):

@@ -13,7 +13,7 @@ import torch
 from envherd.executor import Closed, ParallelEnv, ResetNeeded
 from envherd.workers.testing import CountingEnv
 from tests.faults.envs import HaltingEnv
-from tests.gates import Gate, interrupted_at
+from tests.gates import Gate, interrupt
 
 pytestmark = pytest.mark.slow
 
@@ -118,8 +118,7 @@ def test_ctrl_c_during_a_step(victim, tmp_path):
             root = env.step_and_maybe_reset(root)[1]
         pids = [worker.pid for worker in env.statistics().workers]
         root["action"] = torch.zeros(4, dtype=torch.int64)
-        with interrupted_at(Gate(tmp_path)):
-            env.step_and_maybe_reset(root)
+        interrupt(Gate(tmp_path), lambda: env.step_and_maybe_reset(root))
         with pytest.raises(ResetNeeded):
             env.step_and_maybe_reset(root)
         root = env.reset()
@@ -138,8 +137,7 @@ def test_ctrl_c_during_recv_loses_nothing(tmp_path):
         root = env.reset()
         root["action"] = torch.zeros(2, dtype=torch.int64)
         env.send(root)
-        with interrupted_at(Gate(tmp_path)):
-            env.recv()
+        interrupt(Gate(tmp_path), env.recv)
         received = env.recv()
         assert sorted(received["env_ids"].tolist()) == [0, 1]
         assert received["next", "observation"][:, 1].tolist() == [1, 1]

@@ -16,7 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from envherd.executor import EnvError, ExecutorOptions, FactoryError, ResetNeeded, WorkerLost
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from tests.executor.facades.gymnasium_envs import ERRORS, Failing, Odd, Slow
-from tests.gates import Gate, interrupted_at
+from tests.gates import Gate, interrupt
 
 ACTIONS = np.zeros(3, np.int64)
 FACADES = {"async": functools.partial(AsyncVectorEnv, num_workers=2), "sync": SyncVectorEnv}
@@ -193,8 +193,7 @@ def test_ctrl_c_while_it_waits(tmp_path):
     envs.reset()
     gate = Gate(tmp_path)
     envs.set_attr("gate", gate)
-    with interrupted_at(gate):
-        envs.step(ACTIONS)
+    interrupt(gate, lambda: envs.step(ACTIONS))
     with pytest.raises(ResetNeeded):
         envs.step(ACTIONS)
     envs.reset()
