@@ -368,7 +368,7 @@ def test_checks_last_for_some_resets_where_those_matter():
 
 @pytest.mark.slow
 def test_a_probe_tells_waiting_from_computing():
-    sleeping, counting = probed(sized_envs.SleepingEnv), probed(CountingEnv)
+    sleeping, counting = (probed(make, budget_s=2.0) for make in (sized_envs.SleepingEnv, CountingEnv))
     assert sleeping.step_s > 3e-3
     assert sleeping.waits_share > 0.7
     assert sleeping.gil_free_share > 0.1
