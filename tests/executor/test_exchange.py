@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,10 @@ from tensordict import TensorDict
 
 from envherd.executor import EnvError, ParallelEnv, SerialEnv
 from envherd.shm.sync import Doorbell
-from envherd.workers.adapters.base import StepValues
 from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
 from tests.executor.sized_envs import SleepingEnv
+from tests.faults.envs import HaltingEnv
+from tests.gates import Gate
 
 pytestmark = pytest.mark.slow
 
@@ -227,28 +227,14 @@ def test_only_of_envs_that_were_sent_can_be_received():
         assert env.recv(1, env_ids=[0])["env_ids"].tolist() == [0]
 
 
-class HeldEnv(CountingEnv):
-    """Does not end a step before a file is there."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(100)
-        self.path = path
-
-    def step(self, action: list[Any]) -> StepValues:
-        """Wait for the file, and step."""
-        while not self.path.exists():
-            time.sleep(0.005)
-        return super().step(action)
-
-
 def test_who_waits_for_some_envs_does_not_wait_for_others(tmp_path):
-    path = tmp_path / "go"
-    with ParallelEnv(2, [CountingEnv, functools.partial(HeldEnv, path)], num_workers=2, seed=0) as env:
+    gate = Gate(tmp_path)
+    with ParallelEnv(2, [CountingEnv, functools.partial(HaltingEnv, gate, 1)], num_workers=2, seed=0) as env:
         env.send(env.rand_action(env.reset()))
         assert env.recv(env_ids=[0])["env_ids"].tolist() == [0]
         with pytest.raises(TimeoutError, match="expected 1 envs within"):
             env.recv(env_ids=[1], timeout_s=0.01)
-        path.touch()
+        gate.open()
         assert env.recv(env_ids=[1])["next", "observation"][:, 1].tolist() == [1]
 
 
