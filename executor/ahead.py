@@ -97,10 +97,9 @@ class AheadPool(WorkerPool):
     ) -> None:
         """Give some envs a command each; those that are to be reset may change hands. See `WorkerPool.submit`."""
         for worker_id in list(self._rebuilding):
-            if self._is_spare(worker_id) and self.crew.has_answered(worker_id):
-                self._finish_restart(worker_id)
-        if self.lost and self.options.on_worker_loss != "restart":
-            self._revive(self.worker_of[env_ids].tolist())  # which raises, before anything has changed hands
+            if self._is_spare(worker_id) and worker_id not in self._leaving and self.crew.has_answered(worker_id):
+                self._take_up(worker_id)
+        self.await_workers(env_ids)
         ops = np.where(np.equal(op, Op.STEP_RESET), Op.STEP, op) + np.zeros(len(env_ids), np.int64)
         reset_ids = env_ids[ops == Op.RESET].tolist()
         for env_id in reset_ids:
@@ -108,6 +107,10 @@ class AheadPool(WorkerPool):
         super().submit(env_ids, ops, target, columns, flags)
         for env_id in reset_ids:
             self._send_off(self._spare_of(env_id))
+
+    def await_workers(self, env_ids: np.ndarray) -> None:
+        """Raise the loss of a worker of some envs that stays lost; others may be replaced by the env's other worker."""
+        self._refuse_lost(self.worker_of[env_ids].tolist())
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`: where a worker is being rebuilt, the env's other one can be given the command now."""
@@ -258,15 +261,15 @@ class AheadPool(WorkerPool):
             if is_replaced
             else "reset in the ordinary way from now on",
         )
-        self._gone.add(worker_id)
-        if is_replaced:
-            with contextlib.suppress(EnvherdError):  # no further process can be started
-                self._succeed(worker_id)
-                self._gone.discard(worker_id)
+        if not is_replaced:
+            self._gone.add(worker_id)
+            return
+        with contextlib.suppress(EnvherdError):  # no further process can be started: see `_give_up_on`
+            self._succeed(worker_id)
 
     def _do_without(self, worker_id: int) -> None:
         self._leaving.discard(worker_id)
-        self._rebuilding.pop(worker_id)
+        self._rebuilding.pop(worker_id, None)
         self._gone.add(worker_id)
         self.crew.workers[worker_id].kill()
 
@@ -274,29 +277,28 @@ class AheadPool(WorkerPool):
         self._prepared[worker_id] = self._episodes[worker_id] = 0
         super()._succeed(worker_id)
 
-    def _finish_restart(self, worker_id: int) -> None:
-        """Wait until a successor has come up; a spare then prepares what is wanted of it. For spares, never raises."""
-        if not self._is_spare(worker_id):
-            super()._finish_restart(worker_id)  # there is no spare now but one that is as new
-            self._is_changed[worker_id % self.num_envs] = False
-            return
-        if self._is_changed[worker_id % self.num_envs]:
+    def _take_up(self, worker_id: int) -> None:
+        """Put a successor into service; a spare then prepares what its env's turn says. For spares, never raises."""
+        if self._is_spare(worker_id) and self._is_changed[worker_id % self.num_envs]:
             self._do_without(worker_id)
             return
-        if worker_id in self._leaving:
-            self._succeed(worker_id)
-        try:
-            self._check_specs(worker_id, self.crew.collect_specs(worker_id))
-            self.crew.attach(worker_id)
-        except EnvherdError as error:
-            self._rebuilding.pop(worker_id)
+        is_spare = self._is_spare(worker_id)
+        super()._take_up(worker_id)
+        if not is_spare and worker_id not in self._rebuilding:  # the other instance, if there is one, is as new
+            self._is_changed[worker_id % self.num_envs] = False
+
+    def _try_another(self, worker_id: int, error: EnvherdError) -> None:
+        if self._is_spare(worker_id):
+            self._rebuilding.pop(worker_id, None)
             self._lose_spare(worker_id, error)
-        except BaseException:  # an interrupt: it is begun anew
-            self._leaving.add(worker_id)
-            raise
         else:
-            self._rebuilding.pop(worker_id)
-            self._rings[worker_id]()
+            super()._try_another(worker_id, error)
+
+    def _give_up_on(self, worker_id: int, error: EnvherdError) -> None:
+        if self._is_spare(worker_id):
+            self._do_without(worker_id)
+        else:
+            super()._give_up_on(worker_id, error)
 
 
 class AheadResets:

@@ -48,7 +48,7 @@ class Commands:
 
     def take_for_running(self) -> None:
         """Let envs that were never reset be stepped, where their family allows that."""
-        self._engine.rows.allow_steps()
+        self._engine.allow_steps()
 
     def start_steps(self, op: Op, reset_ids: np.ndarray | None = None) -> None:
         """Step all envs, but reset some instead.
@@ -105,8 +105,8 @@ class Commands:
     def _submit_resets(self, env_ids: np.ndarray) -> None:
         if self._engine.recycler is not None:
             self._engine.recycler.before_resets(env_ids)
-        self._engine.send_prepared(env_ids)
-        self._engine.pool.submit(env_ids, Op.RESET, RING, self._columns[env_ids])
+        flags = self._engine.send_prepared(env_ids)
+        self._engine.pool.submit(env_ids, Op.RESET, RING, self._columns[env_ids], flags)
 
     def _give(self, ids: np.ndarray, submit: Callable[[], None]) -> None:
         engine = self._engine
@@ -138,8 +138,8 @@ class Commands:
         try:
             self._wait(ids, timeout_s)
         except EnvherdError:
-            self._let_go(ids)
             engine.rows.mark_ended(ids)
+            self._let_go(ids)
             raise
         if engine.pool.outcome:
             self._note(ids)
@@ -156,13 +156,17 @@ class Commands:
 
     def _wait(self, ids: np.ndarray, timeout_s: float | None) -> None:
         engine = self._engine
-        has_resets = self._uniform is None or self._reset_ids is not None
-        limit = engine.options.reset_timeout_s if has_resets else engine.options.step_timeout_s
+        step_s, reset_s = engine.options.step_timeout_s, engine.options.reset_timeout_s
+        limits = (reset_s, 0.0) if self._uniform is None else (step_s, reset_s)
         if timeout_s is None and len(ids) == engine.num_envs:
-            engine.pool.wait_all(limit)
+            has_all = engine.pool.wait_all(*limits)
         elif timeout_s is None:
-            engine.pool.wait_some(ids, len(ids), limit)
-        elif len(engine.pool.wait_some(ids, len(ids), timeout_s, kill_late=False)) < len(ids):
+            has_all = len(engine.pool.wait_some(ids, len(ids), *limits)) == len(ids)
+        else:
+            has_all = len(engine.pool.wait_some(ids, len(ids), timeout_s, kill_late=False)) == len(ids)
+        if not has_all and engine.pool.outcome.losses and engine.options.on_worker_loss == "raise":
+            raise engine.loss_without_the_others()
+        if not has_all:
             raise TimeoutError(f"the call failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them.")
 
     def _let_go(self, ids: np.ndarray) -> None:
@@ -185,14 +189,17 @@ class Commands:
         self.dead = dead = np.union1d(lost, [*outcome.faults]).astype(np.int64) if lost.size or outcome.faults else lost
         self._end_rows(lost, outcome.faults)
         self._note_rows(ids, dead)
-        self._let_go(ids)
-        error = engine.first_error(outcome.losses, outcome.faults)
         if len(dead):
             rows.mark_ended(dead)
-        if error is not None:
-            raise error
+        self._let_go(ids)
+        loss = engine.replace_lost(outcome.losses)
+        if loss is not None:
+            raise loss
         if len(lost):
             self._make_good(lost)
+        error = engine.fault_error(outcome.faults)
+        if error is not None:
+            raise error
         self._recycle()
 
     def _recycle(self) -> None:

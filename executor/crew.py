@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,8 +108,10 @@ class Crew:
             block=self.options.for_block(),
             pickle_replies=self.options.pickle_replies,
         )
-        with contextlib.suppress(ConnectionError):  # its death is noticed by whoever waits for it
-            process.channel.send_message(build)
+        process.root_seed = self.root_seed
+        process.channel.queue_message(build)
+        with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
+            process.channel.flush_nowait()  # what does not fit is sent while its answer is waited for
         return process
 
     def collect_specs(self, worker_id: int) -> list[EnvSpec]:
@@ -132,40 +134,43 @@ class Crew:
             self.attach(worker.worker_id)
 
     def attach(self, worker_id: int) -> None:
-        """Give one worker the slab and the rollout storages in use."""
+        """Give one worker the slab, the rollout storages in use, and the root seed if it has changed meanwhile."""
         assert self._plan is not None
         assert self._segment is not None
+        worker = self.workers[worker_id]
         message = messages.Attach(plan=self._plan, nbytes=self._segment.nbytes, name=self._segment.name)
-        with contextlib.suppress(ConnectionError):
-            self.workers[worker_id].channel.send_message(message, _fds(self._segment))
+        worker.channel.queue_message(message, _fds(self._segment))
         self.await_frame(worker_id, "attach", self.options.build_timeout_s)
         for target, (plan, segment) in self._storages.items():
             self._send_storage(worker_id, target, plan, segment)
+        if worker.root_seed != self.root_seed:
+            self.mail(worker_id, messages.Seed(root_seed=self.root_seed))
+        worker.is_attached = True
 
     def replace(self, worker_id: int) -> None:
         """Start a successor of a worker that has ended; it builds its envs while others go on."""
-        old = self.workers[worker_id]
-        old.kill()
-        old.wait_exit(1.0)
-        old.release()
-        self._inbox[worker_id].clear()
-        self.workers[worker_id] = self._launch(worker_id, old.generation + 1)
+        with messages.uninterrupted():  # the wait inside is for the death of a process that was killed
+            old = self.workers[worker_id]
+            old.kill()
+            old.wait_exit(1.0)
+            old.release()
+            self._inbox[worker_id].clear()
+            self.workers[worker_id] = self._launch(worker_id, old.generation + 1)
 
     # ---- messages ----------------------------------------------------------------------------
 
-    def mail(self, worker_id: int, message: messages.Message, fds: list[int] | None = None) -> None:
-        """Send a message to a worker that serves commands; its turn comes before any later command."""
+    def mail(self, worker_id: int, message: messages.Message, fds: Sequence[int] = ()) -> None:
+        """Send a message to a worker that serves commands; it reads the message before any later command."""
         worker = self.workers[worker_id]
+        worker.channel.queue_message(message, fds)
+        self._knock(worker_id)  # before all is sent: it reads only what was announced
         with contextlib.suppress(ConnectionError):  # a death is noticed where it matters
-            with messages.uninterrupted():
-                worker.channel.queue_message(message, fds)
-                self._knock(worker_id)  # before all is sent: it reads only when it is told to
             while not worker.channel.flush_nowait() and not worker.has_exited():
                 poller = select.poll()
                 poller.register(worker.channel.sock, select.POLLIN | select.POLLOUT)
                 poller.register(worker.pidfd, select.POLLIN)
                 poller.poll()
-                self.drain(worker_id)  # it may be writing itself, and read again only when that is read
+                self.drain(worker_id)  # the worker may be writing, and read again only when that is read
 
     def await_frame(self, worker_id: int, phase: str, timeout_s: float | None, number: int | None = None) -> Frame:
         """Wait for a worker's next answer.
@@ -183,13 +188,14 @@ class Crew:
         worker = self.workers[worker_id]
         end = None if timeout_s is None else time.monotonic() + timeout_s
         poller = select.poll()
-        poller.register(worker.channel.sock, select.POLLIN)
         poller.register(worker.pidfd, select.POLLIN)
+        self.drain(worker_id)
         while not self._inbox[worker_id] or self._inbox[worker_id][0].get("number") != number:
             if self._inbox[worker_id]:
                 self._inbox[worker_id].pop(0)
                 continue
             left = None if end is None else max(0.0, end - time.monotonic()) * 1000 + 1
+            poller.register(worker.channel.sock, select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0))
             if not poller.poll(left):
                 raise worker_late(worker, self.blueprint.blocks[worker_id], phase, timeout_s or 0.0)
             has_exited = worker.has_exited()  # asked first: what it wrote before its end is there to be read
@@ -204,24 +210,29 @@ class Crew:
         return bool(self._inbox[worker_id]) or self.workers[worker_id].has_exited()
 
     def drain(self, worker_id: int) -> None:
-        """Read what a worker has written, without blocking."""
+        """Read what a worker has written, and send what an interrupt has left unsent, without blocking."""
         channel = self.workers[worker_id].channel
-        with messages.uninterrupted():
-            with contextlib.suppress(ConnectionError):
-                channel.flush_nowait()  # what an interrupt had left
-            for frame in channel.drain_nowait():
-                is_fault = frame["kind"] == "fault" and frame["phase"] in ("reset", "step")
-                if is_fault or frame["kind"] in _ROW_KINDS:
-                    self.on_row_frame(frame)
-                else:
-                    self._inbox[worker_id].append(frame)
+        with contextlib.suppress(ConnectionError):
+            channel.flush_nowait()
+        frames = channel.drain_nowait()
+        while frames:
+            self._deliver(worker_id, frames[0])
+            del frames[0]  # last: a frame that an interrupt left is delivered again, which changes nothing
+
+    def _deliver(self, worker_id: int, frame: Frame) -> None:
+        inbox = self._inbox[worker_id]
+        is_fault = frame["kind"] == "fault" and frame["phase"] in ("reset", "step")
+        if is_fault or frame["kind"] in _ROW_KINDS:
+            self.on_row_frame(frame)
+        elif not inbox or inbox[-1] is not frame:
+            inbox.append(frame)
 
     # ---- rollout storages --------------------------------------------------------------------
 
     def attach_storage(self, target: int, plan: StoragePlan, segment: Segment) -> None:
-        """Have every worker map a rollout storage as `target`."""
+        """Make every worker map a rollout storage as `target`: now, or when it gets the slab."""
         self._storages[target] = (plan, segment)
-        for worker in self.workers:
+        for worker in self._attached():
             self._send_storage(worker.worker_id, target, plan, segment)
 
     def _send_storage(self, worker_id: int, target: int, plan: StoragePlan, segment: Segment) -> None:
@@ -229,10 +240,22 @@ class Crew:
         self.mail(worker_id, message, _fds(segment))
 
     def detach_storage(self, target: int) -> None:
-        """Have every worker forget a rollout storage."""
+        """Make every worker forget a rollout storage."""
         self._storages.pop(target)[1].close()
-        for worker in self.workers:
+        for worker in self._attached():
             self.mail(worker.worker_id, messages.DetachStorage(target=target))
+
+    # ---- seeds -------------------------------------------------------------------------------
+
+    def seed(self, root_seed: int) -> None:
+        """Give every worker a new root seed: now, or when it gets the slab."""
+        self.root_seed = root_seed
+        for worker in self._attached():
+            self.mail(worker.worker_id, messages.Seed(root_seed=root_seed))
+
+    def _attached(self) -> list[WorkerProcess]:
+        """Return the workers that read mail; the others are being built, and `attach` tells them everything."""
+        return [worker for worker in self.workers if worker.is_attached]
 
     # ---- the end -----------------------------------------------------------------------------
 
@@ -258,18 +281,35 @@ class Crew:
         self._ask_to_close(time.monotonic() + timeout_s, [self.workers[worker_id]])
 
     def _ask_to_close(self, end: float, workers: list[WorkerProcess]) -> None:
+        """Make workers close their envs and leave; reads what they write, as none could leave with a full socket."""
+        poller = select.poll()
         for worker in workers:
             with contextlib.suppress(OSError):
                 worker.channel.queue_message(messages.Close())
                 self._knock(worker.worker_id)
                 worker.channel.flush_nowait()
+        left = {worker.pidfd: worker for worker in workers if not worker.has_exited()}
+        for worker in left.values():
+            poller.register(worker.pidfd, select.POLLIN)
+        while left and (remaining_s := end - time.monotonic()) > 0:
+            for worker in left.values():
+                events = select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0)
+                poller.register(worker.channel.sock, events)
+            poller.poll(remaining_s * 1000 + 1)
+            for worker in list(left.values()):
+                has_exited = worker.has_exited()  # asked first: what it wrote before its end is there to be read
+                with contextlib.suppress(Exception):
+                    self.drain(worker.worker_id)
+                if has_exited:
+                    poller.unregister(worker.pidfd)
+                    poller.unregister(worker.channel.sock)
+                    del left[worker.pidfd]
         for worker in workers:
-            worker.wait_exit(max(0.0, end - time.monotonic()))
             with contextlib.suppress(Exception):
                 self.drain(worker.worker_id)
-                for frame in self._inbox[worker.worker_id]:
-                    if frame["kind"] == "fault" and frame["phase"] == "close":
-                        log_close_fault(frame)
+            for frame in self._inbox[worker.worker_id]:
+                if frame["kind"] == "fault" and frame["phase"] == "close":
+                    log_close_fault(frame)
 
 
 def _fds(segment: Segment) -> list[int]:

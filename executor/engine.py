@@ -31,8 +31,8 @@ from envherd.executor.tensordict_access import set_leaf
 from envherd.executor.turn import Turn
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
-from envherd.workers.errors import Busy, EnvherdError, ResetNeeded
-from envherd.workers.protocol import RING, Op
+from envherd.workers.errors import Busy, EnvherdError, InternalError, ResetNeeded
+from envherd.workers.protocol import RING, Flag, Op
 from envherd.workers.seeding import draw_root_seed
 
 Pool = WorkerPool | SerialPool
@@ -169,8 +169,17 @@ class Engine:
 
     # ---- step --------------------------------------------------------------------------------
 
-    def step_all(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None]:
-        """Step all envs; return the `next` batch, and the root after it if the op is STEP_RESET."""
+    def step_all(
+        self, td: TensorDictBase, op: Op, cut: np.ndarray | None = None
+    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Step all envs; return the `next` batch, and the root after it if the op is STEP_RESET.
+
+        Args:
+            td: batch `[N]` with the inputs.
+            op: STEP or STEP_RESET.
+            cut: int `[k]`, envs whose episodes a loss has ended since their latest row. They are reset instead, and
+                their `next` is an interrupted row. None for none.
+        """
         batch_size = td.batch_size
         if not batch_size or batch_size[0] != self.num_envs:
             raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {batch_size}.")
@@ -178,41 +187,45 @@ class Engine:
         if self.num_pending:
             self.refuse_pending(self.all_ids)
         if self.rows.has_ended:
-            self.refuse_ended(self.all_ids)
+            self.refuse_ended(self.all_ids if cut is None else np.setdiff1d(self.all_ids, cut))
+        self.pool.await_workers(self.all_ids)
         self.write_inputs(td)
         rows, has_root = self.rows, op == Op.STEP_RESET
-        column = self.begin_step(op)
+        column = self.begin_step(op, cut)
         draft = rows.draft(column, has_root=has_root)
-        ended = self.end_step(op, column)
+        ended = self.end_step(op, column, cut)
         return rows.finish(draft, column, ended, has_root=has_root)
 
-    def begin_step(self, op: Op) -> int:
-        """Have all envs take the step whose inputs are written; `end_step` must come next.
+    def begin_step(self, op: Op, cut: np.ndarray | None = None) -> int:
+        """Make all envs take the step whose inputs are written; `end_step` must come next.
+
+        Args:
+            op: STEP or STEP_RESET.
+            cut: see `step_all`.
 
         Returns:
             The ring column that the rows go to.
         """
+        self.pool.await_workers(self.all_ids)
         column = self.rows.next_column()
         self.in_flight = self.all_ids
         try:
-            self.pool.submit_all(op, RING, column)
+            for env_id in () if cut is None else cut.tolist():
+                self.end_in_ring(env_id, column)
+            self.pool.submit_all(op, RING, column, cut)
         except BaseException as error:
             self._break_off(self.all_ids, error)
             raise
         return column
 
-    def end_step(self, op: Op, column: int) -> np.ndarray | None:
+    def end_step(self, op: Op, column: int, cut: np.ndarray | None = None) -> np.ndarray | None:
         """Wait for the step that was begun, and note where the envs are.
 
         Returns:
             The ids of the envs whose episodes ended (reset by now, if the op is STEP_RESET), or None.
         """
         rows = self.rows
-        try:
-            self.pool.wait_all(self.options.step_timeout_s)
-        except BaseException as error:
-            self._break_off(self.all_ids, error)
-            raise
+        self._wait_for_steps(op)
         if self.pool.outcome:
             self._settle_steps(op, column)
         else:
@@ -220,6 +233,8 @@ class Engine:
                 rows.interrupted[:] = False
             if self.has_infos:
                 rows.forget_infos()
+        if cut is not None:
+            self.note_interrupted(cut)
         ended = rows.stepped_all_and_reset(column) if op == self._fused_op else rows.stepped_all(column)
         self.in_flight = None
         if self.recycler is not None and ended is not None and op == Op.STEP_RESET:
@@ -238,14 +253,30 @@ class Engine:
             error.partial = self.rows.next_td(self.rows.next_leaves(column))
             raise
 
-    def run_all(self, op: Op, target: int, column: int) -> None:
-        """Give all envs a step command and wait; if the wait is broken off, their answers are lost."""
+    def run_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
+        """Give all envs a step command, but some (int `[k]`) a RESET, and wait.
+
+        If the wait is broken off, the answers are lost.
+        """
+        self.pool.await_workers(self.all_ids)
         try:
-            self.pool.submit_all(op, target, column)
-            self.pool.wait_all(self.options.step_timeout_s)
+            self.pool.submit_all(op, target, column, reset_ids)
         except BaseException as error:
             self._break_off(self.all_ids, error)
             raise
+        self._wait_for_steps(op)
+
+    def _wait_for_steps(self, op: Op) -> None:
+        """Wait for the steps of all envs."""
+        options = self.options
+        with self._may_break_off(self.all_ids):
+            if not self.pool.wait_all(options.step_timeout_s, options.reset_timeout_s if op == Op.STEP_RESET else 0.0):
+                raise self.loss_without_the_others()
+
+    def loss_without_the_others(self) -> EnvherdError:
+        """Return the loss to raise while other workers still owe answers; the next call waits for these first."""
+        self.is_dirty = True
+        return next(iter(self.pool.outcome.losses.values()))
 
     def _break_off(self, env_ids: np.ndarray, error: BaseException) -> None:
         self.rows.mark_ended(env_ids)
@@ -258,7 +289,8 @@ class Engine:
         self.settle_sends()
         self.pool.nudge()  # it may have been broken off between a command and its announcement
         idle = np.flatnonzero(~self.pending)
-        self.pool.wait_some(idle, len(idle), self.options.reset_timeout_s)
+        limits = [s for s in (self.options.step_timeout_s, self.options.reset_timeout_s) if s is not None]
+        self.pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
         losses = self.pool.take_outcome(idle).losses
         self.pool.outcome.losses.update(losses)
         self._accept_losses()
@@ -293,26 +325,37 @@ class Engine:
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
         for env_id in [*lost.tolist(), *failed]:
             self.end_in_ring(env_id, column)
-        error = self.first_error(outcome.losses, outcome.faults)
-        dead = [*lost.tolist(), *outcome.faults]
-        if error is None and len(lost):
+        error = loss = self.replace_lost(outcome.losses)
+        was_reset = lost[:0]
+        if loss is None and len(lost):
             self.note_interrupted(lost)
             if op == Op.STEP_RESET:
                 try:
                     self.reset_at(lost, np.full(len(lost), column))
+                    was_reset = lost
                 except EnvherdError as reset_error:
                     error = reset_error
+        error = error or self.fault_error(outcome.faults)
         if error is not None:
-            self._note_partial(op, column, dead)
+            dead = np.setdiff1d([*lost.tolist(), *outcome.faults], was_reset).astype(np.int64)
+            self._note_partial(op, column, dead, was_reset)
             self.in_flight = None
             error.partial = rows.next_td(rows.next_leaves(column))
             raise error
 
-    def _note_partial(self, op: Op, column: int, dead: list[int]) -> None:
-        """Note where all envs are after a step that some of them did not survive."""
+    def _note_partial(self, op: Op, column: int, dead: np.ndarray, was_reset: np.ndarray) -> None:
+        """Note where all envs are after a step that some of them did not survive.
+
+        Args:
+            op: of the step.
+            column: of the ring.
+            dead: int, envs that must be reset.
+            was_reset: int, envs that were lost, and are reset by now.
+        """
         ended = self.rows.stepped_all(column)
+        self.rows.were_reset(was_reset, column)
         if op == Op.STEP_RESET and ended is not None:
-            reset_ids = ended[~np.isin(ended, dead)]
+            reset_ids = ended[~np.isin(ended, [*dead, *was_reset])]
             columns = np.full(len(reset_ids), column)
             if not self.resets_apart:
                 self.rows.were_reset(reset_ids, columns)
@@ -333,22 +376,34 @@ class Engine:
 
     def note_interrupted(self, env_ids: np.ndarray) -> None:
         """Mark the envs' rows of this step as interrupted."""
+        self.num_interrupted += int(np.count_nonzero(~self.rows.interrupted[env_ids]))
         self.rows.interrupted[env_ids] = True
-        self.num_interrupted += len(env_ids)
 
-    def first_error(self, losses: dict[int, EnvherdError], faults: dict[int, Any]) -> EnvherdError | None:
-        """Return what to raise: a loss that is not made good, else what envs raised; begins restarts."""
+    def replace_lost(self, losses: dict[int, EnvherdError]) -> EnvherdError | None:
+        """Begin to replace lost workers; return the loss to raise if one may not be replaced."""
         for worker_id, loss in losses.items():
             if self.options.on_worker_loss != "restart":
                 return loss
+            lost = self.envs_of([worker_id])  # first: an interrupt must not leave them as running, or as answered
+            self.rows.mark_ended(lost[~self.pending[lost]])
+            self.pool.forfeited[lost[self.pending[lost]]] = True
+            for group in self.rows.slab.groups:  # of an env that is a batch, all rows must be reset
+                if ("reset_mask",) in group.inputs:
+                    group.inputs["reset_mask",][np.isin(group.plan.env_ids, lost)] = True
             try:
                 self.pool.begin_restart(worker_id)
             except EnvherdError as error:
                 return error
+        return None
+
+    def fault_error(self, faults: dict[int, Any]) -> EnvherdError | None:
+        """Return the error for what envs raised; None for nothing."""
         if not faults:
             return None
         frames = list(faults.values())
         worker_id = int(self.pool.worker_of[first_fault(frames)["env_id"]])
+        if all(frame["type_name"] == InternalError.__name__ for frame in frames):
+            return InternalError(frames[0]["message"], env_ids=tuple(sorted(faults)))
         return env_error(frames, worker_id, self.pool.pid_of(worker_id))
 
     # ---- reset -------------------------------------------------------------------------------
@@ -368,46 +423,61 @@ class Engine:
         """Reset some envs at ring columns; replaces lost workers and tries again, as often as the options allow."""
         rows, pool = self.rows, self.pool
         before, self.in_flight = self.in_flight, self.all_ids[~self.pending]
-        if self.recycler is not None:
-            self.recycler.before_resets(env_ids)
-        while len(env_ids):
-            self._replace_lost(env_ids)
-            with self._may_break_off(env_ids):
-                self.send_prepared(env_ids)
-                pool.submit(env_ids, Op.RESET, RING, columns)
-                pool.wait_some(env_ids, len(env_ids), self.options.reset_timeout_s)
-            outcome = pool.take_outcome(env_ids)
-            rows.note_side(outcome.side)
-            rows.note_infos(outcome.infos, env_ids.tolist())
-            self.num_errors += len(outcome.faults)
-            lost = self.envs_of(outcome.losses)
-            dead = np.isin(env_ids, [*lost.tolist(), *outcome.faults])
-            rows.were_reset(env_ids[~dead], columns[~dead])
-            error = self.first_error(outcome.losses, outcome.faults)
-            if outcome.faults:
-                rows.mark_ended([*outcome.faults])
-            self._lose(lost, is_replaced=error is None)
+        faults: dict[int, Any] = {}
+        try:
+            if self.recycler is not None:
+                self.recycler.before_resets(env_ids)
+            while len(env_ids):
+                self._replace_lost_of(env_ids)
+                pool.await_workers(env_ids)
+                with self._may_break_off(env_ids):
+                    flags = self.send_prepared(env_ids)
+                    pool.submit(env_ids, Op.RESET, RING, columns, flags)
+                    if len(pool.wait_some(env_ids, len(env_ids), self.options.reset_timeout_s)) < len(env_ids):
+                        raise self.loss_without_the_others()
+                outcome = pool.take_outcome(env_ids)
+                rows.note_side(outcome.side)
+                rows.note_infos(outcome.infos, env_ids.tolist())
+                self.num_errors += len(outcome.faults)
+                faults |= outcome.faults
+                lost = self.envs_of(outcome.losses)
+                is_lost, is_faulty = np.isin(env_ids, lost), np.isin(env_ids, [*outcome.faults])
+                was_reset = ~(is_lost | is_faulty)
+                rows.were_reset(env_ids[was_reset], columns[was_reset])
+                if outcome.faults:
+                    rows.mark_ended([*outcome.faults])
+                loss = self.replace_lost(outcome.losses)
+                self._lose(lost, is_replaced=loss is None)
+                if loss is not None:
+                    raise loss
+                env_ids, columns = env_ids[is_lost], columns[is_lost]
+            error = self.fault_error(faults)
             if error is not None:
-                self.in_flight = before
                 raise error
-            env_ids, columns = env_ids[dead], columns[dead]
+        except EnvherdError:
+            self.in_flight = before
+            raise
         self.in_flight = before
 
-    def _replace_lost(self, env_ids: np.ndarray) -> None:
+    def _replace_lost_of(self, env_ids: np.ndarray) -> None:
         """Begin to replace workers that had been lost before, if they may be, now that their envs are to be reset."""
         lost = [w for w in self.pool.lost if np.isin(self.pool.blueprint.blocks[w], env_ids).any()]
         for worker_id in lost if self.options.on_worker_loss == "restart" else ():
-            self.pool.begin_restart(worker_id)
-            self._lose(self.envs_of([worker_id]), is_replaced=True)
+            loss = self.replace_lost({worker_id: self.pool.lost[worker_id]})
+            self._lose(self.envs_of([worker_id]), is_replaced=loss is None)
+            if loss is not None:
+                raise loss
 
     def _lose(self, lost: np.ndarray, *, is_replaced: bool) -> None:
         """Note that envs have lost their episodes, those that were sent too."""
         if len(lost):
             self.rows.mark_lost(lost[~self.pending[lost]])
             self.end_sent(lost[self.pending[lost]], is_replaced=is_replaced)
-            for group in self.rows.slab.groups:  # of an env that is a batch, all must be reset, whoever had asked
-                if ("reset_mask",) in group.inputs:
-                    group.inputs["reset_mask",][np.isin(group.plan.env_ids, lost)] = True
+
+    def allow_steps(self) -> None:
+        """Let all envs be stepped that were never reset, where a facade leaves that to the envs themselves."""
+        self.ask("allow_steps", self.all_ids.tolist())
+        self.rows.allow_steps()
 
     @contextlib.contextmanager
     def _may_break_off(self, env_ids: np.ndarray) -> Iterator[None]:
@@ -417,17 +487,30 @@ class Engine:
             self._break_off(env_ids, error)
             raise
 
-    def reset_for_rollout(self, *, auto_reset: bool) -> np.ndarray:
-        """Reset all envs, or those that have ended; return which were reset, bool `[N]`."""
+    def reset_for_rollout(self, *, auto_reset: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        """Reset all envs, or those that have ended.
+
+        Returns:
+            `(fresh, cut)`: bool `[N]`, which were reset; int `[k]`, which were running until a loss that came up
+            meanwhile, and must be reset now (the first step does it: see `step_all`), or None for none.
+        """
         if auto_reset:
             self.write_reset_masks(None)
             self.reset_envs(self.all_ids)
-            return np.ones(self.num_envs, bool)
+            return np.ones(self.num_envs, bool), None
         fresh = self.rows.ended.copy()
-        if fresh.any():
-            self.write_reset_masks(self.rows.ended_parts())
-            self.reset_envs(np.flatnonzero(fresh))
-        return fresh
+        if not fresh.any():
+            return fresh, None
+        rows = self.rows
+        running = np.flatnonzero(~fresh).tolist() if rows.has_interrupted else []
+        flags = {i: {leaf.key: rows.latest_root(i)[leaf.key].copy() for leaf in self.specs[i].done} for i in running}
+        self.write_reset_masks(rows.ended_parts())
+        self.reset_envs(np.flatnonzero(fresh))
+        cut = np.flatnonzero(rows.ended & ~fresh)
+        for env_id in cut.tolist():  # the interrupted row tells of the loss, not the row before it
+            for key, flag in flags[env_id].items():
+                rows.latest_root(env_id)[key][...] = flag
+        return fresh, cut if len(cut) else None
 
     def prepare_resets(
         self,
@@ -451,10 +534,13 @@ class Engine:
                 env_id=env_id, seed=seed, has_seed=seeds is not None, options=options
             )
 
-    def send_prepared(self, env_ids: np.ndarray) -> None:
-        """Send what was kept for resets ahead of them."""
-        for env_id in env_ids.tolist() if self._prepared else ():
+    def send_prepared(self, env_ids: np.ndarray) -> int:
+        """Send what was kept for resets ahead of them; return the flags that their commands need."""
+        if not self._prepared:
+            return 0
+        for env_id in env_ids.tolist():
             self.pool.prepare(self._prepared[env_id])
+        return Flag.PREPARED
 
     def write_reset_masks(self, mask: np.ndarray | None) -> None:
         """Tell envs that are batches themselves which of their rows to reset: bool `[N, *B]`, None for all."""

@@ -56,6 +56,7 @@ class Exchange:
         self._side: dict[int, Any] = {}
         self._infos: dict[int, Any] = {}
         self._sending: tuple[np.ndarray, int] | None = None
+        self._num_settled = 0  # losses of the pool that were dealt with
         engine.end_sent = self._end_sent
         engine.settle_sends = self._settle_sends
 
@@ -110,6 +111,7 @@ class Exchange:
         engine.refuse_rolling()
         engine.refuse_pending(env_ids)
         engine.refuse_ended(env_ids)
+        engine.pool.await_workers(env_ids)
         engine.write_inputs(td, env_ids)
         columns = engine.rows.next_columns(env_ids)
         if engine.rows.has_interrupted:
@@ -174,8 +176,9 @@ class Exchange:
         end = None if deadline is None else time.monotonic() + deadline
         while True:
             left = None if end is None else max(0.0, end - time.monotonic())
-            ready = pool.wait_some(sent, wanted, left, kill_late=timeout_s is None)
-            if pool.outcome:
+            more_s = self._engine.options.reset_timeout_s
+            ready = pool.wait_some(sent, wanted, left, more_s, kill_late=timeout_s is None)
+            if pool.outcome or pool.num_losses != self._num_settled:
                 self._settle()
                 ready = ready[~np.isin(ready, pool.outstanding())]
             if self._engine.resets_apart:
@@ -203,8 +206,8 @@ class Exchange:
         try:
             engine.pool.submit(ended, Op.RESET, RING, self._columns[ended], Flag.EACH)
         except EnvherdError:
-            self._forget(ended)
             engine.rows.mark_ended(ended)
+            self._forget(ended)
             raise
         return ready[~is_due]
 
@@ -216,15 +219,35 @@ class Exchange:
             for env_id, frame in said.items():  # a reset after the step says nothing of the step
                 kept[env_id] = {**frame, "next": kept[env_id]["next"]} if env_id in kept else frame
         engine.num_errors += len(outcome.faults)
+        num_losses = engine.pool.num_losses
         lost = engine.envs_of(outcome.losses)
-        error = engine.first_error(outcome.losses, outcome.faults)
+        error = engine.replace_lost(outcome.losses)
+        if error is None:
+            engine.rows.mark_lost(lost[~engine.pending[lost]])
+        # Not by `outcome`: an interrupt may have come after it was taken, and before its losses were dealt with.
+        forfeited = np.flatnonzero(engine.pending & engine.pool.forfeited)
+        if error is None and len(forfeited):
+            error = self._replace_lost_of(forfeited)
+        if error is None:
+            self._end_sent(forfeited, is_replaced=True)
+        else:
+            self._drop(np.union1d(forfeited, lost))
+        self._drop(np.array([*outcome.faults], np.int64))
+        self._num_settled = num_losses
+        error = error or engine.fault_error(outcome.faults)
         if error is not None:
-            dead = np.array([*lost.tolist(), *outcome.faults], np.int64)
-            self._forget(dead)
-            engine.rows.mark_ended(dead)
             raise error
-        engine.rows.mark_lost(lost[~engine.pending[lost]])
-        self._end_sent(lost[engine.pending[lost]], is_replaced=True)
+
+    def _replace_lost_of(self, env_ids: np.ndarray) -> EnvherdError | None:
+        """Begin to replace the workers of envs that have lost their answers, if they are lost still; see `_settle`."""
+        pool = self._engine.pool
+        workers = {int(w) for w in pool.worker_of[env_ids]} & set(pool.lost)
+        return self._engine.replace_lost({worker_id: pool.lost[worker_id] for worker_id in workers})
+
+    def _drop(self, env_ids: np.ndarray) -> None:
+        """Take envs that need a reset off the list of those sent."""
+        self._engine.rows.mark_ended(env_ids)
+        self._forget(env_ids)
 
     def _end_sent(self, lost: np.ndarray, *, is_replaced: bool) -> None:
         """End the episodes of envs that were sent and lost; if they are not replaced, they are no longer sent."""
@@ -237,6 +260,7 @@ class Exchange:
             engine.end_in_ring(env_id, column)
         engine.note_interrupted(lost)
         to_reset = self._ops[lost] == _STEP_RESET
+        engine.pool.forfeited[lost[~to_reset]] = False
         if to_reset.any():
             engine.pool.submit_later(lost[to_reset], Op.RESET, RING, columns[to_reset], Flag.EACH)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from typing import Any, Literal
@@ -27,7 +29,7 @@ from typing import Any, Literal
 from envherd.executor.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import InternalError, WorkerLost
-from envherd.workers.messages import Channel, uninterrupted
+from envherd.workers.messages import Channel
 
 _PACKET = 1 << 18
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -62,7 +64,12 @@ class WorkerProcess:
         generation: 0 for the first process of that id, then 1, ...
         pid: its process id and process group.
         channel: the parent's end of its socket.
+        root_seed: what it was built with.
+        is_attached: whether it has the slab, and reads mail.
     """
+
+    root_seed: int | None = None
+    is_attached = False
 
     def __init__(self, worker_id: int, generation: int, zygote: Zygote, config: dict[str, Any]) -> None:
         self.worker_id = worker_id
@@ -188,6 +195,10 @@ class Zygote:
 
     def __init__(self, options: ExecutorOptions, preload: list[str], *, is_shared: bool = False) -> None:
         self._num_users = 1
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._awaited: set[int] = set()
+        self._answers: dict[int, dict[str, Any]] = {}
         self._options, self._is_shared = options, is_shared
         self.lifeline_read, self._lifeline_write = os.pipe()
         self._owner = os.getpid()
@@ -244,7 +255,7 @@ class Zygote:
         if self._is_ready:
             return
         self._is_ready = True
-        answer = self._exchange(self._start)  # takes seconds; Ctrl-C ends it, and who waited for it closes this
+        answer = self._request(self._start)  # takes seconds; Ctrl-C ends it, and who waited for it closes this
         self.failed_preloads = answer["failed"]
         self.num_threads = answer["num_threads"]
 
@@ -310,14 +321,32 @@ class Zygote:
                 os.close(fd)
 
     def _request(self, request: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
-        with uninterrupted():  # an answer that nobody took would be the next request's
-            return self._exchange(request, fds)
+        """Send a request and wait for its answer; from any thread, also while the same thread waits for another's.
 
-    def _exchange(self, request: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
+        Requests are numbered, and answers carry the number: one that nobody waits for, as an interrupt has broken its
+        request off, is dropped.
+        """
+        with self._lock:
+            number = next(self._numbers)
+            self._awaited.add(number)
+            try:
+                self._send({"number": number, **request}, fds or [])
+                while number not in self._answers:
+                    answer = self._receive()
+                    if answer["number"] in self._awaited:
+                        self._answers[answer["number"]] = answer
+                return self._answers.pop(number)
+            finally:
+                self._awaited.discard(number)
+
+    def _send(self, request: dict[str, Any], fds: list[int]) -> None:
         if self._sock.fileno() < 0:
             raise InternalError("the zygote was used after it was closed")
+        with contextlib.suppress(ConnectionError):  # `_receive` explains it
+            socket.send_fds(self._sock, [json.dumps(request).encode()], fds, socket.MSG_NOSIGNAL)
+
+    def _receive(self) -> dict[str, Any]:
         try:
-            socket.send_fds(self._sock, [json.dumps(request).encode()], fds or [])
             data = self._sock.recv(_PACKET)
         except ConnectionError:
             data = b""

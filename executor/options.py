@@ -31,8 +31,12 @@ class ExecutorOptions:
             `worker_output(worker_id)` returns it); "inherit" lets it through to the console.
         build_timeout_s: seconds for a worker to start and build all its envs; None waits forever.
         reset_timeout_s: seconds for a reset; None waits forever (a stall is logged after `stall_log_s`).
-        step_timeout_s: seconds for a step; None waits forever (a stall is logged after `stall_log_s`).
+        step_timeout_s: seconds for a step; None waits forever (a stall is logged after `stall_log_s`). A worker that
+            has begun a reset in the same call (`step_and_maybe_reset`, rollouts) has `reset_timeout_s` in addition.
         stall_log_s: after so many seconds without a deadline, log the stack of the worker waited for.
+        loss_grace_s: seconds that the other workers have to answer after a worker was lost, before the loss is raised
+            (`on_worker_loss="raise"`). Envs that have not answered by then must be reset too, and the error's `partial`
+            is None. None waits for all answers. The loss is logged at once in any case.
         close_timeout_s: seconds for `close()` in all, however many workers there are.
         on_worker_loss: "raise" a WorkerLost, or "restart" the worker and mark its rows `interrupted`.
         max_restarts: restarts of one worker within `restart_window_s` before a loss raises after all. The
@@ -80,6 +84,7 @@ class ExecutorOptions:
     reset_timeout_s: float | None = None
     step_timeout_s: float | None = None
     stall_log_s: float = 30.0
+    loss_grace_s: float | None = 1.0
     close_timeout_s: float = 5.0
     on_worker_loss: LossPolicy = "raise"
     max_restarts: int = 3

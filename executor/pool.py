@@ -3,8 +3,10 @@
 Guarantees:
 - A command is announced only after its rows are complete, and an answer is read only after its number
   has come. An interrupt or a timeout at any instant leaves numbers that tell what is outstanding.
-- A worker's death is noticed within `_LOOK_S` while anybody waits; nobody spins without bound.
-- After a loss the other workers go on and their rows are whole.
+- A worker's death is noticed within `_LOOK_S` while a thread waits, and is logged at once; no thread spins without
+  bound.
+- After a loss the other workers continue, and their rows are complete.
+- A worker that is being replaced owes what its predecessor was given later (`submit_later`), however often that fails.
 Assumes: one caller at a time.
 """
 
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 
 from envherd.executor.crew import Blueprint, Crew
-from envherd.executor.diagnosis import env_error, log_stall, merge_answers, worker_late, worker_lost
+from envherd.executor.diagnosis import env_error, log, log_stall, merge_answers, worker_late, worker_lost
 from envherd.executor.lending import Lend
 from envherd.executor.lifecycle import Restarts
 from envherd.executor.options import ExecutorOptions
@@ -35,6 +37,8 @@ from envherd.workers.protocol import Op, describe_phase, pack, pack_each
 
 #: Seconds between looks at the workers' pidfds: while anybody waits, and where answers come too fast for a wait.
 _LOOK_S, _LOOK_ANYWAY_S = 0.01, 0.03
+#: The same while a worker writes a large message, which it can do only as fast as it is read.
+_LOOK_WHILE_READING_S = 0.0002
 #: Seconds for workers to close the envs they have built when another's factory has failed.
 _FAREWELL_S = 1.0
 
@@ -55,9 +59,13 @@ class WorkerPool:
         self.specs: list[EnvSpec] = []
         self.crew = Crew(blueprint, options)
         self.crew.on_row_frame = lambda frame: self.outcome.take(frame)  # noqa: PLW0108  # whichever is there then
+        #: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
+        self.forfeited = np.zeros(self.num_envs, bool)
         self._all_ids = np.arange(self.num_envs)
+        self._lost_at = 0.0
         self.num_losses = self._number = self._asked = 0
         self._is_hailed, self._looked_at = False, 0.0
+        self._is_reading = False  # a worker is writing more than its socket holds
         self._rebuilding: dict[int, float] = {}
         self._leaving: set[int] = set()
         self._restarts = Restarts(options)
@@ -95,7 +103,7 @@ class WorkerPool:
         self.crew.hand_over(self.plan, segment, self._knock)
 
     def _knock(self, worker_id: int) -> None:
-        self.slab.words["mail_seq"][worker_id] += 1
+        self.slab.words["mail_seq"][worker_id] = self.crew.workers[worker_id].channel.num_queued
         self._rings[worker_id]()
 
     def was_given(self, env_ids: np.ndarray, since: int | np.ndarray) -> np.ndarray:
@@ -117,6 +125,7 @@ class WorkerPool:
         self._command.fill(pack(op, target, column))
         if reset_ids is not None:
             self._command[reset_ids] = pack(Op.RESET, target, column)
+        self.forfeited[:] = False
         self._command_seq.fill(self._number)
         for ring in self._rings:
             ring()
@@ -140,29 +149,48 @@ class WorkerPool:
         self._revive(worker_ids)
         self._number += 1
         self._command[env_ids] = pack_each(op, target, columns, flags, self.plan.num_frames)
+        self.forfeited[env_ids] = False
         self._command_seq[env_ids] = self._number
         for worker_id in worker_ids:
             self._rings[worker_id]()
         if self.lost:
             self._answer_for_lost()
 
+    def await_workers(self, env_ids: np.ndarray) -> None:
+        """Make sure that the workers of some envs serve, before anything is sent or changed for a call.
+
+        Raises:
+            WorkerLost, WorkerTimeout: one is lost and stays so.
+        """
+        if self.lost or self._rebuilding:
+            self._revive(set(self.worker_of[env_ids].tolist()))
+
     def nudge(self) -> None:
-        """Have every worker look for commands."""
-        for ring in self._rings:
-            ring()
+        """Make every worker look for commands and messages."""
+        for worker_id in self.worker_ids:
+            self._knock(worker_id)
 
     def _answer_for_lost(self) -> None:
         """Let commands to workers that had been lost before end in that loss at once."""
         for worker_id, error in self.lost.items():
-            env_ids = list(self.blueprint.blocks[worker_id])
-            if (self._command_seq[env_ids] != self._reply_seq[env_ids]).any():
-                self._reply_seq[env_ids] = self._command_seq[env_ids]
+            if worker_id not in self._rebuilding and self._forfeit(worker_id):
                 self.outcome.losses[worker_id] = error
+                self._lost_at = time.monotonic()
+
+    def _forfeit(self, worker_id: int) -> bool:
+        """Take what a lost worker's envs owe as answered; return whether they owed anything."""
+        env_ids = np.array(self.blueprint.blocks[worker_id])
+        owing = env_ids[self._command_seq[env_ids] != self._reply_seq[env_ids]]
+        self.forfeited[owing] = True  # first: an interrupt must not leave an answer that no worker gave
+        self._status[owing] = 0
+        self._reply_seq[owing] = self._command_seq[owing]
+        return bool(len(owing))
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, for envs of a worker that is being rebuilt: its successor finds the commands when it comes."""
         self._number += 1
         self._command[env_ids] = [pack(op, target, column, flags) for column in columns.tolist()]
+        self.forfeited[env_ids] = False
         self._command_seq[env_ids] = self._number
 
     def outstanding(self) -> np.ndarray:
@@ -173,22 +201,35 @@ class WorkerPool:
         """Return whether no env owes an answer."""
         return self._command_seq.tobytes() == self._reply_seq.tobytes()
 
-    def wait_all(self, timeout_s: float | None) -> None:
+    def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
         """Wait for every outstanding answer; what else happened is in `outcome`.
 
         Args:
-            timeout_s: seconds; a worker that is late is killed and its loss is a `WorkerTimeout`.
+            timeout_s: seconds; a worker that is late is killed and its loss is a `WorkerTimeout`. None waits for ever.
+            more_for_resets_s: seconds that a worker has in addition, if it has begun a reset meanwhile.
+
+        Returns:
+            Whether all envs have answered. False only if a worker was lost, losses are raised, and
+            `options.loss_grace_s` has passed.
         """
         wait, num_tokens = self._done.wait, 0
         while num_tokens < self.num_workers or not self.is_idle():
             if not wait(_LOOK_S):
-                self._wait_slowly(self._all_ids, self.num_envs, timeout_s, kill_late=True)
+                self._wait_slowly(self._all_ids, self.num_envs, timeout_s, more_for_resets_s)
                 break
             num_tokens += 1
         self._collect()
+        return self.is_idle()
 
-    def wait_some(
-        self, env_ids: np.ndarray, count: int, timeout_s: float | None, *, kill_late: bool = True
+    def wait_some(  # the kinds of waits
+        self,
+        env_ids: np.ndarray,
+        count: int,
+        timeout_s: float | None,
+        more_for_resets_s: float | None = 0.0,
+        *,
+        kill_late: bool = True,
+        through_losses: bool = False,
     ) -> np.ndarray:
         """Wait until at least `count` of some envs have answered; return those that have, oldest command first.
 
@@ -196,15 +237,19 @@ class WorkerPool:
             env_ids: int `[k]`, which envs.
             count: at most `k`.
             timeout_s: seconds; None waits for ever.
+            more_for_resets_s: see `wait_all`.
             kill_late: kill a worker that is late (a `WorkerTimeout` in `outcome`), or just return fewer.
+            through_losses: wait for the others however long ago a worker was lost.
         """
         if time.monotonic() > self._looked_at + _LOOK_ANYWAY_S:
             self._look_around()
         while self._done.try_wait():
-            pass  # tokens are hints; those of answers that nobody waited for must not pile up
+            pass  # tokens are hints; those of answers that no thread waited for must not pile up
         ready = self._ready(env_ids)
         if len(ready) < count:
-            self._wait_slowly(env_ids, count, timeout_s, kill_late=kill_late)
+            self._wait_slowly(
+                env_ids, count, timeout_s, more_for_resets_s, kill_late=kill_late, through_losses=through_losses
+            )
             ready = self._ready(env_ids)
         self._collect()
         return ready[self._command_seq[ready].argsort(kind="stable")]
@@ -212,7 +257,16 @@ class WorkerPool:
     def _ready(self, env_ids: np.ndarray) -> np.ndarray:
         return env_ids[(self._command_seq == self._reply_seq)[env_ids]]
 
-    def _wait_slowly(self, env_ids: np.ndarray, count: int, timeout_s: float | None, *, kill_late: bool) -> None:
+    def _wait_slowly(  # the kinds of waits
+        self,
+        env_ids: np.ndarray,
+        count: int,
+        timeout_s: float | None,
+        more_for_resets_s: float | None,
+        *,
+        kill_late: bool = True,
+        through_losses: bool = False,
+    ) -> None:
         """Wait token by token, looking around whenever none comes.
 
         Tokens are taken before the numbers are compared, so that none is missed and none pile up.
@@ -220,25 +274,49 @@ class WorkerPool:
         began = time.monotonic()
         end = None if timeout_s is None else began + timeout_s
         stall_at = began + self.options.stall_log_s
+        num_resets = self.slab.words["resets"].copy()
         while True:
             while self._done.try_wait():
                 pass
             total, missing = self._tally.total(), count - len(self._ready(env_ids))
             if missing <= 0 or self._is_hailed:
                 return
-            left = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
+            look_s = _LOOK_WHILE_READING_S if self._is_reading else _LOOK_S
+            left = look_s if end is None else min(look_s, end - time.monotonic())
             if not self._tally.expect(total + missing) or (left > 0 and self._done.wait(left)):
                 continue
             self._look_around()
             now = time.monotonic()
-            if end is not None and now >= end:
-                if kill_late:
-                    self._give_up_late(timeout_s or 0.0)
+            if not through_losses and self._must_raise(now):
                 return
+            if end is not None and now >= end:
+                resetting = self._that_reset(num_resets) if more_for_resets_s != 0 else set()
+                if kill_late:
+                    self._give_up_late(end - began, resetting)
+                if not (kill_late and resetting.intersection(self._owing())):
+                    return
+                end = None if more_for_resets_s is None else end + more_for_resets_s
+                more_for_resets_s = 0.0
             if end is None and now >= stall_at:
                 stall_at = now + self.options.stall_log_s
-                for worker_id in self._owing():
-                    log_stall(self.crew.workers[worker_id], int(self.slab.words["phase"][worker_id]), now - began)
+                self._log_stalls(now - began)
+
+    def _log_stalls(self, waited_s: float) -> None:
+        for worker_id in self._owing():
+            if worker_id not in self._rebuilding:
+                log_stall(self.crew.workers[worker_id], int(self.slab.words["phase"][worker_id]), waited_s)
+
+    def _must_raise(self, now: float) -> bool:
+        """Return whether a loss has waited for the other workers' answers long enough."""
+        grace_s = self.options.loss_grace_s
+        is_raised = bool(self.outcome.losses) and self.options.on_worker_loss == "raise"
+        return is_raised and grace_s is not None and now >= self._lost_at + grace_s
+
+    def _that_reset(self, num_resets: np.ndarray) -> set[int]:
+        """Return the workers that are in a reset, or have made one since there were so many of each env."""
+        words = self.slab.words
+        have_reset = set(self.worker_of[words["resets"] != num_resets].tolist())
+        return have_reset | {w for w in self.worker_ids if describe_phase(int(words["phase"][w]))[0] == "reset"}
 
     def hail(self) -> None:
         """Have whoever waits in `wait_some` return with what there is, until `unhail`. From any thread."""
@@ -263,21 +341,22 @@ class WorkerPool:
                     if passed_s >= 0:
                         self._succeed(worker_id)
                 elif self.crew.has_answered(worker_id) or (limit is not None and passed_s > limit):
-                    self._finish_restart(worker_id)
-                    self._rings[worker_id]()
+                    self._take_up(worker_id)
             except EnvherdError as error:
                 self.outcome.losses[worker_id] = error
+        self._is_reading = False
         for worker_id in self._owing():
             if worker_id in self._rebuilding or worker_id in self.lost:
                 continue
             has_exited = self.crew.workers[worker_id].has_exited()
             self.crew.drain(worker_id)
+            self._is_reading |= self.crew.workers[worker_id].channel.is_in_frame
             if has_exited:
                 self._declare_lost(worker_id, self._death(worker_id))
 
-    def _give_up_late(self, timeout_s: float) -> None:
+    def _give_up_late(self, timeout_s: float, excused: set[int]) -> None:
         for worker_id in self._owing():
-            if worker_id in self._rebuilding:
+            if worker_id in self._rebuilding or worker_id in excused:
                 continue
             phase, env_id = describe_phase(int(self.slab.words["phase"][worker_id]))
             env_ids = self.blueprint.blocks[worker_id]
@@ -290,12 +369,12 @@ class WorkerPool:
     def _declare_lost(self, worker_id: int, error: EnvherdError) -> None:
         """Take a worker out of service: its words are the parent's now."""
         self.num_losses += 1
+        self._lost_at = time.monotonic()
         self.lost[worker_id] = error
         self.outcome.losses[worker_id] = error
         self.crew.workers[worker_id].kill()
-        env_ids = list(self.blueprint.blocks[worker_id])
-        self._reply_seq[env_ids] = self._command_seq[env_ids]
-        self._status[env_ids] = 0
+        self._forfeit(worker_id)
+        log.warning("%s", error)
 
     def _collect(self) -> None:
         """Read the messages that the status words announce into `outcome`."""
@@ -327,11 +406,9 @@ class WorkerPool:
 
     def seed(self, root_seed: int) -> None:
         """Use a new root seed in every worker."""
-        self.crew.root_seed = root_seed
-        self._revive(self.worker_ids)
+        self._refuse_lost(self.worker_ids)
         self.slab.words["episode"][:] = 0  # the workers will do so too; one that has died unnoticed would not
-        for worker_id in self.worker_ids:
-            self.crew.mail(worker_id, messages.Seed(root_seed=root_seed))
+        self.crew.seed(root_seed)
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Ask envs `env_ids` for something that is not a step; see `messages.Ask`.
@@ -392,13 +469,12 @@ class WorkerPool:
         return Segment.create(nbytes, "envherd-rollout", is_prefaulted=False)
 
     def attach_storage(self, target: int, plan: StoragePlan, segment: Segment) -> None:
-        """Have every worker map a rollout storage as `target`."""
-        self._revive(self.worker_ids)
+        """Make every worker map a rollout storage as `target`."""
+        self._refuse_lost(self.worker_ids)
         self.crew.attach_storage(target, plan, segment)
 
     def detach_storage(self, target: int) -> None:
-        """Have every worker forget a rollout storage."""
-        self._revive(self.worker_ids)
+        """Make every worker forget a rollout storage."""
         self.crew.detach_storage(target)
 
     # ---- facts about workers -----------------------------------------------------------------
@@ -428,9 +504,9 @@ class WorkerPool:
         if delay_s is None:
             raise self.lost[worker_id]
         self._leave(worker_id, delay_s)
+        self.lost.pop(worker_id, None)
         if not delay_s:
             self._succeed(worker_id)
-        del self.lost[worker_id]
 
     def is_serving(self, worker_id: int) -> bool:
         """Return whether a worker is there: neither lost nor being replaced."""
@@ -447,15 +523,29 @@ class WorkerPool:
         self._rebuilding[worker_id] = time.monotonic() + delay_s
 
     def _succeed(self, worker_id: int) -> None:
-        """Start the successor of a worker that has ended or is to be ended."""
+        """Start the successor of a worker that has ended or is to be ended.
+
+        Raises:
+            WorkerLost: no process can be started; the worker is lost.
+        """
         words = self.slab.words
         words["mail_seq"][worker_id] = words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
             pass  # tokens that its predecessor did not take
-        with messages.uninterrupted():  # the wait inside is for the death of a process that was killed
+        try:
             self.crew.replace(worker_id)
-            self._rebuilding[worker_id] = time.monotonic()
-            self._leaving.discard(worker_id)
+        except EnvherdError as error:
+            self._give_up_on(worker_id, error)
+            raise
+        self._rebuilding[worker_id] = time.monotonic()
+        self._leaving.discard(worker_id)
+
+    def _refuse_lost(self, worker_ids: Iterable[int]) -> None:
+        """Raise the loss of a worker that is lost and stays so."""
+        if self.lost and self.options.on_worker_loss != "restart":
+            for worker_id in worker_ids:
+                if worker_id in self.lost:
+                    raise self.lost[worker_id]
 
     def _revive(self, worker_ids: Iterable[int]) -> None:
         """Make sure that workers are in service before they are given something to do.
@@ -467,27 +557,49 @@ class WorkerPool:
         """
         if not (self.lost or self._rebuilding):
             return
+        self._refuse_lost(worker_ids)
         for worker_id in worker_ids:
-            if worker_id in self.lost and self.options.on_worker_loss != "restart":
-                raise self.lost[worker_id]
-            if worker_id in self._rebuilding:
-                self._finish_restart(worker_id)
+            while worker_id in self._rebuilding:
+                if worker_id in self._leaving:
+                    time.sleep(max(0.0, self._rebuilding[worker_id] - time.monotonic()))
+                    self._succeed(worker_id)
+                self._take_up(worker_id)
 
-    def _finish_restart(self, worker_id: int) -> None:
-        if worker_id in self._leaving:
-            time.sleep(max(0.0, self._rebuilding[worker_id] - time.monotonic()))
-            self._succeed(worker_id)
-        self._rebuilding.pop(worker_id)
-        try:
-            self._check_specs(worker_id, self.crew.collect_specs(worker_id))
-            self.crew.attach(worker_id)
-        except BaseException as error:
-            if not isinstance(error, EnvherdError):  # an interrupt: it is begun anew when it is needed
+    def _take_up(self, worker_id: int) -> None:
+        """Wait until a successor has built its envs, and put it into service; begin to replace one that cannot.
+
+        Raises:
+            WorkerLost, WorkerTimeout, ...: it did not come up, and no further successor is allowed.
+        """
+        if not self.crew.workers[worker_id].is_attached:  # an interrupt may have come right after that
+            try:
+                self._check_specs(worker_id, self.crew.collect_specs(worker_id))
+                self.crew.attach(worker_id)
+            except EnvherdError as error:
+                self._try_another(worker_id, error)
+                return
+            except BaseException:  # an interrupt: begin again when the worker is needed
                 self._leave(worker_id)
                 raise
-            self._declare_lost(worker_id, error)
-            self.begin_restart(worker_id)
-            self._finish_restart(worker_id)
+        self._rebuilding.pop(worker_id, None)
+        self._knock(worker_id)
+
+    def _try_another(self, worker_id: int, error: EnvherdError) -> None:
+        """Begin to replace a successor that did not come up. What its envs owe stays owed."""
+        self.num_losses += 1
+        self.crew.workers[worker_id].kill()
+        delay_s = self._restarts.next_delay_s(worker_id)
+        if delay_s is None:
+            self._give_up_on(worker_id, error)
+            raise error
+        log.warning("%s Another process is started in its place.", error)
+        self._leave(worker_id, delay_s)
+
+    def _give_up_on(self, worker_id: int, error: EnvherdError) -> None:
+        """Take a worker that was being replaced for lost."""
+        self._declare_lost(worker_id, error)
+        self._leaving.discard(worker_id)
+        self._rebuilding.pop(worker_id, None)
 
     def _check_specs(self, worker_id: int, specs: list[EnvSpec]) -> None:
         for env_id, spec in zip(self.blueprint.blocks[worker_id], specs, strict=True):

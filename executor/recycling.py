@@ -96,7 +96,7 @@ class Recycler:
     def before_resets(self, env_ids: np.ndarray) -> None:
         """Replace the workers that are due and all of whose envs are about to be reset."""
         for worker_id in self._whole_workers(env_ids):
-            if self._is_due(worker_id, num_begun=0):
+            if self._is_due(worker_id, num_begun=0) and self._are_reset_whole(worker_id):
                 self._replace(worker_id)
 
     def after_steps(self, env_ids: np.ndarray, columns: np.ndarray) -> list[int]:
@@ -113,7 +113,7 @@ class Recycler:
         column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
         with keeping_steps(self._engine.rows, env_ids, columns):
             for worker_id in self._whole_workers(env_ids):
-                if self._is_due(worker_id, num_begun=1):
+                if self._is_due(worker_id, num_begun=1) and not self._has_batches(worker_id):
                     ids = np.array(self._pool.blueprint.blocks[worker_id])
                     self._renew(worker_id, ids, np.array([column_of[i] for i in ids.tolist()]))
                     replaced += ids.tolist()
@@ -138,6 +138,19 @@ class Recycler:
         counts = np.bincount(self._pool.worker_of[env_ids], minlength=self._pool.num_workers)
         blocks = self._pool.blueprint.blocks
         return [w for w in np.flatnonzero(counts).tolist() if counts[w] == len(blocks[w]) and self._pool.is_serving(w)]
+
+    def _has_batches(self, worker_id: int) -> bool:
+        """Return whether an env of a worker is a batch: where a part of it has ended, the rest is in mid-episode."""
+        return any(self._engine.specs[env_id].batch_shape for env_id in self._pool.blueprint.blocks[worker_id])
+
+    def _are_reset_whole(self, worker_id: int) -> bool:
+        """Return whether the reset to come begins all episodes of a worker's envs, where an env is a batch."""
+        rows = self._engine.rows
+        for env_id in self._pool.blueprint.blocks[worker_id]:
+            mask = rows.slab.groups[rows.group_of[env_id]].inputs.get(("reset_mask",))
+            if mask is not None and not mask[rows.row_of[env_id]].all():
+                return False
+        return True
 
     def _is_due(self, worker_id: int, num_begun: int) -> bool:
         options, resets = self._engine.options, self._resets(worker_id)

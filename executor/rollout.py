@@ -107,14 +107,12 @@ class RolloutRunner:
             lease = reused or self._shelf.lend(max_steps)
             run = _Run(engine, lease, policy or env.rand_action, watch, break_when_any_done=break_when_any_done)
             run.carried = Carried(engine.known, None if auto_reset else tensordict, primer)
-            engine.is_rolling = True
             try:
                 run.start(auto_reset=auto_reset)
                 num_steps = run.go(max_steps)
                 data = run.result(num_steps)
             finally:
                 run.park()
-                engine.is_rolling = False
                 self._shelf.settle(lease)
         return finish(data)
 
@@ -148,6 +146,7 @@ class _Run:
         self._next_done = [group["next", "done"] for group in lease.storage.columns]
         self.carried = Carried(engine.known, None, None)
         self._fresh = np.ones(engine.num_envs, bool)
+        self._cut: np.ndarray | None = None  # see `Engine.step_all`
         #: Where the inputs of a step are kept, and where they are read from.
         self._kept_inputs = [
             (columns["input", *leaf.key], group.inputs["input", *leaf.key])
@@ -158,7 +157,7 @@ class _Run:
     def start(self, *, auto_reset: bool) -> None:
         """Reset what is to be reset, and fill column 0 of the root."""
         engine = self._engine
-        self._fresh = engine.reset_for_rollout(auto_reset=auto_reset)
+        self._fresh, self._cut = engine.reset_for_rollout(auto_reset=auto_reset)
         for group, batch in zip(self._lease.storage.columns, self._rows.batches, strict=True):
             ids = np.array(batch.slab.plan.env_ids)
             arrays = batch.gather_roots(self._rows.columns[ids], self._rows.in_root[ids], self._rows.row_of[ids])
@@ -177,17 +176,23 @@ class _Run:
             is_last = step == num_steps - 1
             if self._rows.has_side:
                 self._side_roots.append(dict(self._rows.side_root))
-            acted = self._act(step)
+            with self._engine.rolling():
+                acted = self._act(step)
             op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
             self._is_under_way = True
-            self._engine.run_all(op, self._lease.target, step)
-            self._settle(op, step, is_last=is_last)
+            cut, self._cut = self._cut, None
+            roots = {} if cut is None else {env_id: self._copy_root(env_id, step) for env_id in cut.tolist()}
+            self._engine.run_all(op, self._lease.target, step, cut)
+            for env_id, root in roots.items():
+                self._cut_off(env_id, root, step)
+            self._settle(op, step, cut, is_last=is_last)
             self._section = "next"
             self._is_under_way = False
             if self._rows.has_side:
                 self._side_nexts.append(dict(self._rows.side_next))
             if self._callback is not None:
-                self._callback(acted)
+                with self._engine.rolling():
+                    self._callback(acted)
             if self.carried.is_in_use:
                 self._fresh = self._ended_at(step) & (op == Op.STEP_RESET)
             if self._breaks and any(done[:, step].any() for done in self._next_done):
@@ -231,11 +236,29 @@ class _Run:
             tds.append(td)
         return stack_groups(tds, rows.places)
 
-    def _settle(self, op: Op, step: int, *, is_last: bool) -> None:
+    def _copy_root(self, env_id: int, step: int) -> dict[Any, np.ndarray]:
+        group, row = self._rows.places[env_id]
+        columns = self._lease.storage.columns[group]
+        return {name[1:]: _row(array, row, step).copy() for name, array in columns.items() if name[0] == "root"}
+
+    def _cut_off(self, env_id: int, root: dict[Any, np.ndarray], step: int) -> None:
+        """Write the interrupted row of an env that was reset in place of a step; see `Engine.step_all`."""
+        group, row = self._rows.places[env_id]
+        columns = self._lease.storage.columns[group]
+        for key, last in root.items():
+            array = columns["root", *key]
+            if step + 1 < array.shape[1]:
+                array[row, step + 1] = array[row, step]
+            array[row, step] = last
+        self._end_row(env_id, step)
+
+    def _settle(self, op: Op, step: int, cut: np.ndarray | None, *, is_last: bool) -> None:
         """Deal with what happened besides the rows."""
         engine, rows = self._engine, self._rows
         if rows.has_interrupted:
             rows.interrupted[:] = False
+        if cut is not None:
+            engine.note_interrupted(cut)
         if engine.pool.outcome:
             outcome = engine.pool.take_outcome()
             rows.note_side(outcome.side)
@@ -244,7 +267,7 @@ class _Run:
             for env_id in [*lost.tolist(), *outcome.faults]:
                 self._end_row(env_id, step)
             self._section = "next"
-            error = engine.first_error(outcome.losses, outcome.faults)
+            error = engine.replace_lost(outcome.losses) or engine.fault_error(outcome.faults)
             if error is not None:
                 raise error
             if len(lost):

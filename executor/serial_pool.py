@@ -23,7 +23,6 @@ from envherd.executor.residence import Residence, lives_on
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.workers import messages, plain, seeding
 from envherd.workers.adapters import Adapter
-from envherd.workers.asking import answer
 from envherd.workers.block import Block
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.factory import Builder, Factory
@@ -55,6 +54,7 @@ class SerialPool:
         self.num_workers = 0
         self.num_losses = 0
         self.worker_of = np.zeros(self.num_envs, np.int64)
+        self.forfeited = np.zeros(self.num_envs, bool)
         self.outcome = Outcome()
         self.lost: dict[int, EnvherdError] = {}
         self.workers: list[Any] = []
@@ -161,11 +161,22 @@ class SerialPool:
         """Number of the latest command."""
         return self._number
 
-    def wait_all(self, timeout_s: float | None) -> None:
-        """Everything submitted is done already."""
+    def await_workers(self, env_ids: np.ndarray) -> None:
+        """There are none to wait for."""
 
-    def wait_some(
-        self, env_ids: np.ndarray, count: int, timeout_s: float | None, *, kill_late: bool = True
+    def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
+        """Return True: everything submitted is done already."""
+        return True
+
+    def wait_some(  # as of `WorkerPool`
+        self,
+        env_ids: np.ndarray,
+        count: int,
+        timeout_s: float | None,
+        more_for_resets_s: float | None = 0.0,
+        *,
+        kill_late: bool = True,
+        through_losses: bool = False,
     ) -> np.ndarray:
         """Return the envs, oldest command first: all have answered."""
         return env_ids[self.slab.words["command_seq"][env_ids].argsort(kind="stable")]
@@ -190,7 +201,7 @@ class SerialPool:
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """See `WorkerPool.ask`."""
         message = messages.Ask(what=what, env_ids=tuple(env_ids), **question)
-        reply = answer(message, self._adapters, pickle_replies=self.options.pickle_replies)
+        reply = self._block.ask(message, pickle_replies=self.options.pickle_replies)
         if reply["kind"] == "fault":
             raise env_error([reply], 0, os.getpid())
         return dict(zip(env_ids, reply["values"], strict=True))

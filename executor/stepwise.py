@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
@@ -53,26 +54,27 @@ class StepwiseRun:
     def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
         """Return `[N, t]`, on the device."""
         engine, rows = self._engine, self._engine.rows
-        fresh = engine.reset_for_rollout(auto_reset=auto_reset)
+        fresh, cut = engine.reset_for_rollout(auto_reset=auto_reset)
         root = rows.current(engine.all_ids)
         for step in range(max_steps):
             self._carried.hand_over(root, fresh)
             is_last = step == max_steps - 1
-            root = self._step(root, Op.STEP if is_last or self._breaks else Op.STEP_RESET)
+            root = self._step(root, Op.STEP if is_last or self._breaks else Op.STEP_RESET, cut)
             fresh = rows.in_root.copy()
-            if self._breaks and rows.has_ended:
+            if self._breaks and (rows.has_ended or cut is not None):
                 break
+            cut = None
         data: Any = torch.stack(self._steps, 1)
         data.refine_names(..., "time")
         return data
 
-    def _step(self, root: TensorDictBase, op: Op) -> TensorDictBase:
+    def _step(self, root: TensorDictBase, op: Op, cut: np.ndarray | None) -> TensorDictBase:
         """Make one step; return the root after it."""
         engine = self._engine
         with engine.rolling():
             acted = check_acted(self._policy(root))
         self._carried.keep(acted)
-        next_td, after = engine.step_all(acted, op)
+        next_td, after = engine.step_all(acted, op, cut)
         if after is None:
             after = next_td.select(*self._root_keys, strict=False)
         if self._carried.state is not None:

@@ -34,7 +34,11 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "resets": ("env", "worker", "resets that returned, ever"),
     "turn": ("env", "parent", "with reset-ahead: who serves it, and what its spare is to prepare: see workers.ahead"),
     "ends": ("env", "worker", "steps after which the env (or a part of it) had ended, ever"),
-    "mail_seq": ("worker", "parent", "messages put on the worker's socket so far"),
+    "mail_seq": (
+        "worker",
+        "parent",
+        "number of the latest message that it is to read from its socket",
+    ),
     "ready": ("worker", "worker", "with reset-ahead: 1 + the episode that its env waits at the start of; 0 for none"),
     "answered": ("worker", "worker", "answers that it has counted, ever: see tally"),
     "ring_at": ("worker", "parent", "how many answers of all workers together are worth a ring"),

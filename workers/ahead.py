@@ -74,6 +74,7 @@ class AheadBlock(Block):
         """Reset the env for an episode to come, and keep what it gives."""
         (slot,) = self.slots.values()
         self.forget_ahead()
+        slot.must_reset = True
         self._phase[self.worker_id] = slot.phase_words[Op.RESET]
         seed = self._seed_of(slot, episode)
         try:
@@ -106,7 +107,7 @@ class AheadLoop(Loop):
         (env_id,) = self._latest
         number = words["command_seq"][env_id]  # before the turn: see the module
         turn = words["turn"][env_id]
-        if self._mail_read != words["mail_seq"][worker_id] and not self._check_mail():
+        if self._mail_read < words["mail_seq"][worker_id] and not self._check_mail():
             return
         server, episode = unpack_turn(turn)
         if server != worker_id:

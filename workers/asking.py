@@ -45,8 +45,14 @@ def _answer_one(message: Ask, adapter: Adapter, position: int) -> Any:
         return None
     if message.what == "render":
         return adapter.render()
+    return _answer_about_state(message, adapter, position)
+
+
+def _answer_about_state(message: Ask, adapter: Adapter, position: int) -> Any:
     if message.what == "state_dict":
         return adapter.state_dict()
+    if message.what == "allow_steps":
+        return None
     if message.what == "load_state_dict":
         return adapter.load_state_dict(message.args[position])
     raise ValueError(f"unknown question {message.what!r}")

@@ -19,11 +19,12 @@ import numpy as np
 from envherd.shm.slab import Slab, Storage
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter
+from envherd.workers.asking import answer
 from envherd.workers.checks import Writer
-from envherd.workers.errors import SpecError
+from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.infos import packer
-from envherd.workers.messages import BlockOptions, Prepare
-from envherd.workers.protocol import RING, Op, Status, unpack
+from envherd.workers.messages import STARTS_EPISODES, Ask, BlockOptions, Prepare
+from envherd.workers.protocol import RING, Flag, Op, Status, unpack
 from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
 from envherd.workers.slot import Sink, Slot, compile_step, store, wrong_count
 
@@ -31,7 +32,7 @@ from envherd.workers.slot import Sink, Slot, compile_step, store, wrong_count
 _MAX_REMEMBERED = 4096
 
 # As plain ints: comparing and storing enum members costs more than the step of a small env.
-_STEP_RESET, _RESET = int(Op.STEP_RESET), int(Op.RESET)
+_STEP_RESET, _RESET, _PREPARED = int(Op.STEP_RESET), int(Op.RESET), int(Flag.PREPARED)
 _OK, _FAILED, _SIDE = int(Status.OK), int(Status.FAILED), int(Status.SIDE)
 
 Report = Callable[[dict[str, Any]], None]
@@ -115,6 +116,16 @@ class Block:
         """Keep the extras of an env's next command."""
         self.slots[message.env_id].prepared = message
 
+    def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
+        """Do something with envs that is not a step; return the plain answer."""
+        reply = answer(message, {i: slot.adapter for i, slot in self.slots.items()}, pickle_replies=pickle_replies)
+        if message.what in STARTS_EPISODES and reply["kind"] == "values":
+            for env_id in message.env_ids:
+                slot = self.slots[env_id]
+                slot.must_reset = slot.has_ended = False
+                slot.last_done = np.zeros(slot.spec.batch_shape, bool) if slot.spec.batch_shape else False
+        return reply
+
     def lend(self, env_id: int, values: list[Any]) -> None:
         """Have an env that takes tensors read these in its next step, one per input leaf, instead of the slab's."""
         self.slots[env_id].lent = values
@@ -128,17 +139,21 @@ class Block:
 
     def execute(self, env_id: int, command: int) -> int:
         """Carry out one command for one env and say how it ended; what the env raises is reported."""
-        op, target, column, _ = self._unpacked.get(command) or self._unpack(command)
+        op, target, column, flags = self._unpacked.get(command) or self._unpack(command)
         slot = self.slots[env_id]
+        if op == _RESET and not flags & _PREPARED:
+            slot.prepared = None
         self._phase[self.worker_id] = slot.phase_words[op]
         try:
             self._carry_out(slot, slot.sinks[target], op, column)
             return self._tell(slot) if slot.has_news or slot.has_side or slot.infos else _OK
         except self.passes:
             slot.prepared = None
+            slot.must_reset = True
             raise
         except BaseException as error:  # whatever it is, SystemExit too, it is this env's and not the worker's
             slot.prepared = None
+            slot.must_reset = True
             slot.infos.clear()
             if isinstance(error, SpecError) and slot.adapter.origin:
                 error = SpecError(f"{error} Built by {slot.adapter.origin}.").with_traceback(error.__traceback__)
@@ -149,6 +164,11 @@ class Block:
         if op == _RESET:
             self._reset(slot, sink, column, slot.reset_mask)
             return
+        if slot.must_reset or slot.has_ended:
+            raise InternalError(
+                f"step failed: expected a running env, got env {slot.env_id} that has ended, has raised, or was never "
+                f"reset. It was not stepped."
+            )
         slot.phase = "step"
         step = sink.step
         observation = self._step(slot, sink, column) if step is None else step(column)
@@ -211,6 +231,7 @@ class Block:
 
     def _reset(self, slot: Slot, sink: Sink, column: int, mask: np.ndarray | None) -> None:
         slot.phase = "reset"
+        self._phase[self.worker_id] = slot.phase_words[_RESET]
         prepared, slot.prepared = slot.prepared, None
         episodes = self._words["episode"]
         episode = episodes[slot.env_id]
@@ -223,6 +244,7 @@ class Block:
         episodes[slot.env_id] = episode + 1
         observation = self._begin_episode(slot, seed, options, inner)
         self._words["resets"][slot.env_id] += 1
+        slot.must_reset = False
         if self._pack_info is not None:
             self._note_info(slot, "root")
         slot.last_done = False if inner is None else slot.last_done & ~inner

@@ -32,7 +32,6 @@ from envherd.shm.slab import Slab, Storage
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages, seeding
 from envherd.workers.ahead import AheadBlock, AheadLoop
-from envherd.workers.asking import answer
 from envherd.workers.block import Block
 from envherd.workers.factory import Builder
 from envherd.workers.loop import Loop
@@ -57,7 +56,7 @@ def main(sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, A
     _listen_for_stack_requests(log_fd)
     _apply(config)
     try:
-        Worker(messages.Channel(sock), log_fd).serve()
+        Worker(messages.WorkerChannel(sock), log_fd).serve()
     except (EOFError, ConnectionError):
         os._exit(1)
     with contextlib.suppress(Exception):
@@ -120,7 +119,7 @@ def _apply(config: dict[str, Any]) -> None:
 class Worker:
     """One worker: a block of envs, its memory, and the socket to the parent."""
 
-    def __init__(self, channel: messages.Channel, log_fd: int) -> None:
+    def __init__(self, channel: messages.WorkerChannel, log_fd: int) -> None:
         self._channel = channel
         self._log_fd = log_fd
         self._fds: list[int] = []
@@ -142,19 +141,21 @@ class Worker:
     def serve(self) -> None:
         """Handle messages, then commands and messages, until `Close`."""
         while self._loop is None:
-            if not self._read_mail():
+            if self._read_mail() is None:
                 return
         self._loop.run()
 
-    def _read_mail(self) -> bool:
+    def _read_mail(self) -> int | None:
+        """Handle one message; return its number, or None to leave."""
         message, fds = self._channel.receive_message()
+        number = self._channel.number
         if isinstance(message, messages.Close):
             self._close()
-            return False
+            return None
         self._fds = fds
         self._handlers[type(message)](message)
         self._trim_log()
-        return True
+        return number
 
     def _on_build(self, message: messages.Build) -> None:
         self._build = message
@@ -189,7 +190,7 @@ class Worker:
         done = Doorbell.attach(buffer, message.plan.bells_offset)
         go = Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id))
         kind = AheadLoop if isinstance(self._block, AheadBlock) else Loop
-        self._loop = kind(self._block, self._slab, (go, done), self._read_mail, self._trim_log)
+        self._loop = kind(self._block, self._slab, (go, done), self._read_mail, self._trim_log, self._channel.number)
         self._channel.send_plain({"kind": "attached"})
 
     def _on_attach_storage(self, message: messages.AttachStorage) -> None:
@@ -211,8 +212,7 @@ class Worker:
     def _on_ask(self, message: messages.Ask) -> None:
         assert self._block is not None
         assert self._build is not None
-        adapters = {env_id: slot.adapter for env_id, slot in self._block.slots.items()}
-        reply = answer(message, adapters, pickle_replies=self._build.pickle_replies)
+        reply = self._block.ask(message, pickle_replies=self._build.pickle_replies)
         if not message.is_silent:
             self._channel.send_plain(reply)
         elif isinstance(self._block, AheadBlock):

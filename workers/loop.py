@@ -29,8 +29,9 @@ class Loop:
         block: carries commands out.
         slab: where commands are read and answers are written.
         bells: `go`, which wakes this loop, and `done`, which wakes the parent.
-        read_mail: handles one message; returns False to leave.
+        read_mail: handles one message and returns its number, or None to leave.
         tidy: called now and then.
+        mail_read: number of the latest message that was read.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class Loop:
         block: Block,
         slab: Slab,
         bells: tuple[Doorbell, Doorbell],
-        read_mail: Callable[[], bool],
+        read_mail: Callable[[], int | None],
         tidy: Callable[[], None],
+        mail_read: int = 0,
     ) -> None:
         self._block = block
         self._go, self._done = bells
@@ -50,7 +52,7 @@ class Loop:
         self._counter = Counter(self._words, block.worker_id)
         replies = self._words["reply_seq"]
         self._latest = {env_id: replies[env_id] for env_id in block.slots}
-        self._mail_read = 0
+        self._mail_read = mail_read
         self._num_scans = 0
 
     def run(self) -> None:
@@ -76,10 +78,11 @@ class Loop:
         sent = self._words["mail_seq"]
         worker_id = self._block.worker_id
         while self._mail_read < sent[worker_id]:
-            self._mail_read += 1
-            if not self._read_mail():
+            number = self._read_mail()
+            if number is None:
                 self._is_leaving = True
                 return False
+            self._mail_read = number
         return True
 
     def _scan(self) -> None:
@@ -93,7 +96,7 @@ class Loop:
         if len(pending) > 1 and commands[pending[0]] & _EACH:
             pending.sort(key=numbers.__getitem__)  # sent one by one: the longest waiting first
         # What came by mail for these commands was sent before their numbers were written.
-        if self._mail_read != self._words["mail_seq"][self._block.worker_id] and not self._check_mail():
+        if self._mail_read < self._words["mail_seq"][self._block.worker_id] and not self._check_mail():
             return
         if not pending:
             return

@@ -2,21 +2,25 @@
 
 Parent to worker: one of the dataclasses below, pickled (the parent is trusted: it is the same user's
 program). Worker to parent: a plain dict (`workers.plain`), never a pickle. A frame on the wire is a
-head (length of the payload, number of descriptors that ride along) and the payload.
+head (length of the payload, number of the message, number of descriptors that ride along) and the payload.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import os
 import pickle
 import signal
 import socket
 import struct
+import threading
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -26,8 +30,9 @@ from envherd.workers.adapters.info_leaves import InfoKeys
 from envherd.workers.adapters.registry import EnvType
 from envherd.workers.infos import InfoPolicy
 
-_HEAD = struct.Struct("<QI")
+_HEAD = struct.Struct("<QQI")
 _MAX_FDS = 4
+_SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL  # SIGPIPE would end a program that leaves it at its default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +129,8 @@ class Prepare:
 
 #: The questions whose `args` hold one item for each env that is asked.
 PER_ENV = frozenset({"set", "each", "load_state_dict"})
+#: The questions after which envs may be stepped, whether or not they were reset.
+STARTS_EPISODES = frozenset({"load_state_dict", "allow_steps"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +138,10 @@ class Ask:
     """Do something with envs that is not a step; answered by one value per env.
 
     `what` is "call", "each" (a call with one argument, each env its own), "get", "has" (whether a "get"
-    would find something), "set", "layers" (the classes of an env and its wrappers), "render", "state_dict" or
-    "load_state_dict"; `number` comes back with the answer, so that the answer to a question whose asker was
-    interrupted is not taken for the next one's. An `is_silent` one is not answered, whatever comes of it.
+    would find something), "set", "layers" (the classes of an env and its wrappers), "render", "state_dict",
+    "load_state_dict" or "allow_steps" (let envs be stepped that were never reset); `number` comes back with the
+    answer, so that the answer to a question whose asker was interrupted is not taken for the next one's. An
+    `is_silent` one is not answered, whatever comes of it.
     """
 
     what: str
@@ -174,14 +182,47 @@ class Close:
 Message = Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Probe | Close
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C off for as long as this lasts; nothing inside may wait."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+#: Signals whose handlers programs write in python, and may raise in.
+_PUT_OFF = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT
+)  # fmt: skip
+
+
+class uninterrupted:  # noqa: N801  # used as a function
+    """Put off the signal handlers of this program until the block ends; nothing inside may wait for long.
+
+    For a few lines that gain or give up processes and descriptors. Python runs handlers in the main thread alone, so
+    elsewhere there is nothing to put off. Masking a signal would not do: another thread of the process would take it.
+    """
+
+    def __enter__(self) -> None:
+        self._arrived: list[int] = []
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            for number in _PUT_OFF:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._before[number] = handler
+                    signal.signal(number, lambda number, _: self._arrived.append(number))
+        except BaseException:
+            self._restore()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+        for number in self._arrived:
+            signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        """Put the handlers back, that of Ctrl-C last, whatever the others raise meanwhile."""
+        try:
+            for number, handler in reversed(self._before.items()):
+                signal.signal(number, handler)
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
 
 def _dumps(message: Message) -> bytes:
@@ -189,102 +230,179 @@ def _dumps(message: Message) -> bytes:
     return bytes(cloudpickle.dumps(message))
 
 
+def _frames_in(data: bytes) -> tuple[list[tuple[int, bytes, int]], bytes]:
+    """Return the complete frames at the start of a stream, as (number, payload, descriptors), and the rest."""
+    frames, begin = [], 0
+    while len(data) >= begin + _HEAD.size:
+        size, number, num_fds = _HEAD.unpack_from(data, begin)
+        end = begin + _HEAD.size + size
+        if len(data) < end:
+            break
+        frames.append((number, data[begin + _HEAD.size : end], num_fds))
+        begin = end
+    return frames, data[begin:]
+
+
+class _Descriptors:
+    """Copies of file descriptors, closed with this object."""
+
+    fds: list[int] | tuple[()] = ()
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self.fds = copies = []
+        copies.extend(map(os.dup, fds))
+
+    def __del__(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class _Outgoing(NamedTuple):
+    """A message that is being sent.
+
+    Attributes:
+        number: of the message.
+        data: the frame.
+        descriptors: they go with its first bytes.
+        sent: how many bytes each call has sent.
+    """
+
+    number: int
+    data: memoryview
+    descriptors: _Descriptors
+    sent: list[int]
+
+
+class _Incoming(NamedTuple):
+    """What was received.
+
+    Attributes:
+        frames: decoded, that were not taken yet.
+        pieces: the bytes after them.
+        num_needed: how many bytes the next frame takes; at least.
+    """
+
+    frames: list[dict[str, Any]]
+    pieces: list[bytes]
+    num_needed: int
+
+
 class Channel:
-    """One end of the socket: whole frames in, whole frames out."""
+    """The owner's end of a worker's socket: messages out, plain data in.
+
+    Guarantees: an exception at any bytecode (a signal handler that raises, such as that of Ctrl-C) loses no byte,
+    sends none twice, and leaves no message half counted; the next call continues. No method blocks. Two threads
+    may use a channel at once.
+
+    Each call of the system is made by a C function that also stores its result (`list.extend` over an iterator), as
+    python runs signal handlers between bytecodes only. Everything else is one assignment, or may be repeated.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self._fds: list[int] = []
-        self._received = bytearray()
-        self._unsent: deque[tuple[memoryview, list[int]]] = deque()
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._unsent: deque[_Outgoing] = deque()
+        self._last_sent = 0
+        self._incoming = _Incoming([], [], _HEAD.size)
+        self._receive = functools.partial(sock.recv, 1 << 20, socket.MSG_DONTWAIT)
 
-    def queue_message(self, message: Message, fds: list[int] | None = None) -> None:
-        """Take a message that `flush_nowait` will send; its descriptors stay open until then (parent's side)."""
-        payload = _dumps(message)
-        fds = fds or []
-        self._unsent.append((memoryview(_HEAD.pack(len(payload), len(fds)) + payload), fds))
+    def queue_message(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Take a message for `flush_nowait` to send, and copies of the descriptors that go with it."""
+        payload, number = _dumps(message), next(self._numbers)
+        data = memoryview(_HEAD.pack(len(payload), number, len(fds)) + payload)
+        self._unsent.append(_Outgoing(number, data, _Descriptors(fds), []))
+
+    @property
+    def num_queued(self) -> int:
+        """Number of the latest message that was queued; 0 before the first. Numbers rise, and may leave gaps."""
+        unsent = self._unsent
+        return unsent[-1].number if unsent else self._last_sent
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush_nowait` has something to send."""
+        return bool(self._unsent)
 
     def flush_nowait(self) -> bool:
-        """Send what is queued, as far as the socket takes it now; return whether all of it is sent."""
+        """Send as much of the queued messages as the socket takes; return whether all of it is sent.
+
+        Raises:
+            ConnectionError: the worker has gone.
+        """
         if not self._unsent:
             return True
-        with uninterrupted():
+        with self._lock:
             while self._unsent:
-                data, fds = self._unsent[0]
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-                try:
-                    num_sent = self.sock.sendmsg([data], rights, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    return False
-                self._unsent[0] = (data[num_sent:], [])
-                if num_sent == len(data):
-                    self._unsent.popleft()
+                first = self._unsent[0]
+                while (done := sum(first.sent)) < len(first.data):
+                    rights = array("i", first.descriptors.fds) if not done else None
+                    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+                    arguments = ([first.data[done:]],), (ancillary,), (_SEND_FLAGS,)
+                    try:
+                        first.sent.extend(map(self.sock.sendmsg, *arguments))
+                    except BlockingIOError:
+                        return False
+                self._last_sent = first.number  # before it leaves the queue: see `num_queued`
+                self._unsent.popleft()
         return True
 
-    def send_message(self, message: Message, fds: list[int] | None = None) -> None:
-        """Send a message to a worker that is waiting for one (parent's side); blocks until all of it is sent."""
-        self._send(_dumps(message), fds or [])
-
-    def receive_message(self) -> tuple[Message, list[int]]:
-        """Wait for a message from the parent (worker's side); `EOFError` when the parent has gone."""
-        payload, num_fds = self._receive()
-        fds, self._fds = self._fds[:num_fds], self._fds[num_fds:]
-        message: Message = pickle.loads(payload)
-        return message, fds
-
-    def send_plain(self, value: dict[str, Any]) -> None:
-        """Send plain data to the parent (worker's side)."""
-        self._send(plain.encode(value), [])
-
-    def receive_plain(self) -> dict[str, Any]:
-        """Wait for plain data from the worker (parent's side); `EOFError` when the worker has gone."""
-        value: dict[str, Any] = plain.decode(self._receive()[0])
-        return value
-
     def drain_nowait(self) -> list[dict[str, Any]]:
-        """Return the whole frames that have arrived, without blocking (parent's side)."""
-        while True:
-            try:
-                chunk = self.sock.recv(1 << 20, socket.MSG_DONTWAIT)
-            except (BlockingIOError, ConnectionError):
-                break
-            if not chunk:
-                break
-            self._received += chunk
-        frames = []
-        while (frame := self._take_frame()) is not None:
-            frames.append(plain.decode(frame[0]))
-        return frames
+        """Read what has arrived; return the frames that nobody has taken, oldest first: delete those that you take."""
+        with self._lock:
+            incoming = self._incoming
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                incoming.pieces.extend(iter(self._receive, b""))
+            if incoming.pieces and sum(map(len, incoming.pieces)) >= incoming.num_needed:
+                found, rest = _frames_in(b"".join(incoming.pieces))
+                frames = [*incoming.frames, *(plain.decode(payload) for _, payload, _ in found)]
+                num_needed = _HEAD.size + (_HEAD.unpack_from(rest)[0] if len(rest) >= _HEAD.size else 0)
+                self._incoming = _Incoming(frames, [rest] if rest else [], num_needed)
+            return self._incoming.frames
+
+    @property
+    def is_in_frame(self) -> bool:
+        """Whether a part of a frame has arrived: the worker is writing the rest."""
+        return bool(self._incoming.pieces)
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
         self.sock.close()
 
-    def _send(self, payload: bytes, fds: list[int]) -> None:
-        head = _HEAD.pack(len(payload), len(fds))
-        if fds:
-            socket.send_fds(self.sock, [head], fds)
-            self.sock.sendall(payload)
-        else:
-            self.sock.sendall(head + payload)
 
-    def _receive(self) -> tuple[bytes, int]:
-        while (frame := self._take_frame()) is None:
+class WorkerChannel:
+    """The worker's end: messages in, plain data out. Methods block; signals do not reach a worker.
+
+    Attributes:
+        number: of the latest message that was received.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.number = 0
+        self._fds: list[int] = []
+        self._frames: deque[tuple[int, bytes, int]] = deque()
+        self._rest = b""
+
+    def receive_message(self) -> tuple[Message, list[int]]:
+        """Wait for a message and the descriptors that came with it; `EOFError` when the owner has gone."""
+        while not self._frames:
             chunk, fds, _, _ = socket.recv_fds(self.sock, 1 << 20, _MAX_FDS)
             self._fds += fds
             if not chunk:
                 raise EOFError("the other end has gone")
-            self._received += chunk
-        return frame
+            frames, self._rest = _frames_in(self._rest + chunk)
+            self._frames.extend(frames)
+        self.number, payload, num_fds = self._frames.popleft()
+        fds, self._fds = self._fds[:num_fds], self._fds[num_fds:]
+        message: Message = pickle.loads(payload)
+        return message, fds
 
-    def _take_frame(self) -> tuple[bytes, int] | None:
-        """Return the payload of the next whole frame and how many descriptors belong to it."""
-        if len(self._received) < _HEAD.size:
-            return None
-        size, num_fds = _HEAD.unpack_from(self._received)
-        end = _HEAD.size + size
-        if len(self._received) < end:
-            return None
-        payload = bytes(self._received[_HEAD.size : end])
-        del self._received[:end]
-        return payload, num_fds
+    def send_plain(self, value: dict[str, Any]) -> None:
+        """Send plain data to the owner."""
+        payload = plain.encode(value)
+        self.sock.sendall(_HEAD.pack(len(payload), 0, 0) + payload, _SEND_FLAGS & ~socket.MSG_DONTWAIT)
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self.sock.close()

@@ -52,6 +52,9 @@ class Flag(IntFlag):
     EACH = 1
     """Count the answer, and ring the done doorbell if enough have been counted (`shm.tally`); without it, ring once for
     all commands found together."""
+    PREPARED = 2
+    """The seed and options of this RESET were sent ahead of it. A RESET without it drops what was sent ahead of a
+    command that was refused or broken off."""
 
 
 #: What either side does for a command, in this order.

@@ -67,6 +67,7 @@ class Slot:
         self.last_done: Any = False
         self.last_ends: tuple[Any, Any] = (False, False)  # terminated, truncated of the latest step in which any did
         self.has_ended = False
+        self.must_reset = True  # a step is refused
         self.has_news = False
         self.phase = "step"
         self.infos: dict[str, bytes] = {}

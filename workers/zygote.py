@@ -50,7 +50,7 @@ def main(fd: int) -> None:
     num_threads = len(os.listdir("/proc/self/task"))
     gc.collect()
     gc.freeze()
-    _send(sock, {"failed": failed, "num_threads": num_threads})
+    _send(sock, start, {"failed": failed, "num_threads": num_threads})
     Zygote(sock, must_exec=start["must_exec"] or num_threads > 1).serve()
 
 
@@ -96,8 +96,9 @@ def _receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     return (json.loads(data) if data else None), fds
 
 
-def _send(sock: socket.socket, answer: dict[str, Any]) -> None:
-    sock.send(json.dumps(answer).encode())
+def _send(sock: socket.socket, request: dict[str, Any], answer: dict[str, Any]) -> None:
+    """Answer a request; the owner knows the answer by the request's number."""
+    sock.send(json.dumps({"number": request["number"], **answer}).encode())
 
 
 class Zygote:
@@ -141,15 +142,15 @@ class Zygote:
             return False
         if request["op"] == "fork":
             try:
-                _send(self._sock, {"pid": self._fork(request["config"], fds)})
+                _send(self._sock, request, {"pid": self._fork(request["config"], fds)})
             except OSError as error:  # a limit on processes or memory: this worker cannot be, the others can
-                _send(self._sock, {"error": f"fork: {error}"})
+                _send(self._sock, request, {"error": f"fork: {error}"})
         elif request["op"] == "sweep":
             self._sweep()
-            _send(self._sock, {})
+            _send(self._sock, request, {})
         else:
             self._reap()
-            _send(self._sock, {"status": self._statuses.get(request["pid"])})
+            _send(self._sock, request, {"status": self._statuses.get(request["pid"])})
         return True
 
     def _fork(self, config: dict[str, Any], fds: list[int]) -> int:

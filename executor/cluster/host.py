@@ -119,7 +119,8 @@ class NodeHost:
         diagnosis.numbering = diagnosis.Numbering(share.first_env_id, share.first_worker_id, report.place)
         blocks = spread(len(share.factories), share.num_workers)
         blueprint = Blueprint(share.factories, share.env_kwargs, blocks, share.root_seed, share.preload)
-        pool = WorkerPool(blueprint, share.options)
+        options = dataclasses.replace(share.options, loss_grace_s=None)  # an answer is of all envs that were asked
+        pool = WorkerPool(blueprint, options)
         try:
             pool.start()
         except EnvherdError as error:
@@ -127,7 +128,7 @@ class NodeHost:
             return error
         self._share = share
         self._pool = pool
-        self._env = BatchedEnv(pool, seed=share.root_seed, device=None, copy=True, options=share.options)
+        self._env = BatchedEnv(pool, seed=share.root_seed, device=None, copy=True, options=options)
         self._rows = self._env.engine.rows
         self._end = End(pool.slab, pool.plan)
         self._all_ids = np.arange(pool.num_envs)
@@ -179,6 +180,8 @@ class NodeHost:
         self._recycle_before(order)
         for extra in order.extras:
             pool.prepare(extra)
+        if order.extras:
+            flags |= Flag.PREPARED
         if order.inputs is not None:
             self._end.unpack_inputs(order.inputs, order.ids)
         if order.ids is None:
@@ -219,9 +222,9 @@ class NodeHost:
 
     def _wait_for(self, ids: np.ndarray, order: Order) -> None:
         if order.ids is None:
-            self._pool.wait_all(order.timeout_s)
+            self._pool.wait_all(order.timeout_s, self._pool.options.reset_timeout_s)
         else:
-            self._pool.wait_some(ids, len(ids), order.timeout_s)
+            self._pool.wait_some(ids, len(ids), order.timeout_s, self._pool.options.reset_timeout_s)
 
     def submit(self, order: Order) -> EnvherdError | None:
         """Begin an order whose answers `collect` brings, env by env."""
@@ -251,7 +254,7 @@ class NodeHost:
                 if not len(sent):
                     return Reply(ids=_NOBODY, numbers=_NOBODY)
                 left = None if timeout_s is None else max(0.0, self._sent_at + timeout_s - time.monotonic())
-                ready = self._pool.wait_some(sent, 1, left)
+                ready = self._pool.wait_some(sent, 1, left, self._pool.options.reset_timeout_s)
                 if len(ready) or self._pool.outcome:
                     return self._collected(ready)
             finally:

@@ -66,6 +66,7 @@ class ClusterPool(WorkerFacts):
         self.worker_of = np.repeat(np.arange(self.num_workers), [len(b) for b in blueprint.blocks])
         self.share_of = np.repeat(np.arange(len(shares)), [share.num_envs for share in shares])
         self.lost: dict[int, EnvherdError] = {}
+        self.forfeited = np.zeros(self.num_envs, bool)
         self.num_losses = 0
         self.outcome = Outcome()
         self.lenders: dict[int, Lend] = {}  # hosts read their inputs from the slab
@@ -107,6 +108,7 @@ class ClusterPool(WorkerFacts):
         self._number += 1
         self._is_under_way[:] = False
         self._is_each[:] = False
+        self.forfeited[:] = False
         self._command_seq.fill(self._number)
         self._targets = {self._number: target}
         self._columns.fill(column)
@@ -123,7 +125,10 @@ class ClusterPool(WorkerFacts):
     ) -> None:
         """Give some envs a command each, at ring columns of their own; see `WorkerPool.submit`."""
         assert target == RING
-        self._revive(np.unique(self.worker_of[env_ids]).tolist())
+        self.await_workers(env_ids)
+        if not flags & Flag.PREPARED:  # what is kept was for resets that were refused
+            for env_id in env_ids[np.broadcast_to(np.asarray(op) == Op.RESET, len(env_ids))].tolist():
+                self._extras.pop(env_id, None)
         self._submit(env_ids, op, columns, flags)
         self._answer_for_lost()
 
@@ -139,6 +144,7 @@ class ClusterPool(WorkerFacts):
         self._is_under_way[env_ids] = False
         self._is_each[env_ids] = bool(flags & Flag.EACH)
         self._columns[env_ids] = columns
+        self.forfeited[env_ids] = False
         self._command_seq[env_ids] = self._number
         for share_id in np.unique(self.share_of[env_ids]).tolist():
             share = self.shares[share_id]
@@ -207,10 +213,16 @@ class ClusterPool(WorkerFacts):
     def _answer_for_lost(self) -> None:
         """Let commands to workers that had been lost before end in that loss at once."""
         for worker_id, error in self.lost.items():
-            env_ids = list(self.blueprint.blocks[worker_id])
-            if (self._command_seq[env_ids] != self._reply_seq[env_ids]).any():
-                self._reply_seq[env_ids] = self._command_seq[env_ids]
+            if self._forfeit(worker_id):
                 self.outcome.losses[worker_id] = error
+
+    def _forfeit(self, worker_id: int) -> bool:
+        """Take what a lost worker's envs owe as answered; return whether they owed anything."""
+        env_ids = np.array(self.blueprint.blocks[worker_id])
+        owing = env_ids[self._command_seq[env_ids] != self._reply_seq[env_ids]]
+        self.forfeited[owing] = True  # first: an interrupt must not leave an answer that no worker gave
+        self._reply_seq[owing] = self._command_seq[owing]
+        return bool(len(owing))
 
     def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
         """Return what happened since the last call, and forget it; see `WorkerPool.take_outcome`."""
@@ -223,14 +235,30 @@ class ClusterPool(WorkerFacts):
 
     # ---- waiting -----------------------------------------------------------------------------
 
-    def wait_all(self, timeout_s: float | None) -> None:  # noqa: ARG002  # the hosts keep the deadline
-        """Wait for every outstanding answer; what else happened is in `outcome`. The hosts keep the deadline."""
+    def await_workers(self, env_ids: np.ndarray) -> None:
+        """Raise the loss of a worker of some envs that stays lost, before anything is given to it."""
+        if self.lost:
+            self._revive(np.unique(self.worker_of[env_ids]).tolist())
+
+    def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:  # noqa: ARG002
+        """Wait for every outstanding answer and return True; what else happened is in `outcome`.
+
+        The hosts keep the deadline.
+        """
         while self._command_seq.tobytes() != self._reply_seq.tobytes():
             self.post.take(None)
         self._raise_failure()
+        return True
 
-    def wait_some(
-        self, env_ids: np.ndarray, count: int, timeout_s: float | None, *, kill_late: bool = True
+    def wait_some(  # as of `WorkerPool`
+        self,
+        env_ids: np.ndarray,
+        count: int,
+        timeout_s: float | None,
+        more_for_resets_s: float | None = 0.0,  # noqa: ARG002  # the hosts keep the deadline
+        *,
+        kill_late: bool = True,
+        through_losses: bool = False,  # noqa: ARG002  # it always does
     ) -> np.ndarray:
         """Wait until at least `count` of some envs have answered; return those, oldest command first.
 
@@ -320,8 +348,7 @@ class ClusterPool(WorkerFacts):
     def _note_lost(self, worker_id: int, error: EnvherdError) -> None:
         self.lost[worker_id] = error
         self.outcome.losses[worker_id] = error
-        env_ids = list(self.blueprint.blocks[worker_id])
-        self._reply_seq[env_ids] = self._command_seq[env_ids]
+        self._forfeit(worker_id)
 
     def lose_share(self, share: RemoteShare, error: EnvherdError) -> None:
         """Take a host and all its workers out of service."""

@@ -130,7 +130,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             if self._rows.has_ended:
                 if self._was_reset:
                     engine.refuse_ended(engine.all_ids)
-                self._rows.allow_steps()  # envs that want to be reset first say so themselves
+                engine.allow_steps()  # envs that want to be reset first say so themselves
             self._write(actions)
             self._column = engine.begin_step(Op.STEP_RESET)
         self.waiting = True

@@ -127,7 +127,7 @@ class _Watch:
             num_envs=self._limits.num_envs,
             budget_s=self._limits.budget_s,
         )
-        self._worker.channel.send_message(message)
+        self._worker.channel.queue_message(message)
 
     def run(self) -> None:
         """Wait until the probe has said all, or has ended, or has to be."""
@@ -154,7 +154,12 @@ class _Watch:
 
     def _take(self) -> bool:
         """Read what has come; return whether it was the last."""
-        for frame in self._worker.channel.drain_nowait():
+        channel = self._worker.channel
+        with contextlib.suppress(ConnectionError):
+            channel.flush_nowait()
+        frames = channel.drain_nowait()
+        while frames:
+            frame = frames.pop(0)
             if frame["kind"] == "fault":
                 self._fault = frame
                 return True

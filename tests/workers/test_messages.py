@@ -1,18 +1,22 @@
-"""Channels carry whole frames, whatever pieces the socket makes of them, and descriptors beside them."""
+"""Channels carry complete frames and descriptors, whatever pieces the socket makes of them, and whatever interrupts."""
 
 import os
+import signal
 import socket
+import sys
 import threading
 
 import numpy as np
 import pytest
 
-from envherd.workers.messages import Ask, Channel, Close, DetachStorage
+import envherd.workers.messages
+from envherd.workers.messages import Ask, Channel, Close, DetachStorage, WorkerChannel, uninterrupted
 
 
 @pytest.fixture
 def ends():
-    ours, theirs = (Channel(sock) for sock in socket.socketpair())
+    ours, theirs = socket.socketpair()
+    ours, theirs = Channel(ours), WorkerChannel(theirs)
     yield ours, theirs
     ours.close()
     theirs.close()
@@ -22,15 +26,18 @@ def test_messages_arrive_in_order(ends):
     parent, worker = ends
     sent = [Ask(what="call", env_ids=(1,), name="f", args=(2,), kwargs={"x": 3}), DetachStorage(target=4), Close()]
     for message in sent:
-        parent.send_message(message)
+        parent.queue_message(message)
+    assert parent.flush_nowait()
     assert [worker.receive_message()[0] for _ in sent] == sent
+    assert worker.number == parent.num_queued == len(sent)
 
 
 def test_descriptors_ride_along(ends):
     parent, worker = ends
     read, write = os.pipe()
-    parent.send_message(Close(), [read])
+    parent.queue_message(Close(), [read])
     os.close(read)
+    parent.flush_nowait()
     _, fds = worker.receive_message()
     os.write(write, b"x")
     assert os.read(fds[0], 1) == b"x"
@@ -42,8 +49,9 @@ def test_each_message_keeps_its_own_descriptors(ends):
     parent, worker = ends
     pipes = [os.pipe() for _ in range(3)]
     for number, (read, _) in enumerate(pipes):
-        parent.send_message(DetachStorage(target=number), [read] if number != 1 else [])
+        parent.queue_message(DetachStorage(target=number), [read] if number != 1 else [])
         os.close(read)
+    parent.flush_nowait()
     got = [worker.receive_message() for _ in pipes]
     assert [len(fds) for _, fds in got] == [1, 0, 1]
     os.write(pipes[2][1], b"y")
@@ -84,3 +92,113 @@ def test_the_end_is_an_end(ends):
     parent.close()
     with pytest.raises(EOFError):
         worker.receive_message()
+
+
+class AtBytecode:
+    """A trace function that raises KeyboardInterrupt before the n-th bytecode of the channel's own code."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame, event, _):
+        code = frame.f_code
+        if code.co_filename != envherd.workers.messages.__file__ or code.co_name == "__del__":  # python drops that
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(number: int, call) -> bool:
+    """Call something that is interrupted before its n-th bytecode; return whether there were so many."""
+    trace = AtBytecode(number)
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_an_interrupt_at_any_bytecode_sends_every_message_once(ends):
+    parent, worker = ends
+    read, write = os.pipe()
+    number, sent = 1, []
+
+    def send():
+        parent.queue_message(DetachStorage(target=number), [read])
+        parent.flush_nowait()
+
+    while interrupted(number, send):
+        number += 1
+        parent.queue_message(Close())
+        assert parent.flush_nowait()
+        while not isinstance((received := worker.receive_message())[0], Close):
+            assert received[0] == DetachStorage(target=number - 1)
+            assert len(received[1]) == 1
+            os.close(received[1][0])
+            sent.append(received[0].target)
+        assert worker.number == parent.num_queued
+    assert sent == sorted(set(sent))  # none twice
+    assert 0 < len(sent) < number  # some were interrupted before they were queued, some after
+    os.close(read)
+    os.close(write)
+
+
+def test_an_interrupt_at_any_bytecode_loses_no_frame(ends):
+    parent, worker = ends
+    number, taken = 1, []
+
+    def take():
+        frames = parent.drain_nowait()
+        while frames:
+            if not taken or taken[-1] is not frames[0]:
+                taken.append(frames[0])
+            del frames[0]
+
+    is_interrupted = True
+    while is_interrupted:
+        worker.send_plain({"n": 2 * number})
+        is_interrupted = interrupted(number, take)
+        worker.send_plain({"n": 2 * number + 1})
+        take()
+        number += 1
+    assert [frame["n"] for frame in taken] == list(range(2, 2 * number))
+
+
+def interrupted_block(number, reached):
+    with uninterrupted():
+        os.kill(os.getpid(), number)
+        for _ in range(20_000):
+            pass
+        reached.append(number)
+
+
+def test_handlers_that_raise_are_put_off():
+    class Late(Exception):
+        pass
+
+    def raise_late(*_):
+        raise Late
+
+    before = signal.signal(signal.SIGALRM, raise_late)
+    idle = threading.Event()
+    other = threading.Thread(target=idle.wait)  # a thread that takes the signals of the process as well
+    other.start()
+    reached = []
+    try:
+        for number in (signal.SIGINT, signal.SIGALRM):
+            with pytest.raises((Late, KeyboardInterrupt)):
+                interrupted_block(number, reached)
+        assert reached == [signal.SIGINT, signal.SIGALRM]
+        assert signal.getsignal(signal.SIGALRM) is raise_late
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        idle.set()
+        other.join()
+        signal.signal(signal.SIGALRM, before)
