@@ -74,7 +74,8 @@ class RolloutRunner:
 
         Returns:
             Batch `[N, t]`, time last: root observation, action, `next`. Memory of the caller's own
-            (shared with nobody once it is returned).
+            (no later rollout writes it). A process forked from this one shares it: what either changes
+            in place, the other sees; clone what is to be changed there.
 
         Raises:
             EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout
