@@ -88,6 +88,8 @@ class GroupBatch:
         self.next_keys = [leaf.key for leaf in next_leaves(spec)]
         self.root_keys = [leaf.key for leaf in root_leaves(spec)]
         self.side_keys = [(i, leaf.key) for i, leaf in enumerate(spec.observation) if leaf.is_side]
+        side_inputs = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
+        self.side_input_keys = [(i, leaf.key) for i, leaf in enumerate(side_inputs)]
         #: Root leaf i is the same array as next leaf `root_in_next[i]` when nothing was reset.
         self.root_in_next = [self.next_keys.index(key) for key in self.root_keys]
         self._done_in_next = self.next_keys.index(("done",))
