@@ -8,16 +8,18 @@ Knows nothing of workers; it reads and writes arrays that are complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from envherd.executor import gathering
 from envherd.executor.device import Mover
 from envherd.executor.gathering import Gatherer
 from envherd.executor.tensordict_access import maker
+from envherd.shm.layout import Field
 from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
 from envherd.shm.specs import Key
 
@@ -86,19 +88,13 @@ class GroupBatch:
         self.next_keys = [leaf.key for leaf in next_leaves(spec)]
         self.root_keys = [leaf.key for leaf in root_leaves(spec)]
         self.side_keys = [(i, leaf.key) for i, leaf in enumerate(spec.observation) if leaf.is_side]
+        side_inputs = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
+        self.side_input_keys = [(i, leaf.key) for i, leaf in enumerate(side_inputs)]
         #: Root leaf i is the same array as next leaf `root_in_next[i]` when nothing was reset.
         self.root_in_next = [self.next_keys.index(key) for key in self.root_keys]
         self._done_in_next = self.next_keys.index(("done",))
         self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
-        self._record = np.dtype(
-            {
-                "names": [str(i) for i in range(len(self._fields))],
-                "formats": [(f.dtype, f.shape) for f in self._fields],
-                "offsets": [f.offset for f in self._fields],
-                "itemsize": slab.plan.next_nbytes,
-            }
-        )
-        self._record_names = self._record.names or ()
+        self._split = splitter(self._fields, slab.plan.next_nbytes)
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
         self.mover: Mover | None = None
         self._sources = [torch.from_numpy(frame) for frame in self.next_bytes]
@@ -145,8 +141,7 @@ class GroupBatch:
     def blank_next(self) -> tuple[np.ndarray, Leaves]:
         """Return memory for a `next` and its leaves on the cpu, to be filled with one memcpy from `next_bytes`."""
         buffer = np.empty(self.slab.plan.next_nbytes, np.uint8)
-        record, from_numpy = np.ndarray((), self._record, buffer), torch.from_numpy
-        return buffer, [from_numpy(record[name]) for name in self._record_names]
+        return buffer, [*map(torch.from_numpy, self._split(buffer))]
 
     def _split_on_device(self, buffer: torch.Tensor) -> Leaves:
         leaves = []
@@ -199,9 +194,9 @@ class GroupBatch:
         """Return the root leaves after a step that ended in resets, copies on the cpu: one memcpy, and those rows."""
         buffer = np.empty(self.slab.plan.next_nbytes, np.uint8)
         buffer[:] = self.next_bytes[column]
-        record, leaves = np.ndarray((), self._record, buffer), []
+        arrays, leaves = self._split(buffer), []
         for index, array in zip(self.root_in_next, self.root_arrays, strict=True):
-            rows = record[self._record_names[index]]
+            rows = arrays[index]
             rows[reset_rows] = array[column][reset_rows]
             leaves.append(torch.from_numpy(rows))
         return leaves
@@ -215,6 +210,21 @@ class GroupBatch:
         """Return arrays as tensors on the device (cpu: no copy)."""
         tensors = [torch.from_numpy(array) for array in arrays]
         return tensors if self.is_on_cpu else [tensor.to(self.device) for tensor in tensors]
+
+
+def splitter(fields: Sequence[Field], nbytes: int) -> Callable[[np.ndarray], list[np.ndarray]]:
+    """Return what makes the arrays of some fields (VIEWS) over a buffer of `nbytes`: `split(buffer) -> arrays`."""
+    if nbytes > gathering.LARGEST_RECORD:
+        return lambda buffer: [np.ndarray(field.shape, field.dtype, buffer, field.offset) for field in fields]
+    names = [str(index) for index in range(len(fields))]
+    formats, offsets = [(field.dtype, field.shape) for field in fields], [field.offset for field in fields]
+    record = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": nbytes})
+
+    def split(buffer: np.ndarray) -> list[np.ndarray]:
+        made = np.ndarray((), record, buffer)
+        return [made[name] for name in names]
+
+    return split
 
 
 def add_side(td: TensorDictBase, keys: Sequence[tuple[int, Key]], values: Sequence[Sequence[Any]]) -> None:

@@ -2,18 +2,17 @@
 
 A limit may stand on any group above the process (a systemd slice, a SLURM job, a pod), so every group from
 its own up to the mount is read and the tightest counts. All functions are pure over `root`: tests give them
-trees of files.
+trees of files. The memory limit is read by `shm.cgroups`, which also admits shared memory against it.
 Does not know: limits above what a container can see of the hierarchy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-#: v1 says "no limit" by the largest multiple of the page size.
-_NO_LIMIT = 2**60
+from envherd.shm.cgroups import group_folders, read_count, read_memory, read_word
+
 #: The weight that a v1 group has unless somebody says otherwise, and v2's.
 _DEFAULT_SHARES, _DEFAULT_WEIGHT = 1024, 100
 
@@ -51,8 +50,8 @@ def read_cgroup(root: Path = Path("/")) -> Cgroup:
     Args:
         root: folder that holds `proc` and `sys`.
     """
-    folders = {name: list(_folders(root, name)) for name in ("cpu", "memory", "cpuset", "pids")}
-    limit, room, used = _memory(folders["memory"])
+    folders = {name: list(group_folders(root, name)) for name in ("cpu", "memory", "cpuset", "pids")}
+    memory = read_memory(root)
     found = [folder for chain in folders.values() for folder in chain]
     version = 0 if not found else 2 if any((folder / "cgroup.controllers").exists() for folder in found) else 1
     quotas = [quota for quota in map(_cpu_quota, folders["cpu"]) if quota is not None]
@@ -63,9 +62,9 @@ def read_cgroup(root: Path = Path("/")) -> Cgroup:
         cpu_quota=min(quotas, default=None),
         cpu_weight=_cpu_weight(folders["cpu"][0]) if folders["cpu"] else 1.0,
         cpus=sets[0] if sets else None,
-        memory_limit=limit,
-        memory_room=room,
-        memory_used=used,
+        memory_limit=memory.limit,
+        memory_room=memory.room,
+        memory_used=memory.used,
         oom_kills=_oom_kills(folders["memory"][0]) if folders["memory"] else 0,
         pids_room=min(rooms, default=None),
     )
@@ -77,7 +76,7 @@ def count_oom_kills(root: Path = Path("/")) -> tuple[int, int | None]:
     Returns:
         `(in this process's own group, on the machine)`; None where the kernel does not say.
     """
-    own = next(_folders(root, "memory"), None)
+    own = next(group_folders(root, "memory"), None)
     lines = (read_word(root / "proc/vmstat") or "").splitlines()
     everywhere = next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
     return 0 if own is None else _oom_kills(own), everywhere
@@ -91,75 +90,6 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
             first, _, last = part.partition("-")
             ids.extend(range(int(first), int(last or first) + 1))
     return tuple(ids)
-
-
-def read_word(path: Path) -> str | None:
-    """Return a file's text without the white space around it, or None if it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
-
-
-def read_count(path: Path) -> int | None:
-    """Return the number in a file; None if there is none, or if it says that there is no limit."""
-    text = read_word(path)
-    if text is None or not text.lstrip("-").isdigit():
-        return None
-    value = int(text)
-    return value if 0 <= value < _NO_LIMIT else None
-
-
-def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of the process's groups that have a controller: its own first, then those above."""
-    mounts = _mounts(root)
-    paths = _paths(root)
-    # Where v1 has the controller it does not work in the v2 hierarchy that may be mounted beside.
-    name = controller if controller in mounts and controller in paths else ""
-    if name not in mounts or name not in paths:
-        return
-    mounted_root, mount_point = mounts[name]
-    mount = root / mount_point.lstrip("/")
-    path = paths[name]
-    inside = path[len(mounted_root.rstrip("/")) :] if _is_below(path, mounted_root) else "/"
-    parts = [part for part in inside.split("/") if part]
-    if ".." in parts:  # a group outside of this namespace: what is mounted is all that can be seen
-        parts = []
-    for count in range(len(parts), -1, -1):
-        folder = mount.joinpath(*parts[:count])
-        if folder.is_dir():
-            yield folder
-
-
-def _is_below(path: str, mounted_root: str) -> bool:
-    stem = mounted_root.rstrip("/")
-    return path == stem or path.startswith(f"{stem}/")
-
-
-def _paths(root: Path) -> dict[str, str]:
-    """Return controller -> path of the process's group; v2's is under the empty name."""
-    paths = {}
-    for line in (read_word(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            paths[controller] = path
-    return paths
-
-
-def _mounts(root: Path) -> dict[str, tuple[str, str]]:
-    """Return controller -> (group that is mounted, where); v2's is under the empty name."""
-    mounts = {}
-    for line in (read_word(root / "proc/self/mountinfo") or "").splitlines():
-        left, _, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
-        if len(fields) < 5 or not kind:
-            continue
-        if kind[0] == "cgroup2":
-            mounts[""] = (fields[3], fields[4])
-        elif kind[0] == "cgroup":
-            for option in kind[-1].split(","):
-                mounts.setdefault(option, (fields[3], fields[4]))
-    return mounts
 
 
 def _cpu_quota(folder: Path) -> float | None:
@@ -185,35 +115,6 @@ def _cpus(folder: Path) -> tuple[int, ...] | None:
         if text:
             return parse_cpu_list(text)
     return None
-
-
-def _memory(folders: list[Path]) -> tuple[int | None, int | None, int | None]:
-    """Return `(limit, room, used)` of the group that leaves the least room."""
-    best: tuple[int, int, int] | None = None
-    own_use: int | None = None
-    for folder in folders:
-        used = _memory_used(folder)
-        own_use = used if own_use is None else own_use
-        names = ("memory.max", "memory.high", "memory.limit_in_bytes")
-        limits = [limit for name in names if (limit := read_count(folder / name)) is not None]
-        if not limits:
-            continue
-        limit = min(limits)
-        room = max(0, limit - (used or 0))
-        if best is None or room < best[1]:
-            best = (limit, room, used or 0)
-    return best or (None, None, own_use)
-
-
-def _memory_used(folder: Path) -> int | None:
-    used = read_count(folder / "memory.current")
-    if used is None:
-        used = read_count(folder / "memory.usage_in_bytes")
-    if used is None:
-        return None
-    stat = dict(line.split() for line in (read_word(folder / "memory.stat") or "").splitlines() if " " in line)
-    cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-    return max(0, used - cache)
 
 
 def _oom_kills(folder: Path) -> int:

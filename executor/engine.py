@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
 
 from envherd.executor.ahead import AheadPool, AheadResets, between_episodes
+from envherd.executor.batching import add_side
 from envherd.executor.diagnosis import env_error, first_fault
 from envherd.executor.intake import has_true
 from envherd.executor.listing import announce
@@ -53,6 +54,7 @@ class Engine:
         recycler: replaces workers between episodes, or hands envs over to their spares, if the options ask for it.
         resets_apart: whether a STEP_RESET only steps, and the envs that have ended are reset by commands of their own.
         known: keys of the envs' leaves, without `next`.
+        side_inputs: env id -> the inputs of its latest step that did not go through the slab, one per side leaf.
         end_sent: deals with envs that were sent, and lost while something else was waited for.
         settle_sends: after a call was broken off, finds out what was really sent.
     """
@@ -77,6 +79,7 @@ class Engine:
         self.turn = Turn(self)
         self.has_infos = options.infos != "drop"
         self._prepared: dict[int, messages.Prepare] = {}
+        self.side_inputs: dict[int, list[Any]] = {}
         self._intake = self.rows.intakes[0] if len(self.rows.intakes) == 1 else None
         self.ready_at = time.monotonic()
         #: Takes this executor off the list that `envherd top` reads.
@@ -135,23 +138,25 @@ class Engine:
         rows = None if env_ids is None else self.rows.rows_of(env_ids)
         if self._intake.take(td, rows):
             return
-        self._intake.write(self._intake.read(td, rows), rows)
-        if self._intake.side_leaves:
-            self._send_side_inputs(td, self.all_ids if env_ids is None else env_ids)
+        values, side = self._intake.read(td, rows), self._intake.read_side(td, rows)
+        self._intake.write(values, rows)
+        if side:
+            self._send_side_inputs(self.all_ids if env_ids is None else env_ids, side)
 
     def _write_mixed_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         checked = []
         for position, env_id in enumerate(env_ids.tolist()):
             intake = self.rows.intakes[self.rows.group_of[env_id]]
-            rows = self.rows.row_of[[env_id]]
-            checked.append((intake, intake.read(td[position].unsqueeze(0), rows), rows))
-        for intake, values, rows in checked:
+            rows, own = self.rows.row_of[[env_id]], td[position].unsqueeze(0)
+            checked.append((intake, intake.read(own, rows), rows, intake.read_side(own, rows)))
+        for env_id, (intake, values, rows, side) in zip(env_ids, checked, strict=True):
             intake.write(values, rows)
+            if side:
+                self._send_side_inputs([env_id], side)
 
-    def _send_side_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
-        assert self._intake is not None
-        for position, env_id in enumerate(env_ids.tolist()):
-            values = [_plain(td[position].get(leaf.key)) for leaf in self._intake.side_leaves]
+    def _send_side_inputs(self, env_ids: Iterable[int], side: list[list[Any]]) -> None:
+        for env_id, values in zip(map(int, env_ids), side, strict=True):
+            self.side_inputs[env_id] = values
             self.pool.prepare(messages.Prepare(env_id=env_id, side=values))
 
     def add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
@@ -161,11 +166,15 @@ class Engine:
             intake = self._intake or rows.intakes[groups.pop()]
             for leaf, value in zip(intake.leaves, intake.current(rows.row_of[env_ids]), strict=True):
                 set_leaf(td, leaf.key, torch.from_numpy(value))
+            if intake.side_leaves:
+                add_side(td, intake.side_keys, [self.side_inputs[i] for i in env_ids.tolist()])
             return
         for own, env_id in zip(td.unbind(0), env_ids.tolist(), strict=True):
             intake = rows.intakes[rows.group_of[env_id]]
             for leaf, value in zip(intake.leaves, intake.current(rows.row_of[[env_id]]), strict=True):
                 own.set(leaf.key, torch.from_numpy(value)[0])
+            for index, key in intake.side_keys:
+                own.set(key, NonTensorData(self.side_inputs[env_id][index]))
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -579,8 +588,3 @@ def _nothing() -> None:
 
 def _nobody_was_sent(lost: np.ndarray, *, is_replaced: bool) -> None:
     assert not len(lost), is_replaced
-
-
-def _plain(value: Any) -> Any:
-    data = getattr(value, "data", value)
-    return data.numpy() if isinstance(data, torch.Tensor) else data

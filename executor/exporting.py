@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
 import threading
 from dataclasses import asdict, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -135,6 +136,11 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers `GET /metrics`."""
 
     env: BatchedEnv
+
+    def setup(self) -> None:
+        """Let no client that has gone end the program, where SIGPIPE does: the signal is for this thread alone."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+        super().setup()
 
     def do_GET(self) -> None:  # http.server's name
         """Answer."""

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+#: Bytes of a record that numpy can describe.
+LARGEST_RECORD = 2**31 - 1
+
 
 class Gatherer:
     """Gathers some rows of each leaf of a group.
@@ -26,7 +29,9 @@ class Gatherer:
         start = buffer.ctypes.data
         tables: dict[bytes, np.ndarray] = {}
         #: (row shape, dtype, records of one row at every byte from its first row on, place -> record) of each leaf.
-        self._leaves = []
+        self._leaves: list[tuple[tuple[int, ...], np.dtype, np.ndarray | None, np.ndarray]] = []
+        #: Index of a leaf without records -> its arrays.
+        self._larger: dict[int, Sequence[np.ndarray]] = {}
         for arrays in zip(*sections, strict=True):
             first = arrays[0]
             nbytes = first[0, 0].nbytes
@@ -35,7 +40,11 @@ class Gatherer:
             table = tables.setdefault(table.tobytes(), table)  # leaves of one size often lie alike
             offset = least - start
             length = len(buffer) - offset - nbytes + 1
-            records = np.ndarray((length,), f"V{nbytes}", buffer, offset, (1,)) if nbytes else None
+            records = None
+            if 0 < nbytes <= LARGEST_RECORD:
+                records = np.ndarray((length,), f"V{nbytes}", buffer, offset, (1,))
+            elif nbytes:
+                self._larger[len(self._leaves)] = arrays
             self._leaves.append((first.shape[2:], first.dtype, records, table))
 
     def places(self, columns: np.ndarray, rows: np.ndarray, sections: np.ndarray | None = None) -> np.ndarray:
@@ -61,13 +70,21 @@ class Gatherer:
         gathered = []
         for shape, dtype, records, own_table in self._leaves:
             if records is None:
-                gathered.append(np.empty((count, *shape), dtype))
+                gathered.append(self._gather_larger(len(gathered), places, np.empty((count, *shape), dtype)))
                 continue
             if own_table is not table:
                 table = own_table
                 addresses = table[places]
             gathered.append(new((count, *shape), dtype, records[addresses]))
         return gathered
+
+    def _gather_larger(self, index: int, places: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Fill the rows of a leaf that has no records: they are empty, or larger than a record may be."""
+        arrays = self._larger.get(index, ())
+        for position, place in enumerate(places.tolist() if arrays else ()):
+            section, rest = divmod(place, self._section)
+            rows[position] = arrays[section][divmod(rest, self._num_rows)]
+        return rows
 
 
 def _addresses(array: np.ndarray, start: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorStack, TensorDictBase
 
 from envherd.executor.options import ActionCheck
 from envherd.executor.tensordict_access import get_leaf
@@ -151,6 +151,7 @@ class GroupIntake:
         spec = slab.spec
         self.leaves = [leaf for leaf in (*spec.action, *spec.state) if not leaf.is_side]
         self.side_leaves = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
+        self.side_keys = list(enumerate(leaf.key for leaf in self.side_leaves))
         self._targets = [slab.inputs["input", *leaf.key] for leaf in self.leaves]
         self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
         self._checks = [check_for(leaf, level) if leaf in spec.action else None for leaf in self.leaves]
@@ -203,6 +204,17 @@ class GroupIntake:
         """
         return [self._read_leaf(index, self._get(td, leaf, rows), rows) for index, leaf in enumerate(self.leaves)]
 
+    def read_side(self, td: TensorDictBase, rows: np.ndarray | None) -> list[list[Any]]:
+        """Return the inputs that do not go through the slab, for each env one value per side leaf, as given.
+
+        Raises:
+            ActionError: a key is missing.
+        """
+        if not self.side_leaves:
+            return []
+        columns = [_side_values(self._get(td, leaf, rows)) for leaf in self.side_leaves]
+        return [list(values) for values in zip(*columns, strict=True)]
+
     def _read_leaf(self, index: int, given: Any, rows: np.ndarray | None) -> np.ndarray:
         """Return one leaf's values, checked."""
         leaf, dtype, check = self.leaves[index], self._dtypes[index], self._checks[index]
@@ -250,6 +262,13 @@ class GroupIntake:
             env_ids=() if env_id is None else (env_id,),
             key=leaf.key,
         )
+
+
+def _side_values(given: Any) -> list[Any]:
+    """Return the value of each row of a batch of non-tensor data, or of a tensor."""
+    if isinstance(given, torch.Tensor):
+        return [*to_numpy(given)]
+    return [row.tolist() if isinstance(row, NonTensorStack) else row.data for row in given.unbind(0)]
 
 
 def reset_mask(td: TensorDictBase | None, batch_shape: tuple[int, ...]) -> np.ndarray | None:

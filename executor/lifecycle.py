@@ -24,15 +24,17 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal
 
 from envherd.executor.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
-from envherd.workers.errors import InternalError, WorkerLost
+from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
 from envherd.workers.messages import Channel
 
 _PACKET = 1 << 18
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_FAREWELL_S = 5.0  # for the helper to kill what is left and end
 _STACK_WAIT_S = 1.0  # for a stuck worker to have written its stack; it takes well under a millisecond
 _LAST_LINES = 60
 _BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.1, 10.0
@@ -41,19 +43,22 @@ _LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the con
 #: lifeline and log; the slab; what starting a process takes meanwhile).
 _FDS_PER_WORKER, _FDS_OF_EXECUTOR = 3, 12
 _BOOT = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
-    "from envherd.workers.zygote import main; main(int(sys.argv[1]))"
+    "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
+    "from envherd.workers.zygote import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
 _zygotes: weakref.WeakSet[Zygote] = weakref.WeakSet()
+#: Held while descriptors that a fork must let go of are made and noted, and by every fork of this process.
+_fork_lock = threading.RLock()
 
 
 def _let_go_in_fork() -> None:
+    _fork_lock.release()
     for zygote in list(_zygotes):
         zygote.let_go()
 
 
-os.register_at_fork(after_in_child=_let_go_in_fork)
+os.register_at_fork(before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_let_go_in_fork)
 
 
 class WorkerProcess:
@@ -143,20 +148,10 @@ class WorkerProcess:
 
     def stack(self) -> str:
         """Return the python stacks of the worker's threads now, also when it is stuck in C."""
-        before = os.fstat(self.log_fd).st_size
         try:
-            signal.pidfd_send_signal(self.pidfd, signal.SIGUSR2)
+            return _dumped(self.log_fd, lambda: signal.pidfd_send_signal(self.pidfd, signal.SIGUSR2))
         except OSError:
             return "(the worker has gone)"
-        end = time.monotonic() + _STACK_WAIT_S
-        size = before
-        while time.monotonic() < end:
-            time.sleep(0.01)
-            last, size = size, os.fstat(self.log_fd).st_size
-            if size > before and size == last:
-                break
-        text = os.pread(self.log_fd, size - before, before).decode(errors="replace") if size > before else ""
-        return text or "(the worker did not answer)"
 
     def kill(self) -> None:
         """Kill the worker and what its envs have started; safe on a dead one."""
@@ -200,35 +195,33 @@ class Zygote:
         self._awaited: set[int] = set()
         self._answers: dict[int, dict[str, Any]] = {}
         self._options, self._is_shared = options, is_shared
-        self.lifeline_read, self._lifeline_write = os.pipe()
         self._owner = os.getpid()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock = ours
-        captured = os.memfd_create("envherd-log-zygote", os.MFD_CLOEXEC) if options.worker_output == "capture" else None
+        self._log_fd = self.lifeline_read = self._lifeline_write = -1
         path = self.import_path()
         try:
+            with _fork_lock:
+                _zygotes.add(self)
+                self.lifeline_read, self._lifeline_write = os.pipe()
+                self._sock, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._log_fd = os.memfd_create("envherd-log-zygote", os.MFD_CLOEXEC)
+            output = self._log_fd if options.worker_output == "capture" else None
+            theirs = (self._theirs.fileno(), self._log_fd)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(path)],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-c", _BOOT, *map(str, theirs), json.dumps(path)],
+                pass_fds=theirs,
                 env=environment_of(options),
                 stdin=subprocess.DEVNULL,
-                stdout=captured,
-                stderr=captured,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
         except BaseException as error:
-            ours.close()
-            self._close_lifeline()
-            if captured is not None:
-                os.close(captured)
+            self._release()
             if isinstance(error, BlockingIOError):  # what fork says at a limit
                 said = f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}"
                 raise WorkerLost(said, phase="start") from error
             raise
-        finally:
-            theirs.close()
-        self._log_fd = -1 if captured is None else captured
-        _zygotes.add(self)
+        self._theirs.close()
         self._start = {"path": path, "preload": preload, "must_exec": options.start_method == "spawn"}
         self._is_ready = False
         self.failed_preloads: dict[str, str] = {}
@@ -251,13 +244,43 @@ class Zygote:
         return is_there
 
     def wait_ready(self) -> None:
-        """Wait until it has imported what it was told to; idempotent."""
+        """Wait until it has imported the modules; idempotent. After an error it can only be closed.
+
+        Raises:
+            WorkerLost: the helper has ended.
+            WorkerTimeout: it is still importing after `options.build_timeout_s`, and was killed.
+        """
         if self._is_ready:
             return
         self._is_ready = True
-        answer = self._request(self._start)  # takes seconds; Ctrl-C ends it, and who waited for it closes this
+        self._sock.settimeout(self._options.build_timeout_s)
+        try:
+            answer = self._request(self._start)  # takes seconds; Ctrl-C ends it, and who waited for it closes this
+        except TimeoutError:
+            raise self._late() from None
+        self._sock.settimeout(None)
         self.failed_preloads = answer["failed"]
         self.num_threads = answer["num_threads"]
+
+    def _late(self) -> WorkerTimeout:
+        """Read where the helper is stuck, kill it, and return the error."""
+        stack = _dumped(self._log_fd, lambda: self._process.send_signal(signal.SIGUSR2))
+        self._kill()
+        return WorkerTimeout(
+            f"starting workers failed: their helper process had not imported its modules within "
+            f"{self._options.build_timeout_s:g} s and was killed (pid {self.pid}, phase start). Raise "
+            f"ExecutorOptions.build_timeout_s if imports may take so long.\nIt was stuck in:\n{stack}",
+            remote_traceback=_tail(self._log_fd) or None,
+            pid=self.pid,
+            phase="start",
+        )
+
+    def _kill(self) -> None:
+        """Kill the helper and what its imports have started, and wait for its end."""
+        if self._process.returncode is None:  # not waited for yet: the id is its own
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
 
     def fork(self, config: dict[str, Any], fds: list[int]) -> int:
         """Start a worker and return its pid.
@@ -297,21 +320,27 @@ class Zygote:
             return
         self._sock.close()
         self._close_lifeline()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(OSError):  # EMFILE: then without waiting for what it does at its end
+            _wait_exit(self.pid, _FAREWELL_S)
+        self._kill()
+        self._release()
+
+    def _release(self) -> None:
+        """Close what this process holds of it. Idempotent."""
+        for name in ("_sock", "_theirs"):
+            if name in vars(self):
+                getattr(self, name).close()
+        self._close_lifeline()
         if self._log_fd >= 0:
-            os.close(self._log_fd)
-            self._log_fd = -1
+            fd, self._log_fd = self._log_fd, -1
+            os.close(fd)
         _zygotes.discard(self)
 
     def let_go(self) -> None:
         """In a forked copy of the owner: close what would keep workers alive after the owner's death."""
-        self._sock.close()
-        self._close_lifeline()
-        self._process.returncode = 0  # not this process's child: Popen must neither wait nor warn
+        self._release()
+        if "_process" in vars(self):
+            self._process.returncode = 0  # not this process's child: Popen must neither wait nor warn
 
     def _close_lifeline(self) -> None:
         for name in ("lifeline_read", "_lifeline_write"):
@@ -381,6 +410,31 @@ class Restarts:
             return None
         self._times[worker_id] = [*recent, now]
         return min(_BACK_OFF_S * 2 ** (len(recent) - 1), _LONGEST_BACK_OFF_S) if recent else 0.0
+
+
+def _dumped(log_fd: int, request: Callable[[], Any]) -> str:
+    """Return what a process writes to its log when it is requested to dump its stacks."""
+    before = size = os.fstat(log_fd).st_size
+    request()
+    end = time.monotonic() + _STACK_WAIT_S
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        last, size = size, os.fstat(log_fd).st_size
+        if size > before and size == last:
+            break
+    text = os.pread(log_fd, size - before, before).decode(errors="replace") if size > before else ""
+    return text or "(the process did not answer)"
+
+
+def _wait_exit(pid: int, timeout_s: float) -> None:
+    """Wait for a child to end, without reaping it."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+    finally:
+        os.close(pidfd)
 
 
 def _tail(log_fd: int) -> str:

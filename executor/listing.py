@@ -4,8 +4,9 @@ One small file for each in a folder that is this user's alone (0700, files 0600)
 the slab's words are. What the workers do is not in it: that is read from the slab itself.
 
 Guarantees: an executor runs the same where no file can be written; a file whose executor has gone, whatever
-ended it, is not believed, and is removed by whoever looks next. Nothing is read from, or written to, a folder
-that belongs to somebody else.
+ended it, is not believed, and is removed by the next process that looks. A file is removed only if its name and
+its contents are those of such a file, and its executor is known to have gone: the folder may hold other files.
+Nothing is read from, or written to, a folder that belongs to somebody else.
 Platforms: Linux.
 """
 
@@ -15,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -23,7 +25,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan
@@ -34,7 +36,7 @@ SCHEMA = "envherd.running/1"
 FOLDER_VARIABLE = "ENVHERD_RUNTIME_DIR"
 #: Files from which on a new executor removes those of executors that have gone.
 _MANY = 32
-_ELSEWHERE: Literal["elsewhere"] = "elsewhere"
+_OWN_NAME = re.compile(r"\d+-\d+\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +80,14 @@ class Listing:
         return f"/proc/{self.pid}/fd/{self.fd}"
 
     def is_alive(self) -> bool:
-        """Return whether the executor is still there: its process, and its slab."""
+        """Return whether the executor is still there: its process, and its slab.
+
+        Raises:
+            OSError: that cannot be found out now, e.g. because this process may open no further file.
+        """
         try:
             return start_of(self.pid) == self.started_at and os.stat(self.slab_path).st_ino == self.inode
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
 
 
@@ -108,7 +114,7 @@ def announce(owner: Any, segment: Segment, plan: SlabPlan, blocks: Sequence[Sequ
         if not _make_own(where):
             _log.debug("%s is not this user's own folder: the executor is not listed", where)
             return _nothing
-        if len(os.listdir(where)) > _MANY:
+        if sum(1 for _ in _own_files(where)) > _MANY:
             list(listings())
         path = where / f"{os.getpid()}-{os.fstat(segment.fd).st_ino}.json"
         _write_private(path, json.dumps(_contents(segment, plan, blocks, env)))
@@ -144,39 +150,46 @@ def _write_private(path: Path, text: str) -> None:
 
 def listings() -> Iterator[Listing]:
     """Yield this user's running executors, the oldest first; files of those that have gone are removed."""
-    where = folder()
-    if where is None or not _is_own(where):
-        return
     found = []
-    for path in where.glob("*.json"):
-        listing = _read(path)
-        if listing is _ELSEWHERE:
-            continue
-        if isinstance(listing, Listing) and listing.is_alive():
+    for listing, is_alive in _all():
+        if is_alive:
             found.append(listing)
         else:
             with contextlib.suppress(OSError):
-                path.unlink()
+                listing.path.unlink()
     yield from sorted(found, key=lambda one: one.made_at)
 
 
 def stale_files() -> list[Path]:
     """Return the files of executors that have gone, without removing them."""
+    return [listing.path for listing, is_alive in _all() if not is_alive]
+
+
+def _all() -> Iterator[tuple[Listing, bool]]:
+    """Yield what is listed, and whether it is alive; leaves out that of which it cannot be found out."""
     where = folder()
     if where is None or not _is_own(where):
-        return []
-    read = ((path, _read(path)) for path in where.glob("*.json"))
-    return [path for path, one in read if one is None or (isinstance(one, Listing) and not one.is_alive())]
+        return
+    for path in _own_files(where):
+        listing = _read(path)
+        try:
+            is_alive = listing is not None and listing.is_alive()
+        except OSError:
+            continue
+        if listing is not None:
+            yield listing, is_alive
 
 
-def _read(path: Path) -> Listing | Literal["elsewhere"] | None:
-    """Return what a file says; None if that is nothing, or "elsewhere" if its pids mean nothing here (a container)."""
+def _own_files(where: Path) -> Iterator[Path]:
+    return (path for path in where.glob("*.json") if _OWN_NAME.fullmatch(path.name))
+
+
+def _read(path: Path) -> Listing | None:
+    """Return what a file lists; None if it cannot be read here, or is of another schema or container."""
     try:
         plain = json.loads(path.read_text())
-        if plain["schema"] != SCHEMA:
+        if plain["schema"] != SCHEMA or plain["namespace"] != _namespace():  # in a container pids are others
             return None
-        if plain["namespace"] != _namespace():
-            return _ELSEWHERE
         pid = int(plain["pid"])
         words = {name: (int(offset), int(length)) for name, (offset, length) in plain["words"].items()}
         return Listing(

@@ -29,7 +29,8 @@ class ExecutorOptions:
         worker_threads: threads for OMP, MKL, OpenBLAS and torch in a worker; None leaves them alone.
         worker_output: "capture" keeps what workers print (the last lines are part of errors, and
             `worker_output(worker_id)` returns it); "inherit" lets it through to the console.
-        build_timeout_s: seconds for a worker to start and build all its envs; None waits forever.
+        build_timeout_s: seconds for a worker to start and build all its envs, and before that for the helper to
+            import modules; None waits forever.
         reset_timeout_s: seconds for a reset; None waits forever (a stall is logged after `stall_log_s`).
         step_timeout_s: seconds for a step; None waits forever (a stall is logged after `stall_log_s`). A worker that
             has begun a reset in the same call (`step_and_maybe_reset`, rollouts) has `reset_timeout_s` in addition.

@@ -74,7 +74,8 @@ class RolloutRunner:
 
         Returns:
             Batch `[N, t]`, time last: root observation, action, `next`. Memory of the caller's own
-            (shared with nobody once it is returned).
+            (no later rollout writes it). A process forked from this one shares it: what either changes
+            in place, the other sees; clone what is to be changed there.
 
         Raises:
             EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout
@@ -141,6 +142,7 @@ class _Run:
         self._extra_keys: list[Any] | None = None
         self._extras: list[TensorDictBase] = []
         self._interrupted: list[np.ndarray] = []
+        self._side_inputs: list[dict[int, Any]] = []
         self._side_roots: list[dict[int, Any]] = []
         self._side_nexts: list[dict[int, Any]] = []
         self._next_done = [group["next", "done"] for group in lease.storage.columns]
@@ -212,6 +214,8 @@ class _Run:
         acted = check_acted(self._policy(root))
         self.carried.keep(acted)
         self._engine.write_inputs(acted)
+        if self._engine.side_inputs:
+            self._side_inputs.append(dict(self._engine.side_inputs))
         for kept, given in self._kept_inputs:
             kept[:, step] = given
         if self._extra_keys is None:
@@ -361,6 +365,8 @@ class _Run:
             td.set(leaf.key, tensors["input", *leaf.key])
         for index, key in batch.side_keys:
             self._add_side(td, index, key, ids)
+        for index, key in batch.side_input_keys:
+            td.set(key, _non_tensor([[step[i][index] for step in self._side_inputs] for i in ids]))
         return td
 
     def _add_side(self, td: TensorDictBase, index: int, key: Any, ids: list[int]) -> None:

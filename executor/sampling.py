@@ -95,7 +95,10 @@ class _Sized:
 
 
 def drawer(leaf: LeafSpec) -> Draw:
-    """Return a function that draws legal values of a leaf: `draw(rng, shape) -> array [*shape]`."""
+    """Return a function that draws legal values of a leaf: `draw(rng, shape) -> array [*shape]`.
+
+    That of a leaf of the side channel raises ValueError: an env may have such actions, and they cannot be drawn.
+    """
     dtype = np.dtype(leaf.dtype) if leaf.dtype else np.dtype(object)
     domain = leaf.domain
     if isinstance(domain, Discrete):
@@ -108,10 +111,17 @@ def drawer(leaf: LeafSpec) -> Draw:
     if isinstance(domain, OneHot):
         return lambda rng, shape: np.eye(domain.n, dtype=dtype)[rng.integers(0, domain.n, shape[:-1])]
     if leaf.is_side:
-        raise ValueError(f"rand_action failed: {leaf} has no uniform distribution. Give the action yourself.")
+        return _refuser(leaf)
     if isinstance(domain, Box):
         return _box_drawer(domain, dtype)
     return lambda rng, shape: rng.uniform(-1.0, 1.0, shape).astype(dtype)
+
+
+def _refuser(leaf: LeafSpec) -> Draw:
+    def refuse(_rng: np.random.Generator, _shape: tuple[int, ...]) -> np.ndarray:
+        raise ValueError(f"rand_action failed: {leaf} has no uniform distribution. Give the action yourself.")
+
+    return refuse
 
 
 def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:

@@ -41,6 +41,10 @@ class SerialEnv(BatchedEnv):
         factories = as_factories(num_envs, make_env)
         blueprint = serial_blueprint(factories, env_kwargs, seed)
         pool = SerialPool(factories, blueprint, options)
-        pool.start()
-        check_agreement(pool.specs, factories, blueprint.env_kwargs)
-        super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
+        try:
+            pool.start()
+            check_agreement(pool.specs, factories, blueprint.env_kwargs)
+            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
+        except BaseException:
+            pool.close()
+            raise

@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from envherd.shm.cgroups import read_memory
+
 #: Share of the available memory that one segment may take; the rest is for envs and learner.
 ADMISSION_MARGIN = 0.9
 
@@ -124,7 +126,7 @@ def admit(nbytes: int) -> None:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes this process may still take: MemAvailable or the cgroup's room, whichever is less."""
+    """Return the bytes this process may still take: MemAvailable or the room in its control groups, the lesser."""
     rooms = [room for room in (_meminfo_available(), _cgroup_room()) if room is not None]
     return min(rooms) if rooms else None
 
@@ -172,16 +174,4 @@ def _meminfo_available() -> int | None:
 
 
 def _cgroup_room() -> int | None:
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        root = Path("/sys/fs/cgroup")
-        try:
-            text = (root / limit).read_text().strip()
-            if text == "max" or int(text) >= 2**60:
-                continue
-            return max(0, int(text) - int((root / usage).read_text()))
-        except (OSError, ValueError):
-            continue
-    return None
+    return read_memory().room

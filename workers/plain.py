@@ -90,9 +90,10 @@ def _lower_array(value: Any, buffers: list[bytes], where: str) -> Any:
         value = value.detach().cpu().numpy()
     if value.dtype.kind not in _KINDS:
         raise NotPlain(f"{where} is an array of dtype {value.dtype}, which is not plain data")
-    buffers.append(np.ascontiguousarray(value).tobytes())
+    array = np.asarray(value)  # of an empty text it has room for one character, as its bytes have
+    buffers.append(array.tobytes())
     tag = "g" if isinstance(value, np.generic) else "a"
-    return {_TAG: tag, "v": len(buffers) - 1, "s": list(value.shape), "d": value.dtype.str}
+    return {_TAG: tag, "v": len(buffers) - 1, "s": list(array.shape), "d": array.dtype.str}
 
 
 def _raise(value: Any, buffers: list[bytes]) -> Any:
@@ -121,5 +122,8 @@ def _raise_array(value: dict[str, Any], buffer: bytes) -> Any:
     dtype = np.dtype(value["d"])
     if dtype.kind not in _KINDS:
         raise ValueError(f"decode failed: expected a numeric dtype, got {dtype}.")
-    array = np.frombuffer(buffer, dtype).reshape(value["s"]).copy()
+    if dtype.itemsize or buffer:
+        array = np.frombuffer(buffer, dtype).reshape(value["s"]).copy()
+    else:  # text of no characters has no bytes to be read from
+        array = np.ndarray(value["s"], dtype)
     return array[()] if value["\0"] == "g" else array

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -25,18 +26,21 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 _PACKET = 1 << 18  # bytes; larger than any request
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _F_SETSIG = 10  # fcntl.h; not in python's fcntl module
+_MARK = "ENVHERD_WORKER"  # variable by which what a worker has started is known, if it has left its process group
 _ORPHANS_S = 1.0  # to kill what envs had started in sessions of their own
 
 
-def main(fd: int) -> None:
-    """Serve the owner at the other end of the socket `fd` until it is gone."""
+def main(fd: int, log_fd: int) -> None:
+    """Serve the owner at the other end of the socket `fd` until it is gone; SIGUSR2 writes stacks to `log_fd`."""
+    faulthandler.register(signal.SIGUSR2, file=log_fd, all_threads=True)
+    os.set_inheritable(log_fd, False)
     sock = socket.socket(fileno=fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -51,7 +55,7 @@ def main(fd: int) -> None:
     gc.collect()
     gc.freeze()
     _send(sock, start, {"failed": failed, "num_threads": num_threads})
-    Zygote(sock, must_exec=start["must_exec"] or num_threads > 1).serve()
+    Zygote(sock, log_fd, must_exec=start["must_exec"] or num_threads > 1).serve()
 
 
 def _adopt_orphans() -> None:
@@ -98,17 +102,18 @@ def _receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 def _send(sock: socket.socket, request: dict[str, Any], answer: dict[str, Any]) -> None:
     """Answer a request; the owner knows the answer by the request's number."""
-    sock.send(json.dumps({"number": request["number"], **answer}).encode())
+    sock.send(json.dumps({"number": request["number"], **answer}).encode(), socket.MSG_NOSIGNAL)
 
 
 class Zygote:
     """Forks workers, remembers how they ended, and kills what is left at the end."""
 
-    def __init__(self, sock: socket.socket, *, must_exec: bool) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, log_fd: int, *, must_exec: bool) -> None:
+        self._sock, self._log_fd = sock, log_fd
         self._must_exec = must_exec
         self._statuses: dict[int, int] = {}
         self._alive: set[int] = set()
+        self._worker_of_log: dict[int, int] = {}  # inode -> pid, also of those that have ended
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -146,7 +151,7 @@ class Zygote:
             except OSError as error:  # a limit on processes or memory: this worker cannot be, the others can
                 _send(self._sock, request, {"error": f"fork: {error}"})
         elif request["op"] == "sweep":
-            self._sweep()
+            self._sweep(self._is_of_the_dead)
             _send(self._sock, request, {})
         else:
             self._reap()
@@ -154,6 +159,7 @@ class Zygote:
         return True
 
     def _fork(self, config: dict[str, Any], fds: list[int]) -> int:
+        log = os.fstat(fds[2]).st_ino
         try:
             pid = os.fork()
             if pid == 0:
@@ -164,6 +170,7 @@ class Zygote:
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # the worker does so too; whoever comes first
         self._alive.add(pid)
+        self._worker_of_log[log] = pid
         return pid
 
     def _become_worker(self, config: dict[str, Any], fds: list[int]) -> None:
@@ -172,8 +179,10 @@ class Zygote:
             os.close(self._wake_read)
             os.close(self._wake_write)
             self._sock.close()
+            os.dup2(fds[2], self._log_fd, inheritable=False)  # SIGUSR2 writes there: from now on to its own log
             _take_over(config.pop("told", None))
             if self._must_exec:
+                signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it can answer: by default the signal kills
                 for fd in fds:
                     os.set_inheritable(fd, True)
                 program = [sys.executable, "-c", _EXEC, *map(str, fds), json.dumps({**config, "path": sys.path})]
@@ -209,18 +218,40 @@ class Zygote:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
         self._alive.clear()
-        self._sweep()
+        self._sweep(lambda _: True)
 
-    def _sweep(self) -> None:
-        """Kill what dead workers have left, and wait for its end."""
+    def _sweep(self, is_left: Callable[[int], bool]) -> None:
+        """Kill adopted processes that are left over, and wait for their end."""
         end = time.monotonic() + _ORPHANS_S
+        killed: set[int] = set()
         self._reap()
-        while (orphans := set(_children()) - self._alive) and time.monotonic() < end:
-            for pid in orphans:
+        while time.monotonic() < end:
+            adopted = set(_children()) - self._alive
+            killed = {pid for pid in adopted if pid in killed or is_left(pid)}
+            if not killed:
+                return
+            for pid in killed:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.001)
             self._reap()
+
+    def _is_of_the_dead(self, pid: int) -> bool:
+        """Return whether the envs of a worker that has ended have started a process; False if that is not known."""
+        with contextlib.suppress(OSError):  # the process has ended
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            own = f"{_MARK}={_mark_of(os.getpid(), '')}".encode()
+            workers = {int(variable[len(own) :]) for variable in variables if variable.startswith(own)}
+            if not workers:  # it executes no program of its own: it has the descriptors that the worker had
+                inodes = {os.stat(file).st_ino for file in Path(f"/proc/{pid}/fd").iterdir()}
+                workers = {worker for inode, worker in self._worker_of_log.items() if inode in inodes}
+            return bool(workers) and workers.isdisjoint(self._alive)
+        return False
+
+
+def _mark_of(helper: int, worker: int | str) -> str:
+    """Return the value of `_MARK` for what a worker starts."""
+    return f"{helper}.{worker}"
 
 
 def _take_over(told: dict[str, Any] | None) -> None:
@@ -231,6 +262,7 @@ def _take_over(told: dict[str, Any] | None) -> None:
         for name in set(os.environ) - set(told["environ"]):
             del os.environ[name]
         os.environ.update(told["environ"])
+        os.environ[_MARK] = _mark_of(os.getppid(), os.getpid())
 
 
 def _children() -> list[int]:

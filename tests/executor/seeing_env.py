@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -26,3 +27,26 @@ class Seeing(CountingEnv):
 
     def leave_one(self):
         return subprocess.Popen(["sleep", "60"], start_new_session=True).pid
+
+    def leave_background(self, *, is_forked):
+        """Start a process in a session without this one, whose parent ends at once; return its pid."""
+        if not is_forked:
+            done = subprocess.run(
+                ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, check=True
+            )
+            return int(done.stdout)
+        read, write = os.pipe()
+        between = os.fork()
+        if between == 0:
+            os.setsid()
+            pid = os.fork()
+            if pid:
+                os.write(write, str(pid).encode())
+                os._exit(0)
+            while True:
+                signal.pause()
+        os.waitpid(between, 0)
+        pid = int(os.read(read, 20))
+        os.close(read)
+        os.close(write)
+        return pid

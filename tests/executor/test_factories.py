@@ -190,3 +190,27 @@ def test_a_class_that_cannot_travel_by_value_needs_a_module():
 
     with pytest.raises(FactoryError, match=r"uses the class State, .*CField.*Put State into a module"):
         ParallelEnv(1, make, num_workers=1)
+
+
+class Growing(CountingEnv):
+    """Observes more with every instance; counts those that were closed."""
+
+    sizes, num_closed = iter(()), 0
+
+    def __init__(self):
+        super().__init__(size=next(Growing.sizes))
+
+    def close(self):
+        Growing.num_closed += 1
+
+
+@pytest.mark.parametrize("fails", ["specs that disagree", "a later part of the constructor"])
+def test_a_serial_executor_that_cannot_be_made_closes_its_envs(monkeypatch, fails):
+    disagrees = fails == "specs that disagree"
+    monkeypatch.setattr(Growing, "sizes", iter((4, 5) if disagrees else (4, 4)))
+    monkeypatch.setattr(Growing, "num_closed", 0)
+    if not disagrees:
+        monkeypatch.setattr("envherd.executor.batched.RolloutRunner", None)
+    with pytest.raises(SpecError if disagrees else TypeError):
+        SerialEnv(2, Growing)
+    assert Growing.num_closed == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from envherd.executor import gathering
 from envherd.executor.gathering import Gatherer
 from envherd.shm.layout import lay_out, strided_view
 
@@ -51,6 +52,18 @@ def test_rows_are_those_of_index_arrays(drawn: tuple[np.ndarray, list[list[np.nd
                 assert leaf.dtype == first.dtype
                 assert leaf.shape == expected.shape
                 np.testing.assert_array_equal(leaf, expected)
+
+
+def test_rows_that_are_too_large_for_records_are_those_of_index_arrays(drawn, monkeypatch):
+    buffer, sections = drawn
+    columns, rows, in_second = np.array([0, 3, 2]), np.array([5, 0, 1]), np.array([False, True, True])
+    expected = Gatherer(buffer, sections)
+    monkeypatch.setattr(gathering, "LARGEST_RECORD", 14)  # smaller than an image
+    gatherer = Gatherer(buffer, sections)
+    for chosen in (None, in_second):
+        places = gatherer.places(columns, rows, chosen)
+        for leaf, other in zip(gatherer.gather(places), expected.gather(places), strict=True):
+            np.testing.assert_array_equal(leaf, other)
 
 
 def test_what_was_gathered_is_memory_of_its_own(drawn: tuple[np.ndarray, list[list[np.ndarray]]]) -> None:

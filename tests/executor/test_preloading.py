@@ -48,6 +48,17 @@ def test_a_closed_executor_leaves_nothing_in_it():
             assert is_there(other)  # another executor's end is not its own
 
 
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_closing_an_executor_ends_its_background_processes_and_no_others(is_forked):
+    with preloaded("wave"), ParallelEnv(1, Seeing) as kept:
+        background = kept.call("leave_background", is_forked=is_forked)[0]
+        with ParallelEnv(1, Seeing) as closed:
+            own = closed.call("leave_background", is_forked=is_forked)[0]
+        assert not is_there(own)
+        assert is_there(background)
+    assert not is_there(background)
+
+
 def test_it_lasts_as_long_as_who_uses_it():
     with preloaded("wave"):
         env = ParallelEnv(1, Seeing)

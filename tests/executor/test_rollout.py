@@ -2,13 +2,18 @@
 
 import functools
 import gc
+import os
+import threading
 
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict
 
-from envherd.executor import ActionError, ParallelEnv, SerialEnv
+from envherd.executor import ActionError, ParallelEnv, SerialEnv, storage
+from envherd.executor.storage import Lease
 from envherd.workers.testing import AgentsEnv, CountingEnv, TextEnv
+from tests.faults.children import in_child
+from tests.gates import wait_for
 
 PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
 both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
@@ -142,6 +147,37 @@ def test_memory_that_nobody_holds_is_used_again():
         first = env.rollout(16, ones)["next", "pixels"]
         second = env.rollout(16, ones)["next", "pixels"]
         assert first.data_ptr() != second.data_ptr()
+
+
+@pytest.mark.slow
+def test_memory_that_a_forked_process_may_hold_is_not_used_again():
+    with ParallelEnv(2, long_env, num_workers=1, seed=0) as env:
+        held = [env.rollout(5, ones)["observation"]]
+        steps = held[0].tolist()
+        read, write = os.pipe()
+        seen, forks = [], storage._num_forks
+        child = threading.Thread(target=lambda: seen.append(in_child(lambda: (os.read(read, 1), held[0].tolist())[1])))
+        child.start()
+        wait_for(lambda: storage._num_forks == forks + 2)
+        held.clear()
+        for _ in range(3):
+            gc.collect()
+            env.rollout(5, ones, auto_reset=False)
+        os.write(write, b"x")
+        child.join()
+        os.close(read)
+        os.close(write)
+    assert seen == [steps]
+
+
+@pytest.mark.slow
+def test_the_last_tensor_may_go_while_the_next_rollout_begins(monkeypatch):
+    held = []
+    is_open = Lease.is_open.fget
+    with ParallelEnv(1, long_env, num_workers=1) as env:
+        held += [env.rollout(num_steps, ones) for num_steps in (1, 2)]
+        monkeypatch.setattr(Lease, "is_open", property(lambda self: (held.clear(), is_open(self))[1]))
+        assert env.rollout(3, ones).batch_size == (1, 3)
 
 
 @both

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -91,17 +92,48 @@ def test_a_restarted_worker_is_seen(tmp_path):
         assert load.pid == env.statistics().workers[1].pid != before
 
 
+def write_listing(path, **changes):
+    """Write the file of an executor in this process that has gone."""
+    gone = {"schema": "envherd.running/1", "pid": os.getpid(), "namespace": os.readlink("/proc/self/ns/pid")}
+    gone |= {"started_at": 1, "made_at": 0, "env": "x", "blocks": [], "fd": 0, "inode": 0, "words": {}, "nbytes": 0}
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.write_text(json.dumps({**gone, **changes}))
+
+
 def test_files_of_what_has_gone_are_not_believed(tmp_path):
     folder = tmp_path / "running"
-    folder.mkdir(mode=0o700)
-    (folder / "torn.json").write_text("{")
-    gone = {"schema": "envherd.running/1", "pid": os.getpid(), "namespace": os.readlink("/proc/self/ns/pid")}
-    gone |= {"started_at": 1, "made_at": 0, "env": "x", "blocks": []}
-    (folder / "gone.json").write_text(json.dumps({**gone, "fd": 0, "inode": 0, "words": {}, "nbytes": 0}))
-    (folder / "container.json").write_text(json.dumps({**gone, "namespace": "pid:[1]"}))
-    assert {path.name for path in stale_files()} == {"torn.json", "gone.json"}
+    write_listing(folder / "7-1.json")
+    write_listing(folder / "7-2.json", pid=2**22 + 1)
+    write_listing(folder / "7-3.json", namespace="pid:[1]")
+    assert {path.name for path in stale_files()} == {"7-1.json", "7-2.json"}
     assert list(listings()) == []
-    assert [path.name for path in folder.iterdir()] == ["container.json"]
+    assert [path.name for path in folder.iterdir()] == ["7-3.json"]
+
+
+def test_files_that_are_not_of_executors_are_left_alone(tmp_path):
+    folder = tmp_path / "running"
+    write_listing(folder / "results.json")
+    write_listing(folder / "7-1.json", schema="envherd.running/2")
+    (folder / "8-1.json").write_text("{}")
+    (folder / "package.json").write_text('{"name": "x"}')
+    kept = sorted(path.name for path in folder.iterdir())
+    assert stale_files() == []
+    assert list(listings()) == []
+    assert sorted(path.name for path in folder.iterdir()) == kept
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EACCES])
+def test_an_executor_of_which_nothing_can_be_found_out_stays_listed(tmp_path, monkeypatch, error):
+    path = tmp_path / "running" / "7-1.json"
+    write_listing(path)
+
+    def fail(pid):
+        raise OSError(error, "no")
+
+    monkeypatch.setattr("envherd.executor.listing.start_of", fail)
+    assert stale_files() == []
+    assert list(listings()) == []
+    assert path.exists()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from envherd.shm import segment as module
+from envherd.shm.cgroups import GroupMemory
 from envherd.shm.segment import Segment
 
 
@@ -57,16 +58,11 @@ def test_too_much_is_refused_with_the_numbers(monkeypatch):
         Segment.create(2 << 20)
 
 
-def test_the_cgroup_counts(tmp_path, monkeypatch):
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("400\n")
-
-    class Redirected(type(Path())):
-        def __new__(cls, *parts):
-            return Path(tmp_path) if parts == ("/sys/fs/cgroup",) else Path(*parts)
-
-    monkeypatch.setattr(module, "Path", Redirected)
-    assert module.available_bytes() == 600
+def test_the_room_in_the_control_groups_counts(monkeypatch):
+    monkeypatch.setattr(module, "read_memory", lambda: GroupMemory(limit=4 << 20, room=3 << 20, used=1 << 20))
+    assert module.available_bytes() == 3 << 20
+    with pytest.raises(MemoryError, match=r"at most 90% of the 3 MiB available, got 4 MiB"):
+        Segment.create(4 << 20)
 
 
 _NAMED = """

@@ -50,6 +50,11 @@ def test_what_goes_in_comes_out(value):
         np.array([1 + 2j]),
         np.uint8(7),
         np.float64("nan"),
+        np.str_(""),
+        np.bytes_(b""),
+        np.ndarray((2, 0), "U0"),
+        np.ndarray((2, 3), "S0"),
+        np.ndarray((), "U0"),
     ],
 )
 def test_arrays_and_scalars_keep_dtype_shape_and_kind(array):

@@ -1,0 +1,134 @@
+"""Control groups, v1 and v2: where those of a process are, and what they leave it of memory.
+
+Guarantees: every group from the process's own up to the mount counts, and the one that leaves the least room
+decides. Page cache is room: the kernel drops it when a process wants memory, and a process that has read a
+data set has a group full of it. All functions are pure over `root`: tests give them trees of files.
+Does not know: limits above what a container can see of the hierarchy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+#: v1 says "no limit" by the largest multiple of the page size.
+_NO_LIMIT = 2**60
+#: Limits of either version: a process that exceeds the last one is slowed down, and not killed.
+_LIMITS = ("memory.max", "memory.limit_in_bytes", "memory.high")
+_USES = ("memory.current", "memory.usage_in_bytes")
+#: Page cache in memory.stat: of a group and those below it. v1 counts these apart, under longer names.
+_CACHES = (("total_inactive_file", "inactive_file"), ("total_active_file", "active_file"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMemory:
+    """What the control groups of a process leave it of memory.
+
+    Attributes:
+        limit: bytes, of the group that leaves the least room; None without a limit.
+        room: bytes left below that limit, page cache counted as room; None without a limit.
+        used: bytes charged to that group (without a limit, to the process's own), without page cache.
+    """
+
+    limit: int | None = None
+    room: int | None = None
+    used: int | None = None
+
+
+def read_memory(root: Path = Path("/")) -> GroupMemory:
+    """Read what the control groups of this process leave it of memory.
+
+    Args:
+        root: folder that holds `proc` and `sys`.
+    """
+    tightest: tuple[int, GroupMemory] | None = None
+    own_use: int | None = None
+    for folder in group_folders(root, "memory"):
+        used = _used(folder)
+        own_use = used if own_use is None else own_use
+        limits = [limit for name in _LIMITS if (limit := read_count(folder / name)) is not None]
+        if limits:
+            limit = min(limits)
+            room = max(0, limit - (used or 0))
+            if tightest is None or room < tightest[0]:
+                tightest = room, GroupMemory(limit=limit, room=room, used=used or 0)
+    return GroupMemory(used=own_use) if tightest is None else tightest[1]
+
+
+def group_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of the process's groups that have a controller: its own first, then those above."""
+    mounts = _mounts(root)
+    paths = _paths(root)
+    # Where v1 has the controller it does not work in the v2 hierarchy that may be mounted beside.
+    name = controller if controller in mounts and controller in paths else ""
+    if name not in mounts or name not in paths:
+        return
+    mounted_root, mount_point = mounts[name]
+    mount = root / mount_point.lstrip("/")
+    path = paths[name]
+    inside = path[len(mounted_root.rstrip("/")) :] if _is_below(path, mounted_root) else "/"
+    parts = [part for part in inside.split("/") if part]
+    if ".." in parts:  # a group outside of this namespace: what is mounted is all that can be seen
+        parts = []
+    for count in range(len(parts), -1, -1):
+        folder = mount.joinpath(*parts[:count])
+        if folder.is_dir():
+            yield folder
+
+
+def _is_below(path: str, mounted_root: str) -> bool:
+    stem = mounted_root.rstrip("/")
+    return path == stem or path.startswith(f"{stem}/")
+
+
+def _paths(root: Path) -> dict[str, str]:
+    """Return controller -> path of the process's group; v2's is under the empty name."""
+    paths = {}
+    for line in (read_word(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            paths[controller] = path
+    return paths
+
+
+def _mounts(root: Path) -> dict[str, tuple[str, str]]:
+    """Return controller -> (group that is mounted, where); v2's is under the empty name."""
+    mounts = {}
+    for line in (read_word(root / "proc/self/mountinfo") or "").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        if len(fields) < 5 or not kind:
+            continue
+        if kind[0] == "cgroup2":
+            mounts[""] = (fields[3], fields[4])
+        elif kind[0] == "cgroup":
+            for option in kind[-1].split(","):
+                mounts.setdefault(option, (fields[3], fields[4]))
+    return mounts
+
+
+def read_word(path: Path) -> str | None:
+    """Return a file's text without the white space around it, or None if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def read_count(path: Path) -> int | None:
+    """Return the number in a file; None if there is none, or if it says that there is no limit."""
+    text = read_word(path)
+    if text is None or not text.lstrip("-").isdigit():
+        return None
+    value = int(text)
+    return value if 0 <= value < _NO_LIMIT else None
+
+
+def _used(folder: Path) -> int | None:
+    used = next((count for name in _USES if (count := read_count(folder / name)) is not None), None)
+    if used is None:
+        return None
+    stat = dict(line.split() for line in (read_word(folder / "memory.stat") or "").splitlines() if " " in line)
+    cache = sum(int(next((stat[name] for name in names if name in stat), 0)) for names in _CACHES)
+    return max(0, used - cache)

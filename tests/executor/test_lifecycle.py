@@ -1,0 +1,130 @@
+"""Worker processes and their helper: what starting them can meet, and what is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTimeout, lifecycle, preloaded
+from envherd.executor.lifecycle import WorkerProcess, Zygote, worker_config
+from envherd.workers import messages
+from envherd.workers.testing import CountingEnv
+from tests.faults.children import in_child
+from tests.gates import wait_for
+
+#: Hangs where a variable says so: the pid of what it has started is written to the file of that name.
+HANGING = """
+import os, subprocess, sys, time
+if "HANGS" in os.environ:
+    started = subprocess.Popen(["sleep", "60"])
+    with open(os.environ["HANGS"] + ".part", "w") as file:
+        file.write(str(started.pid))
+    os.rename(os.environ["HANGS"] + ".part", os.environ["HANGS"])
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """Return options of an executor whose helper imports a module that hangs, and where that writes a pid."""
+    (tmp_path / "module_that_hangs.py").write_text(HANGING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pid_file = tmp_path / "pid"
+    return {"preload": ("module_that_hangs",), "env_vars": {"HANGS": str(pid_file)}}, pid_file
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process runs; one that has ended and waits to be reaped does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["capture", "inherit"])
+def test_an_import_that_hangs_in_the_helper_has_the_deadline_of_building(hanging, output):
+    kwargs, pid_file = hanging
+    options = ExecutorOptions(build_timeout_s=3.0, worker_output=output, **kwargs)
+    began = time.monotonic()
+    with pytest.raises(WorkerTimeout, match=r"had not imported its modules within 3 s(.|\n)*module_that_hangs\.py"):
+        ParallelEnv(1, CountingEnv, options=options)
+    assert time.monotonic() - began < 10
+    wait_for(lambda: not is_running(int(pid_file.read_text())))
+
+
+@pytest.mark.slow
+def test_modules_that_hang_have_it_in_a_preloaded_block(hanging):
+    kwargs, _ = hanging
+    options = ExecutorOptions(build_timeout_s=3.0, env_vars=kwargs["env_vars"])
+    with (
+        pytest.raises(WorkerTimeout, match=r"had not imported its modules within 3 s"),
+        preloaded("module_that_hangs", options=options),
+    ):
+        pass
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_modules_are_imported_leaves_nothing(hanging):
+    kwargs, pid_file = hanging
+
+    def interrupt():
+        wait_for(pid_file.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        ParallelEnv(1, CountingEnv, options=ExecutorOptions(**kwargs))
+    thread.join()
+    wait_for(lambda: not is_running(int(pid_file.read_text())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["zygote", "spawn"])
+def test_a_worker_that_is_asked_for_its_stack_before_it_can_answer_lives(start_method):
+    options = ExecutorOptions(start_method=start_method)
+    zygote = Zygote(options, [])
+    zygote.wait_ready()
+    worker = WorkerProcess(0, 0, zygote, worker_config(options, 0))
+    try:
+        signal.pidfd_send_signal(worker.pidfd, signal.SIGUSR2)
+        worker.channel.queue_message(messages.Close())
+        assert worker.channel.flush_nowait()
+        assert worker.wait_exit(30)
+        assert worker.exit_code() == 0
+    finally:
+        worker.kill()
+        worker.release()
+        zygote.close()
+
+
+def test_a_fork_in_another_thread_while_the_helper_starts_keeps_no_descriptor(monkeypatch):
+    def pipes():
+        """Return the pipes and sockets that this process has open."""
+        targets = set()
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                targets.add(os.readlink(f"/proc/self/fd/{fd}"))
+        return [target for target in targets if target.startswith(("pipe:", "socket:"))]
+
+    kept = []
+
+    def fork(*args, **kwargs):
+        thread = threading.Thread(target=lambda: kept.append(in_child(pipes)))
+        thread.start()
+        thread.join()
+        raise BlockingIOError("as at a limit")
+
+    monkeypatch.setattr(lifecycle.subprocess, "Popen", fork)
+    before = pipes()
+    with pytest.raises(WorkerLost, match="its helper process cannot be started"):
+        Zygote(ExecutorOptions(), [])
+    (in_fork,) = kept
+    assert len(set(in_fork) - set(before)) == 1  # the pipe to its parent
