@@ -355,12 +355,8 @@ class Engine:
 
     def reset_envs(self, env_ids: np.ndarray) -> None:
         """Reset some envs and wait for them."""
-        if len(env_ids) == self.num_envs:
-            columns = np.full(self.num_envs, self.rows.next_column())
-        else:
-            columns = self.rows.next_columns(env_ids)
         try:
-            self.reset_at(env_ids, columns)
+            self.reset_at(env_ids, self.rows.reset_columns(env_ids))
         finally:
             self._prepared = {}
 

@@ -295,17 +295,18 @@ class _Run:
         if self._step < 0:
             return
         rows = self._rows
-        column = rows.next_column()
+        ids = self._engine.all_ids
+        columns = rows.reset_columns(ids)
         section, step = self._section, self._step
         for group, batch in zip(self._lease.storage.columns, rows.batches, strict=True):
             for key in batch.root_keys:
-                batch.slab.columns["root", *key][column] = group[section, *key][:, step]
+                batch.slab.columns["root", *key][columns[0]] = group[section, *key][:, step]
         is_lost = self._is_under_way and section == "root"  # broken off before its answers were noted
-        rows.were_reset(self._engine.all_ids, np.full(rows.num_envs, column))
+        rows.were_reset(ids, columns)
         if rows.has_side and section == "next":
             rows.side_root = dict(rows.side_next)
         if is_lost:
-            rows.mark_ended(self._engine.all_ids)
+            rows.mark_ended(ids)
         self._engine.in_flight = None
 
     def result(self, num_steps: int) -> TensorDictBase:

@@ -161,15 +161,25 @@ class Rows:
 
     def _keep_latest(self, column: int) -> None:
         """Put aside the latest rows in a column that is to be written: they are needed should the step fail."""
-        for env_id in np.flatnonzero((self.columns == column) & ~self.in_root).tolist():
-            row = self.ring_row(env_id, column)
-            for name in [name for name in row if name[0] == "root"]:
-                row[name][...] = row["next", *name[1:]]
-            if env_id in self.side_next:
-                self.side_root[env_id] = self.side_next[env_id]
-            if self.group_of[env_id] in self.residences:
-                self.residences[self.group_of[env_id]].keep_latest(self.row_of[env_id], column)
-            self.in_root[env_id] = True
+        for env_id in np.flatnonzero(self.columns == column).tolist():
+            self._move_latest(env_id, (column - 1) % self.num_frames)
+
+    def _move_latest(self, env_id: int, column: int) -> None:
+        """Copy an env's latest row to the root of a column and note that it is there.
+
+        Roots of the ring are never handed out as views, so this changes nothing that a caller holds.
+        """
+        place = self.ring_row(env_id, column)
+        for key, array in self.latest_root(env_id).items():
+            if ("root", *key) in place:  # a root has no reward
+                place["root", *key][...] = array
+        section = "root" if self.in_root[env_id] else "next"
+        if section == "next" and env_id in self.side_next:
+            self.side_root[env_id] = self.side_next[env_id]
+        if (residence := self.residences.get(int(self.group_of[env_id]))) is not None:
+            residence.move_latest(self.row_of[env_id], int(self.columns[env_id]), section, column)
+        self.columns[env_id] = column
+        self.in_root[env_id] = True
 
     def _poison(self, column: int) -> None:
         """Make a frame that is no longer valid unusable, unless it still says where some env is."""
@@ -182,6 +192,15 @@ class Rows:
         """Return the ring column for a command to some envs: one after each env's own latest."""
         self._is_mixed = True
         return np.asarray(self._following[self.columns[env_ids]])
+
+    def reset_columns(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the ring columns for resets, int64 `[k]`: where the envs are, so that no frame is used up.
+
+        A reset writes roots alone, and views are handed out of steps alone. All envs together go to one column.
+        """
+        if len(env_ids) == self.num_envs:
+            return np.full(self.num_envs, self._column)
+        return np.asarray(self.columns[env_ids])
 
     def _present(self, group: int, key: Name, rows: np.ndarray | None) -> np.ndarray | None:
         """Return a leaf of the present roots of some rows of a group; None if roots have no such leaf."""
@@ -290,8 +309,12 @@ class Rows:
         self.has_ended = False
 
     def mark_lost(self, env_ids: np.ndarray) -> None:
-        """Note that envs have lost their episodes: their present rows say truncated from now on."""
+        """Note that envs have lost their episodes: their present rows say truncated from now on.
+
+        A step's `next` that was handed out as a view keeps what it says.
+        """
         for env_id in env_ids.tolist():
+            self._move_latest(env_id, int(self.columns[env_id]))
             row = self.latest_root(env_id)
             for leaf in self.batches[self.group_of[env_id]].spec.done:
                 row[leaf.key][...] = leaf.key[-1] != "terminated"

@@ -178,6 +178,26 @@ def test_views_are_valid_for_so_many_steps(make, poison):
 
 
 @both
+@pytest.mark.parametrize("between", ["reset of all", "reset of one", "rollout"])
+def test_views_are_valid_for_so_many_steps_whatever_is_done_in_between(make, between):
+    options = ExecutorOptions(ring_frames=2)
+    with make(2, long_env, seed=0, copy=False, options=options) as env:
+        env.reset()
+        view = kept = env.step(act(env.current()))["next", "observation"]
+        kept = kept.clone()
+        for step in range(8):
+            if between == "reset of all":
+                env.reset()
+            elif between == "reset of one":
+                env.reset(TensorDict({"_reset": torch.tensor([True, False])}, [2]))
+            else:
+                env.rollout(1, act, auto_reset=False)
+            shown = env.step(act(env.current()))["next", "observation"]
+            assert torch.equal(view, kept), f"step {step} has overwritten the view of the step before it"
+            view, kept = shown, shown.clone()
+
+
+@both
 def test_first_come_first_served(make):
     with make(NUM_ENVS, long_env, seed=0) as env:
         env.send(act(env.reset(), 0, 1, 1))
