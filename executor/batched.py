@@ -273,13 +273,15 @@ class BatchedEnv:
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer sent; the rest are.
         """
         with self._turn:
+            self._engine.refuse_rolling()
             ids = None if env_ids is None else self._exchange.as_ids(env_ids)
             return self._exchange.recv(min_envs, timeout_s, ids, with_root=with_root)
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
         """Return where envs are now: the root batch `[k]` to act on next, with their `env_ids`.
 
-        In memory of its own, which it may share with the `next` of a batch just received (as `step_mdp` shares them).
+        Also in a rollout, from its policy or callback. In memory of its own, which it may share with the `next` of a
+        batch just received (as `step_mdp` shares them).
         """
         with self._turn:
             if env_ids is not None and (td := self._exchange.recall(env_ids)) is not None:
@@ -327,7 +329,7 @@ class BatchedEnv:
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
         """Return what each env said beside its observation in its latest command; empty where it said nothing.
 
-        Only with `options.infos` other than "drop". Rollouts do not keep them.
+        Only with `options.infos` other than "drop". A rollout's latest command is its latest step so far.
 
         Args:
             section: "next": in the step; "root": in the reset, if the command was or included one.

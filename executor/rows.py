@@ -45,9 +45,12 @@ class Rows:
         is_plain: one group of equal envs on the cpu, with nothing besides the slab's leaves.
         root_shell, _next_shell, _root_shell_over_next: for all envs of that group.
         infos: "next" and "root" -> what envs said in the step and in the reset of their latest command.
+        rolled_roots: set while a rollout keeps the rows in its storage: `(group, rows [k])` -> where these are now, as
+            fresh arrays `[k, ...]`, one per key of `root_keys`. None: the ring says.
         side_next, side_root: env id -> values of side-channel leaves, as of the latest row.
     """
 
+    rolled_roots: Callable[[int, np.ndarray], list[np.ndarray]] | None = None
     _reset_there: np.ndarray | None = None  # those that were reset at `_stepped_to`
 
     def __init__(
@@ -209,7 +212,13 @@ class Rows:
             return None
         rows = np.arange(batch.num_rows) if rows is None else rows
         ids = np.array(batch.slab.plan.env_ids)[rows]
-        return batch.gather_roots(self.columns[ids], self.in_root[ids], rows)[batch.root_keys.index(key)]
+        return self._roots_of(group, ids, rows)[batch.root_keys.index(key)]
+
+    def _roots_of(self, group: int, env_ids: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """Return where some envs of a group are now, as fresh arrays `[k, ...]`."""
+        if self.rolled_roots is not None:
+            return self.rolled_roots(group, rows)
+        return self.batches[group].gather_roots(self.columns[env_ids], self.in_root[env_ids], rows)
 
     # ---- after a command ---------------------------------------------------------------------
 
@@ -451,11 +460,11 @@ class Rows:
     def current(self, env_ids: np.ndarray) -> TensorDictBase:
         """Return where some envs are now: a root batch `[k]` in memory of its own."""
         if self._is_one_group and not self.has_side:
-            return self.batches[0].roots_at(self.columns[env_ids], self.in_root[env_ids], env_ids)
+            return self.batches[0].roots(self._roots_of(0, env_ids, env_ids))
 
         def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
-            td = batch.roots_at(self.columns[ids], self.in_root[ids], self.row_of[ids])
+            td = batch.roots(self._roots_of(self.batches.index(batch), ids, self.rows_of(ids)))
             self.add_root_side(td, batch, ids.tolist())
             return td
 
