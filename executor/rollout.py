@@ -7,8 +7,9 @@ an end is never a terminal one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,11 +32,17 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 class RolloutRunner:
-    """Runs rollouts for one executor."""
+    """Runs rollouts for one executor.
+
+    Attributes:
+        state_left: what the policy had handed on when the latest rollout was broken off, own memory; None after one
+            that was not.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._shelf = StorageShelf(engine.pool)
+        self.state_left: TensorDictBase | None = None
 
     def run(  # noqa: PLR0913  # the arguments of TorchRL's rollout
         self,
@@ -102,25 +109,37 @@ class RolloutRunner:
             engine.refuse_pending(engine.all_ids)
             act = self._checked(policy or env.rand_action)
             watch = None if callback is None else self._checked(functools.partial(callback, env))
+            carried = Carried(engine.known, None if auto_reset else tensordict, primer)
             if engine.rows.mover is not None:
-                carried = Carried(engine.known, None if auto_reset else tensordict, primer)
                 stepwise = StepwiseRun(engine, act, carried, watch, break_when_any_done=break_when_any_done)
-                return finish(stepwise.collect(max_steps, auto_reset=auto_reset))
+                with self._leaving(carried):
+                    return finish(stepwise.collect(max_steps, auto_reset=auto_reset))
             reused = self._shelf.find(out) if out is not None and out.batch_size[1] == max_steps else None
             lease = reused or self._shelf.lend(max_steps)
             run = _Run(engine, lease, act, watch, break_when_any_done=break_when_any_done)
-            run.carried = Carried(engine.known, None if auto_reset else tensordict, primer)
+            run.carried = carried
             engine.is_rolling = True
             try:
-                run.start(auto_reset=auto_reset)
-                engine.rows.rolled_roots = run.roots_of
-                num_steps = run.go(max_steps)
-                data = run.result(num_steps)
+                with self._leaving(carried):
+                    run.start(auto_reset=auto_reset)
+                    engine.rows.rolled_roots = run.roots_of
+                    num_steps = run.go(max_steps)
+                    data = run.result(num_steps)
             finally:
                 run.park()
                 engine.is_rolling = False
                 self._shelf.settle(lease)
         return finish(data)
+
+    @contextlib.contextmanager
+    def _leaving(self, carried: Carried) -> Iterator[None]:
+        """Keep the policy's state of a rollout that is broken off."""
+        self.state_left = None
+        try:
+            yield
+        except BaseException:
+            self.state_left = None if carried.state is None else carried.state.clone()
+            raise
 
     def _check_out(self, out: TensorDictBase) -> None:
         """Refuse an `out` that the rollouts of these envs do not fit into."""
@@ -257,8 +276,8 @@ class _Run:
         root = self._root(step)
         self.carried.hand_over(root, self._fresh)
         acted = check_acted(self._policy(root))
-        self.carried.keep(acted)
         self._engine.write_inputs(acted)
+        self.carried.keep(acted)
         for kept, given in self._kept_inputs:
             kept[:, step] = given
         if self._extra_keys is None:

@@ -7,7 +7,7 @@ copied to keep that true; two small arrays say which.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batching import GroupBatch, Leaves, Members, add_side, poison, stack_groups
 from envherd.executor.device import Mover
-from envherd.executor.intake import GroupIntake, has_true
+from envherd.executor.intake import GroupIntake, has_true, to_numpy
 from envherd.executor.lending import Lend, LendingIntake
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.residence import Residence, ResidentBatch
@@ -329,6 +329,50 @@ class Rows:
                 row[leaf.key][...] = leaf.key[-1] != "terminated"
         self.mark_ended(env_ids)
 
+    def mark_running(self) -> None:
+        """Note that all envs are in the middle of an episode, whatever their rows say of that."""
+        for env_id in range(self.num_envs):
+            self._move_latest(env_id, int(self.columns[env_id]))
+            row = self.latest_root(env_id)
+            for leaf in self.batches[self.group_of[env_id]].spec.done:
+                row[leaf.key][...] = False
+        self.allow_steps()
+
+    def roots(self) -> list[dict[str, Any]]:
+        """Return where each env is now, as nested dicts of tensors and side values, in memory of their own."""
+        return [td.to_dict() for td in self.current(np.arange(self.num_envs)).unbind(0)]
+
+    def check_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse roots that are not of these envs.
+
+        Raises:
+            ValueError: with the first leaf that is missing or of another shape.
+        """
+        if len(roots) != self.num_envs:
+            raise ValueError(f"load_state_dict failed: expected {self.num_envs} roots, got {len(roots)}.")
+        for env_id, root in enumerate(roots):
+            for leaf in (*(spec := self.batches[self.group_of[env_id]].spec).observation, *spec.done):
+                value = _entry(root, leaf.key)
+                if value is None or not (leaf.is_side or tuple(value.shape) == leaf.shape):
+                    got = "none" if value is None else f"shape {tuple(value.shape)}"
+                    raise ValueError(f"load_state_dict failed: expected {leaf}, got {got} (root of env {env_id}).")
+
+    def put_roots(self, roots: Sequence[Mapping[str, Any]], ended: Sequence[bool]) -> None:
+        """Note where all envs are: what `roots` and `ended` have said."""
+        column = self._column
+        for env_id, root in enumerate(roots):
+            group, place = int(self.group_of[env_id]), self.ring_row(env_id, column)
+            residence, spec = self.residences.get(group), self.batches[group].spec
+            self.side_root[env_id] = [_entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
+            for leaf in (*spec.observation, *spec.done):
+                if residence is not None and ("root", *leaf.key) in residence.columns:
+                    residence.columns["root", *leaf.key][column, self.row_of[env_id]] = _entry(root, leaf.key)
+                elif not leaf.is_side:
+                    place["root", *leaf.key][...] = to_numpy(_entry(root, leaf.key))
+        self.were_reset(np.arange(self.num_envs), column)
+        self.ended[:] = ended
+        self.has_ended = has_true(self.ended)
+
     def ended_parts(self) -> np.ndarray | None:
         """Return which parts of envs that are batches themselves are to be reset, bool `[N, *B]`; None for all."""
         if not any(spec.batch_shape for spec in (batch.spec for batch in self.batches)):
@@ -529,3 +573,11 @@ class Rows:
         section = "root" if self.in_root[env_id] else "next"
         found = self.ring_row(env_id, int(self.columns[env_id]))
         return {name[1:]: array for name, array in found.items() if name[0] == section}
+
+
+def _entry(root: Mapping[str, Any], key: Name) -> Any:
+    """Return an entry of nested dicts, or None."""
+    found: Any = root
+    for name in key:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
