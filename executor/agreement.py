@@ -13,7 +13,8 @@ from envherd.workers.factory import Factory, describe
 def check_agreement(specs: Sequence[EnvSpec], factories: Sequence[Factory], kwargs: Sequence[dict[str, Any]]) -> None:
     """Refuse envs of one factory, called with the same arguments, that have different specs.
 
-    Different factories or arguments may give different tasks; these come back as a lazy stack.
+    Different factories or arguments may give different tasks; these come back as a lazy stack, whose members must be
+    batches of one shape.
 
     Raises:
         SpecError: with the first difference.
@@ -26,6 +27,12 @@ def check_agreement(specs: Sequence[EnvSpec], factories: Sequence[Factory], kwar
                 f"make_env failed: the factory {describe(factory)} gave different specs for envs {other} and {env_id}: "
                 f"{specs[other].difference(spec)}. Give a list of factories if the tasks are meant to differ.",
                 env_ids=(other, env_id),
+            )
+        if spec.batch_shape != specs[0].batch_shape:
+            raise SpecError(
+                f"make_env failed: expected envs of one batch shape, got {specs[0].batch_shape} for env 0 and "
+                f"{spec.batch_shape} for env {env_id}: their rows cannot be stacked. Make one executor for each shape.",
+                env_ids=(0, env_id),
             )
 
 

@@ -158,11 +158,11 @@ class BatchedEnv:
             mask = reset_mask(td, tuple(self.batch_size))
             env_ids = engine.all_ids if mask is None else np.flatnonzero(mask.reshape(self.num_envs, -1).any(1))
             engine.refuse_pending(env_ids)
-            if isinstance(seed, (int, np.integer)):
+            is_root_seed = isinstance(seed, (int, np.integer))
+            engine.prepare_resets(env_ids, None if is_root_seed else seed, list_of_kwargs, kwargs)
+            if is_root_seed:
                 engine.set_seed(int(seed))
-                seed = None
             if len(env_ids):
-                engine.prepare_resets(env_ids, seed, list_of_kwargs, kwargs)
                 engine.write_reset_masks(mask)
                 engine.reset_envs(env_ids)
             return self._rows.current(engine.all_ids)
@@ -216,6 +216,14 @@ class BatchedEnv:
         """Collect up to `max_steps` steps; see `RolloutRunner.run` for the arguments and the result."""
         return self._rollouts.run(self, max_steps, policy, **kwargs)
 
+    @property
+    def policy_state(self) -> TensorDictBase | None:
+        """What the policy had handed on to itself when an error broke the latest rollout off, batch `[N]`; else None.
+
+        It belongs to where the envs are now: `rollout(..., auto_reset=False, tensordict=env.policy_state)` goes on.
+        """
+        return self._rollouts.state_left
+
     def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
         """Return `td` (or a new batch `[N]`) with uniformly drawn legal actions, from a generator of the root seed.
 
@@ -235,7 +243,7 @@ class BatchedEnv:
 
         Args:
             td: batch `[k]` with their actions.
-            env_ids: int `[k]`; default: td's own `env_ids`, else all envs.
+            env_ids: int `[k]`, or bool `[N]`, a mask; default: td's own `env_ids`, else all envs.
             maybe_reset: also reset those that end, as `step_and_maybe_reset` does.
 
         Raises:
@@ -273,13 +281,15 @@ class BatchedEnv:
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer sent; the rest are.
         """
         with self._turn:
+            self._engine.refuse_rolling()
             ids = None if env_ids is None else self._exchange.as_ids(env_ids)
             return self._exchange.recv(min_envs, timeout_s, ids, with_root=with_root)
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
         """Return where envs are now: the root batch `[k]` to act on next, with their `env_ids`.
 
-        In memory of its own, which it may share with the `next` of a batch just received (as `step_mdp` shares them).
+        Also in a rollout, from its policy or callback. In memory of its own, which it may share with the `next` of a
+        batch just received (as `step_mdp` shares them).
         """
         with self._turn:
             if env_ids is not None and (td := self._exchange.recall(env_ids)) is not None:
@@ -308,7 +318,7 @@ class BatchedEnv:
 
     def set(self, name: str, value: Any, env_ids: Iterable[int] | None = None) -> None:
         """Set an attribute of each env: to `value`, or to `value[i]` if it is a list with one item per env."""
-        ids = list(range(self.num_envs)) if env_ids is None else list(env_ids)
+        ids = self._exchange.as_ids(env_ids).tolist()
         values = value if isinstance(value, list) and len(value) == len(ids) else [value] * len(ids)
         self.ask("set", ids, name=name, args=tuple(values))
 
@@ -317,17 +327,57 @@ class BatchedEnv:
         return self.ask("render", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return each env's own state, `{"env0": ..., ...}`; raises EnvError where envs have none."""
-        return {f"env{i}": state for i, state in enumerate(self.ask("state_dict", None))}
+        """Return each env's own state and where the envs are.
+
+        Returns:
+            `{"env0": ..., ..., "executor": {"roots": [...], "ended": [...]}}`: what the envs gave, each env's present
+            root (nested dicts of tensors, copies), and whether it must be reset. Seeds and the numbers of episodes
+            are not in it.
+
+        Raises:
+            EnvError: an env has no state.
+            Busy: an env was sent and not received.
+        """
+        engine = self._engine
+        with self._turn:
+            engine.refuse_pending(engine.all_ids)
+            states: dict[str, Any] = {f"env{i}": state for i, state in enumerate(self.ask("state_dict", None))}
+            states["executor"] = {"roots": self._rows.roots(), "ended": self._rows.ended.tolist()}
+            return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
-        self.ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
+        """Put back what `state_dict` returned, of this executor or of another with as many envs.
+
+        The envs then are where they were: `current()` gives the root of then, and they can be stepped without a reset
+        unless they needed one then. Without the entry "executor" every env counts as running, and `current()` gives
+        the observation of before: act on the root that you have saved.
+
+        Raises:
+            ValueError: the state of an env is missing, or a root is not of these envs; nothing was loaded.
+            EnvError: an env has refused its state; all envs must be reset.
+            Busy: an env was sent and not received, or a rollout is in progress.
+        """
+        engine, rows = self._engine, self._rows
+        with self._turn:
+            engine.refuse_rolling()
+            engine.refuse_pending(engine.all_ids)
+            missing = [i for i in range(self.num_envs) if f"env{i}" not in state]
+            if missing:
+                raise ValueError(f"load_state_dict failed: expected a state of each env, got none of env {missing[0]}.")
+            kept = state.get("executor")
+            if kept is not None:
+                rows.check_roots(kept["roots"])
+            rows.mark_ended(engine.all_ids)  # should anything break this off
+            self.ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
+            if kept is None:
+                rows.mark_running()
+            else:
+                rows.put_roots(kept["roots"], kept["ended"])
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
         """Return what each env said beside its observation in its latest command; empty where it said nothing.
 
-        Only with `options.infos` other than "drop". Rollouts do not keep them.
+        Only with `options.infos` other than "drop". A rollout's latest command is its latest step so far.
 
         Args:
             section: "next": in the step; "root": in the reset, if the command was or included one.
@@ -366,7 +416,7 @@ class BatchedEnv:
             One answer per env, in the order asked.
         """
         with self._turn:
-            ids = self._exchange.as_ids(None if env_ids is None else list(env_ids)).tolist()
+            ids = self._exchange.as_ids(env_ids).tolist()
             answers = self._engine.ask(what, ids, **question)
             return [_crossed(answers[i]) for i in ids]
 

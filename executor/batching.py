@@ -171,10 +171,9 @@ class GroupBatch:
         was_reset = in_root if b"\x01" in in_root.tobytes() else None
         return self._roots.gather(self._roots.places(columns, rows, was_reset))
 
-    def roots_at(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> TensorDict:
-        """Return where some rows are now: a root batch `[k]` in memory of its own."""
-        leaves = self.to_tensors(self.gather_roots(columns, in_root, rows))
-        return self.shell("root", (len(rows),)).build(leaves)
+    def roots(self, arrays: Sequence[np.ndarray]) -> TensorDict:
+        """Return a root batch `[k]` over what `gather_roots` returned (cpu: no copy)."""
+        return self.shell("root", (len(arrays[0]),)).build(self.to_tensors(arrays))
 
     def roots_after(self, leaves: Leaves, column: int, reset_rows: np.ndarray | None) -> Leaves:
         """Return the root leaves after a step: those of `next`, but the reset's for the rows that were reset.

@@ -36,7 +36,7 @@ class Carried:
 
     @property
     def state(self) -> TensorDictBase | None:
-        """What the policy has handed on last, by root key."""
+        """What the policy is to be given where the envs are now, by root key."""
         return self._state
 
     @property
@@ -57,11 +57,12 @@ class Carried:
                 state = self._primer
             elif fresh.any():
                 state = _where(fresh, self._primer, state)
+            self._state = state
         if state is not None:
             root.update(state)
 
     def keep(self, acted: TensorDictBase) -> None:
-        """Take the state out of what the policy returned."""
+        """Take the state out of what the policy returned, when its actions have been accepted."""
         written = get_leaf(acted, "next")
         self._state = None if written is None else own_leaves(written, self._known)
 

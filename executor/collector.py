@@ -124,16 +124,23 @@ class Collector:
         """Return the next batch `[N, T]`, in memory of the caller's own.
 
         Raises:
-            EnvError, WorkerLost, WorkerTimeout: the batch is lost; the next one resets the envs concerned.
+            EnvError, WorkerLost, WorkerTimeout: the batch is lost; the next one resets the envs concerned. The others
+                go on where they are, with the state that the policy has given them last. (Remote rollouts with such
+                a state begin new episodes everywhere: it is lost with the data.)
         """
-        data = self.env.rollout(
-            self.num_steps,
-            self._policy_now(),
-            auto_reset=self._resets_always or not self._has_begun,
-            break_when_any_done=False,
-            tensordict=self._state,
-            primer=self._primer,
-        )
+        try:
+            data = self.env.rollout(
+                self.num_steps,
+                self._policy_now(),
+                auto_reset=self._resets_always or not self._has_begun,
+                break_when_any_done=False,
+                tensordict=self._state,
+                primer=self._primer,
+            )
+        except BaseException:
+            self._has_begun = self._has_begun and (self._state is None or hasattr(self.env, "policy_state"))
+            self._state = getattr(self.env, "policy_state", None)
+            raise
         self._has_begun = True
         self._state = self._state_after(data)
         self.num_frames += self.frames_per_batch

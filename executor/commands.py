@@ -93,11 +93,7 @@ class Commands:
         engine.refuse_rolling()
         if engine.num_pending:
             engine.refuse_pending(env_ids)
-        if len(env_ids) == engine.num_envs:
-            self.column = engine.rows.next_column()
-            self._columns.fill(self.column)
-        else:
-            self._columns[env_ids] = engine.rows.next_columns(env_ids)
+        self._columns[env_ids] = engine.rows.reset_columns(env_ids)
         self._ops[env_ids] = _RESET
         self._uniform = self._reset_ids = None
         self._give(env_ids, lambda: self._submit_resets(env_ids))

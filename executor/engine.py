@@ -8,8 +8,9 @@ loss) leaves every env in a known state. `BatchedEnv`, rollouts and the exchange
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,7 @@ class Engine:
     @property
     def batch_size(self) -> torch.Size:
         """`[N]`, or `[N, *B]` if every env is itself a batch of shape B."""
-        shapes = {spec.batch_shape for spec in self.specs}
-        return torch.Size((self.num_envs, *(shapes.pop() if len(shapes) == 1 else ())))
+        return torch.Size((self.num_envs, *self.specs[0].batch_shape))
 
     # ---- refusals ----------------------------------------------------------------------------
 
@@ -419,12 +419,8 @@ class Engine:
 
     def reset_envs(self, env_ids: np.ndarray) -> None:
         """Reset some envs and wait for them."""
-        if len(env_ids) == self.num_envs:
-            columns = np.full(self.num_envs, self.rows.next_column())
-        else:
-            columns = self.rows.next_columns(env_ids)
         try:
-            self.reset_at(env_ids, columns)
+            self.reset_at(env_ids, self.rows.reset_columns(env_ids))
         finally:
             self._prepared = {}
 
@@ -503,6 +499,7 @@ class Engine:
             `(fresh, cut)`: bool `[N]`, which were reset; int `[k]`, which were running until a loss that came up
             meanwhile, and must be reset now (the first step does it: see `step_all`), or None for none.
         """
+        self._prepared = {}  # of a reset that was refused
         if auto_reset:
             self.write_reset_masks(None)
             self.reset_envs(self.all_ids)
@@ -528,20 +525,26 @@ class Engine:
         per_env: Sequence[dict[str, Any]] | None,
         common: dict[str, Any],
     ) -> None:
-        """Keep seeds and keyword arguments for the resets that come; `reset_at` sends them ahead of each try."""
+        """Keep seeds and keyword arguments for the resets that come; `reset_at` sends them ahead of each try.
+
+        Raises:
+            ValueError, TypeError: not one item for each env, or an item is no seed or no dict. Nothing is kept then.
+        """
         self._prepared = {}
         if seeds is None and not per_env and not common:
             return
         for given, name in ((seeds, "seed"), (per_env, "list_of_kwargs")):
             if given is not None and len(given) != self.num_envs:
                 raise ValueError(f"reset failed: expected {self.num_envs} items in {name}, got {len(given)}.")
+        prepared = {}
         for env_id in env_ids.tolist():
-            options = {**common, **(per_env[env_id] if per_env else {})} or None
-            given_seed = None if seeds is None else seeds[env_id]
-            seed = None if given_seed is None else int(given_seed)
-            self._prepared[env_id] = messages.Prepare(
-                env_id=env_id, seed=seed, has_seed=seeds is not None, options=options
-            )
+            own = per_env[env_id] if per_env else {}
+            if not isinstance(own, Mapping):
+                raise TypeError(f"reset failed: expected a dict in list_of_kwargs, got {own!r} (env {env_id}).")
+            seed = None if seeds is None else _as_seed(seeds[env_id], env_id)
+            options = {**common, **own} or None
+            prepared[env_id] = messages.Prepare(env_id=env_id, seed=seed, has_seed=seeds is not None, options=options)
+        self._prepared = prepared
 
     def send_prepared(self, env_ids: np.ndarray) -> int:
         """Send what was kept for resets ahead of them; return the flags that their commands need."""
@@ -556,12 +559,15 @@ class Engine:
         for group in self.rows.slab.groups:
             target = group.inputs.get(("reset_mask",))
             if target is not None:
-                target[...] = True if mask is None else mask.reshape(target.shape)
+                target[...] = True if mask is None else mask[list(group.plan.env_ids)].reshape(target.shape)
 
     def use_seed(self, seed: int | None) -> None:
         """Draw random actions from a root seed."""
-        self.seed = draw_root_seed() if seed is None else int(seed)
-        self.sampler = ActionSampler(self.specs, self.seed)
+        seed = draw_root_seed() if seed is None else int(seed)
+        if seed < 0:
+            raise ValueError(f"set_seed failed: expected a seed of at least 0, got {seed}.")
+        self.seed = seed
+        self.sampler = ActionSampler(self.specs, seed)
 
     def set_seed(self, seed: int | None) -> None:
         """Use a new root seed everywhere: the next reset of every env begins its episode 0."""
@@ -588,3 +594,10 @@ def _nothing() -> None:
 
 def _nobody_was_sent(lost: np.ndarray, *, is_replaced: bool) -> None:
     assert not len(lost), is_replaced
+
+
+def _as_seed(given: Any, env_id: int) -> int | None:
+    try:
+        return None if given is None else operator.index(given)
+    except TypeError:
+        raise ValueError(f"reset failed: expected an integer or None as seed, got {given!r} (env {env_id}).") from None

@@ -76,14 +76,30 @@ class Exchange:
         return ids
 
     def as_ids(self, env_ids: Any) -> np.ndarray:
-        """Return env ids as int64 `[k]`; None means all."""
+        """Return env ids as int64 `[k]`; None means all.
+
+        Args:
+            env_ids: integers, all different, or a mask: bool `[N]`, the envs that it selects.
+
+        Raises:
+            ValueError: out of range or twice, neither integers nor bools, or a mask of another shape.
+        """
         num_envs = self._engine.num_envs
         if env_ids is None:
             return self._engine.all_ids
         received = self._received
         if received is not None and env_ids is received.ids and env_ids._version == received.version:  # noqa: SLF001
             return received.env_ids
-        ids = np.atleast_1d(to_numpy(env_ids)).astype(np.int64)
+        is_array = isinstance(env_ids, (torch.Tensor, np.ndarray, int, np.integer))
+        ids = np.atleast_1d(to_numpy(env_ids if is_array else list(env_ids)))
+        if ids.dtype == bool and ids.shape == (num_envs,):
+            return np.flatnonzero(ids)
+        if ids.dtype.kind not in "iu" and ids.size:
+            raise ValueError(
+                f"the call failed: expected env ids as integers, or as a bool mask of shape {(num_envs,)}, got "
+                f"{ids.dtype} of shape {ids.shape}."
+            )
+        ids = ids.astype(np.int64)
         if ids.ndim > 1:  # of envs that are batches, as `set_ids` gives them: each row says its env
             ids = ids.reshape(len(ids), -1)[:, 0]
         distinct = set(ids.tolist())

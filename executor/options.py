@@ -51,7 +51,8 @@ class ExecutorOptions:
         check_finite: also refuse NaN and infinities in observations and rewards (costs a pass over
             every float observation).
         isolate_rng: keep one state of python's and numpy's global generators per env.
-        ring_frames: steps for which a `copy=False` batch stays valid.
+        ring_frames: steps for which a `copy=False` batch stays valid, its own among them: the `ring_frames`-th step
+            after its own overwrites it. Resets and rollouts overwrite none.
         poison: overwrite the rows of a `copy=False` batch as soon as they are no longer valid (with NaN
             and the largest integers), so that a program that uses one too long shows it at once.
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.

@@ -26,8 +26,8 @@ class ParallelEnv(BatchedEnv):
         env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
         seed: root seed of everything random; None draws one (see the attribute `seed`).
         device: where batches are handed out; None leaves them on the cpu.
-        copy: True hands out memory of the caller's own; False hands out views of a ring that stay
-            valid for `options.ring_frames` steps.
+        copy: True hands out memory of the caller's own; False hands out views of a ring; the
+            `options.ring_frames`-th step after a view's own overwrites it, resets and rollouts do not.
         options: see `ExecutorOptions`.
 
     Raises:

@@ -70,8 +70,13 @@ class Placed:
             return self.policy(root)
         moved = root.to(self.device)
         given = moved.copy()  # the policy may write into the batch itself
+        versions = {key: _version(given.get(key)) for key in leaf_keys(given)}
         acted = check_acted(self.policy(moved))
-        written = [key for key in leaf_keys(acted) if acted.get(key) is not given.get(key, None)]
+        written = [
+            key
+            for key in leaf_keys(acted)
+            if (value := acted.get(key)) is not given.get(key, None) or _version(value) != versions[key]
+        ]
         return root.update(acted.select(*written).to(home))
 
     def follow(self) -> None:
@@ -86,6 +91,13 @@ class Placed:
     @staticmethod
     def _tensors(policy: Any) -> list[torch.Tensor]:
         return [*policy.parameters(), *policy.buffers()]
+
+
+def _version(value: Any) -> Any:
+    """Return what differs after a write into a tensor; where torch does not count writes, something new every time."""
+    if isinstance(value, torch.Tensor) and value.is_inference():
+        return object()
+    return getattr(value, "_version", None)
 
 
 def _with_index(device: torch.device) -> torch.device:

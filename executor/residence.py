@@ -96,10 +96,10 @@ class Residence:
 
         return write
 
-    def keep_latest(self, row: int, column: int) -> None:
-        """Put a `next` aside as a root of the same column."""
+    def move_latest(self, row: int, latest: int, section: str, column: int) -> None:
+        """Copy the latest row, which is at `latest` of a section, to the root of a column."""
         for leaf in self._spec.observation:
-            self.columns["root", *leaf.key][column, row] = self.columns["next", *leaf.key][column, row]
+            self.columns["root", *leaf.key][column, row] = self.columns[section, *leaf.key][latest, row]
 
     def repeat(self, row: int, column: int, latest: int, section: str) -> None:
         """Write a `next` of no step: the latest observation again, and no reward."""

@@ -7,8 +7,9 @@ an end is never a terminal one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from envherd.executor.carry import Carried, check_acted, leaf_keys
 from envherd.executor.stepwise import StepwiseRun
 from envherd.executor.storage import Lease, StorageShelf
 from envherd.shm.slab import input_leaves
-from envherd.shm.specs import Key
+from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.protocol import Op
 
 if TYPE_CHECKING:
@@ -31,11 +32,17 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 class RolloutRunner:
-    """Runs rollouts for one executor."""
+    """Runs rollouts for one executor.
+
+    Attributes:
+        state_left: what the policy had handed on when the latest rollout was broken off, own memory; None after one
+            that was not.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._shelf = StorageShelf(engine.pool)
+        self.state_left: TensorDictBase | None = None
 
     def run(  # noqa: PLR0913  # the arguments of TorchRL's rollout
         self,
@@ -60,15 +67,17 @@ class RolloutRunner:
                 batch with the action, and whatever else should be kept (log-probabilities, hidden
                 states); None draws random actions. Runs without grad. What it puts into `next` besides
                 the envs' keys is in the root that it is given next, untouched.
-            callback: called with the executor and each step's batch.
+            callback: called with the executor and each step's batch, `next` included (VIEWS of the rollout). It and
+                the policy may ask the envs things (`get`, `call`, `current`, `infos`), but not step or reset them.
             auto_reset: reset all envs first. False goes on from where they are, and resets those that have ended.
             break_when_any_done: stop after the first step at which an env ends. False resets the envs
                 that end, and always collects `max_steps`.
             tensordict: with `auto_reset=False`, the root that the caller holds. Of it only what is not
                 the envs' is used: the policy's state before the first step.
-            set_truncated: mark the last step of every env `truncated` and `done`.
-            out: batch `[N, T]` to fill; no more steps are made than it has room for. One that an earlier
-                rollout returned is written by the workers in place; any other by a copy at the end.
+            set_truncated: mark the last step of every env `truncated` and `done`, its agents too.
+            out: batch `[N, T]` to fill; no more steps are made than it has room for. A whole one that an earlier
+                rollout returned, and that is filled to its end, is written by the workers in place; any other by a
+                copy at the end. Where an end stops the rollout early, what is beyond the returned steps is undefined.
             primer: batch `[N]` of the policy's state at the begin of an episode; the rows of envs that
                 are reset get it.
 
@@ -78,6 +87,7 @@ class RolloutRunner:
             in place, the other sees; clone what is to be changed there.
 
         Raises:
+            ValueError: `max_steps`, `out` or `tensordict` do not fit the envs.
             EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout
                 is lost; the executor goes on.
         """
@@ -87,35 +97,70 @@ class RolloutRunner:
         if not auto_reset and tensordict is not None and tuple(tensordict.batch_size[:1]) != (engine.num_envs,):
             raise ValueError(f"rollout failed: expected a root of {engine.num_envs} envs, got {tensordict.batch_size}.")
         if out is not None:
+            self._check_out(out)
             max_steps = min(max_steps, out.batch_size[1])
 
         def finish(data: TensorDictBase) -> TensorDictBase:
             if set_truncated:
-                _mark_truncated(data)
+                _mark_truncated(data, engine.specs)
             return data if out is None else _fill(out, data)
 
         with engine.turn, torch.no_grad():
             engine.refuse_rolling()
             engine.refuse_pending(engine.all_ids)
-            watch = None if callback is None else functools.partial(callback, env)
+            act = self._checked(policy or env.rand_action)
+            watch = None if callback is None else self._checked(functools.partial(callback, env))
+            carried = Carried(engine.known, None if auto_reset else tensordict, primer)
             if engine.rows.mover is not None:
-                carried = Carried(engine.known, None if auto_reset else tensordict, primer)
-                stepwise = StepwiseRun(
-                    engine, policy or env.rand_action, carried, watch, break_when_any_done=break_when_any_done
-                )
-                return finish(stepwise.collect(max_steps, auto_reset=auto_reset))
-            reused = None if out is None else self._shelf.find(out)
+                stepwise = StepwiseRun(engine, act, carried, watch, break_when_any_done=break_when_any_done)
+                with self._leaving(carried):
+                    return finish(stepwise.collect(max_steps, auto_reset=auto_reset))
+            reused = self._shelf.find(out) if out is not None and out.batch_size[1] == max_steps else None
             lease = reused or self._shelf.lend(max_steps)
-            run = _Run(engine, lease, policy or env.rand_action, watch, break_when_any_done=break_when_any_done)
-            run.carried = Carried(engine.known, None if auto_reset else tensordict, primer)
+            run = _Run(engine, lease, act, watch, break_when_any_done=break_when_any_done)
+            run.carried = carried
             try:
-                run.start(auto_reset=auto_reset)
-                num_steps = run.go(max_steps)
-                data = run.result(num_steps)
+                with self._leaving(carried):
+                    run.start(auto_reset=auto_reset)
+                    engine.rows.rolled_roots = run.roots_of
+                    num_steps = run.go(max_steps)
+                    data = run.result(num_steps)
             finally:
                 run.park()
                 self._shelf.settle(lease)
         return finish(data)
+
+    @contextlib.contextmanager
+    def _leaving(self, carried: Carried) -> Iterator[None]:
+        """Keep the policy's state of a rollout that is broken off."""
+        self.state_left = None
+        try:
+            yield
+        except BaseException:
+            self.state_left = None if carried.state is None else carried.state.clone()
+            raise
+
+    def _check_out(self, out: TensorDictBase) -> None:
+        """Refuse an `out` that the rollouts of these envs do not fit into."""
+        shape, own = tuple(out.batch_size), tuple(self._engine.batch_size)
+        if len(shape) < 2 or (shape[0], *shape[2:]) != own or not shape[1]:
+            expected = ", ".join(map(str, (own[0], "T", *own[1:])))
+            raise ValueError(f"rollout failed: expected out of batch size [{expected}], T at least 1, got {[*shape]}.")
+        if len(self._engine.rows.batches) > 1 and not isinstance(out, LazyStackedTensorDict):
+            raise ValueError(
+                f"rollout failed: expected out to be a lazy stack, since the envs are different tasks, got a "
+                f"{type(out).__name__}. Give what an earlier rollout returned."
+            )
+
+    def _checked(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of the policy or the callback, after which the executor must still be open."""
+
+        def checked(*args: Any) -> Any:
+            result = call(*args)
+            self._engine.turn.check()
+            return result
+
+        return checked
 
 
 class _Run:
@@ -188,18 +233,44 @@ class _Run:
             for env_id, root in roots.items():
                 self._cut_off(env_id, root, step)
             self._settle(op, step, cut, is_last=is_last)
-            self._section = "next"
+            self._note_place(op, step)
             self._is_under_way = False
             if self._rows.has_side:
                 self._side_nexts.append(dict(self._rows.side_next))
             if self._callback is not None:
                 with self._engine.rolling():
-                    self._callback(acted)
+                    self._callback(self._with_next(acted, step))
             if self.carried.is_in_use:
                 self._fresh = self._ended_at(step) & (op == Op.STEP_RESET)
             if self._breaks and any(done[:, step].any() for done in self._next_done):
                 return step + 1
         return num_steps
+
+    def _note_place(self, op: Op, step: int) -> None:
+        """Note where in the storage the envs are after a step."""
+        if op == Op.STEP_RESET:
+            self._step, self._section = step + 1, "root"
+            return
+        self._section = "next"
+        if self._rows.has_side:
+            self._rows.side_root = dict(self._rows.side_next)
+
+    def roots_of(self, index: int, rows: np.ndarray) -> list[np.ndarray]:
+        """Return where some rows of a group are now, as fresh arrays `[k, ...]`; see `Rows.rolled_roots`."""
+        columns, section, step = self._lease.storage.columns[index], self._section, self._step
+        return [columns[section, *key][rows, step] for key in self._rows.batches[index].root_keys]
+
+    def _with_next(self, acted: TensorDictBase, step: int) -> TensorDictBase:
+        """Return a step's batch with its `next` (VIEWS), and what the policy had put there."""
+        rows = self._rows
+        leaves = [
+            [tensors["next", *key][:, step] for key in batch.next_keys]
+            for tensors, batch in zip(self._lease.tensors, rows.batches, strict=True)
+        ]
+        next_td = rows.next_td(leaves)
+        if self.carried.state is not None:
+            next_td.update(self.carried.state)
+        return acted.copy().set("next", next_td)
 
     def _ended_at(self, step: int) -> np.ndarray:
         """Return which envs ended at a step, bool `[N]`."""
@@ -212,10 +283,10 @@ class _Run:
         root = self._root(step)
         self.carried.hand_over(root, self._fresh)
         acted = check_acted(self._policy(root))
-        self.carried.keep(acted)
         self._engine.write_inputs(acted)
         if self._engine.side_inputs:
             self._side_inputs.append(dict(self._engine.side_inputs))
+        self.carried.keep(acted)
         for kept, given in self._kept_inputs:
             kept[:, step] = given
         if self._extra_keys is None:
@@ -264,19 +335,9 @@ class _Run:
         if cut is not None:
             engine.note_interrupted(cut)
         if engine.pool.outcome:
-            outcome = engine.pool.take_outcome()
-            rows.note_side(outcome.side)
-            engine.num_errors += len(outcome.faults)
-            lost = engine.envs_of(outcome.losses)
-            for env_id in [*lost.tolist(), *outcome.faults]:
-                self._end_row(env_id, step)
-            self._section = "next"
-            error = engine.replace_lost(outcome.losses) or engine.fault_error(outcome.faults)
-            if error is not None:
-                raise error
-            if len(lost):
-                engine.note_interrupted(lost)
-                self._reset_lost(lost, op, step, is_last=is_last)
+            self._note_outcome(op, step, is_last=is_last)
+        elif engine.has_infos:
+            rows.forget_infos()
         if op == Op.STEP_RESET and engine.recycler is not None:
             self._section = "next"  # its rows are whole, whatever becomes of what follows
             ended = np.flatnonzero(self._ended_at(step) & ~rows.interrupted[:, 0])
@@ -284,6 +345,23 @@ class _Run:
                 self._write_root(env_id, step + 1)
         if rows.has_interrupted:
             self._interrupted.append(rows.interrupted.copy())
+
+    def _note_outcome(self, op: Op, step: int, *, is_last: bool) -> None:
+        engine, rows = self._engine, self._rows
+        outcome = engine.pool.take_outcome()
+        rows.note_side(outcome.side)
+        rows.note_infos(outcome.infos, engine.all_ids.tolist())
+        engine.num_errors += len(outcome.faults)
+        lost = engine.envs_of(outcome.losses)
+        for env_id in [*lost.tolist(), *outcome.faults]:
+            self._end_row(env_id, step)
+        self._section = "next"
+        error = engine.replace_lost(outcome.losses) or engine.fault_error(outcome.faults)
+        if error is not None:
+            raise error
+        if len(lost):
+            engine.note_interrupted(lost)
+            self._reset_lost(lost, op, step, is_last=is_last)
 
     def _end_row(self, env_id: int, step: int) -> None:
         group, row = self._rows.places[env_id]
@@ -319,20 +397,22 @@ class _Run:
 
     def park(self) -> None:
         """Note in the ring where the envs are now, so that steps and resets go on from there."""
+        rows = self._rows
+        rows.rolled_roots = None
         if self._step < 0:
             return
-        rows = self._rows
-        column = rows.next_column()
+        ids = self._engine.all_ids
+        columns = rows.reset_columns(ids)
         section, step = self._section, self._step
         for group, batch in zip(self._lease.storage.columns, rows.batches, strict=True):
             for key in batch.root_keys:
-                batch.slab.columns["root", *key][column] = group[section, *key][:, step]
+                batch.slab.columns["root", *key][columns[0]] = group[section, *key][:, step]
         is_lost = self._is_under_way and section == "root"  # broken off before its answers were noted
-        rows.were_reset(self._engine.all_ids, np.full(rows.num_envs, column))
+        rows.were_reset(ids, columns)
         if rows.has_side and section == "next":
             rows.side_root = dict(rows.side_next)
         if is_lost:
-            rows.mark_ended(self._engine.all_ids)
+            rows.mark_ended(ids)
         self._engine.in_flight = None
 
     def result(self, num_steps: int) -> TensorDictBase:
@@ -357,7 +437,11 @@ class _Run:
         next_leaves = [tensors["next", *key] for key in batch.next_keys]
         ids = list(batch.slab.plan.env_ids)
         if self._rows.has_interrupted:
-            flags = torch.from_numpy(np.stack([one[ids] for one in self._interrupted], 1))
+            per_env = np.stack([one[ids] for one in self._interrupted], 1)
+            shape = batch.spec.batch_shape
+            flags = torch.from_numpy(
+                np.broadcast_to(per_env.reshape(*lead, *(1 for _ in shape), 1), (*lead, *shape, 1)).copy()
+            )
             next_leaves.append(flags if batch.is_on_cpu else flags.to(batch.device))
         td = batch.shell("root", lead).build([tensors["root", *key] for key in batch.root_keys])
         td.set("next", batch.shell("next", lead).build(next_leaves))
@@ -381,13 +465,14 @@ class _Run:
         return LazyStackedTensorDict(*rows, stack_dim=0)
 
 
-def _mark_truncated(data: TensorDictBase) -> None:
-    """Mark the last step of every env as truncated, in the data alone: the envs go on."""
+def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:
+    """Mark the last step of every env, and of its agents, as truncated, in the data alone: the envs go on."""
     rows = data.tensordicts if isinstance(data, LazyStackedTensorDict) else [data]
-    for row in rows:
+    for row, spec in zip(rows, specs, strict=False):
         last = -1 if row is not data else (slice(None), -1)
-        for key in ("done", "truncated"):
-            row["next", key][last] = True
+        for leaf in spec.done:
+            if leaf.key[-1] != "terminated":
+                row["next", *leaf.key][last] = True
 
 
 def _fill(out: TensorDictBase, data: TensorDictBase) -> TensorDictBase:
@@ -407,6 +492,10 @@ def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
         value, place = data.get(key), out.get(key, None)
         if not isinstance(value, torch.Tensor) or place is None:
             out.set(key, value)
+        elif place.shape != value.shape:
+            raise ValueError(
+                f"rollout failed: expected out to hold {key} of shape {tuple(value.shape)}, got {tuple(place.shape)}."
+            )
         elif place.data_ptr() != value.data_ptr():  # the workers have not written it there
             place.copy_(value)
 

@@ -7,7 +7,7 @@ copied to keep that true; two small arrays say which.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batching import GroupBatch, Leaves, Members, add_side, poison, stack_groups
 from envherd.executor.device import Mover
-from envherd.executor.intake import GroupIntake, has_true
+from envherd.executor.intake import GroupIntake, has_true, to_numpy
 from envherd.executor.lending import Lend, LendingIntake
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.residence import Residence, ResidentBatch
@@ -45,9 +45,12 @@ class Rows:
         is_plain: one group of equal envs on the cpu, with nothing besides the slab's leaves.
         root_shell, _next_shell, _root_shell_over_next: for all envs of that group.
         infos: "next" and "root" -> what envs said in the step and in the reset of their latest command.
+        rolled_roots: set while a rollout keeps the rows in its storage: `(group, rows [k])` -> where these are now, as
+            fresh arrays `[k, ...]`, one per key of `root_keys`. None: the ring says.
         side_next, side_root: env id -> values of side-channel leaves, as of the latest row.
     """
 
+    rolled_roots: Callable[[int, np.ndarray], list[np.ndarray]] | None = None
     _reset_there: np.ndarray | None = None  # those that were reset at `_stepped_to`
 
     def __init__(
@@ -161,15 +164,25 @@ class Rows:
 
     def _keep_latest(self, column: int) -> None:
         """Put aside the latest rows in a column that is to be written: they are needed should the step fail."""
-        for env_id in np.flatnonzero((self.columns == column) & ~self.in_root).tolist():
-            row = self.ring_row(env_id, column)
-            for name in [name for name in row if name[0] == "root"]:
-                row[name][...] = row["next", *name[1:]]
-            if env_id in self.side_next:
-                self.side_root[env_id] = self.side_next[env_id]
-            if self.group_of[env_id] in self.residences:
-                self.residences[self.group_of[env_id]].keep_latest(self.row_of[env_id], column)
-            self.in_root[env_id] = True
+        for env_id in np.flatnonzero(self.columns == column).tolist():
+            self._move_latest(env_id, (column - 1) % self.num_frames)
+
+    def _move_latest(self, env_id: int, column: int) -> None:
+        """Copy an env's latest row to the root of a column and note that it is there.
+
+        Roots of the ring are never handed out as views, so this changes nothing that a caller holds.
+        """
+        place = self.ring_row(env_id, column)
+        for key, array in self.latest_root(env_id).items():
+            if ("root", *key) in place:  # a root has no reward
+                place["root", *key][...] = array
+        section = "root" if self.in_root[env_id] else "next"
+        if section == "next" and env_id in self.side_next:
+            self.side_root[env_id] = self.side_next[env_id]
+        if (residence := self.residences.get(int(self.group_of[env_id]))) is not None:
+            residence.move_latest(self.row_of[env_id], int(self.columns[env_id]), section, column)
+        self.columns[env_id] = column
+        self.in_root[env_id] = True
 
     def _poison(self, column: int) -> None:
         """Make a frame that is no longer valid unusable, unless it still says where some env is."""
@@ -183,6 +196,15 @@ class Rows:
         self._is_mixed = True
         return np.asarray(self._following[self.columns[env_ids]])
 
+    def reset_columns(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the ring columns for resets, int64 `[k]`: where the envs are, so that no frame is used up.
+
+        A reset writes roots alone, and views are handed out of steps alone. All envs together go to one column.
+        """
+        if len(env_ids) == self.num_envs:
+            return np.full(self.num_envs, self._column)
+        return np.asarray(self.columns[env_ids])
+
     def _present(self, group: int, key: Name, rows: np.ndarray | None) -> np.ndarray | None:
         """Return a leaf of the present roots of some rows of a group; None if roots have no such leaf."""
         batch = self.batches[group]
@@ -190,7 +212,13 @@ class Rows:
             return None
         rows = np.arange(batch.num_rows) if rows is None else rows
         ids = np.array(batch.slab.plan.env_ids)[rows]
-        return batch.gather_roots(self.columns[ids], self.in_root[ids], rows)[batch.root_keys.index(key)]
+        return self._roots_of(group, ids, rows)[batch.root_keys.index(key)]
+
+    def _roots_of(self, group: int, env_ids: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """Return where some envs of a group are now, as fresh arrays `[k, ...]`."""
+        if self.rolled_roots is not None:
+            return self.rolled_roots(group, rows)
+        return self.batches[group].gather_roots(self.columns[env_ids], self.in_root[env_ids], rows)
 
     # ---- after a command ---------------------------------------------------------------------
 
@@ -290,12 +318,60 @@ class Rows:
         self.has_ended = False
 
     def mark_lost(self, env_ids: np.ndarray) -> None:
-        """Note that envs have lost their episodes: their present rows say truncated from now on."""
+        """Note that envs have lost their episodes: their present rows say truncated from now on.
+
+        A step's `next` that was handed out as a view keeps what it says.
+        """
         for env_id in env_ids.tolist():
+            self._move_latest(env_id, int(self.columns[env_id]))
             row = self.latest_root(env_id)
             for leaf in self.batches[self.group_of[env_id]].spec.done:
                 row[leaf.key][...] = leaf.key[-1] != "terminated"
         self.mark_ended(env_ids)
+
+    def mark_running(self) -> None:
+        """Note that all envs are in the middle of an episode, whatever their rows say of that."""
+        for env_id in range(self.num_envs):
+            self._move_latest(env_id, int(self.columns[env_id]))
+            row = self.latest_root(env_id)
+            for leaf in self.batches[self.group_of[env_id]].spec.done:
+                row[leaf.key][...] = False
+        self.allow_steps()
+
+    def roots(self) -> list[dict[str, Any]]:
+        """Return where each env is now, as nested dicts of tensors and side values, in memory of their own."""
+        return [td.to_dict() for td in self.current(np.arange(self.num_envs)).unbind(0)]
+
+    def check_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse roots that are not of these envs.
+
+        Raises:
+            ValueError: with the first leaf that is missing or of another shape.
+        """
+        if len(roots) != self.num_envs:
+            raise ValueError(f"load_state_dict failed: expected {self.num_envs} roots, got {len(roots)}.")
+        for env_id, root in enumerate(roots):
+            for leaf in (*(spec := self.batches[self.group_of[env_id]].spec).observation, *spec.done):
+                value = _entry(root, leaf.key)
+                if value is None or not (leaf.is_side or tuple(value.shape) == leaf.shape):
+                    got = "none" if value is None else f"shape {tuple(value.shape)}"
+                    raise ValueError(f"load_state_dict failed: expected {leaf}, got {got} (root of env {env_id}).")
+
+    def put_roots(self, roots: Sequence[Mapping[str, Any]], ended: Sequence[bool]) -> None:
+        """Note where all envs are: what `roots` and `ended` have said."""
+        column = self._column
+        for env_id, root in enumerate(roots):
+            group, place = int(self.group_of[env_id]), self.ring_row(env_id, column)
+            residence, spec = self.residences.get(group), self.batches[group].spec
+            self.side_root[env_id] = [_entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
+            for leaf in (*spec.observation, *spec.done):
+                if residence is not None and ("root", *leaf.key) in residence.columns:
+                    residence.columns["root", *leaf.key][column, self.row_of[env_id]] = _entry(root, leaf.key)
+                elif not leaf.is_side:
+                    place["root", *leaf.key][...] = to_numpy(_entry(root, leaf.key))
+        self.were_reset(np.arange(self.num_envs), column)
+        self.ended[:] = ended
+        self.has_ended = has_true(self.ended)
 
     def ended_parts(self) -> np.ndarray | None:
         """Return which parts of envs that are batches themselves are to be reset, bool `[N, *B]`; None for all."""
@@ -428,11 +504,11 @@ class Rows:
     def current(self, env_ids: np.ndarray) -> TensorDictBase:
         """Return where some envs are now: a root batch `[k]` in memory of its own."""
         if self._is_one_group and not self.has_side:
-            return self.batches[0].roots_at(self.columns[env_ids], self.in_root[env_ids], env_ids)
+            return self.batches[0].roots(self._roots_of(0, env_ids, env_ids))
 
         def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
-            td = batch.roots_at(self.columns[ids], self.in_root[ids], self.row_of[ids])
+            td = batch.roots(self._roots_of(self.batches.index(batch), ids, self.rows_of(ids)))
             self.add_root_side(td, batch, ids.tolist())
             return td
 
@@ -497,3 +573,11 @@ class Rows:
         section = "root" if self.in_root[env_id] else "next"
         found = self.ring_row(env_id, int(self.columns[env_id]))
         return {name[1:]: array for name, array in found.items() if name[0] == section}
+
+
+def _entry(root: Mapping[str, Any], key: Name) -> Any:
+    """Return an entry of nested dicts, or None."""
+    found: Any = root
+    for name in key:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

@@ -29,11 +29,13 @@ class ActionSampler:
     def __init__(self, specs: Sequence[EnvSpec], seed: int) -> None:
         self._rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(_STREAM,)))
         self._specs = specs
-        self._is_uniform = all(spec == specs[0] for spec in specs)
-        self._draws = [
-            [(leaf, drawer(leaf), _mask_key(spec, leaf)) for leaf in spec.action]
-            for spec in (specs[:1] if self._is_uniform else specs)
-        ]
+        #: The first env whose spec each env shares, and what draws for it.
+        self._kinds = [specs.index(spec) for spec in specs]
+        self._is_uniform = not any(self._kinds)
+        self._draws = {
+            kind: [(leaf, drawer(leaf), _mask_key(specs[kind], leaf)) for leaf in specs[kind].action]
+            for kind in set(self._kinds)
+        }
 
     def fill(
         self,
@@ -49,28 +51,29 @@ class ActionSampler:
             batch_size: of all envs.
             device: of a new batch.
             env_ids: `[k]`, whose the rows are; None for all.
+
+        Returns:
+            `td` itself; a lazy stack of its rows where the envs are different tasks and it is no lazy stack.
         """
-        specs, all_draws = self._specs, self._draws
-        if env_ids is not None:
-            specs = [specs[env_id] for env_id in env_ids]
-            all_draws = all_draws if self._is_uniform else [all_draws[env_id] for env_id in env_ids]
-        if self._is_uniform:
+        kinds = self._kinds if env_ids is None else [self._kinds[env_id] for env_id in env_ids]
+        is_stack = isinstance(td, LazyStackedTensorDict)
+        if self._is_uniform or (td is not None and not is_stack and len(set(kinds)) == 1):
             td = TensorDict({}, batch_size, device=device) if td is None else td
-            for leaf, draw, mask_key in all_draws[0]:
+            for leaf, draw, mask_key in self._draws[kinds[0] if kinds else 0]:
                 mask = None if mask_key is None else td.get(mask_key, None)
                 if mask is None:
-                    drawn = draw(self._rng, (len(specs), *leaf.shape))
+                    drawn = draw(self._rng, (len(kinds), *leaf.shape))
                 else:
                     drawn = draw_masked(self._rng, mask, leaf)
                 td.set(leaf.key, torch.from_numpy(drawn))
             return td
-        rows = [TensorDict({}, spec.batch_size) if td is None else td[i] for i, spec in enumerate(map(_Sized, specs))]
-        for row, draws in zip(rows, all_draws, strict=True):
-            for leaf, draw, mask_key in draws:
+        rows = [TensorDict({}, self._specs[kind].batch_shape) if td is None else td[i] for i, kind in enumerate(kinds)]
+        for row, kind in zip(rows, kinds, strict=True):
+            for leaf, draw, mask_key in self._draws[kind]:
                 mask = None if mask_key is None else row.get(mask_key, None)
                 drawn = draw(self._rng, leaf.shape) if mask is None else draw_masked(self._rng, mask, leaf)
                 row.set(leaf.key, torch.from_numpy(np.asarray(drawn)))
-        return LazyStackedTensorDict(*rows, stack_dim=0) if td is None else td
+        return td if is_stack and td is not None else LazyStackedTensorDict(*rows, stack_dim=0)
 
 
 def draw_masked(rng: np.random.Generator, mask: Any, leaf: LeafSpec) -> np.ndarray:
@@ -87,11 +90,6 @@ def _mask_key(spec: EnvSpec, leaf: LeafSpec) -> Key | None:
     key = (*leaf.key[:-1], "action_mask")
     shape = (*leaf.shape, leaf.domain.n)
     return key if any(seen.key == key and seen.shape == shape for seen in spec.observation) else None
-
-
-class _Sized:
-    def __init__(self, spec: EnvSpec) -> None:
-        self.batch_size = spec.batch_shape
 
 
 def drawer(leaf: LeafSpec) -> Draw:
@@ -125,13 +123,35 @@ def _refuser(leaf: LeafSpec) -> Draw:
 
 
 def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
+    if dtype.kind in "iu":
+        return _integer_drawer(domain, dtype)
     low, high = (np.asarray(bound, np.float64) for bound in (domain.low, domain.high))
     has_low, has_high = np.isfinite(low), np.isfinite(high)
     safe_low: Any = np.where(has_low, low, np.where(has_high, high - _UNBOUNDED_WIDTH, -_UNBOUNDED_WIDTH / 2))
     safe_high: Any = np.where(has_high, high, np.where(has_low, low + _UNBOUNDED_WIDTH, _UNBOUNDED_WIDTH / 2))
-    if dtype.kind in "iu":
-        return lambda rng, shape: rng.integers(safe_low.astype(np.int64), safe_high.astype(np.int64) + 1, shape).astype(
-            dtype
-        )
     low_cast, high_cast = safe_low.astype(dtype), safe_high.astype(dtype)
-    return lambda rng, shape: np.clip(rng.uniform(safe_low, safe_high, shape).astype(dtype), low_cast, high_cast)
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(safe_high - safe_low).all()
+    if is_finite:
+        return lambda rng, shape: np.clip(rng.uniform(safe_low, safe_high, shape).astype(dtype), low_cast, high_cast)
+    half_low, half_high = safe_low / 2, safe_high / 2  # numpy takes no interval wider than the largest float
+    return lambda rng, shape: np.clip((2 * rng.uniform(half_low, half_high, shape)).astype(dtype), low_cast, high_cast)
+
+
+def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
+    """Return the drawer of a Box of integers, exact up to the ends of a wide dtype."""
+    wide = np.dtype(np.uint64 if dtype == np.uint64 else np.int64)
+    low, high = np.broadcast_arrays(domain.low, domain.high)
+    if low.dtype.kind == "f" or high.dtype.kind == "f":  # perhaps without a bound
+        pairs = [_integer_bounds(*ends, np.iinfo(dtype)) for ends in zip(low.flat, high.flat, strict=True)]
+        low, high = (np.array([pair[side] for pair in pairs], wide).reshape(low.shape) for side in (0, 1))
+    lowest, highest = low.astype(wide), high.astype(wide)
+    return lambda rng, shape: rng.integers(lowest, highest, shape, dtype=wide.type, endpoint=True).astype(dtype)
+
+
+def _integer_bounds(low: Any, high: Any, limits: Any) -> tuple[int, int]:
+    """Return bounds as python's integers; what is infinite lies `_UNBOUNDED_WIDTH` from the other, or about 0."""
+    width = int(_UNBOUNDED_WIDTH)
+    first = int(low) if np.isfinite(low) else int(high) - width if np.isfinite(high) else -width // 2
+    last = int(high) if np.isfinite(high) else first + width
+    return max(first, limits.min), min(last, limits.max)

@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.carry import Carried, check_acted, leaf_keys
 from envherd.shm.specs import Key
+from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
 
 if TYPE_CHECKING:
@@ -73,8 +74,13 @@ class StepwiseRun:
         engine = self._engine
         with engine.rolling():
             acted = check_acted(self._policy(root))
+        try:
+            next_td, after = engine.step_all(acted, op, cut)
+        except EnvherdError as error:
+            if error.partial is not None:  # the others were stepped
+                self._carried.keep(acted)
+            raise
         self._carried.keep(acted)
-        next_td, after = engine.step_all(acted, op, cut)
         if after is None:
             after = next_td.select(*self._root_keys, strict=False)
         if self._carried.state is not None:

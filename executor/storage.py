@@ -73,6 +73,16 @@ class Lease:
         for name in ("storage", "tensors", "roots"):
             vars(self).pop(name, None)
 
+    def holds(self, out: TensorDictBase) -> bool:
+        """Return whether the leaves of a batch are exactly these tensors, all of them. The lease must be open."""
+        for name, tensor in self.tensors[0].items():
+            held = out.get(name if name[0] == "next" else name[1:], None)
+            if not isinstance(held, torch.Tensor) or held.shape != tensor.shape or held.stride() != tensor.stride():
+                return False
+            if held.data_ptr() != tensor.data_ptr():
+                return False
+        return len(self.tensors) == 1
+
     @property
     def is_open(self) -> bool:
         """Whether a rollout is using it."""
@@ -111,13 +121,16 @@ class StorageShelf:
         return lease
 
     def find(self, out: TensorDictBase) -> Lease | None:
-        """Return the storage in which `out` lives, if it came from a rollout of this executor."""
+        """Return the storage that `out` is; None if it came from no rollout of this executor, or is a part of one."""
         done = out.get(("next", "done"), None)
         lease = self._lent.get(done.data_ptr()) if isinstance(done, torch.Tensor) else None
-        if lease is None or out.batch_size[1] != lease.num_columns:
+        if lease is None:
             return None
         lease.open()
-        return lease
+        if lease.holds(out):
+            return lease
+        lease.shut()
+        return None
 
     def settle(self, lease: Lease) -> None:
         """The rollout is done: the caller's tensors alone keep the storage now."""

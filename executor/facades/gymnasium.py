@@ -56,7 +56,7 @@ class AsyncVectorEnv(HostedVectorEnv):
     Args:
         env_fns: one callable for each env; called in its worker, never here.
         shared_memory: accepted; memory is always shared. True refuses custom observation spaces, as in Gymnasium.
-        copy: False hands out views of the ring of rows, valid for `options.ring_frames` further steps.
+        copy: False hands out views of the ring of rows; the `options.ring_frames`-th further step overwrites a view.
         context: accepted and not used; see `options.start_method`.
         daemon: accepted and not used; workers end with this process and may have children in any case.
         worker: refused; there is no worker function to replace.
@@ -287,7 +287,7 @@ class SyncVectorEnv(HostedVectorEnv):
 
     Args:
         env_fns: one callable for each env.
-        copy: False hands out views of the ring of rows, valid for `options.ring_frames` further steps.
+        copy: False hands out views of the ring of rows; the `options.ring_frames`-th further step overwrites a view.
         observation_mode: "same", "different", or `(observation_space, single_observation_space)`.
         autoreset_mode: an `AutoresetMode` or its value.
         options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.

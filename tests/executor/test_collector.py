@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from envherd.executor import Collector, EnvError, ParallelEnv, SerialEnv
+from envherd.executor import ActionError, Collector, EnvError, ParallelEnv, SerialEnv
 from envherd.executor.policy import Placed, swapped_parameters, uncopied
 from envherd.workers.testing import CountingEnv, FaultyEnv
 
@@ -199,6 +199,22 @@ def test_what_a_policy_overwrites_comes_back_too():
     assert acted["observation"] is observation
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_policy_changes_in_place_comes_back_too(monkeypatch, mode):
+    monkeypatch.setattr(TensorDict, "to", lambda td, _device: td.clone())  # as between devices
+
+    def policy(td):
+        td["hidden"].add_(1)
+        return td.set("action", torch.ones(2))
+
+    with mode():
+        root = TensorDict({"observation": torch.zeros(2, 3), "hidden": torch.zeros(2)}, [2], device="cpu")
+        observation = root["observation"]
+        acted = Placed(policy, "cpu:0")(root)
+        assert acted["hidden"].tolist() == [1, 1]
+        assert mode is torch.inference_mode or acted["observation"] is observation
+
+
 def test_a_copy_follows_the_original(monkeypatch):
     policy = Holding(None)
     policy.__class__ = type("Copyable", (Holding,), {"__reduce__": nn.Module.__reduce__})
@@ -262,6 +278,33 @@ def test_state_begins_anew_with_every_episode_if_primed(env):
     assert torch.equal(data["hidden"], expected.expand(NUM_ENVS, 15, 2))
     assert torch.equal(data["next", "hidden"], data["hidden"] + 1)
     assert (primer["hidden"] == 10).all()
+
+
+@pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)])
+@pytest.mark.parametrize("culprit", ["env", "policy", "action"])
+def test_after_an_error_it_is_that_of_where_the_envs_are(make, culprit, tmp_path):
+    """The state counts the steps of the episode, as the envs do."""
+    primer = TensorDict({"hidden": torch.zeros(NUM_ENVS, 2)}, [NUM_ENVS])
+    calls = []
+
+    def policy(td):
+        calls.append(len(calls))
+        if culprit == "policy" and len(calls) == 8:
+            raise KeyError("mine")
+        td = recurrent(td)
+        return td.set("action", td["action"] + 10_000) if culprit == "action" and len(calls) == 8 else td
+
+    faulty = functools.partial(FaultyEnv, "raise" if culprit == "env" else None, step=8, flag=str(tmp_path / "broken"))
+    with make(NUM_ENVS, [faulty, CountingEnv, functools.partial(CountingEnv, 4)], seed=0) as env:
+        collector = Collector(env, policy, frames_per_batch=5 * NUM_ENVS, primer=primer, close_env=False)
+        batches = [collector.collect()]
+        with pytest.raises((EnvError, KeyError, ActionError)):
+            collector.collect()
+        batches += [collector.collect() for _ in range(2)]
+        resumed = batches[1]["observation"][:, 0, 1].tolist()
+    for data in batches:
+        assert torch.equal(data["hidden"], data["observation"][..., 1:2].float().expand(NUM_ENVS, 5, 2))
+    assert resumed[0] == (0 if culprit == "env" else 7)
 
 
 def test_steps_let_it_pass_too(env):

@@ -6,6 +6,7 @@ import functools
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -268,3 +269,29 @@ def test_who_waits_for_some_is_not_kept_by_what_others_answer():
             env.send(act(env))
             for env_ids in ([3, 0], [1], [2]):
                 assert env.recv(env_ids=env_ids)["env_ids"].tolist() == env_ids
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+def test_a_mask_says_which_envs_are_meant(make):
+    with make(3, CountingEnv, seed=0) as env:
+        env.reset()
+        for mask in ([True, False, True], np.array([True, False, True]), torch.tensor([True, False, True])):
+            assert env.current(mask)["env_ids"].tolist() == [0, 2]
+            assert len(env.get("num_steps", mask)) == 2
+            env.set("length", [8, 9], env_ids=mask)
+            assert env.get("length") == [8, None, 9]
+            env.send(env.rand_action(env.current(mask)), mask)
+            assert sorted(env.recv(env_ids=mask)["env_ids"].tolist()) == [0, 2]
+        assert not len(env.current(torch.zeros(3, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+@pytest.mark.parametrize(
+    "env_ids", [[0.7], np.array([1.9]), torch.tensor([0.0]), [True, False], torch.ones(3, 1, dtype=torch.bool), ["0"]]
+)
+def test_what_is_neither_ids_nor_a_mask_is_refused(make, env_ids):
+    with make(3, CountingEnv, seed=0) as env:
+        env.reset()
+        for ask in (env.current, lambda ids: env.get("num_steps", ids), lambda ids: env.set("length", 1, ids)):
+            with pytest.raises(ValueError, match=r"expected env ids as integers, or as a bool mask of shape \(3,\)"):
+                ask(env_ids)

@@ -76,6 +76,24 @@ def test_of_steps_and_resets(make):
         assert env.infos("root") == [{"fresh": True, "options": None}] * NUM_ENVS
 
 
+def test_of_a_rollout_they_are_those_of_its_latest_step(make):
+    said = []
+    with make(infos="plain") as env:
+        env.reset()
+        env.step(actions())
+        env.rollout(
+            5,
+            break_when_any_done=False,
+            auto_reset=False,
+            callback=lambda env, _: said.append((env.infos()[0], env.infos("root")[0])),
+        )
+        assert env.infos() == [{"count": 3}] * NUM_ENVS
+        assert env.infos("root") == [{}] * NUM_ENVS
+    fresh = {"fresh": True, "options": None}
+    counted = [{}, {"count": 3}, {"count": 1}, {}, {"count": 3}]
+    assert said == list(zip(counted, [{}, fresh, {}, {}, {}], strict=True))
+
+
 def test_of_a_partial_reset(make):
     with make(infos="plain") as env:
         env.reset()

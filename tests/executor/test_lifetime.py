@@ -1,5 +1,6 @@
 """An executor is used by one caller at a time, closed once, and never after."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -8,13 +9,24 @@ import threading
 
 import pytest
 import torch
+from tensordict import LazyStackedTensorDict
 
 from envherd.executor import Busy, Closed, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
-from envherd.workers.testing import CountingEnv, GlobalRandomEnv
+from envherd.workers.testing import CountingEnv, GlobalRandomEnv, TextEnv
 from tests.gates import Gate
 
 PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
 both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
+
+
+def ones(td):
+    """Set action 1, also in a lazy stack of different tasks."""
+    for row in td.unbind(0) if isinstance(td, LazyStackedTensorDict) else ():
+        row["action"] = torch.ones((), dtype=torch.int64)
+    if not isinstance(td, LazyStackedTensorDict):
+        td["action"] = torch.ones(td.shape[0], dtype=torch.int64)
+    return td
+
 
 CALLS = {
     "reset": lambda env: env.reset(),
@@ -129,6 +141,63 @@ def test_attributes_and_methods(make):
         state["env2"]["num_steps"] = 3
         env.load_state_dict(state)
         assert env.get("num_steps") == [1, 1, 3]
+
+
+@both
+@pytest.mark.parametrize("where", ["the same", "after a reset", "after an end", "a new one"])
+def test_a_state_that_is_loaded_goes_on_where_it_was_saved(make, where):
+    ending = [functools.partial(CountingEnv, 4), functools.partial(TextEnv, 6)]
+    with make(2, ending, seed=0) as env:
+        env.rollout(2, break_when_any_done=False)
+        saved, there = env.state_dict(), env.current()
+        expected = env.rollout(1, ones, auto_reset=False)
+        if where == "after a reset":
+            env.reset()
+        elif where == "after an end":
+            while not env.current()["done"].all():
+                env.send(ones(env.current(~env.current()["done"].squeeze(-1))), maybe_reset=False)
+                env.recv()
+        with make(2, ending, seed=1) if where == "a new one" else contextlib.nullcontext(env) as other:
+            other.load_state_dict(saved)
+            for key in ("observation", "done"):
+                assert torch.equal(other.current()[key], there[key])
+            assert other.current()[1]["text"] == there[1]["text"]
+            data = other.rollout(1, ones, auto_reset=False)
+            assert torch.equal(data["observation"], expected["observation"])
+            assert torch.equal(data["next", "observation"], expected["next", "observation"])
+
+
+@both
+def test_a_saved_episode_that_had_ended_needs_a_reset_when_it_is_loaded(make):
+    with make(2, [functools.partial(CountingEnv, 2), functools.partial(CountingEnv, 9)], seed=0) as env:
+        env.rollout(2)
+        saved = env.state_dict()
+        env.reset()
+        env.load_state_dict(saved)
+        assert env.current()["done"].flatten().tolist() == [True, False]
+        with pytest.raises(ResetNeeded) as caught:
+            env.step(env.rand_action())
+        assert caught.value.env_ids == (0,)
+
+
+@both
+def test_states_alone_can_be_loaded_and_refused_ones_load_nothing(make):
+    with make(2, CountingEnv, seed=0) as env:
+        states = {f"env{i}": {"seed": 4, "num_steps": 1} for i in range(2)}
+        env.load_state_dict(states)
+        assert not env.current()["done"].any()
+        assert env.step(ones(env.current()))["next", "observation"].tolist() == [[4, 2, 1]] * 2
+        whole = env.state_dict()
+        wrong = {**whole, "executor": {**whole["executor"], "roots": [{"observation": torch.zeros(2)}] * 2}}
+        for refused in ({"env0": states["env0"]}, wrong, {**whole, "executor": {"roots": [], "ended": []}}):
+            with pytest.raises(ValueError, match="load_state_dict failed: expected"):
+                env.load_state_dict(refused)
+        assert env.step(ones(env.current()))["next", "observation"].tolist() == [[4, 3, 1]] * 2
+        env.send(ones(env.current()))
+        for refused in (env.state_dict, lambda: env.load_state_dict(states)):
+            with pytest.raises(Busy):
+                refused()
+        env.recv()
 
 
 @both

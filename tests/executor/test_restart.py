@@ -1,11 +1,15 @@
 """A lost worker that is replaced: its rows are interrupted, nobody else's are touched, nothing is retried."""
 
+import contextlib
 import functools
 import itertools
+import os
+import signal
 import time
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
 from envherd.workers.testing import CountingEnv, FaultyEnv
@@ -101,6 +105,34 @@ def test_what_is_sent_after_a_lost_step_is_not_interrupted(tmp_path):
         now = env.recv()["next"]
         assert not now["interrupted"].any()
         assert sorted(now["observation"][:, 1].tolist()) == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+def test_a_loss_noticed_later_changes_no_view_of_a_step_before_it(policy):
+    options = ExecutorOptions(on_worker_loss=policy)
+    make = functools.partial(CountingEnv, 1_000_000)
+    with ParallelEnv(2, make, num_workers=2, seed=0, copy=False, options=options) as env:
+        view = env.step(act(env.reset()))["next"]
+        kept = view.clone()
+        os.kill(env.engine.pool.pid_of(1), signal.SIGKILL)
+        time.sleep(0.2)
+        with pytest.raises(WorkerLost) if policy == "raise" else contextlib.nullcontext():
+            env.reset(TensorDict({"_reset": torch.tensor([False, True])}, [2]))
+        assert (view == kept).all()
+        now = env.current()
+        assert now["truncated"].flatten().tolist() == [False, policy == "raise"]
+        assert now["observation"][:, 1].tolist() == [1, policy == "raise"]
+
+
+def test_an_interrupted_row_has_the_last_true_observation_also_after_a_partial_reset(tmp_path):
+    faulty = functools.partial(FaultyEnv, "kill", step=2, flag=str(tmp_path / "broken"))
+    with ParallelEnv(2, [functools.partial(CountingEnv, 1), faulty], num_workers=1, seed=0, options=RESTART) as env:
+        td = env.step(act(env.reset()))
+        root = env.reset(td.select().set("_reset", td["next", "done"]))
+        seen = root["observation"].clone()
+        td, _ = env.step_and_maybe_reset(act(root))  # env 0 ends and is reset before its worker dies in env 1's step
+        assert td["next", "interrupted"].flatten().tolist() == [True, True]
+        assert torch.equal(td["next", "observation"], seen)
 
 
 @pytest.mark.parametrize("at", ["reset", "step"])

@@ -5,13 +5,17 @@ import gc
 import os
 import threading
 
+import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 
-from envherd.executor import ActionError, ParallelEnv, SerialEnv, storage
+from envherd.executor import ActionError, Busy, Closed, ExecutorOptions, ParallelEnv, SerialEnv, storage
+from envherd.executor.carry import leaf_keys
 from envherd.executor.storage import Lease
-from envherd.workers.testing import AgentsEnv, CountingEnv, TextEnv
+from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.workers.testing import AgentsEnv, CountingEnv, PlainEnv, TextEnv
+from envherd.workers.testing.envs import action_leaf
 from tests.faults.children import in_child
 from tests.gates import wait_for
 
@@ -24,6 +28,13 @@ short_env = functools.partial(CountingEnv, 3)
 
 def ones(td):
     return td.set("action", torch.ones(td.batch_size, dtype=torch.int64))
+
+
+def ones_each(td):
+    """Set action 1 also in a lazy stack of different tasks."""
+    for row in td.unbind(0) if isinstance(td, LazyStackedTensorDict) else ():
+        row["action"] = torch.ones((), dtype=torch.int64)
+    return td if isinstance(td, LazyStackedTensorDict) else ones(td)
 
 
 @both
@@ -115,6 +126,147 @@ def test_the_callback_sees_every_step_and_may_use_the_executor(make):
 
 
 @both
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("tasks", ["equal", "different"])
+def test_policy_and_callback_can_ask_where_the_envs_are(make, breaks, tasks):
+    """The policy acts on what `current` says, and the callback sees what the policy is given next."""
+    acted_on, asked, after = [], [], []
+    envs = [short_env, short_env] if tasks == "equal" else [short_env, functools.partial(CountingEnv, 5, size=4)]
+
+    def policy(td):
+        acted_on.append(td["observation"].clone())
+        asked.append(env.current()["observation"])
+        return ones_each(td)
+
+    with make(2, envs, seed=0) as env:
+        env.reset()
+        for _ in range(2):  # the rollout begins where other steps have ended
+            env.step(ones_each(env.current()))
+        env.rollout(
+            7,
+            policy,
+            auto_reset=False,
+            break_when_any_done=breaks,
+            callback=lambda env, _: after.append(env.current([1, 0])["observation"].flip(0)),
+        )
+        last = env.current()["observation"]
+    assert all(torch.equal(one, other) for one, other in zip(acted_on, asked, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip([*acted_on[1:], last], after, strict=True))
+
+
+@both
+def test_text_is_where_the_envs_are_too(make):
+    with make(2, TextEnv, seed=0) as env:
+        asked = []
+
+        def ask(env, _):
+            asked.append(list(env.current()["text"]))
+
+        rolled = env.rollout(4, break_when_any_done=False, callback=ask)
+        broken = env.rollout(4, callback=ask)
+    roots = [[rolled["text"][i][t] for i in range(2)] for t in range(1, 4)]
+    assert asked[:3] == roots
+    length = broken.batch_size[1]
+    assert asked[4:] == [[broken["next", "text"][i][t] for i in range(2)] for t in range(length)]
+
+
+@both
+def test_the_callback_is_given_next_and_what_the_policy_put_there(make):
+    shown = []
+
+    def policy(td):
+        td["next"] = TensorDict({"hidden": td["observation"][:, 1:2] + 0.5}, [2])
+        return ones(td)
+
+    options = ExecutorOptions(on_worker_loss="restart")
+    with make(2, short_env, seed=0, options=options) as env:
+        data = env.rollout(5, policy, break_when_any_done=False, callback=lambda _, td: shown.append(td.clone()))
+    keys = leaf_keys(data)
+    assert {("next", "hidden"), ("next", "interrupted"), ("next", "reward")} <= set(keys)
+    for step, td in enumerate(shown):
+        for key in keys:
+            assert torch.equal(td[key], data[:, step][key])
+
+
+@both
+def test_nothing_is_sent_or_received_in_a_rollout(make):
+    with make(2, long_env, seed=0) as env:
+        for forbidden in (lambda *_: env.recv(), lambda *_: env.send(ones(env.current())), lambda *_: env.reset()):
+            with pytest.raises(Busy, match="a rollout is in progress"):
+                env.rollout(2, ones, callback=forbidden)
+        assert env.rollout(2, ones)["observation"][..., 1].tolist() == [[0, 1]] * 2
+
+
+@both
+@pytest.mark.parametrize("where", ["policy", "callback"])
+@pytest.mark.parametrize("step", [0, 2])
+def test_closing_in_a_rollout_ends_it(make, where, step):
+    env = make(2, long_env, seed=0)
+    calls = []
+
+    def close(_, td=None):
+        calls.append(1)
+        if len(calls) > step:
+            env.close()
+
+    policy = (lambda td: (close(env), ones(td))[1]) if where == "policy" else ones
+    with pytest.raises(Closed):
+        env.rollout(3, policy, callback=close if where == "callback" else None)
+    assert len(calls) == step + 1
+
+
+class Stateful(PlainEnv):
+    """Counts in a state that every step is given and gives back, as stateless simulators do."""
+
+    spec = EnvSpec(
+        observation=(LeafSpec(("count",), (1,), "int64"),),
+        action=(action_leaf(),),
+        state=(LeafSpec(("count",), (1,), "int64"),),
+        family="plain",
+    )
+
+    def reset(self, seed, options=None):
+        return [np.zeros(1, np.int64)]
+
+    def step(self, action):
+        return [action[1] + 1], [0.0], False, False
+
+
+@both
+def test_state_that_the_policy_leaves_out_is_that_of_the_step_before(make):
+    with make(2, Stateful, seed=0) as env:
+        data = env.rollout(4, lambda td: ones(TensorDict({}, td.batch_size)))
+        assert data["next", "count"].squeeze(-1).tolist() == [[1, 2, 3, 4]] * 2
+        data = env.rollout(2, lambda td: ones(TensorDict({}, td.batch_size)), auto_reset=False)
+        assert data["next", "count"].squeeze(-1).tolist() == [[5, 6]] * 2
+
+
+@both
+def test_a_callback_that_raises_after_an_end_costs_no_episode(make):
+    def raise_at_the_end(env, td):
+        if td["next", "done"].any():
+            raise KeyError("mine")
+
+    with make(2, short_env, seed=0) as env:
+        with pytest.raises(KeyError):
+            env.rollout(6, ones, break_when_any_done=False, callback=raise_at_the_end)
+        assert env.current()["observation"][:, 1].tolist() == [0, 0]
+        env.rollout(1, ones, auto_reset=False)
+        assert env.statistics().resets_per_env == (2, 2)
+
+
+@both
+def test_agents_of_the_last_step_can_be_marked_truncated(make):
+    with make(2, AgentsEnv, seed=0) as env:
+        data = env.rollout(2, set_truncated=True)
+    for key in ("done", "truncated"):
+        assert data["next", key][:, -1].all()
+        assert data["next", "agents", key][:, -1].all()
+        assert not data["next", "agents", key][:, 0].any()
+    assert not data["next", "agents", "terminated"].any()
+
+
+@both
 def test_the_last_step_can_be_marked_truncated(make):
     with make(2, long_env, seed=0) as env:
         data = env.rollout(3, ones, set_truncated=True)
@@ -193,6 +345,47 @@ def test_out_is_filled(make):
         filled = env.rollout(9, ones, out=mine)
         assert filled is mine
         assert mine["observation"][..., 1].tolist() == [[0, 1, 2, 3]] * 2
+
+
+@both
+def test_a_part_of_a_rollout_is_filled_and_what_is_around_it_stays(make):
+    with make(3, long_env, seed=0) as env:
+        whole = env.rollout(6, ones)
+        kept = whole.clone()
+        filled = env.rollout(3, ones, auto_reset=False, out=whole[:, :3])
+        assert filled["observation"][..., 1].tolist() == [[6, 7, 8]] * 3
+        assert (whole[:, 3:] == kept[:, 3:]).all()
+        filled = env.rollout(2, ones, auto_reset=False, out=whole)
+        assert filled["observation"][..., 1].tolist() == [[9, 10]] * 3
+        assert whole["observation"][..., 1].tolist() == [[9, 10, 8, 3, 4, 5]] * 3
+        with_another = whole.copy().set("observation", torch.zeros_like(whole["observation"]))
+        filled = env.rollout(6, ones, out=with_another)
+        assert filled["observation"][..., 1].tolist() == [[0, 1, 2, 3, 4, 5]] * 3
+        assert whole["observation"][..., 1].tolist() == [[9, 10, 8, 3, 4, 5]] * 3
+
+
+@both
+@pytest.mark.parametrize("shape", [(2, 4), (4, 4), (3,), (3, 0), (3, 4, 2)])
+def test_an_out_of_other_envs_is_refused(make, shape):
+    with make(3, long_env, seed=0) as env:
+        data = env.rollout(4, ones)
+        kept = data.clone()
+        out = data[:2] if shape == (2, 4) else TensorDict({}, shape)
+        with pytest.raises(ValueError, match=r"expected out of batch size \[3, T\]"):
+            env.rollout(4, ones, out=out)
+        assert (data == kept).all()
+        with pytest.raises(ValueError, match=r"expected out to hold .*reward"):
+            env.rollout(4, ones, out=TensorDict({"next": TensorDict({"reward": torch.zeros(3, 4)}, [3, 4])}, [3, 4]))
+
+
+@both
+def test_an_out_of_different_tasks_is_a_lazy_stack(make):
+    with make(2, [short_env, functools.partial(CountingEnv, 3, size=4)], seed=0) as env:
+        first = env.rollout(3, ones_each)
+        again = env.rollout(3, ones_each, auto_reset=False, out=first)
+        assert again is first
+        with pytest.raises(ValueError, match="lazy stack"):
+            env.rollout(3, ones_each, out=TensorDict({}, [2, 3]))
 
 
 @both

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict
 
 from envherd.executor import SerialEnv
+from envherd.executor.sampling import drawer
+from envherd.shm.specs import Box, LeafSpec
 from tests.workers.pettingzoo_envs import Village
 
 
@@ -94,3 +97,46 @@ def test_the_same_seed_draws_the_same(seed):
         with SerialEnv(2, Masked, seed=seed) as env:
             drawn.append(env.rollout(20)["action"])
     assert (drawn[0] == drawn[1]).all()
+
+
+@pytest.mark.parametrize("env_ids", [[0, 2], [1], [2, 0, 1], None])
+def test_unlike_envs_get_their_actions_in_whatever_batch(env_ids):
+    with SerialEnv(3, [Masked, lambda: Masked(4), Masked], seed=0) as env:
+        env.reset()
+        td = env.rand_action(env.current(env_ids))
+        for row in td.unbind(0):
+            assert row["action_mask"][row["action"]] == 1
+        if env_ids is None:
+            td = env.rand_action(TensorDict({}, [3]))
+            assert all(0 <= row["action"] < 4 + (i != 1) for i, row in enumerate(td.unbind(0)))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "uint64"])
+def test_the_whole_range_of_integers_is_drawn(dtype):
+    limits = np.iinfo(dtype)
+    draw = drawer(LeafSpec(("action",), (4,), dtype, Box(np.array(limits.min, dtype), np.array(limits.max, dtype))))
+    drawn = draw(np.random.default_rng(0), (200, 4))
+    assert (drawn.dtype, drawn.shape) == (np.dtype(dtype), (200, 4))
+    eighth = (int(limits.max) - int(limits.min)) // 8
+    assert drawn.min() < limits.min + eighth
+    assert drawn.max() > limits.max - eighth
+    narrow = drawer(LeafSpec(("action",), (), dtype, Box(np.array(limits.max - 1, dtype), np.array(limits.max, dtype))))
+    assert set(narrow(np.random.default_rng(0), (50,)).tolist()) == {limits.max - 1, limits.max}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_whole_range_of_floats_is_drawn(dtype):
+    limits = np.finfo(dtype)
+    draw = drawer(LeafSpec(("action",), (4,), dtype, Box(np.array(limits.min), np.array(limits.max))))
+    drawn = draw(np.random.default_rng(0), (200, 4))
+    assert np.isfinite(drawn).all()
+    assert drawn.min() < limits.min / 2
+    assert drawn.max() > limits.max / 2
+
+
+def test_bounds_may_be_missing_on_a_side():
+    for low, high in ((-np.inf, 3.0), (250.0, np.inf), (-np.inf, np.inf)):
+        draw = drawer(LeafSpec(("action",), (2,), "uint8", Box(np.array(low), np.array(high))))
+        drawn = draw(np.random.default_rng(0), (50, 2))
+        assert max(low, 0) <= drawn.min()
+        assert drawn.max() <= min(high, 255)

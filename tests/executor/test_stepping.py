@@ -1,5 +1,6 @@
 """Steps, partial resets, copies and views, actions, and asynchronous stepping."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.workers.testing import AgentsEnv, CountingEnv
+from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, SerialEnv, SpecError
+from envherd.shm.specs import Discrete, LeafSpec
+from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
 from tests.faults.envs import HaltingEnv
 from tests.gates import Gate
 
@@ -66,6 +68,45 @@ def test_a_reset_touches_the_rows_in_the_mask(make, shape, key):
         assert counters(env.step(act(root))["next"]) == [1, 2, 1]
 
 
+class UnlikePairEnv(PairEnv):
+    """Has one action more."""
+
+    def __init__(self):
+        super().__init__()
+        self.spec = dataclasses.replace(self.spec, action=(LeafSpec(("action",), (2,), "int64", Discrete(9)),))
+
+
+def as_one(td):
+    """Set action 1 in a batch of pairs, which may be a lazy stack."""
+    for row in td.unbind(0):
+        row["action"] = torch.ones(2, dtype=torch.int64)
+    return td
+
+
+@both
+def test_different_tasks_that_are_batches_are_reset_by_row(make):
+    with make(3, [PairEnv, UnlikePairEnv, PairEnv], seed=0) as env:
+        root = env.step(as_one(env.reset()))["next"]
+        assert env.batch_size == root.batch_size == (3, 2)
+        mask = torch.tensor([[True, False], [False, True], [False, False]])
+        root = env.reset(TensorDict({"_reset": mask}, [3, 2]))
+        assert root["observation"][..., 1].tolist() == [[0, 1], [1, 0], [1, 1]]
+        assert env.call("state") == [[0, 1], [1, 0], [1, 1]]
+        for _ in range(20):  # those rows are reset that have ended
+            data = env.rollout(1, as_one, break_when_any_done=False, auto_reset=False)
+            follows = (data["next", "observation"][..., 1] == data["observation"][..., 1] + 1).all()
+            assert follows
+            assert not data["done"].any()
+        assert sum(env.statistics().resets_per_env) > 6
+
+
+@both
+@pytest.mark.parametrize(("one", "other"), [(PairEnv, CountingEnv), (long_env, PairEnv)])
+def test_batches_of_different_shapes_are_refused(make, one, other):
+    with pytest.raises(SpecError, match=r"expected envs of one batch shape, got .* for env 0 and .* for env 1"):
+        make(2, [one, other])
+
+
 @both
 def test_a_mask_of_nothing_wakes_nobody(make):
     with make(NUM_ENVS, long_env, seed=0) as env:
@@ -87,6 +128,38 @@ def test_keyword_arguments_reach_the_envs_reset_unchanged(make):
         assert env.get("options") == [None] * NUM_ENVS
     assert options == {"level": [1, 2]}
     assert per_env == [{"k": i} for i in range(NUM_ENVS)]
+
+
+@both
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        ({"list_of_kwargs": [{"level": 1}, None, {}]}, r"expected a dict in list_of_kwargs, got None \(env 1\)"),
+        ({"seed": [123, "x", 3]}, r"expected an integer or None as seed, got 'x' \(env 1\)"),
+        ({"seed": [123]}, "expected 3 items in seed, got 1"),
+        ({"seed": 9, "list_of_kwargs": [{}]}, "expected 3 items in list_of_kwargs, got 1"),
+        ({"seed": -3, "level": 1}, "expected a seed of at least 0, got -3"),
+    ],
+)
+def test_of_a_refused_reset_nothing_is_kept(make, refused, message):
+    with make(NUM_ENVS, long_env, seed=7) as env, make(NUM_ENVS, long_env, seed=7) as other:
+        env.reset()
+        with pytest.raises((ValueError, TypeError), match=message):
+            env.reset(**refused)
+        assert env.seed == 7
+        other.reset()
+        assert torch.equal(env.rollout(2, act)["observation"], other.rollout(2, act)["observation"])
+        assert env.get("options") == other.get("options")
+
+
+@both
+def test_a_refused_root_seed_changes_nothing(make):
+    with make(2, long_env, seed=5) as env, make(2, long_env, seed=5) as other:
+        with pytest.raises(ValueError, match="at least 0, got -3"):
+            env.set_seed(-3)
+        assert env.seed == 5
+        assert torch.equal(env.reset()["observation"], other.reset()["observation"])
+        assert torch.equal(env.rand_action()["action"], other.rand_action()["action"])
 
 
 @both
@@ -175,6 +248,26 @@ def test_views_are_valid_for_so_many_steps(make, poison):
                 assert view[:, 1].tolist() == [step - age] * NUM_ENVS
             if poison and step > 3:
                 assert (kept[-4] == torch.iinfo(torch.int64).max).all()
+
+
+@both
+@pytest.mark.parametrize("between", ["reset of all", "reset of one", "rollout"])
+def test_views_are_valid_for_so_many_steps_whatever_is_done_in_between(make, between):
+    options = ExecutorOptions(ring_frames=2)
+    with make(2, long_env, seed=0, copy=False, options=options) as env:
+        env.reset()
+        view = kept = env.step(act(env.current()))["next", "observation"]
+        kept = kept.clone()
+        for step in range(8):
+            if between == "reset of all":
+                env.reset()
+            elif between == "reset of one":
+                env.reset(TensorDict({"_reset": torch.tensor([True, False])}, [2]))
+            else:
+                env.rollout(1, act, auto_reset=False)
+            shown = env.step(act(env.current()))["next", "observation"]
+            assert torch.equal(view, kept), f"step {step} has overwritten the view of the step before it"
+            view, kept = shown, shown.clone()
 
 
 @both
