@@ -341,7 +341,7 @@ class BatchedEnv:
         engine = self._engine
         with self._turn:
             engine.refuse_pending(engine.all_ids)
-            states: dict[str, Any] = {f"env{i}": state for i, state in enumerate(self.ask("state_dict", None))}
+            states: dict[str, Any] = {f"env{i}": state for i, state in enumerate(self._ask("state_dict", None))}
             states["executor"] = {"roots": self._rows.roots(), "ended": self._rows.ended.tolist()}
             return states
 
@@ -368,7 +368,7 @@ class BatchedEnv:
             if kept is not None:
                 rows.check_roots(kept["roots"])
             rows.mark_ended(engine.all_ids)  # should anything break this off
-            self.ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
+            self._ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
             if kept is None:
                 rows.mark_running()
             else:
@@ -416,9 +416,12 @@ class BatchedEnv:
             One answer per env, in the order asked.
         """
         with self._turn:
-            ids = self._exchange.as_ids(env_ids).tolist()
-            answers = self._engine.ask(what, ids, **question)
-            return [_crossed(answers[i]) for i in ids]
+            return self._ask(what, env_ids, **question)
+
+    def _ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:
+        ids = self._exchange.as_ids(env_ids).tolist()
+        answers = self._engine.ask(what, ids, **question)
+        return [_crossed(answers[i]) for i in ids]
 
 
 def _close_pool(pool: Pool, owner: int) -> None:
