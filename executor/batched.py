@@ -158,10 +158,11 @@ class BatchedEnv:
             mask = reset_mask(td, tuple(self.batch_size))
             env_ids = engine.all_ids if mask is None else np.flatnonzero(mask.reshape(self.num_envs, -1).any(1))
             engine.refuse_pending(env_ids)
-            is_root_seed = isinstance(seed, (int, np.integer))
-            engine.prepare_resets(env_ids, None if is_root_seed else seed, list_of_kwargs, kwargs)
-            if is_root_seed:
+            if isinstance(seed, (int, np.integer)):
+                engine.prepare_resets(env_ids, None, list_of_kwargs, kwargs)
                 engine.set_seed(int(seed))
+            else:
+                engine.prepare_resets(env_ids, seed, list_of_kwargs, kwargs)
             if len(env_ids):
                 engine.write_reset_masks(mask)
                 engine.reset_envs(env_ids)

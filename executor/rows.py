@@ -259,7 +259,10 @@ class Rows:
         return self._is_flat and b"\x01" not in self._root_done[0][column].tobytes()
 
     def _find_ended(self, column: int) -> np.ndarray | None:
-        """Return the ids of the envs whose `next` at a column says done, ascending; None if there are none."""
+        """Return the ids of the envs whose `next` at a column says done, ascending; None if there are none.
+
+        A worker computes `done` from the env's two flags, so that True is the byte 1 whatever bytes these were.
+        """
         if self._only_done is not None and b"\x01" not in self._only_done[column].tobytes():
             return None
         if self._is_flat:

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 
 from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, SerialEnv, SpecError
 from envherd.shm.specs import Discrete, LeafSpec
@@ -78,6 +78,8 @@ class UnlikePairEnv(PairEnv):
 
 def as_one(td):
     """Set action 1 in a batch of pairs, which may be a lazy stack."""
+    if not isinstance(td, LazyStackedTensorDict):
+        return td.set("action", torch.ones(td.batch_size, dtype=torch.int64))
     for row in td.unbind(0):
         row["action"] = torch.ones(2, dtype=torch.int64)
     return td
@@ -98,6 +100,29 @@ def test_different_tasks_that_are_batches_are_reset_by_row(make):
             assert follows
             assert not data["done"].any()
         assert sum(env.statistics().resets_per_env) > 6
+
+
+class RawFlagsEnv(PairEnv):
+    """Gives flags whose True is the byte 255."""
+
+    def step(self, action):
+        *values, terminated, truncated = super().step(action)
+        return *values, *((flag.astype(np.uint8) * 255).view(bool) for flag in (terminated, truncated))
+
+
+@both
+def test_flags_of_any_true_byte_end_an_episode(make):
+    mask = torch.tensor([255, 0], dtype=torch.uint8).view(torch.bool)
+    with make(2, RawFlagsEnv, seed=0) as env, make(2, PairEnv, seed=0) as other:
+        one, two = (executor.rollout(12, as_one, break_when_any_done=False) for executor in (env, other))
+        assert one["next", "done"].any()
+        for key in (("next", "done"), ("next", "truncated"), "observation"):
+            assert torch.equal(one[key], two[key])
+        env.reset()
+        env.step(as_one(env.current()))
+        root = env.reset(TensorDict({"_reset": mask[:, None].expand(2, 2).clone()}, [2, 2]))
+        assert root["observation"][..., 1].tolist() == [[0, 0], [1, 1]]
+        assert env.current(mask)["env_ids"].flatten().tolist() == [0, 0]
 
 
 @both
