@@ -35,6 +35,7 @@ from envherd.workers.messages import Channel
 _PACKET = 1 << 18
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _FAREWELL_S = 5.0  # for the helper to kill what is left and end
+_RECEIVE_S = 0.02  # between looks at whether an answer has been taken
 _STACK_WAIT_S = 1.0  # for a stuck worker to have written its stack; it takes well under a millisecond
 _LAST_LINES = 60
 _BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.1, 10.0
@@ -253,12 +254,10 @@ class Zygote:
         if self._is_ready:
             return
         self._is_ready = True
-        self._sock.settimeout(self._options.build_timeout_s)
-        try:
-            answer = self._request(self._start)  # takes seconds; Ctrl-C ends it, and who waited for it closes this
+        try:  # takes seconds; Ctrl-C ends it, and the executor that waited for it closes this
+            answer = self._request(self._start, timeout_s=self._options.build_timeout_s)
         except TimeoutError:
             raise self._late() from None
-        self._sock.settimeout(None)
         self.failed_preloads = answer["failed"]
         self.num_threads = answer["num_threads"]
 
@@ -349,21 +348,27 @@ class Zygote:
                 setattr(self, name, -1)  # first: an interrupt in between must not have it closed twice
                 os.close(fd)
 
-    def _request(self, request: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
+    def _request(
+        self, request: dict[str, Any], fds: list[int] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
         """Send a request and wait for its answer; from any thread, also while the same thread waits for another's.
 
         Requests are numbered, and answers carry the number: one that nobody waits for, as an interrupt has broken its
         request off, is dropped.
+
+        Raises:
+            TimeoutError: no answer came within `timeout_s` seconds.
         """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             number = next(self._numbers)
             self._awaited.add(number)
             try:
                 self._send({"number": number, **request}, fds or [])
                 while number not in self._answers:
-                    answer = self._receive()
-                    if answer["number"] in self._awaited:
-                        self._answers[answer["number"]] = answer
+                    if end is not None and time.monotonic() > end:
+                        raise TimeoutError
+                    self._receive()
                 return self._answers.pop(number)
             finally:
                 self._awaited.discard(number)
@@ -374,9 +379,16 @@ class Zygote:
         with contextlib.suppress(ConnectionError):  # `_receive` explains it
             socket.send_fds(self._sock, [json.dumps(request).encode()], fds, socket.MSG_NOSIGNAL)
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> None:
+        """Take an answer, if one comes soon: a finalizer in this thread may have taken the one that is waited for."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        if not poller.poll(_RECEIVE_S * 1000):
+            return
         try:
-            data = self._sock.recv(_PACKET)
+            data = self._sock.recv(_PACKET, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
         except ConnectionError:
             data = b""
         if not data:
@@ -388,7 +400,8 @@ class Zygote:
                 phase="start",
             )
         answer: dict[str, Any] = json.loads(data)
-        return answer
+        if answer["number"] in self._awaited:
+            self._answers[answer["number"]] = answer
 
 
 class Restarts:

@@ -23,7 +23,7 @@ from envherd.workers.asking import answer
 from envherd.workers.checks import Writer
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.infos import packer
-from envherd.workers.messages import STARTS_EPISODES, Ask, BlockOptions, Prepare
+from envherd.workers.messages import UNGUARDS, Ask, BlockOptions, Prepare
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
 from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
 from envherd.workers.slot import Sink, Slot, compile_step, store, wrong_count
@@ -119,9 +119,11 @@ class Block:
     def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
         """Do something with envs that is not a step; return the plain answer."""
         reply = answer(message, {i: slot.adapter for i, slot in self.slots.items()}, pickle_replies=pickle_replies)
-        if message.what in STARTS_EPISODES and reply["kind"] == "values":
-            for env_id in message.env_ids:
-                slot = self.slots[env_id]
+        for env_id in message.env_ids:
+            slot = self.slots[env_id]
+            if message.what in UNGUARDS:
+                slot.is_guarded = False
+            elif message.what == "load_state_dict" and not message.is_silent and reply["kind"] == "values":
                 slot.must_reset = slot.has_ended = False
                 slot.last_done = np.zeros(slot.spec.batch_shape, bool) if slot.spec.batch_shape else False
         return reply
@@ -164,7 +166,7 @@ class Block:
         if op == _RESET:
             self._reset(slot, sink, column, slot.reset_mask)
             return
-        if slot.must_reset or slot.has_ended:
+        if (slot.must_reset or slot.has_ended) and slot.is_guarded:
             raise InternalError(
                 f"step failed: expected a running env, got env {slot.env_id} that has ended, has raised, or was never "
                 f"reset. It was not stepped."

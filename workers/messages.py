@@ -129,8 +129,8 @@ class Prepare:
 
 #: The questions whose `args` hold one item for each env that is asked.
 PER_ENV = frozenset({"set", "each", "load_state_dict"})
-#: The questions after which envs may be stepped, whether or not they were reset.
-STARTS_EPISODES = frozenset({"load_state_dict", "allow_steps"})
+#: The questions after which a worker steps envs whether or not they were reset: it is left to a facade's host.
+UNGUARDS = frozenset({"each", "allow_steps"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,8 @@ class Slot:
         self.last_done: Any = False
         self.last_ends: tuple[Any, Any] = (False, False)  # terminated, truncated of the latest step in which any did
         self.has_ended = False
-        self.must_reset = True  # a step is refused
+        self.must_reset = True  # never reset since it was built, or since it raised
+        self.is_guarded = True  # a step is refused if the env must be reset, or has ended
         self.has_news = False
         self.phase = "step"
         self.infos: dict[str, bytes] = {}

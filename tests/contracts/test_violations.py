@@ -111,6 +111,10 @@ class InventsDone(BlockBatch):
 
 
 class StepsTheEnded(ExecutorBatch):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.env.engine.allow_steps()
+
     def step(self, actions: Any, *, resets_ended: bool) -> Any:
         self.env._rows.ended[:] = False
         return super().step(actions, resets_ended=resets_ended)
