@@ -45,9 +45,9 @@ TESTS = {
     "executor/ahead.py": ("executor/test_reset_ahead.py", "executor/test_recycling.py"),
     "executor/intake.py": ("executor/test_intake.py", "executor/test_quick_step.py", "executor/test_stepping.py"),
     "workers/block.py": ("workers/test_protocol.py", *_STEPS, "executor/test_rollout.py", "faults/test_env_raises.py"),
-    "workers/loop.py": ("workers/test_protocol.py", *_STEPS, "executor/test_watching.py"),
+    "workers/loop.py": ("workers/test_loop.py", "workers/test_ahead.py", *_STEPS, "executor/test_watching.py"),
     "workers/slot.py": ("workers/test_slot.py", "executor/test_quick_step.py", "executor/test_info_leaves.py", *_STEPS),
-    "shm/tally.py": ("shm/test_tally.py", "executor/test_exchange.py"),
+    "shm/tally.py": ("shm/test_tally.py", "shm/test_tally_model.py", "executor/test_exchange.py"),
 }
 
 _COMPARED = {
