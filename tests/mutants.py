@@ -33,16 +33,16 @@ LAYERS = ("shm", "workers", "executor", "benchmarks")
 _PR_SET_CHILD_SUBREAPER = 36
 
 _STEPS = ("executor/test_stepping.py", "executor/test_exchange.py")
-_LOSSES = ("executor/test_recovery.py", "executor/test_restart.py", "faults/test_lost_workers.py")
+_LOSSES = ("executor/test_recovery.py", "executor/test_restart.py")
 #: File -> the test files that should notice a change of it, the likeliest first.
 TESTS = {
-    "executor/engine.py": (*_STEPS, *_LOSSES, "executor/test_reset_ahead.py", "executor/test_infos.py"),
-    "executor/exchange.py": (*_STEPS, *_LOSSES, "executor/test_reset_ahead.py", "executor/test_infos.py"),
-    "executor/pool.py": (*_STEPS, *_LOSSES, "faults/test_env_raises.py", "executor/test_recycling.py"),
-    "executor/rows.py": (*_STEPS, "executor/test_recovery.py", "executor/test_infos.py", "executor/test_quick_step.py"),
+    "executor/engine.py": (*_STEPS, "executor/test_quick_step.py", *_LOSSES),
+    "executor/exchange.py": ("executor/test_exchange.py", *_LOSSES, "executor/test_infos.py"),
+    "executor/pool.py": (*_STEPS, *_LOSSES),
+    "executor/rows.py": (*_STEPS, "executor/test_quick_step.py", "executor/test_recovery.py", "executor/test_infos.py"),
     "executor/rollout.py": ("executor/test_rollout.py", "executor/test_collector.py", *_LOSSES),
-    "executor/commands.py": (*_STEPS, *_LOSSES, "executor/test_quick_step.py", "executor/test_reset_ahead.py"),
-    "executor/ahead.py": ("executor/test_reset_ahead.py", "executor/test_recycling.py"),
+    "executor/commands.py": (*_STEPS, "executor/test_quick_step.py", *_LOSSES),
+    "executor/ahead.py": ("executor/test_reset_ahead.py",),
     "executor/intake.py": ("executor/test_intake.py", "executor/test_quick_step.py", "executor/test_stepping.py"),
     "workers/block.py": ("workers/test_protocol.py", *_STEPS, "executor/test_rollout.py", "faults/test_env_raises.py"),
     "workers/loop.py": ("workers/test_loop.py", "workers/test_ahead.py", *_STEPS, "executor/test_watching.py"),
