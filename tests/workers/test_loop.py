@@ -179,19 +179,24 @@ def test_a_command_to_all_rings_once_and_sends_ring_when_the_parent_wants_to_kno
         assert (worker.num_rings(), worker.words["answered"][1]) == (expected, 6)
 
 
-def test_the_word_says_what_a_worker_is_in_and_how_long_it_was_busy(worker):
-    phases: list[int] = []
-    execute = worker.block.execute
-    worker.block.execute = lambda *command: (execute(*command), phases.append(int(worker.words["phase"][1])))[0]
-    worker.loop._execute_timed = lambda env_id, command, weight: worker.block.execute(env_id, command)
+def test_words_say_what_a_worker_is_in_since_when_and_how_long_it_was_busy(worker, monkeypatch):
+    ticks = iter(range(100, 10**6, 100))
+    monkeypatch.setattr(loop_module.time, "perf_counter_ns", lambda: next(ticks))
+    seen: list[tuple[int, int]] = []
+
+    def execute(*command: int) -> int:
+        status = Worker.execute(worker, *command)
+        seen.append((int(worker.words["phase"][1]), int(worker.words["since_ns"][1])))
+        return status
+
+    worker.loop._execute_timed = lambda env_id, number, weight: execute(env_id, number)
     worker.command(Op.RESET, 1)
     worker.words["busy_ns"][1] = 5
     worker.serve()
-    assert phases[0] != 0
+    assert [(phase != 0, since) for phase, since in seen] == [(True, 100)]
     assert worker.words["phase"][1] == 0
-    assert 5 < worker.words["busy_ns"][1] < 60e9
-    assert worker.words["busy_ns"][0] == worker.words["since_ns"][0] == 0
-    assert worker.words["since_ns"][1] > 0
+    assert worker.words["since_ns"].tolist() == [0, 200]
+    assert worker.words["busy_ns"].tolist() == [0, 105]
 
 
 def test_one_env_of_a_scan_is_timed_for_all_and_each_in_its_turn(worker, monkeypatch):
