@@ -21,7 +21,7 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 # An installed package that mypy can follow (it cannot follow the editable install's finder).
 TYPES := build/typecheck/envherd
 
-.PHONY: help venv rollout test test-quick test-full matrix faults soak lint format types examples bench bench-quick clean
+.PHONY: help venv rollout test test-quick test-full matrix faults soak mutants lint format types examples bench bench-quick clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
@@ -33,6 +33,7 @@ help:
 	@echo "make matrix       check every family of envs in full (or FAMILY=NAME), and write docs/families.md"
 	@echo "make faults       break envs, workers and the machine in every way and state, and write docs/faults.md"
 	@echo "make soak         $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/soak.md"
+	@echo "make mutants      change one place of the core at a time, and see whether a test fails (docs/contributing.md)"
 	@echo "make venv         only make $(VENV)/, with everything installed"
 	@echo "make bench        envherd beside other libraries (most of an hour, on a quiet machine); writes docs/benchmarks.md"
 	@echo "make bench-quick  the same with less of everything, in a minute"
@@ -78,6 +79,13 @@ faults: $(STAMP)
 MINUTES ?= 20
 soak: $(STAMP)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --write
+
+# FILES: paths, or path:line for all changes of a line; none for the whole core, which takes most of an hour.
+SAMPLE ?= 10
+SEED ?= 0
+FILES ?=
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(FILES)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

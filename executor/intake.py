@@ -223,11 +223,11 @@ class GroupIntake:
         if value.shape != (num_rows, *leaf.shape):
             raise self._refuse(leaf, f"shape {(num_rows, *leaf.shape)}", f"shape {value.shape}")
         if value.dtype is not dtype and value.dtype != dtype:
-            value = self._cast(leaf, value)
+            given, value = value, self._cast(leaf, value)
+            if dtype.kind in "iu" and (changed := value != given).any():  # too large for the dtype: it wraps around
+                raise self._refuse_first(leaf, given, changed, rows)
         if check is not None and (illegal := check(value)) is not None:
-            first = tuple(np.argwhere(illegal)[0].tolist())
-            env_id = self._env_ids[first[0] if rows is None else int(rows[first[0]])]
-            raise self._refuse(leaf, str(leaf.domain), f"{value[first]} at {first}", env_id)
+            raise self._refuse_first(leaf, value, illegal, rows)
         return value
 
     def write(self, values: Sequence[np.ndarray], rows: np.ndarray | None) -> None:
@@ -254,6 +254,13 @@ class GroupIntake:
         if not np.can_cast(value.dtype, leaf.dtype, "same_kind"):
             raise self._refuse(leaf, leaf.dtype, str(value.dtype))
         return value.astype(leaf.dtype)
+
+    def _refuse_first(
+        self, leaf: LeafSpec, value: np.ndarray, illegal: np.ndarray, rows: np.ndarray | None
+    ) -> ActionError:
+        first = tuple(np.argwhere(illegal)[0].tolist())
+        env_id = self._env_ids[first[0] if rows is None else int(rows[first[0]])]
+        return self._refuse(leaf, str(leaf.domain), f"{value[first]} at {first}", env_id)
 
     def _refuse(self, leaf: LeafSpec, expected: str, got: str, env_id: int | None = None) -> ActionError:
         where = f"env {env_id}" if env_id is not None else f"envs {self._env_ids[0]}-{self._env_ids[-1]}"

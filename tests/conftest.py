@@ -22,7 +22,6 @@ from typing import Any
 
 import psutil
 import pytest
-import tqdm
 from hypothesis import settings
 
 from tests.scale import IS_FULL
@@ -62,7 +61,10 @@ def pytest_configure() -> None:
     the lock of progress bars made.
     """
     multiprocessing.resource_tracker.ensure_running()
-    tqdm.tqdm.get_lock()
+    with contextlib.suppress(ModuleNotFoundError):
+        import tqdm
+
+        tqdm.tqdm.get_lock()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.extras import needs
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TESTED = {
     "async_rollout",
@@ -40,6 +42,7 @@ def test_no_example_is_forgotten():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED
 
 
+@needs("meltingpot")
 @pytest.mark.full
 @pytest.mark.slow
 def test_meltingpot_rollout_prints_shapes_and_returns(tmp_path):
@@ -62,6 +65,7 @@ def test_ppo_solves_cartpole(tmp_path):
     assert int(solved.group(2)) >= 20
 
 
+@needs("torchrl")
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(400)
@@ -80,6 +84,7 @@ def test_ppo_says_when_it_fails(tmp_path):
     assert "not solved" in done.stdout
 
 
+@needs("torchrl")
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(400)
@@ -145,6 +150,7 @@ def test_gymnasium_vector_env_prints_returns(tmp_path):
     assert 10 < float(mean_return) < 60, "random actions keep the pole up for some 20 steps"
 
 
+@needs("sb3", "meltingpot")
 @pytest.mark.slow
 def test_sb3_meltingpot_trains_agents_as_rows(tmp_path):
     printed = run_example("sb3_meltingpot", tmp_path)

@@ -15,6 +15,7 @@ import pytest
 from envherd.executor import MeltingPotFactory, ParallelEnv
 from envherd.workers.adapters.named import DmControlFactory, GymnasiumFactory, PettingZooFactory
 from envherd.workers.testing import CountingEnv
+from tests.extras import needs
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("shm", "workers", "executor", "benchmarks")
@@ -126,7 +127,7 @@ def test_shm_and_workers_load_no_heavy_package():
     ("adapter", "loaded"),
     [
         ("gymnasium", {"gymnasium"}),
-        ("dm_env", {"dm_env"}),
+        pytest.param("dm_env", {"dm_env"}, marks=needs("dm-control")),
         ("meltingpot", set()),
         ("meltingpot_factory", set()),
         ("pettingzoo", {"gymnasium"}),
@@ -145,9 +146,9 @@ def test_an_adapter_loads_only_its_family(adapter, loaded):
     [
         CountingEnv,
         GymnasiumFactory("CartPole-v1"),
-        DmControlFactory("cartpole", "balance"),
-        MeltingPotFactory("collaborative_cooking__cramped"),
-        PettingZooFactory("mpe2.simple_spread_v3"),
+        pytest.param(DmControlFactory("cartpole", "balance"), marks=needs("dm-control")),
+        pytest.param(MeltingPotFactory("collaborative_cooking__cramped"), marks=needs("meltingpot")),
+        pytest.param(PettingZooFactory("mpe2.simple_spread_v3"), marks=needs("pettingzoo")),
     ],
     ids=["plain", "gymnasium", "dm_control", "meltingpot", "pettingzoo"],
 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from tests.extras import skip_without
+
+skip_without("cli")
+
 from envherd.benchmarks import ours, peers
 from envherd.benchmarks.page import sheet_beside, sheet_of_facades
 from envherd.benchmarks.parts import write_part

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from tests.extras import skip_without
+
+skip_without("cli")
+
 import numpy as np
 import pytest
 

@@ -7,6 +7,10 @@ import json
 import subprocess
 import sys
 
+from tests.extras import skip_without
+
+skip_without("cli")
+
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.conftest import Possessions
+from tests.extras import skip_without
 
 _STORE_BYTES = 80 * 2**20
 #: A node whose raylet is silent is dead after some seconds, rather than most of a minute.
@@ -32,7 +33,8 @@ _GRACE_S = 20.0
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     """Return a cluster: a head without processors, where the driver is, and nodes with eight and six."""
-    ray = pytest.importorskip("ray")
+    skip_without("ray")
+    import ray
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray spells it so; else whatever else runs here goes first, by far

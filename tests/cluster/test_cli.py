@@ -6,6 +6,10 @@ import socket
 import subprocess
 import sys
 
+from tests.extras import skip_without
+
+skip_without("cli")
+
 import pytest
 import torch
 from typer.testing import CliRunner

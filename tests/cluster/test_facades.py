@@ -9,6 +9,7 @@ import torch
 
 from envherd.executor.cluster import RayParallelEnv
 from envherd.workers.errors import FactoryError
+from tests.extras import needs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 
@@ -63,8 +64,10 @@ def same(one, other):
         assert one == other
 
 
+@needs("sb3")
 def test_sb3():
-    sb3 = pytest.importorskip("envherd.executor.facades.sb3")
+    from envherd.executor.facades import sb3
+
     said = []
     for kwargs in ({}, {"executor": ON_NODES}):
         env = sb3.SubprocVecEnv([Ends] * N, num_workers=1, **kwargs)
@@ -111,9 +114,11 @@ def test_gymnasium():
     assert sum(step[3].sum() for step in said[0][3:23]) > 2
 
 
+@needs("torchrl")
 @pytest.mark.full
 def test_torchrl():
-    libs = pytest.importorskip("torchrl.envs")
+    import torchrl.envs as libs
+
     from envherd.executor.facades.torchrl import ParallelEnv
 
     def make_env(scale):

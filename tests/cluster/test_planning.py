@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray")
+from tests.extras import skip_without
+
+skip_without("ray", "cli")
 
 from envherd.executor.cluster.orders import Report, Survey
 from envherd.executor.cluster.planning import decide_for_nodes

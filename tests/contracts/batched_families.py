@@ -78,25 +78,25 @@ def _atari(mode: str) -> Family:
         resets_itself=mode == "SAME_STEP",
         num_seeds=2**31 - NUM_ROWS,
     )
-    extra: dict[str, Any] = {"num_steps": 110, "package": "ale_py", "draws": False, "is_only_in_full": True}
-    return _batched(f"ALE `AtariVectorEnv`: Pong, 50 steps, {mode}", partial(atari, mode), plain, **extra)
+    more: dict[str, Any] = {"num_steps": 110, "extra": "atari", "draws": False, "is_only_in_full": True}
+    return _batched(f"ALE `AtariVectorEnv`: Pong, 50 steps, {mode}", partial(atari, mode), plain, **more)
 
 
 def _pool(api: str, **config: Any) -> Family:
     title = f"EnvPool: {api} API, {'async' if config else 'sync'}"
     plain = partial(plain_batches.PlainPool, pool, NUM_ROWS)
-    return _batched(title, partial(pool, api, draws=IS_FULL, **config), plain, package="envpool")
+    return _batched(title, partial(pool, api, draws=IS_FULL, **config), plain, extra="envpool")
 
 
 def _isaac(title: str, kind: str, reset_rows: Any) -> Family:
     plain = partial(PlainSimulator, partial(isaac_by_hand, kind), reset_rows, resets_itself=True)
-    return _batched(title, partial(isaac, kind), plain, package="torch", draws=False, is_alone=True, is_slow=True)
+    return _batched(title, partial(isaac, kind), plain, draws=False, is_alone=True, is_slow=True)
 
 
 def _maniskill(title: str, *, resets_itself: bool) -> Family:
     make = partial(maniskill, resets_itself=resets_itself)
     plain = partial(PlainSimulator, make, reset_by_option, resets_itself=resets_itself)
-    return _batched(title, partial(make, draws=IS_FULL), plain, package="torch", draws=not resets_itself)
+    return _batched(title, partial(make, draws=IS_FULL), plain, draws=not resets_itself)
 
 
 BATCHED: dict[str, Family] = {
@@ -119,7 +119,7 @@ BATCHED: dict[str, Family] = {
         balance,
         partial(plain_batches.PlainVmas, partial(balance, terminated_truncated=True)),
         num_steps=30,
-        package="vmas",
+        extra="vmas",
         is_slow=True,
     ),
     "maniskill": _maniskill("ManiSkill's `BaseEnv`, a stand-in", resets_itself=False),

@@ -102,17 +102,17 @@ def old_walk() -> Any:
     return OldWalk(length=50)
 
 
-def _of_gymnasium(title: str, *args: Any, package: str = "gymnasium", num_steps: int = 110, **kwargs: Any) -> Family:
+def _of_gymnasium(title: str, *args: Any, extra: str = "gymnasium", num_steps: int = 110, **kwargs: Any) -> Family:
     draws, module = kwargs.pop("draws", True), kwargs.pop("module", "")
     make = functools.partial(gymnasium_env, *args, module=module)
     plain = functools.partial(plain_loops.PlainGymnasium, make)
     drawn = functools.partial(make, draws=IS_FULL and draws is True)
-    return Family(title, drawn, plain, num_steps, package, draws, **kwargs)
+    return Family(title, drawn, plain, num_steps, extra, draws, **kwargs)
 
 
-def _of_dm_env(title: str, make: Any, package: str, **kwargs: Any) -> Family:
+def _of_dm_env(title: str, make: Any, extra: str, **kwargs: Any) -> Family:
     plain = functools.partial(plain_loops.PlainDmEnv, lambda seed: make(seed=seed))
-    return Family(title, make, plain, package=package, **kwargs)
+    return Family(title, make, plain, extra=extra, **kwargs)
 
 
 _SUBSTRATE = "running_with_scissors_in_the_matrix__one_shot"
@@ -129,24 +129,24 @@ FAMILIES: dict[str, Family] = {
         draws=False,
     ),
     "gymnasium_box2d": _of_gymnasium(
-        "Gymnasium Box2D: LunarLander, 50 steps", "LunarLander-v3", 50, package="Box2D", is_ordinary=False
+        "Gymnasium Box2D: LunarLander, 50 steps", "LunarLander-v3", 50, extra="box2d", is_ordinary=False
     ),
     "gymnasium_mujoco": _of_gymnasium(
         "Gymnasium MuJoCo: HalfCheetah, 50 steps",
         "HalfCheetah-v5",
         50,
-        package="mujoco",
+        extra="mujoco",
         draws="OpenGL",
         is_ordinary=False,
     ),
     "ale": _of_gymnasium(
-        "ALE: Pong, 50 steps", "ALE/Pong-v5", 50, package="ale_py", module="ale_py", is_ordinary=False, is_slow=True
+        "ALE: Pong, 50 steps", "ALE/Pong-v5", 50, extra="atari", module="ale_py", is_ordinary=False, is_slow=True
     ),
     "minigrid": _of_gymnasium(
         "MiniGrid: DoorKey, 50 steps",
         "MiniGrid-DoorKey-5x5-v0",
         50,
-        package="minigrid",
+        extra="minigrid",
         module="minigrid",
         is_ordinary=False,
     ),
@@ -160,37 +160,37 @@ FAMILIES: dict[str, Family] = {
     "dm_control": _of_dm_env(
         "dm_control: cartpole swingup, 10 steps",
         functools.partial(dm_control_env, "cartpole", "swingup", 0.1),
-        "dm_control",
+        "dm-control",
         draws="OpenGL",
         is_slow=True,
     ),
     "dm_control_walker": _of_dm_env(
         "dm_control: walker walk, 50 steps",
         functools.partial(dm_control_env, "walker", "walk", 1.25),
-        "dm_control",
+        "dm-control",
         num_steps=110,
         draws="OpenGL",
         is_ordinary=False,
         is_slow=True,
     ),
     "dmlab2d": _of_dm_env(
-        "dmlab2d, raw: chase_eat, 50 frames", dmlab2d_env, "dmlab2d", num_steps=110, is_ordinary=False
+        "dmlab2d, raw: chase_eat, 50 frames", dmlab2d_env, "meltingpot", num_steps=110, is_ordinary=False
     ),
     "pettingzoo_spread": Family(
         "PettingZoo: MPE spread, 7 steps",
         functools.partial(pettingzoo_spread, draws=IS_FULL),
         functools.partial(plain_loops.PlainPettingZoo, pettingzoo_spread, "agent"),
         num_steps=20,
-        package="mpe2",
+        extra="pettingzoo",
     ),
     "pettingzoo_village": Family(
-        "PettingZoo: agents leave and come back", pettingzoo_village, num_steps=30, package="pettingzoo", draws=False
+        "PettingZoo: agents leave and come back", pettingzoo_village, num_steps=30, extra="pettingzoo", draws=False
     ),
     "torchrl": Family(
         "TorchRL: GymEnv, StepCounter, 6 steps",
         torchrl_cartpole,
         functools.partial(plain_loops.PlainTorchRL, torchrl_cartpole),
-        package="torchrl",
+        extra="torchrl",
         draws=False,
     ),
     "meltingpot": Family(
@@ -198,7 +198,7 @@ FAMILIES: dict[str, Family] = {
         _SCISSORS(max_steps=50),
         functools.partial(plain_loops.PlainMeltingPot, _SCISSORS(), 50),
         num_steps=60,
-        package="meltingpot",
+        extra="meltingpot",
         is_slow=True,
     ),
     "own": Family(

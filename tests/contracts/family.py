@@ -22,7 +22,7 @@ class Family:
         make_env: a factory, as users give it.
         plain: the same env driven by hand; None where nothing can be compared (its seeds decide nothing).
         num_steps: that show several of its episodes to the contract.
-        package: without which it is left out.
+        extra: without which it is left out (see `tests.extras`).
         draws: what `render` gives: a picture, None, or a picture only with an OpenGL driver ("OpenGL").
         is_seeded: whether the same seed gives the same data.
         is_ordinary: whether its contract is run through every executor in an ordinary run of the tests; others are
@@ -38,7 +38,7 @@ class Family:
     make_env: Callable[[], Any]
     plain: Callable[[], Plain] | None = None
     num_steps: int = 60
-    package: str = "gymnasium"
+    extra: str = "gymnasium"
     draws: bool | str = True
     is_seeded: bool = True
     is_ordinary: bool = True

@@ -5,6 +5,10 @@ Every API is used the way its documentation says, over 10,000 steps of envs that
 
 from __future__ import annotations
 
+from tests.extras import skip_without
+
+skip_without("sb3", "torchrl")
+
 import gymnasium
 import numpy as np
 import pytest
@@ -14,9 +18,6 @@ from gymnasium.vector import AutoresetMode
 from envherd.executor import Collector, ParallelEnv
 from tests.executor.facades.sb3_envs import HorizonEnv
 from tests.scale import scaled
-
-pytest.importorskip("stable_baselines3")
-pytest.importorskip("torchrl")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from envherd.workers.testing import Contract, PartialResetContract
 from tests.contracts.executor_batch import BATCHES
 from tests.contracts.families import FAMILIES, gymnasium_env
+from tests.extras import skip_without
 from tests.scale import scaled
 
 #: In an ordinary run other families' processes are left to the matrix, which drives them through both executors too.
@@ -28,8 +28,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "batch"), CASES)
 def test_every_rule_holds(name: str, batch: str) -> None:
     family = FAMILIES[name]
-    if importlib.util.find_spec(family.package) is None:
-        pytest.skip(f"{family.package} is not installed")
+    skip_without(family.extra)
     report = Contract(family.make_env, num_steps=family.num_steps, make_batch=BATCHES[batch]).check_all()
     assert report.num_ends > 1
 

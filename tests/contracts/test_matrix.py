@@ -6,7 +6,6 @@ An ordinary run of the tests makes the same checks with fewer steps, in this pro
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.contracts.executor_batch import BATCHES, batch_apart
 from tests.contracts.families import FAMILIES
 from tests.contracts.family import IS_FULL, Family
 from tests.contracts.matrix import COLUMNS, read_page
+from tests.extras import skip_without
 
 NUM_ENVS = 2
 #: Envs, or rows of envs that are batches.
@@ -34,10 +34,6 @@ NUM_COMPARED, NUM_COUNTED = (400, 10_000) if IS_FULL else (48, 0)
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 Cell = Callable[[str, str], None]
-
-
-def is_installed(family: Family) -> bool:
-    return importlib.util.find_spec(family.package) is not None
 
 
 @contextlib.contextmanager
@@ -160,8 +156,7 @@ def columns_for(family: Family) -> list[str]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str, record_property: Cell) -> None:
     family = FAMILIES[name]
-    if not is_installed(family):
-        pytest.skip(f"{family.package} is not installed")
+    skip_without(family.extra)
     if family.is_only_in_full and not IS_FULL:
         pytest.skip("its envs, or their processes, take long to start: make matrix")
     for column in columns_for(family):

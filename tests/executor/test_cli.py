@@ -12,6 +12,10 @@ import textwrap
 import time
 from pathlib import Path
 
+from tests.extras import needs, skip_without
+
+skip_without("cli", "media")
+
 import pytest
 import torch
 from PIL import Image
@@ -107,7 +111,7 @@ def test_help_names_every_option():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["meltingpot:clean_pu"], "clean_up"),
+        pytest.param(["meltingpot:clean_pu"], "clean_up", marks=needs("meltingpot")),
         (["gymnasium:CartPol-v1"], "CartPole-v1"),
         (["gymnasum:CartPole-v1"], "gymnasium:"),
         (["python:my_envs:Break"], "Breaks"),
@@ -271,6 +275,7 @@ def test_gymnasium_envs_are_drawn():
     assert "a/envs.gif" in result.stdout
 
 
+@needs("meltingpot")
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_melting_pot_is_reported_per_player_and_drawn_from_its_world_view():

@@ -7,6 +7,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from tests.extras import skip_without
+
+skip_without("cli")
+
 import numpy as np
 import pytest
 from rich.console import Console

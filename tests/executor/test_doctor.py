@@ -6,12 +6,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
 from envherd.executor import doctor
 from envherd.executor.cgroups import Cgroup
-from envherd.executor.cli.app import app
 from envherd.executor.machine import read_machine
+from tests.extras import needs
 
 
 @pytest.mark.parametrize(
@@ -48,8 +47,13 @@ def test_limits_that_are_too_low_are_said():
     assert levels(doctor.dev_shm, replace(machine, shm_total=64 * 2**20, shm_free=0)) == ["warn"]
 
 
+@needs("cli")
 @pytest.mark.slow
 def test_doctor_as_json_starts_workers_in_every_way(tmp_path):
+    from typer.testing import CliRunner
+
+    from envherd.executor.cli.app import app
+
     done = CliRunner().invoke(app, ["doctor", "--json"], env={"ENVHERD_RUNTIME_DIR": str(tmp_path)})
     report = json.loads(done.stdout)
     findings = {finding["name"]: finding for finding in report["findings"]}

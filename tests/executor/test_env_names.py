@@ -9,6 +9,7 @@ import textwrap
 import pytest
 
 from envherd.executor.env_names import FORMS, callable_at, factory_for
+from envherd.workers.adapters import meltingpot_factory
 from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
 from envherd.workers.adapters.named import (
     CallableFactory,
@@ -19,6 +20,7 @@ from envherd.workers.adapters.named import (
 )
 from envherd.workers.adapters.named_batches import EnvPoolFactory, GymnasiumVectorFactory
 from envherd.workers.errors import FactoryError
+from tests.extras import needs
 
 KNOWN = {
     "meltingpot:clean_up": MeltingPotFactory("clean_up"),
@@ -66,9 +68,25 @@ UNKNOWN = {
 needs_dm_control = pytest.mark.slow  # importing what they need takes a second and more
 
 
+#: What names begin with -> the extra that knows them.
+EXTRAS = {
+    "dm_control": "dm-control", "envpool": "envpool", "gymnasium": "gymnasium", "meltingpot": "meltingpot",
+    "clean_up": "meltingpot", "pettingzoo": "pettingzoo", "torchrl": "torchrl", "vmas": "vmas",
+}  # fmt: skip
+
+
 def _cases(names: list[str]) -> list:
     heavy = ("dm_c", "torchrl", "vmas")
-    return [pytest.param(name, marks=needs_dm_control if name.startswith(heavy) else ()) for name in names]
+    return [
+        pytest.param(
+            name,
+            marks=[
+                *(needs(extra) for prefix, extra in EXTRAS.items() if name.startswith(prefix)),
+                *([needs_dm_control] if name.startswith(heavy) else []),
+            ],
+        )
+        for name in names
+    ]
 
 
 @pytest.mark.parametrize("name", _cases(list(KNOWN)))
@@ -86,6 +104,7 @@ def test_unknown_name_is_refused_with_what_is_known(name):
         assert expected in str(caught.value)
 
 
+@needs("pettingzoo")
 def test_only_envs_that_must_know_are_told_of_frames():
     assert factory_for("gymnasium:CartPole-v1", with_frames=True) == GymnasiumFactory("CartPole-v1", "rgb_array")
     spread = "mpe2.simple_spread_v3"
@@ -119,6 +138,15 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
         factory_for("gymnasium:CartPole-v1")
 
 
+@pytest.mark.parametrize("roles", [None, ("default",)])
+def test_without_melting_pot_its_factory_says_so_when_it_is_called(monkeypatch, roles):
+    monkeypatch.setattr(meltingpot_factory, "_installed", lambda: None)
+    monkeypatch.setattr(meltingpot_factory, "_config_module", lambda kind: None)
+    factory = MeltingPotFactory("clean_up", roles=roles)
+    with pytest.raises(FactoryError, match="expected a package `meltingpot`, got none"):
+        factory()
+
+
 def test_factories_build_what_they_name():
     env = GymnasiumFactory("CartPole-v1", "rgb_array")()
     assert env.spec.id == "CartPole-v1"
@@ -128,6 +156,7 @@ def test_factories_build_what_they_name():
     assert type(built).__name__ == "CountingEnv"
 
 
+@needs("dm-control")
 @needs_dm_control
 def test_dm_control_factory_builds_its_task():
     env = DmControlFactory("cartpole", "balance")()

@@ -9,6 +9,7 @@ import pytest
 
 from envherd.executor import FactoryError, ParallelEnv, SerialEnv, SpecError
 from envherd.workers.testing import CountingEnv
+from tests.extras import needs
 
 PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=1), id="parallel", marks=pytest.mark.slow)
 both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
@@ -36,6 +37,7 @@ def test_an_env_instance_in_a_list(make):
     assert "got an env" in said(make, [cartpole, cartpole()])
 
 
+@needs("torchrl")
 @both
 @pytest.mark.slow
 def test_a_torchrl_env_is_callable_and_still_no_factory(make):
@@ -52,6 +54,7 @@ def test_something_else(make, thing):
     assert f"got builtins.{type(thing).__name__}" in said(make, thing)
 
 
+@needs("meltingpot")
 @pytest.mark.slow
 def test_a_captured_substrate_is_named():
     from envherd.workers.adapters.meltingpot_import import install_lazy_import

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.extras import skip_without
+
+skip_without("meltingpot")
+
 import numpy as np
 import pytest
 import torch

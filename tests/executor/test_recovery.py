@@ -185,6 +185,17 @@ class TestLosses:
             with pytest.raises(WorkerLost):
                 env.reset()
 
+    def test_what_a_lost_worker_cannot_do_is_not_begun_by_the_others(self):
+        with ParallelEnv(4, ENDLESS, num_workers=2) as env:
+            env.reset()
+            env.step(act(env))
+            kill(env, 0)
+            with pytest.raises(WorkerLost):
+                env.call("pid")
+            with pytest.raises(WorkerLost):
+                env.reset(only(env, 0, 2))
+            assert env.get("episode", [2, 3]) == [0, 0]
+
     def test_an_env_that_is_a_batch_is_reset_whole_when_it_was_lost(self):
         with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:
             env.reset()

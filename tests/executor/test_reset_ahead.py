@@ -30,6 +30,7 @@ from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.executor.ahead_envs import ROOT_SEED, BreakingEnv, GatedEnv, LevelEnv, telling
 from tests.executor.drives import DRIVES, act, fused, reset_by_hand
+from tests.extras import needs
 from tests.faults.envs import LeakyEnv
 from tests.gates import Gate, wait_for
 
@@ -144,6 +145,7 @@ class TestData:
         assert expected[5] == [{"count": 3}] * 2
         assert [info["fresh"] for info in expected[6]] == [episode_seed(ROOT_SEED, env_id, 1) for env_id in range(2)]
 
+    @needs("meltingpot")
     def test_a_melting_pot_over_ends_of_episodes(self):
         make = MeltingPotFactory("coins", max_steps=4, deterministic=True)
 
@@ -472,15 +474,17 @@ class TestRefusals:
         with pytest.raises(ValueError, match=f"expected {next(iter(option))}=.* with reset_ahead"):
             ExecutorOptions(reset_ahead=True, **option)
 
+    @needs("sb3")
     def test_facades_which_keep_their_hosts_seeding(self):
-        gymnasium = pytest.importorskip("envherd.executor.facades.gymnasium")
-        sb3 = pytest.importorskip("envherd.executor.facades.sb3")
+        from envherd.executor.facades import gymnasium, sb3
+
         for kind in (gymnasium.AsyncVectorEnv, sb3.SubprocVecEnv):
             with pytest.raises(ValueError, match=r"expected episode_seeds=True with reset_ahead.*facades"):
                 kind([telling], options=AHEAD)
 
     def test_a_cluster(self):
-        cluster = pytest.importorskip("envherd.executor.cluster")
+        from envherd.executor import cluster
+
         with pytest.raises(ValueError, match="expected reset_ahead=False"):
             cluster.RayParallelEnv(2, CountingEnv, options=AHEAD)
 

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from envherd.executor import SerialEnv
 from envherd.executor.sampling import drawer
 from envherd.shm.specs import Box, LeafSpec
-from tests.workers.pettingzoo_envs import Village
+from tests.extras import needs
 
 
 class Masked(gymnasium.Env):
@@ -82,7 +82,10 @@ def test_where_nothing_is_allowed_action_0_is_drawn():
         assert not env.rollout(5)["action"].any()
 
 
+@needs("pettingzoo")
 def test_masks_of_agents_hold_within_their_group():
+    from tests.workers.pettingzoo_envs import Village
+
     with SerialEnv(2, Village, seed=0) as env:
         data = env.rollout(30, break_when_any_done=False)
     for group in ("wolf", "sheep"):

@@ -7,10 +7,12 @@ import io
 import json
 from dataclasses import replace
 
+from tests.extras import needs, skip_without
+
+skip_without("cli")
+
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from envherd.executor import EnvError, ExecutorOptions, FactoryError, ParallelEnv, SerialEnv
@@ -40,9 +42,12 @@ OVERHEAD = Overhead(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def _fonts():
     """Have matplotlib open its fonts, which it keeps open, before any test is asked what it leaves."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure()
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -403,7 +408,9 @@ def test_envs_that_fail_are_their_own_errors():
 # ---- the command -----------------------------------------------------------------------------------
 
 
+@needs("media")
 @pytest.mark.slow
+@pytest.mark.usefixtures("_fonts")
 def test_size_as_a_table_a_picture_json_and_yaml(tmp_path, monkeypatch):
     monkeypatch.setattr("envherd.executor.cli.sizing._VERIFY_S", 0.1)
     name, json_path = "python:envherd.workers.testing:CountingEnv", tmp_path / "a" / "size.json"

@@ -9,6 +9,10 @@ import sys
 import time
 from dataclasses import replace
 
+from tests.extras import skip_without
+
+skip_without("cli")
+
 import numpy as np
 import pytest
 from psutil import Process

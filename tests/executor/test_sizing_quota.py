@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import time
 
+from tests.extras import skip_without
+
+skip_without("cli")
+
 import pytest
 
 from envherd.executor import ParallelEnv

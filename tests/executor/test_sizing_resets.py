@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.extras import skip_without
+
+skip_without("cli")
+
 import numpy as np
 import pytest
 

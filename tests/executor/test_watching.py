@@ -13,16 +13,15 @@ import urllib.request
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from envherd.executor import ParallelEnv, SerialEnv
-from envherd.executor.cli.app import app
 from envherd.executor.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
 from envherd.executor.listing import FOLDER_VARIABLE, listings, stale_files
 from envherd.executor.loads import quantile
 from envherd.executor.watching import Watch, stack_of
 from envherd.shm.slab import NUM_BINS, bin_of
 from envherd.workers.testing import CountingEnv
+from tests.extras import needs
 from tests.gates import wait_for
 
 
@@ -160,8 +159,13 @@ def test_a_killed_owner_is_forgotten(tmp_path):
     assert list((tmp_path / "running").iterdir()) == []
 
 
+@needs("cli")
 @pytest.mark.slow
 def test_top_once_as_a_table_and_as_json():
+    from typer.testing import CliRunner
+
+    from envherd.executor.cli.app import app
+
     runner = CliRunner()
     with ParallelEnv(2, CountingEnv, num_workers=2, seed=0) as env:
         rolled(env)

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
-from typer.testing import CliRunner
 
 from envherd.executor import EnvError, ParallelEnv
-from envherd.executor.cli.app import app
 from envherd.executor.cli.storing import RolloutStore
 from envherd.workers.testing import CountingEnv
+from tests.extras import needs
 from tests.faults.children import NOBODY, in_child
 
 ROOT = Path(__file__).parents[2]
@@ -186,9 +185,14 @@ def test_a_stored_rollout_is_loaded_without_unpickling(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@needs("cli")
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["pkl", "pt"])
 def test_the_command_line_never_unpickles_a_file(tmp_path, suffix):
+    from typer.testing import CliRunner
+
+    from envherd.executor.cli.app import app
+
     path = tmp_path / f"env.{suffix}"
     path.write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     for name in (str(path), f"{path}:make", f"python:{path}", f"python:{path}:make", f"gymnasium:{path}"):

@@ -10,6 +10,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tests.extras import needs, skip_without
+
+skip_without("dm-control")
+
 import dm_env
 import numpy as np
 import pytest
@@ -21,8 +25,6 @@ from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.dm_env import DmEnvAdapter
 from envherd.workers.errors import ResetNeeded, SpecError
 from tests.workers.adapter_values import drawn, stored
-
-dmlab2d = pytest.importorskip("dmlab2d")
 
 
 class Scripted(dm_env.Environment):
@@ -62,7 +64,6 @@ def scripted(reward: Any = 0.0, discount: Any = 1.0, step_type: Any = dm_env.Ste
 @pytest.fixture(scope="module")
 def suite():
     """Return dm_control's suite; where there is no display its import warns."""
-    pytest.importorskip("dm_control")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from dm_control import suite
@@ -73,6 +74,8 @@ def lab(
     level: str = "chase_eat", names: tuple[str, ...] = ("WORLD.RGB",), seed: int | None = None, **settings: Any
 ) -> Any:
     """Return a raw dmlab2d env of a bundled level."""
+    skip_without("meltingpot")  # which brings dmlab2d
+    import dmlab2d
     from dmlab2d import runfiles_helper
 
     native = dmlab2d.Lab2d(runfiles_helper.find(), {"levelName": level} | {k: str(v) for k, v in settings.items()})
@@ -172,12 +175,14 @@ def test_stepping_on_after_the_end_is_refused(suite):
     assert adapter.step([np.zeros(1)])[2:] == (False, False)
 
 
+@needs("torchrl")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("domain", "task"), [("cartpole", "balance"), ("finger", "turn_hard"), ("ball_in_cup", "catch")]
 )
 def test_keys_shapes_and_dtypes_are_those_of_torchrl(suite, domain, task):
-    torchrl_envs = pytest.importorskip("torchrl.envs")
+    from torchrl import envs as torchrl_envs
+
     theirs = torchrl_envs.DMControlWrapper(suite.load(domain, task))
     ours = DmEnvAdapter(suite.load(domain, task)).spec
     for group in ("observation", "action", "reward"):

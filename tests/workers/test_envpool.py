@@ -1,5 +1,10 @@
 """EnvPool: both APIs, sync and async, against plain pools of one env each."""
 
+from tests.extras import skip_without
+
+skip_without("envpool")
+
+import envpool
 import numpy as np
 import pytest
 import torch
@@ -9,7 +14,6 @@ from envherd.workers import seeding
 from envherd.workers.errors import EnvError, FactoryError
 from envherd.workers.testing import check_env_contract
 
-envpool = pytest.importorskip("envpool")
 # Making its spaces, EnvPool has Gymnasium warn of a loss of precision.
 pytestmark = pytest.mark.filterwarnings("ignore:.*precision lowered")
 

@@ -15,6 +15,7 @@ from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.gymnasium import GymnasiumAdapter
 from envherd.workers.adapters.gymnasium_vector import GymnasiumVectorAdapter
 from envherd.workers.errors import SpecError
+from tests.extras import needs
 from tests.workers.adapter_values import drawn, stored
 
 
@@ -90,15 +91,16 @@ def test_keeps_termination_and_truncation_apart():
     assert compare_with_raw("Pendulum-v1", {}, lambda value: [value]) == [(False, True)] * 3
 
 
+@needs("mujoco")
 @pytest.mark.slow
 def test_gives_what_mujoco_gives():
     endings = compare_with_raw("HalfCheetah-v5", {"max_episode_steps": 25}, lambda value: [value])
     assert endings == [(False, True)] * 3
 
 
+@needs("minigrid")
 @pytest.mark.slow
 def test_minigrid_mission_goes_beside_the_arrays():
-    pytest.importorskip("minigrid")
     adapter = GymnasiumAdapter(gymnasium.make("MiniGrid-Empty-5x5-v0"))
     values = stored(adapter.spec.observation, adapter.reset(1))
     assert values["mission",] == "get to the green goal square"
@@ -324,6 +326,7 @@ def test_info_is_kept():
     assert adapter.info == {"lives": 2}
 
 
+@needs("box2d")
 def test_render():
     drawing = GymnasiumAdapter(gymnasium.make("FrozenLake-v1", render_mode="rgb_array"))
     drawing.reset(0)

@@ -14,6 +14,7 @@ from envherd.workers import plain
 from envherd.workers.adapters.gymnasium import GymnasiumAdapter
 from envherd.workers.adapters.structure import RESERVED_NAMES
 from envherd.workers.errors import SpecError
+from tests.extras import needs
 from tests.workers.adapter_values import drawn, stored
 
 
@@ -325,10 +326,12 @@ PARITY: dict[str, spaces.Space] = {
 }
 
 
+@needs("torchrl")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARITY)
 def test_observations_are_those_of_torchrl(name):
-    torchrl_envs = pytest.importorskip("torchrl.envs")
+    import torchrl.envs as torchrl_envs
+
     env = Echo(PARITY[name])
     env.action_space = spaces.Discrete(2)
     theirs = torchrl_envs.GymWrapper(env, categorical_action_encoding=True)

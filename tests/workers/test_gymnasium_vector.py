@@ -15,6 +15,7 @@ from envherd.workers import seeding
 from envherd.workers.adapters.gymnasium_vector import GymnasiumVectorAdapter
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded, SpecError
 from envherd.workers.testing import check_env_contract
+from tests.extras import needs, skip_without
 from tests.workers.vector_envs import LoopVectorEnv, TellingEnv, invalid_transitions
 
 pytestmark = pytest.mark.preloads()
@@ -423,6 +424,7 @@ def test_every_space_of_fixed_shape(mode):
     assert data["next", "done"].sum() == 6
 
 
+@needs("box2d")
 def test_pictures_of_all_rows_make_one():
     with SerialEnv(
         1, lambda: gym.make_vec("CartPole-v1", 3, vectorization_mode="sync", render_mode="rgb_array")
@@ -437,7 +439,9 @@ def test_pictures_of_all_rows_make_one():
 
 
 def atari(mode, **kwargs):
-    ale = pytest.importorskip("ale_py.vector_env")
+    skip_without("atari")
+    import ale_py.vector_env as ale
+
     settings = {"max_num_frames_per_episode": 24, "noop_max": 8, "stack_num": 1, "use_fire_reset": False}
     return ale.AtariVectorEnv("pong", 2, num_threads=1, autoreset_mode=mode, **settings, **kwargs)
 

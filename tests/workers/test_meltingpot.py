@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tests.extras import skip_without
+
+skip_without("meltingpot")
+
 import numpy as np
 import pytest
 

@@ -11,6 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.extras import skip_without
+
+skip_without("meltingpot")
+
 import pytest
 
 from envherd.workers.adapters.meltingpot_factory import substrate_names

@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.extras import skip_without
+
+skip_without("meltingpot")
+
 import cloudpickle
 import numpy as np
 import pytest

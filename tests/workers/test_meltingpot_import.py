@@ -8,6 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from tests.extras import skip_without
+
+skip_without("meltingpot")
+
 import pytest
 import tree
 

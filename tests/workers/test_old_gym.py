@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import pytest
 from envherd.executor import EnvError, FactoryError, ParallelEnv, SerialEnv, SpecError
 from envherd.workers.adapters import OldGymFactory
 from envherd.workers.testing import check_env_contract
+from tests.extras import needs, skip_without
 
 
 class OldWalk:
@@ -57,7 +59,8 @@ def of_gym(max_steps: int, *, is_old: bool) -> Any:
     """Return an env of the real package, through its own old API or its last."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        gym = pytest.importorskip("gym")
+        skip_without("old-gym")
+        gym: Any = importlib.import_module("gym")
         env = gym.make("CartPole-v1", disable_env_checker=True, max_episode_steps=max_steps, render_mode="rgb_array")
         if is_old:
             env = gym.wrappers.StepAPICompatibility(env, output_truncation_bool=False)
@@ -127,11 +130,13 @@ def test_an_env_of_gym_that_nobody_named_is_refused_with_the_shim() -> None:
         SerialEnv(1, functools.partial(of_gym, 12, is_old=False))
 
 
+@needs("old-gym")
 @pytest.mark.filterwarnings("ignore")
 def test_spaces_of_gym_become_gymnasiums() -> None:
+    from gym import spaces as old
+
     from envherd.workers.adapters.gymnasium_old import as_gymnasium
 
-    old = pytest.importorskip("gym").spaces
     space = old.Dict(
         a=old.Box(-1, 1, (2, 3), np.float64),
         b=old.Tuple((old.Discrete(3, start=1), old.MultiDiscrete([2, 3]), old.MultiBinary(4))),
@@ -144,6 +149,7 @@ def test_spaces_of_gym_become_gymnasiums() -> None:
         as_gymnasium(None, "action_space")
 
 
+@needs("old-gym")
 @pytest.mark.slow
 def test_an_id_of_gym_in_a_worker() -> None:
     with ParallelEnv(1, OldGymFactory("CartPole-v1"), num_workers=1, env_kwargs={"disable_env_checker": True}) as env:

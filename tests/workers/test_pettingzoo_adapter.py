@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.extras import skip_without
+
+skip_without("pettingzoo")
+
 import numpy as np
 import pettingzoo
 import pytest

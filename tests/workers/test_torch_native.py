@@ -15,6 +15,7 @@ from envherd.workers.adapters.torch_native import IsaacLabAdapter, TorchNativeAd
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded, SpecError
 from envherd.workers.testing import Contract
 from tests.contracts.executor_batch import BATCHES
+from tests.extras import needs
 from tests.scale import scaled
 from tests.workers import isaaclab_standin as isaac
 from tests.workers import torch_simulators as simulators
@@ -349,6 +350,7 @@ def test_unknown_env_types_are_refused():
         ExecutorOptions(env_type="jax")
 
 
+@needs("torchrl")
 def test_env_type_torch_leaves_torchrl_to_its_own_adapter():
     from torchrl.envs import GymEnv
 

@@ -8,6 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from tests.extras import needs, skip_without
+
+skip_without("torchrl")
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +26,7 @@ from envherd.workers.adapters.torchrl import TorchRLAdapter
 from envherd.workers.errors import ResetNeeded, SpecError
 from tests.workers import torchrl_envs
 from tests.workers.adapter_values import stored
-from tests.workers.torchrl_envs import SAME_DATA
+from tests.workers.torchrl_envs import EXTRAS, SAME_DATA
 
 NUM_STEPS = 30
 
@@ -154,9 +158,14 @@ def drawn_actions(env: EnvBase) -> list[TensorDictBase]:
     return [env.full_action_spec.rand() for _ in range(NUM_STEPS)]
 
 
+each = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[needs(EXTRAS[name])] if name in EXTRAS else []) for name in SAME_DATA]
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gives_state", [False, True], ids=["state kept", "state given"])
-@pytest.mark.parametrize("name", SAME_DATA)
+@each
 def test_same_data_as_torchrl(name, gives_state):
     env = SAME_DATA[name]()
     assert find_adapter(env) is TorchRLAdapter
@@ -168,7 +177,7 @@ def test_same_data_as_torchrl(name, gives_state):
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("name", SAME_DATA)
+@each
 def test_specs_cross_the_wire_and_agree_between_instances(name):
     first, second = (TorchRLAdapter(SAME_DATA[name]()).spec for _ in range(2))
     assert type(first).from_plain(plain.decode(plain.encode(first.to_plain()))) == second

@@ -8,6 +8,10 @@ import sys
 from functools import partial
 from typing import Any
 
+from tests.extras import needs, skip_without
+
+skip_without("torchrl")
+
 import gymnasium
 import numpy as np
 import pytest
@@ -135,6 +139,7 @@ def test_a_gym_env_is_reset_once_with_the_seed_and_the_options():
     assert [asked["seed"] for asked in inner.asked] == [5, None, 9]
 
 
+@needs("dm-control")
 @pytest.mark.slow
 def test_dm_control_is_seeded_as_when_it_is_built_with_the_seed():
     adapter = TorchRLAdapter(DMControlEnv("cartpole", "swingup"))
@@ -188,10 +193,10 @@ def test_metadata_says_whether_an_env_can_be_seeded(make, is_seedable):
 # ---- Melting Pot -----------------------------------------------------------------------------------------------
 
 
+@needs("meltingpot")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TensorFlow's and JAX's own, at import
 def test_meltingpot_env_gives_what_torchrl_gives():
-    pytest.importorskip("meltingpot")
     from torchrl.envs import MeltingpotEnv
 
     env = MeltingpotEnv("prisoners_dilemma_in_the_matrix__repeated", max_steps=4)
@@ -260,6 +265,7 @@ def test_state_dict_is_plain_and_comes_back():
     assert np.array_equal(before[0], observed(other, other.reset(2))["observation",])
 
 
+@needs("box2d")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pygame's own
 def test_pictures():

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tests.extras import skip_without
+
+skip_without("vmas")
+
 import numpy as np
 import pytest
 import torch
+import vmas
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
@@ -18,7 +23,6 @@ from envherd.workers.errors import EnvError
 from envherd.workers.testing import Contract
 from tests.contracts.executor_batch import BATCHES
 
-vmas = pytest.importorskip("vmas")
 pytestmark = pytest.mark.slow
 
 _IS_FULL = os.environ.get("ENVHERD_FULL") == "1"

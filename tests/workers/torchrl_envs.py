@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import types
@@ -223,6 +222,7 @@ SAME_DATA: dict[str, Callable[[], EnvBase]] = {
     "unlike actions": UnlikeActions,
     "batch": batch_of_counters,
     "batch with text": Seeded,
+    "vmas": lambda: VmasEnv("balance", num_envs=3, seed=0, max_steps=4),
 }
-if importlib.util.find_spec("vmas"):  # no extra of ours brings it
-    SAME_DATA["vmas"] = lambda: VmasEnv("balance", num_envs=3, seed=0, max_steps=4)
+#: Names of those that more than TorchRL is needed for -> the extra.
+EXTRAS = {"dm_control": "dm-control", "vmas": "vmas"}

@@ -89,8 +89,8 @@ class MeltingPotFactory:
 
     @property
     def is_scenario(self) -> bool:
-        """Whether the name is a scenario's."""
-        return self.name not in substrate_names()
+        """Whether the name is a scenario's; False where Melting Pot is not installed."""
+        return _installed() is not None and self.name not in substrate_names()
 
     @property
     def substrate(self) -> str:

@@ -16,6 +16,7 @@ from gymnasium.wrappers import vector as wrappers
 
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv, installed, make_vec
 from tests.executor.facades.gymnasium_envs import MAKES, SPACES, Custom, Echo, Failing, WithActions
+from tests.extras import needs
 
 FACADES = {"async": functools.partial(AsyncVectorEnv, num_workers=2), "sync": SyncVectorEnv}
 
@@ -83,6 +84,7 @@ class TestObservationMode:
             facade([Failing], observation_mode=(Box(0, 1), "same"))
 
 
+@needs("box2d")
 def test_calls_and_attributes(facade):
     envs = facade([functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")] * 2)
     envs.reset(seed=5)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 
+from tests.extras import skip_without
+
+skip_without("sb3")
+
 import numpy as np
 import pytest
-
-pytest.importorskip("stable_baselines3")
-
 from gymnasium.spaces import Discrete
 from stable_baselines3.common.vec_env import DummyVecEnv as HostVecEnv
 

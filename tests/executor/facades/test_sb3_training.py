@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 
+from tests.extras import needs, skip_without
+
+skip_without("sb3")
+
 import gymnasium
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("stable_baselines3")
-
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.callbacks import EvalCallback, StopTrainingOnRewardThreshold
 from stable_baselines3.common.env_checker import check_env
@@ -127,9 +128,9 @@ def test_ppo_solves_cartpole():
     assert mean >= 475
 
 
+@needs("meltingpot")
 @BOTH
 def test_melting_pot_has_one_row_per_agent(make):
-    pytest.importorskip("meltingpot")
     make_env = MeltingPotFactory(
         "prisoners_dilemma_in_the_matrix__repeated", keys=("RGB", "INVENTORY", "READY_TO_SHOOT"), max_steps=7
     )
@@ -158,8 +159,8 @@ def test_melting_pot_has_one_row_per_agent(make):
     env.close()
 
 
+@needs("meltingpot")
 def test_melting_pot_trains_with_shared_parameters():
-    pytest.importorskip("meltingpot")
     make_env = MeltingPotFactory("prisoners_dilemma_in_the_matrix__repeated", keys=("RGB", "INVENTORY"), max_steps=12)
     env = VecMonitor(TWO_WORKERS([make_env] * 2))
     model = PPO("MultiInputPolicy", env, n_steps=16, batch_size=32, n_epochs=1, device="cpu")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 
+from tests.extras import needs, skip_without
+
+skip_without("sb3")
+
 import gymnasium
 import numpy as np
 import pytest
-
-pytest.importorskip("stable_baselines3")
-
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
@@ -217,8 +218,8 @@ def test_an_env_made_elsewhere_is_copied_to_its_worker():
     env.close()
 
 
+@needs("dm-control")
 def test_envs_of_other_families_are_rows_too():
-    pytest.importorskip("dm_control")
     env = TWO_WORKERS([DmControlFactory("cartpole", "swingup")] * 2)
     assert isinstance(env.observation_space, gymnasium.spaces.Dict)
     assert env.action_space == gymnasium.spaces.Box(-1, 1, (1,), np.float64)

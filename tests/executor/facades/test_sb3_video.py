@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 
+from tests.extras import skip_without
+
+skip_without("sb3", "all")
+
 import gymnasium
 import numpy as np
 import pytest
-
-pytest.importorskip("stable_baselines3")
-
 from stable_baselines3.common.vec_env import VecMonitor, VecVideoRecorder
 from tqdm import tqdm
 

@@ -9,6 +9,10 @@ import time
 import warnings
 from contextlib import contextmanager
 
+from tests.extras import needs, skip_without
+
+skip_without("torchrl")
+
 import gymnasium
 import pytest
 import torch
@@ -293,6 +297,7 @@ def test_too_few_descriptors_are_an_error_that_leaves_nothing():
 # ---- Melting Pot ------------------------------------------------------------------------------------
 
 
+@needs("meltingpot")
 def test_pictures_that_nobody_wants_stay_in_the_worker():
     def lean() -> EnvBase:
         return TransformedEnv(MeltingpotEnv(SUBSTRATE), ExcludeTransform("RGB"))

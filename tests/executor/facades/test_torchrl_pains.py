@@ -6,9 +6,12 @@ import subprocess
 import sys
 import time
 
+from tests.extras import needs, skip_without
+
+skip_without("torchrl")
+
 import pytest
 import torch
-from mpe2 import simple_tag_v3
 from torchrl.envs import PettingZooWrapper
 from torchrl.envs import SerialEnv as OwnSerialEnv
 from torchrl.testing import mocking_classes as own
@@ -87,8 +90,11 @@ def test_wrong_shapes_are_named_and_kill_nobody():
         env.close()
 
 
+@needs("pettingzoo")
 @pytest.mark.filterwarnings("ignore:PettingZoo in TorchRL")
 def test_agents_that_leave_have_their_masks():
+    from mpe2 import simple_tag_v3
+
     def make():
         return PettingZooWrapper(simple_tag_v3.parallel_env(max_cycles=5))
 

@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.extras import skip_without
+
+skip_without("torchrl")
+
 import pytest
 import torch
 import torchrl.envs

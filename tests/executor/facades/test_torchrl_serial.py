@@ -6,6 +6,10 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 
+from tests.extras import skip_without
+
+skip_without("torchrl")
+
 import pytest
 import torch
 import torchrl.envs

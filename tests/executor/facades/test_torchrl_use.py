@@ -7,6 +7,10 @@ import sys
 import warnings
 from pathlib import Path
 
+from tests.extras import needs, skip_without
+
+skip_without("torchrl")
+
 import pytest
 import torch
 from tensordict import assert_close
@@ -72,6 +76,7 @@ def test_collectors_over_processes_and_a_replay_buffer(tmp_path: Path) -> None:
     assert "800 frames kept; a sample: observation (32, 4)" in done.stdout
 
 
+@needs("meltingpot")
 def test_the_melting_pot_script() -> None:
     env = ParallelEnv(2, lambda: MeltingpotEnv(SUBSTRATE))
     try:
@@ -84,6 +89,7 @@ def test_the_melting_pot_script() -> None:
         env.close()
 
 
+@needs("meltingpot")
 def test_its_failing_twin_is_told_what_to_write() -> None:
     built = MeltingpotEnv(SUBSTRATE)
     with pytest.raises(FactoryError, match=r"make_env=lambda: MeltingpotEnv\(\.\.\.\)"):

@@ -1,0 +1,103 @@
+"""What one env is handed and what is written of it: inputs are its own, outputs reach every leaf; in process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import EnvError, ExecutorOptions, SerialEnv
+from envherd.workers.testing import AgentsEnv, FlagsEnv, PairEnv
+
+#: The quick step and the general one.
+BOTH_WAYS = pytest.mark.parametrize("isolate_rng", [False, True])
+
+
+class Keeping(FlagsEnv):
+    """Keeps the arrays that it is handed, as replay wrappers do, and spoils the last one."""
+
+    def __init__(self) -> None:
+        super().__init__(50)
+        self.kept: list[np.ndarray] = []
+
+    def step(self, action: list[Any]) -> Any:
+        self.kept.append(action[0])
+        return super().step(action)
+
+    def history(self) -> list[list[int]]:
+        return [action.tolist() for action in self.kept]
+
+    def spoil(self) -> None:
+        self.kept[-1][:] = 9
+
+
+def opened(make_env: Any, isolate_rng: bool) -> SerialEnv:  # noqa: FBT001  # a column of the tests' table
+    return SerialEnv(2, make_env, seed=0, options=ExecutorOptions(isolate_rng=isolate_rng))
+
+
+@BOTH_WAYS
+def test_an_action_that_an_env_keeps_is_the_envs_own(isolate_rng):
+    actions = torch.tensor([[[0, 0, 0, 1], [1, 0, 0, 0]], [[0, 1, 1, 0], [1, 1, 1, 1]], [[1, 0, 1, 0], [0, 0, 0, 0]]])
+    with opened(Keeping, isolate_rng) as env:
+        env.reset()
+        for action in actions:
+            env.step(TensorDict({"action": action}, [2]))
+        assert env.call("history") == actions.transpose(0, 1).tolist()
+        given = actions[0].to(torch.int8)
+        env.step(TensorDict({"action": given}, [2]))
+        env.call("spoil")
+        assert torch.equal(given, actions[0].to(torch.int8)), "nor is it the caller's"
+
+
+@BOTH_WAYS
+def test_done_leaves_of_agents_are_written_in_every_row(isolate_rng):
+    with opened(lambda: AgentsEnv(3), isolate_rng) as env:
+        root = env.reset()
+        seen, roots = [], []
+        for _ in range(6):
+            td, root = env.step_and_maybe_reset(env.rand_action(root))
+            seen.append(td["next", "agents", "done"].flatten().tolist())
+            roots.append(root["agents", "done"].any().item())
+            for key in ("terminated", "truncated"):
+                expected = td["next", key][:, None].expand(2, 3, 1)
+                assert torch.equal(td["next", "agents", key], expected)
+        assert seen == [[False] * 6, [False] * 6, [True] * 6] * 2
+        assert roots == [False] * 6
+        data = env.rollout(7, break_when_any_done=False)
+        assert torch.equal(data["next", "agents", "done"], data["next", "done"][..., None].expand(2, 7, 3, 1))
+        assert not data["agents", "done"].any()
+
+
+@BOTH_WAYS
+def test_a_mask_resets_rows_of_an_env_that_is_a_batch(isolate_rng):
+    with opened(PairEnv, isolate_rng) as env:
+        env.reset()
+        env.step(TensorDict({"action": torch.ones(2, 2, dtype=torch.int64)}, [2, 2]))
+        mask = torch.tensor([[False, True], [False, False]])
+        root = env.reset(TensorDict({"_reset": mask}, [2, 2]))
+        assert root["observation"][..., 1].tolist() == [[1, 0], [1, 1]]
+        assert env.call("state") == [[1, 0], [1, 1]]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("missing", ["observation", "reward", "done"])
+def test_too_few_values_are_an_error_of_that_env(isolate_rng, missing):
+    class Forgetful(AgentsEnv):
+        def step(self, action: list[Any]) -> Any:
+            observation, reward, *ends = super().step(action)
+            if self.num_steps == 2:
+                observation = [] if missing == "observation" else observation
+                reward = [] if missing == "reward" else reward
+            return observation, reward, *ends
+
+        def done_values(self) -> list[Any]:
+            return super().done_values()[: 1 if missing == "done" and self.num_steps == 2 else 3]
+
+    with opened(lambda: Forgetful(9), isolate_rng) as env:
+        root = env.reset()
+        root = env.step_and_maybe_reset(env.rand_action(root))[1]
+        with pytest.raises(EnvError, match="expected"):
+            env.step(env.rand_action(root))
