@@ -203,7 +203,7 @@ class Zygote:
                 stdin=subprocess.DEVNULL,
                 stdout=captured,
                 stderr=captured,
-                start_new_session=True,
+                process_group=0,  # not another session: see `workers.zygote`
             )
         except BaseException as error:
             ours.close()

@@ -1,0 +1,204 @@
+"""Where workers run: busy ones that share a processor while another has none of them are taken apart.
+
+The kernel leaves such a pair where it is for as long as the caller, looking for answers, keeps the other processor
+busy: to it, two and one is as even as one and two. A batch takes twice as long then. So the caller looks now and then,
+while it would wait anyway, where its workers are, and asks one of a pair to move.
+
+Guarantees:
+- No pin: a worker moves itself, between two commands, and is as free as before at once. Nothing that an env starts
+  inherits less than the worker may use, and what comes later (other load, more threads) is the kernel's to balance.
+- A worker moves only to a processor that its affinity allows (which a cpuset is part of), that no busy worker is on,
+  and that others used for less than half of the time since the look before. With `options.affinity` none moves.
+- Looks take at most 1/`_COST` of the caller's time, and moves that do not last become rare.
+Assumes: a process that computes in other threads than its first one, or that waits, is the kernel's to place.
+Platforms: Linux; what /proc or sysfs do not say is not acted on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from envherd.executor.cgroups import parse_cpu_list, read_word
+from envherd.workers.processes import idle_s, place_of
+from envherd.workers.protocol import pack_seat
+
+_ROOT = Path("/")
+#: Seconds between looks. The kernel counts idle time in steps of 10 ms, and a pair costs the time of every batch.
+_EVERY_S = 0.05
+#: Looks take at most one part in so many of the caller's time (20 us of processor time a worker).
+_COST = 256
+#: Seconds: a move that is needed again so soon has not lasted, and what follows waits, twice as long each time.
+_LASTS_S, _LONGEST_PAUSE_S = 1.0, 10.0
+#: Share of a processor's time that must be left by others for a worker to be sent there.
+_ROOM = 0.5
+#: Share of its time that the caller must be computing for workers to be kept off its processor.
+_BUSY_CALLER = 0.5
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Processor -> the first one of its core, and its NUMA node; those that are missing are cores of node 0."""
+
+    core_of: Mapping[int, int] = field(default_factory=dict)
+    node_of: Mapping[int, int] = field(default_factory=dict)
+
+
+def read_topology(root: Path = _ROOT) -> Topology:
+    """Read from sysfs how processors belong together."""
+    cores, nodes = {}, {}
+    for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):
+        siblings = parse_cpu_list(read_word(folder / "topology/thread_siblings_list") or "")
+        cores.update(dict.fromkeys(siblings, min(siblings, default=0)))
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        nodes.update(dict.fromkeys(parse_cpu_list(read_word(folder / "cpulist") or ""), int(folder.name[4:])))
+    return Topology(cores, nodes)
+
+
+def choose(
+    places: Mapping[int, int],
+    caller: int | None,
+    allowed: Mapping[int, Iterable[int]],
+    room: Mapping[int, float],
+    topology: Topology,
+) -> dict[int, int]:
+    """Return worker -> processor for those that share one, with another worker or with the caller, and can move.
+
+    The processor is one that no busy worker is on: best one that the caller is not on either (only a pair of workers
+    is taken apart by sending one to the caller), then a core of its own, then one of the same NUMA node.
+
+    Args:
+        places: of each busy worker, the processor that it is on.
+        caller: the processor that the caller keeps busy, or None.
+        allowed: of each of these workers, the processors that it may use.
+        room: of each processor, the share of its time that no others use, 0..1.
+        topology: how processors belong together.
+    """
+    taken = Counter(places.values())
+    moves: dict[int, int] = {}
+    for worker_id in sorted(places, key=lambda one: taken[places[one]] == 1):  # pairs first
+        here = places[worker_id]
+        is_pair = taken[here] > 1
+        if not is_pair and here != caller:
+            continue
+        busy_cores = {topology.core_of.get(cpu, cpu) for cpu in (*+taken, caller) if cpu is not None}
+        home = topology.node_of.get(here, 0)
+        ranked = [
+            (cpu == caller, topology.core_of.get(cpu, cpu) in busy_cores, topology.node_of.get(cpu, 0) != home, cpu)
+            for cpu in allowed[worker_id]
+            if not taken[cpu] and room.get(cpu, 0.0) >= _ROOM and (is_pair or cpu != caller)
+        ]
+        if ranked:
+            moves[worker_id] = target = min(ranked)[-1]
+            taken[here] -= 1
+            taken[target] += 1
+    return moves
+
+
+class Usage(NamedTuple):
+    """What the machine had done at some time.
+
+    Attributes:
+        at: seconds of the monotonic clock.
+        own: processor seconds of the calling thread.
+        idle: of each processor, seconds for which it had nothing to do.
+    """
+
+    at: float
+    own: float
+    idle: Mapping[int, float]
+
+
+def room_between(before: Usage, now: Usage, caller: int | None) -> dict[int, float]:
+    """Return of each processor the share of the time in between for which it had nothing to do, or only the caller."""
+    span_s = max(now.at - before.at, 1e-9)
+    room = {cpu: (idle - before.idle[cpu]) / span_s for cpu, idle in now.idle.items() if cpu in before.idle}
+    if caller in room:
+        room[caller] += (now.own - before.own) / span_s
+    return room
+
+
+class Pace:
+    """When to look next. Pure over the times that it is told.
+
+    Attributes:
+        due: when; the first time is now.
+    """
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        self._pause_s = 0.0
+        self._moved_at = -_LASTS_S
+
+    def looked(self, now: float, took_s: float) -> None:
+        """Note a look."""
+        self.due = now + max(_EVERY_S, _COST * took_s)
+
+    def moved(self, now: float) -> None:
+        """Note, after the look, that workers were asked to move."""
+        has_lasted = now - self._moved_at > self._pause_s + _LASTS_S
+        self._pause_s = 0.0 if has_lasted else min(max(2 * self._pause_s, 2 * _EVERY_S), _LONGEST_PAUSE_S)
+        self._moved_at = now
+        self.due = max(self.due, now + self._pause_s)
+
+
+class Placement:
+    """Places the workers of one pool: `look` when it `is_due`, best while they have just begun to work.
+
+    Args:
+        words: of the slab; "seat", "looks" and "stacked" of each worker are written here.
+    """
+
+    def __init__(self, words: Mapping[str, np.ndarray]) -> None:
+        self._seats, self._looks, self._stacked = words["seat"], words["looks"], words["stacked"]
+        self._pace = Pace()
+        self._topology: Topology | None = None
+        self._own = 0.0, 0.0
+        self._before: Usage | None = None  # at the look before, if workers shared then
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to look, at a time of the monotonic clock."""
+        return now >= self._pace.due
+
+    def look(self, pids: Sequence[int]) -> None:
+        """See where the workers are (by worker id), and ask those to move that have been sharing for two looks."""
+        began, own = time.monotonic(), time.thread_time()
+        caller = place_of("thread-self")[1] if own - self._own[1] >= _BUSY_CALLER * (began - self._own[0]) else None
+        self._own = began, own
+        places = {}
+        for worker_id, pid in enumerate(pids):
+            is_running, cpu = place_of(pid)
+            if is_running:
+                places[worker_id] = cpu
+                self._looks[worker_id] += 1
+        before, self._before = self._before, None
+        moves: dict[int, int] = {}
+        if len({*places.values(), caller}) <= len(places):
+            allowed = {worker_id: _affinity(pids[worker_id]) for worker_id in places}
+            everywhere = dict.fromkeys((cpu for cpus in allowed.values() for cpu in cpus), 1.0)
+            self._topology = self._topology or read_topology()
+            moves = choose(places, caller, allowed, everywhere, self._topology)
+        if moves:
+            self._stacked[[*moves]] += 1
+            self._before = now = Usage(began, own, {cpu: s for cpu, s in idle_s().items() if cpu in everywhere})
+        self._pace.looked(began, time.thread_time() - own)
+        if moves and before is not None:
+            moves = choose(places, caller, allowed, room_between(before, now, caller), self._topology)
+            for worker_id, cpu in moves.items():
+                self._seats[worker_id] = pack_seat(self._seats[worker_id], cpu)
+            if moves:
+                self._pace.moved(began)
+
+
+def _affinity(pid: int) -> set[int]:
+    try:
+        return os.sched_getaffinity(pid)
+    except OSError:
+        return set()
