@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,8 +52,9 @@ class Topology:
     node_of: Mapping[int, int] = field(default_factory=dict)
 
 
+@cache
 def read_topology(root: Path = _ROOT) -> Topology:
-    """Read from sysfs how processors belong together."""
+    """Read from sysfs how processors belong together; once."""
     cores, nodes = {}, {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):
         siblings = parse_cpu_list(read_word(folder / "topology/thread_siblings_list") or "")
@@ -159,7 +161,6 @@ class Placement:
     def __init__(self, words: Mapping[str, np.ndarray]) -> None:
         self._seats, self._looks, self._stacked = words["seat"], words["looks"], words["stacked"]
         self._pace = Pace()
-        self._topology: Topology | None = None
         self._own = 0.0, 0.0
         self._before: Usage | None = None  # at the look before, if workers shared then
 
@@ -183,14 +184,13 @@ class Placement:
         if len({*places.values(), caller}) <= len(places):
             allowed = {worker_id: _affinity(pids[worker_id]) for worker_id in places}
             everywhere = dict.fromkeys((cpu for cpus in allowed.values() for cpu in cpus), 1.0)
-            self._topology = self._topology or read_topology()
-            moves = choose(places, caller, allowed, everywhere, self._topology)
+            moves = choose(places, caller, allowed, everywhere, read_topology())
         if moves:
             self._stacked[[*moves]] += 1
             self._before = now = Usage(began, own, {cpu: s for cpu, s in idle_s().items() if cpu in everywhere})
         self._pace.looked(began, time.thread_time() - own)
         if moves and before is not None:
-            moves = choose(places, caller, allowed, room_between(before, now, caller), self._topology)
+            moves = choose(places, caller, allowed, room_between(before, now, caller), read_topology())
             for worker_id, cpu in moves.items():
                 self._seats[worker_id] = pack_seat(self._seats[worker_id], cpu)
             if moves:
