@@ -55,7 +55,7 @@ def start(run: str, way: str, calibration: float) -> dict[str, Any]:
     num_envs, num_steps = RUNS[run]
     make_env, family = _factory(run, calibration)
     if way == BOUND:
-        return _start_loops(Job(make_env=make_env, num_envs=num_envs, num_workers=_NUM_WORKERS, family=family))  # type: ignore[arg-type]
+        return _start_loops(Job(make_env=make_env, num_envs=num_envs, num_workers=_NUM_WORKERS, family=family))
     from envherd.benchmarks.ours import drawn_actions
     from envherd.executor import ExecutorOptions, ParallelEnv, placement
 

@@ -9,7 +9,7 @@ Guarantees:
   inherits less than the worker may use, and what comes later (other load, more threads) is the kernel's to balance.
 - A worker moves only to a processor that its affinity allows (which a cpuset is part of), that no busy worker is on,
   and that others used for less than half of the time since the look before. With `options.affinity` none moves.
-- Looks take at most 1/`_COST` of the caller's time, and moves that do not last become rare.
+- Looks take at most 1/`_COST` of the caller's time, and a worker is asked to move in one of them at most.
 Assumes: a process that computes in other threads than its first one, or that waits, is the kernel's to place.
 Platforms: Linux; what /proc or sysfs do not say is not acted on.
 """
@@ -32,12 +32,12 @@ from envherd.workers.processes import idle_s, place_of
 from envherd.workers.protocol import pack_seat
 
 _ROOT = Path("/")
-#: Seconds between looks. The kernel counts idle time in steps of 10 ms, and a pair costs the time of every batch.
+#: Seconds between looks. A pair costs up to the time of a batch in every batch; /proc counts idle time in 10 ms.
 _EVERY_S = 0.05
 #: Looks take at most one part in so many of the caller's time (20 us of processor time a worker).
 _COST = 256
-#: Seconds: a move that is needed again so soon has not lasted, and what follows waits, twice as long each time.
-_LASTS_S, _LONGEST_PAUSE_S = 1.0, 10.0
+#: Seconds after workers shared a processor for which what others do is read in every look (40 us and more).
+_WATCH_S = 1.0
 #: Share of a processor's time that must be left by others for a worker to be sent there.
 _ROOM = 0.5
 #: Share of its time that the caller must be computing for workers to be kept off its processor.
@@ -127,30 +127,6 @@ def room_between(before: Usage, now: Usage, caller: int | None) -> dict[int, flo
     return room
 
 
-class Pace:
-    """When to look next. Pure over the times that it is told.
-
-    Attributes:
-        due: when; the first time is now.
-    """
-
-    def __init__(self) -> None:
-        self.due = 0.0
-        self._pause_s = 0.0
-        self._moved_at = -_LASTS_S
-
-    def looked(self, now: float, took_s: float) -> None:
-        """Note a look."""
-        self.due = now + max(_EVERY_S, _COST * took_s)
-
-    def moved(self, now: float) -> None:
-        """Note, after the look, that workers were asked to move."""
-        has_lasted = now - self._moved_at > self._pause_s + _LASTS_S
-        self._pause_s = 0.0 if has_lasted else min(max(2 * self._pause_s, 2 * _EVERY_S), _LONGEST_PAUSE_S)
-        self._moved_at = now
-        self.due = max(self.due, now + self._pause_s)
-
-
 class Placement:
     """Places the workers of one pool: `look` when it `is_due`, best while they have just begun to work.
 
@@ -160,41 +136,45 @@ class Placement:
 
     def __init__(self, words: Mapping[str, np.ndarray]) -> None:
         self._seats, self._looks, self._stacked = words["seat"], words["looks"], words["stacked"]
-        self._pace = Pace()
-        self._own = 0.0, 0.0
-        self._before: Usage | None = None  # at the look before, if workers shared then
+        self._due = 0.0
+        self._before = Usage(0.0, 0.0, {})
+        self._shared_at = -_WATCH_S
 
     def is_due(self, now: float) -> bool:
         """Return whether to look, at a time of the monotonic clock."""
-        return now >= self._pace.due
+        return now >= self._due
 
     def look(self, pids: Sequence[int]) -> None:
-        """See where the workers are (by worker id), and ask those to move that have been sharing for two looks."""
-        began, own = time.monotonic(), time.thread_time()
-        caller = place_of("thread-self")[1] if own - self._own[1] >= _BUSY_CALLER * (began - self._own[0]) else None
-        self._own = began, own
+        """See where the workers are (by worker id), and ask those to move that share a processor and need not."""
+        before, now = self._before, Usage(time.monotonic(), time.thread_time(), {})
+        is_busy = now.own - before.own >= _BUSY_CALLER * (now.at - before.at)
+        caller = place_of("thread-self")[1] if is_busy else None
         places = {}
         for worker_id, pid in enumerate(pids):
             is_running, cpu = place_of(pid)
             if is_running:
                 places[worker_id] = cpu
                 self._looks[worker_id] += 1
-        before, self._before = self._before, None
-        moves: dict[int, int] = {}
         if len({*places.values(), caller}) <= len(places):
-            allowed = {worker_id: _affinity(pids[worker_id]) for worker_id in places}
-            everywhere = dict.fromkeys((cpu for cpus in allowed.values() for cpu in cpus), 1.0)
-            moves = choose(places, caller, allowed, everywhere, read_topology())
-        if moves:
-            self._stacked[[*moves]] += 1
-            self._before = now = Usage(began, own, {cpu: s for cpu, s in idle_s().items() if cpu in everywhere})
-        self._pace.looked(began, time.thread_time() - own)
-        if moves and before is not None:
-            moves = choose(places, caller, allowed, room_between(before, now, caller), read_topology())
-            for worker_id, cpu in moves.items():
-                self._seats[worker_id] = pack_seat(self._seats[worker_id], cpu)
-            if moves:
-                self._pace.moved(began)
+            self._take_apart(places, caller, pids, now)
+        if now.at - self._shared_at < _WATCH_S:
+            now = now._replace(idle=idle_s())
+        self._before = now
+        self._due = now.at + max(_EVERY_S, _COST * (time.thread_time() - now.own))
+
+    def _take_apart(self, places: dict[int, int], caller: int | None, pids: Sequence[int], now: Usage) -> None:
+        allowed = {worker_id: _affinity(pids[worker_id]) for worker_id in places}
+        everywhere = dict.fromkeys((cpu for cpus in allowed.values() for cpu in cpus), 1.0)
+        moves = choose(places, caller, allowed, everywhere, read_topology())
+        if not moves:
+            return
+        self._stacked[[*moves]] += 1
+        self._shared_at = now.at
+        if not self._before.idle or now.at - self._before.at > _WATCH_S:
+            return  # what others do is not known yet
+        room = room_between(self._before, now._replace(idle=idle_s()), caller)
+        for worker_id, cpu in choose(places, caller, allowed, room, read_topology()).items():
+            self._seats[worker_id] = pack_seat(int(self._seats[worker_id]), cpu)
 
 
 def _affinity(pid: int) -> set[int]:

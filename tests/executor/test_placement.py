@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv, placement
-from envherd.executor.placement import Pace, Topology, Usage, choose, read_topology, room_between
+from envherd.executor.placement import Topology, Usage, choose, read_topology, room_between
 from envherd.workers import processes
 from envherd.workers.processes import idle_s, move_to, place_of
 from envherd.workers.protocol import pack_seat, unpack_seat
@@ -92,28 +92,6 @@ def test_topology_is_read(tmp_path):
     assert read_topology(tmp_path / "nothing") == Topology()
 
 
-def test_moves_that_do_not_last_become_rare():
-    pace, now, waits = Pace(), 100.0, []
-    for _ in range(12):
-        pace.looked(now, 1e-5)
-        pace.moved(now)
-        waits.append(pace.due - now)
-        now = pace.due
-    assert waits == sorted(waits)
-    assert waits[0] == pytest.approx(placement._EVERY_S)
-    assert waits[-1] == pytest.approx(placement._LONGEST_PAUSE_S)
-    now += 100.0  # it has lasted
-    pace.looked(now, 1e-5)
-    pace.moved(now)
-    assert pace.due == pytest.approx(now + placement._EVERY_S)
-
-
-def test_looks_that_take_long_are_rare():
-    pace = Pace()
-    pace.looked(100.0, 0.01)
-    assert pace.due == pytest.approx(100.0 + placement._COST * 0.01)
-
-
 def test_seats_say_how_often_and_where():
     seat = pack_seat(pack_seat(0, 3), 0)
     assert unpack_seat(0) == (0, 0)
@@ -137,27 +115,30 @@ def test_a_move_leaves_no_pin(monkeypatch):
     assert asked == [(0, {ALL[-1]}), (0, set(ALL))]
 
 
-class _Recording(CountingEnv):
-    """Takes some milliseconds a step, and says to which processors its worker was confined meanwhile."""
+class _Confined(CountingEnv):
+    """Takes some milliseconds a step, and says to which processors its worker was confined, and is."""
 
     def __init__(self):
         super().__init__()
         self.confined = []
-        real = os.sched_setaffinity
+        self._get, confine = os.sched_getaffinity, os.sched_setaffinity
 
-        def confine(pid, cpus):
+        def note(pid, cpus):
             self.confined.append(sorted(cpus))
-            real(pid, cpus)
+            confine(pid, cpus)
 
-        processes.os.sched_setaffinity = confine
+        processes.os.sched_setaffinity = note
 
     def step(self, action):
         for _ in range(20_000):
             pass
         return super().step(action)
 
+    def feel_free(self):
+        processes.os.sched_getaffinity = lambda _pid: set(ALL)
+
     def answer(self):
-        return self.confined, sorted(os.sched_getaffinity(0))
+        return self.confined, sorted(self._get(0))
 
 
 @pytest.fixture
@@ -181,27 +162,24 @@ def step_on(env, until, most=300):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_looking")
 def test_workers_that_were_put_on_one_processor_are_taken_apart_and_stay_free(monkeypatch):
-    with ParallelEnv(2, _Recording, num_workers=2, seed=0) as env:
+    """They are confined to it, for the kernel might take them apart first, and they and the caller see them as free."""
+    with ParallelEnv(2, _Confined, num_workers=2, seed=0) as env:
         pids = [worker.pid for worker in env.statistics().workers]
-        monkeypatch.setattr(placement, "_affinity", lambda _pid: set(ALL))  # as it is once they are let go
+        env.call("feel_free")
+        monkeypatch.setattr(placement, "_affinity", lambda _pid: set(ALL))
         for pid in pids:
             os.sched_setaffinity(pid, {ALL[0]})
-        assert step_on(env, lambda: sum(one.moves for one in env.statistics().workers))
-        seats = env.engine.pool.slab.words["seat"].tolist()
-        for pid in pids:
-            os.sched_setaffinity(pid, ALL)
-        env.step_and_maybe_reset(env.rand_action())
-        told = env.statistics()
-        for worker, seat, (confined, allowed) in zip(told.workers, seats, env.call("answer"), strict=True):
-            count, cpu = unpack_seat(seat)
-            assert (count > 0) == bool(confined)
-            if count:
-                assert cpu != ALL[0]
+        assert step_on(env, lambda: any(confined for confined, _ in env.call("answer")))
+        told = env.statistics().workers
+        for worker, (confined, allowed) in zip(told, env.call("answer"), strict=True):
+            assert all(
+                pair[0][0] != ALL[0] and pair[1] == ALL for pair in zip(confined[::2], confined[1::2], strict=True)
+            )
+            assert allowed == (ALL if confined else [ALL[0]]), "who has moved is free"
+            assert worker.cpu in allowed
+            if confined:
+                assert worker.moves > 0
                 assert worker.stacked_share > 0
-                assert confined[-2:] == [[cpu], ALL]
-            assert allowed == ALL, "nothing is pinned"
-        assert all(os.sched_getaffinity(pid) == set(ALL) for pid in pids)
-        assert all(worker.cpu in ALL for worker in told.workers)
 
 
 @needs_two
@@ -209,7 +187,7 @@ def test_workers_that_were_put_on_one_processor_are_taken_apart_and_stay_free(mo
 @pytest.mark.usefixtures("_looking")
 def test_an_affinity_that_was_asked_for_is_left_alone():
     options = ExecutorOptions(affinity=(ALL[-1],))
-    with ParallelEnv(2, _Recording, num_workers=2, seed=0, options=options) as env:
+    with ParallelEnv(2, _Confined, num_workers=2, seed=0, options=options) as env:
         assert not step_on(env, lambda: sum(one.moves for one in env.statistics().workers), most=30)
         assert env.engine.pool.slab.words["looks"].sum() > 0
         assert [allowed for _, allowed in env.call("answer")] == [[ALL[-1]]] * 2
