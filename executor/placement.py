@@ -34,7 +34,7 @@ from envherd.workers.protocol import pack_seat
 _ROOT = Path("/")
 #: Seconds between looks. A pair costs up to the time of a batch in every batch; /proc counts idle time in 10 ms.
 _EVERY_S = 0.05
-#: Looks take at most one part in so many of the caller's time (20 us of processor time a worker).
+#: Looks take at most one part in so many of the caller's time (10 us of processor time a worker).
 _COST = 256
 #: Seconds after workers shared a processor for which what others do is read in every look (40 us and more).
 _WATCH_S = 1.0
@@ -139,6 +139,7 @@ class Placement:
         self._due = 0.0
         self._before = Usage(0.0, 0.0, {})
         self._shared_at = -_WATCH_S
+        self._topology = read_topology()
 
     def is_due(self, now: float) -> bool:
         """Return whether to look, at a time of the monotonic clock."""
@@ -165,7 +166,7 @@ class Placement:
     def _take_apart(self, places: dict[int, int], caller: int | None, pids: Sequence[int], now: Usage) -> None:
         allowed = {worker_id: _affinity(pids[worker_id]) for worker_id in places}
         everywhere = dict.fromkeys((cpu for cpus in allowed.values() for cpu in cpus), 1.0)
-        moves = choose(places, caller, allowed, everywhere, read_topology())
+        moves = choose(places, caller, allowed, everywhere, self._topology)
         if not moves:
             return
         self._stacked[[*moves]] += 1
@@ -173,7 +174,7 @@ class Placement:
         if not self._before.idle or now.at - self._before.at > _WATCH_S:
             return  # what others do is not known yet
         room = room_between(self._before, now._replace(idle=idle_s()), caller)
-        for worker_id, cpu in choose(places, caller, allowed, room, read_topology()).items():
+        for worker_id, cpu in choose(places, caller, allowed, room, self._topology).items():
             self._seats[worker_id] = pack_seat(int(self._seats[worker_id]), cpu)
 
 

@@ -73,10 +73,19 @@ def run_delay_ns() -> int:
 def place_of(pid: int | str) -> tuple[bool, int]:
     """Return whether the first thread of a process (or "thread-self") runs or waits for a processor, and for which.
 
-    20 us. The processor is the one that it was on last if it does neither; -1 if the process has gone.
+    10 us. The processor is the one that it was on last if it does neither; -1 if the process has gone.
     """
-    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return (fields[0] == "R", int(fields[36])) if len(fields) > 36 else (False, -1)
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # half the time of `open`
+    except OSError:
+        return False, -1
+    try:
+        fields = os.read(fd, 1024).rpartition(b")")[2].split()
+    except OSError:
+        fields = []
+    finally:
+        os.close(fd)
+    return (fields[0] == b"R", int(fields[36])) if len(fields) > 36 else (False, -1)
 
 
 def idle_s() -> dict[int, float]:

@@ -172,9 +172,8 @@ def test_workers_that_were_put_on_one_processor_are_taken_apart_and_stay_free(mo
         assert step_on(env, lambda: any(confined for confined, _ in env.call("answer")))
         told = env.statistics().workers
         for worker, (confined, allowed) in zip(told, env.call("answer"), strict=True):
-            assert all(
-                pair[0][0] != ALL[0] and pair[1] == ALL for pair in zip(confined[::2], confined[1::2], strict=True)
-            )
+            assert all(there != ALL[0] for (there,) in confined[::2])
+            assert all(after == ALL for after in confined[1::2])
             assert allowed == (ALL if confined else [ALL[0]]), "who has moved is free"
             assert worker.cpu in allowed
             if confined:
