@@ -214,7 +214,7 @@ class Zygote:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
+                process_group=0,  # not another session: see `workers.zygote`
             )
         except BaseException as error:
             self._release()

@@ -25,6 +25,7 @@ from envherd.executor.lending import Lend
 from envherd.executor.lifecycle import Restarts
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.outcome import Outcome
+from envherd.executor.placement import Placement
 from envherd.executor.residence import Residence
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
@@ -94,6 +95,7 @@ class WorkerPool:
         self.slab = Slab(self.plan, buffer)
         self._done = Doorbell.create(buffer, self.plan.bells_offset)
         self._tally = Tally(self.slab.words)
+        self._placement = Placement(self.slab.words)
         self._go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
         self._rings = [bell.ring for bell in self._go]
         words = self.slab.words
@@ -212,6 +214,7 @@ class WorkerPool:
             Whether all envs have answered. False only if a worker was lost, losses are raised, and
             `options.loss_grace_s` has passed.
         """
+        self._place()
         wait, num_tokens = self._done.wait, 0
         while num_tokens < self.num_workers or not self.is_idle():
             if not wait(_LOOK_S):
@@ -334,6 +337,7 @@ class WorkerPool:
     def _look_around(self) -> None:
         """Notice deaths and successors, and read what workers have written so that none blocks on a full socket."""
         self._looked_at = now = time.monotonic()
+        self._place()
         for worker_id, began in list(self._rebuilding.items()):
             passed_s, limit = now - began, self.options.build_timeout_s
             try:
@@ -353,6 +357,10 @@ class WorkerPool:
             self._is_reading |= self.crew.workers[worker_id].channel.is_in_frame
             if has_exited:
                 self._declare_lost(worker_id, self._death(worker_id))
+
+    def _place(self) -> None:
+        if self._placement.is_due(time.monotonic()):
+            self._placement.look([w.pid if self.is_serving(w.worker_id) else 0 for w in self.crew.workers])
 
     def _give_up_late(self, timeout_s: float, excused: set[int]) -> None:
         for worker_id in self._owing():

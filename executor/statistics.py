@@ -13,6 +13,7 @@ import psutil
 
 from envherd.executor.loads import read_loads
 from envherd.shm.specs import EnvSpec
+from envherd.workers.processes import place_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class WorkerStatistics:
         phase: "idle", "step" or "reset", now.
         phase_env_id: the env that it is at, or None.
         phase_s: seconds for which it has been at work, or idle.
+        cpu: the processor that it runs on, or ran on last; None for a worker of another machine.
+        stacked_share: of the looks at where it runs that found it running, the share that found it on one processor
+            with another worker, or the caller, while another had none of them, 0..1; see `executor.placement`.
+        moves: how often it was asked to move to another processor for that.
         growth_per_reset: bytes of its own memory per reset of its envs, between the first and the latest call of
             `statistics()` since it was started; None if there was no reset between them. An env that leaks shows here.
     """
@@ -60,6 +65,9 @@ class WorkerStatistics:
     phase_env_id: int | None = None
     phase_s: float = 0.0
     growth_per_reset: float | None = None
+    cpu: int | None = None
+    stacked_share: float = 0.0
+    moves: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,9 @@ def count(engine: Any) -> Statistics:
                 phase=load.phase,
                 phase_env_id=load.phase_env_id,
                 phase_s=load.phase_s,
+                cpu=cpu_of(pid) if elsewhere is None else None,
+                stacked_share=load.stacked_share,
+                moves=load.moves,
                 growth_per_reset=engine.memory.growth_per_reset(load.worker_id),
             )
         )
@@ -159,6 +170,12 @@ def count(engine: Any) -> Statistics:
         resets_missed=getattr(pool, "num_missed", 0),
         spares=spares,
     )
+
+
+def cpu_of(pid: int) -> int | None:
+    """Return the processor that a process runs on, or ran on last; None if it has gone."""
+    _, cpu = place_of(pid)
+    return None if cpu < 0 else cpu
 
 
 def split(

@@ -14,6 +14,7 @@ import numpy as np
 
 from envherd.executor.listing import Listing
 from envherd.executor.loads import Load, read_loads
+from envherd.executor.statistics import cpu_of
 from envherd.workers.processes import memory_of, resident_bytes
 
 #: Seconds for a worker to have written its stack.
@@ -30,6 +31,7 @@ class WorkerView:
         busy_share, reset_share, wait_share: of the time in between; resets are part of busy, waiting is the rest.
         uss_bytes, rss_bytes: memory; 0 if it has gone.
         env_ids: its envs.
+        cpu: the processor that it runs on, or ran on last; None if it has gone.
     """
 
     load: Load
@@ -40,6 +42,7 @@ class WorkerView:
     uss_bytes: int
     rss_bytes: int
     env_ids: tuple[int, ...]
+    cpu: int | None
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as documented in docs/sizing.md."""
@@ -129,6 +132,7 @@ def _view(before: Load, now: Load, env_ids: tuple[int, ...], span_s: float) -> W
         uss_bytes=memory_of(now.pid)["uss"] if now.pid else 0,
         rss_bytes=resident_bytes(now.pid) if now.pid else 0,
         env_ids=env_ids,
+        cpu=cpu_of(now.pid) if now.pid else None,
     )
 
 

@@ -16,7 +16,8 @@ from envherd.shm.slab import NUM_BINS, Slab, bin_of
 from envherd.shm.sync import Doorbell
 from envherd.shm.tally import Counter
 from envherd.workers.block import Block
-from envherd.workers.protocol import Flag
+from envherd.workers.processes import move_to
+from envherd.workers.protocol import Flag, unpack_seat
 
 _EACH = Flag.EACH << 4
 _TIDY_EVERY = 64  # wakes; a look at the log costs a microsecond, and an env may print a megabyte per step
@@ -60,8 +61,13 @@ class Loop:
         wait, worker_id, draw_seeds = self._go.wait, self._block.worker_id, self._block.draw_seeds
         since, phase, busy = (self._words[name] for name in ("since_ns", "phase", "busy_ns"))
         num_wakes = 0
+        seats = self._words["seat"]
+        seat = seats[worker_id]
         while not self._is_leaving:
             wait()
+            if seats[worker_id] != seat:
+                seat = seats[worker_id]
+                move_to(unpack_seat(seat)[1])
             num_wakes += 1
             if num_wakes % _TIDY_EVERY == 0:
                 self._tidy()

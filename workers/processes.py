@@ -6,6 +6,7 @@ Platforms: Linux.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 _MEMORY_FIELDS = {"Private_Clean": "clean", "Private_Dirty": "dirty", "Pss": "pss"}
@@ -67,6 +68,45 @@ def run_delay_ns() -> int:
     """Return nanoseconds that the calling thread has waited for a processor that others used (5 us)."""
     fields = _text("/proc/thread-self/schedstat").split()
     return int(fields[1]) if len(fields) > 1 else 0
+
+
+def place_of(pid: int | str) -> tuple[bool, int]:
+    """Return whether the first thread of a process (or "thread-self") runs or waits for a processor, and for which.
+
+    10 us. The processor is the one that it was on last if it does neither; -1 if the process has gone.
+    """
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # half the time of `open`
+    except OSError:
+        return False, -1
+    try:
+        fields = os.read(fd, 1024).rpartition(b")")[2].split()
+    except OSError:
+        fields = []
+    finally:
+        os.close(fd)
+    return (fields[0] == b"R", int(fields[36])) if len(fields) > 36 else (False, -1)
+
+
+def idle_s() -> dict[int, float]:
+    """Return of each processor the seconds for which it has had nothing to do, in steps of 10 ms (40 us and more)."""
+    found = {}
+    for line in _text("/proc/stat").splitlines():
+        name, *fields = line.split()
+        if name.startswith("cpu") and name != "cpu" and len(fields) > 4:
+            found[int(name[3:])] = (int(fields[3]) + int(fields[4])) / _TICKS_PER_S
+    return found
+
+
+def move_to(cpu: int) -> None:
+    """Move the calling thread to a processor that it may use, and leave it as free as it was."""
+    with contextlib.suppress(OSError):
+        allowed = os.sched_getaffinity(0)
+        if cpu in allowed:
+            try:
+                os.sched_setaffinity(0, {cpu})
+            finally:
+                os.sched_setaffinity(0, allowed)
 
 
 def num_threads(pid: int) -> int:

@@ -190,6 +190,8 @@ def _executor(view: ExecutorView, selected: int) -> Table:
     table.add_column("envs", justify="right")
     for name in ("steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "restarts", "USS", "RSS"):
         table.add_column(name, justify="right", no_wrap=True)
+    for name in ("cpu", "stacked", "moves"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("at")
     for index, worker in enumerate(view.workers):
         table.add_row(*_cells(worker), style="reverse" if index == selected else "")
@@ -214,6 +216,9 @@ def _cells(worker: WorkerView) -> list[Any]:
         str(load.restarts),
         size_text(worker.uss_bytes),
         size_text(worker.rss_bytes),
+        "-" if worker.cpu is None else str(worker.cpu),
+        f"{load.stacked_share:.0%}",
+        str(load.moves),
         Text(f"{at}, {load.phase_s:,.1f} s", "bold red" if is_long else ""),
     ]
 

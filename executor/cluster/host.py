@@ -393,6 +393,7 @@ class NodeHost:
         workers = statistics.workers
         words = self._pool.slab.words
         told = [name for name, (length, writer, _) in WORDS.items() if length != "env" and writer == "worker"]
+        told += ["seat", "looks", "stacked"]  # of placement, which is the host's business
         return Figures(
             processes=[(one.uss_bytes, one.pss_bytes, one.cpu_s) for one in workers],
             words={name: words[name].reshape(self._pool.num_workers, -1).copy() for name in told},

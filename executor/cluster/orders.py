@@ -158,7 +158,7 @@ class Figures:
 
     Attributes:
         processes: `(uss bytes, pss bytes, cpu seconds)` of each worker.
-        words: what workers write about themselves, by word, each `[workers, ...]`; see `shm.slab.WORDS`.
+        words: what is known of each worker, by word, each `[workers, ...]`; see `shm.slab.WORDS`.
         now_ns: the host's monotonic clock.
         pids: of the workers.
         generations: how often each was replaced since the host came.

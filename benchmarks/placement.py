@@ -1,0 +1,188 @@
+"""How much a run's speed depends on where its workers happen to run: one start after the other, ways in turn.
+
+    python -m envherd.benchmarks.placement --starts 10 --write
+
+Every start is a process that makes an executor, takes a fixed number of steps and ends. The ways take turns, so that a
+machine that changes its speed changes it for all of them. What is compared is the median batch of each start. A start
+during which others used more than a tenth of the machine is made again, twice at most. Where the workers are is looked
+at in all ways alike; only `default` acts on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from envherd.benchmarks import bounds
+from envherd.benchmarks.accounting import busy_ns, started_by, usage_of
+from envherd.benchmarks.gate import MOST_OTHERS, others_share
+from envherd.benchmarks.pools import Job
+from envherd.benchmarks.work import SteadyFactory, iterations_per_us
+
+RESULTS = Path(__file__).parent / "results" / "placement.json"
+DEFAULT, KERNEL, PINNED, BOUND = "default", "left to the kernel", "pinned", "serial loops"
+WAYS = (DEFAULT, KERNEL, PINNED, BOUND)
+#: name -> (envs, steps of a start)
+RUNS = {"commons_harvest": (4, 1500), "cartpole": (8, 8000), "w100": (4, 4000), "w1000": (8, 400)}
+_NUM_WORKERS = 2
+_WARM_UP = 20
+_FREE_S = 1.0
+_TRIES = 3
+
+
+def _factory(run: str, calibration: float) -> tuple[Callable[[], Any], str]:
+    if run == "commons_harvest":
+        from envherd.executor import MeltingPotFactory
+
+        return MeltingPotFactory("commons_harvest__open"), "meltingpot"
+    if run == "cartpole":
+        from envherd.workers.adapters.named import GymnasiumFactory
+
+        return GymnasiumFactory("CartPole-v1"), "gymnasium"
+    return SteadyFactory(mean=float(run[1:]) * calibration), "gymnasium"
+
+
+def start(run: str, way: str, calibration: float) -> dict[str, Any]:
+    """Make one start, and return microseconds a batch and where the workers were."""
+    num_envs, num_steps = RUNS[run]
+    make_env, family = _factory(run, calibration)
+    if way == BOUND:
+        return _start_loops(Job(make_env=make_env, num_envs=num_envs, num_workers=_NUM_WORKERS, family=family))
+    from envherd.benchmarks.ours import drawn_actions
+    from envherd.executor import ExecutorOptions, ParallelEnv, placement
+
+    if way != DEFAULT:
+        placement.room_between = lambda *_: {}  # type: ignore[assignment]  # none has room: it looks, and moves nobody
+    options = ExecutorOptions(affinity=tuple(sorted(os.sched_getaffinity(0)))) if way == PINNED else None
+    took: list[float] = []
+    with ParallelEnv(num_envs, make_env, num_workers=_NUM_WORKERS, seed=0, options=options) as env:
+        root = env.reset()
+        actions = drawn_actions(env)
+        others = _Others()
+        for _ in range(_WARM_UP + num_steps):
+            began = time.perf_counter()
+            for key, value in actions:
+                root.set(key, value)
+            _, root = env.step_and_maybe_reset(root)
+            took.append((time.perf_counter() - began) * 1e6)
+        share, workers = others.share(), env.statistics().workers
+    quantiles = statistics.quantiles(took[_WARM_UP:], n=20)
+    return {
+        "median_us": quantiles[9],
+        "p90_us": quantiles[17],
+        "mean_us": statistics.fmean(took[_WARM_UP:]),
+        "stacked": max(worker.stacked_share for worker in workers),
+        "moves": sum(worker.moves for worker in workers),
+        "cpus": [worker.cpu for worker in workers],
+        "others": share,
+    }
+
+
+class _Others:
+    """What others use of the machine from when it is made, until it is read."""
+
+    def __init__(self) -> None:
+        self._before = time.perf_counter_ns(), busy_ns(), self._own_ns()
+
+    def share(self) -> float:
+        wall, busy, own = (
+            now - before
+            for now, before in zip((time.perf_counter_ns(), busy_ns(), self._own_ns()), self._before, strict=True)
+        )
+        return others_share(busy, own, wall, os.cpu_count() or 1)
+
+    def _own_ns(self) -> int:
+        return usage_of([os.getpid(), *started_by(os.getpid())]).run_ns
+
+
+def _start_loops(job: Job) -> dict[str, Any]:
+    """Step the same envs in as many processes that wait for nobody."""
+    pool = bounds.free_running(job)
+    pool.wake()
+    others, rates, end = _Others(), [], time.perf_counter() + _FREE_S
+    while (began := time.perf_counter()) < end:
+        num_steps = pool.step() + pool.step()
+        if num_steps:
+            rates.append((time.perf_counter() - began) * 1e6 / num_steps * job.num_envs)
+    share = others.share()
+    pool.close()
+    return {"median_us": statistics.median(rates), "p90_us": statistics.quantiles(rates, n=20)[17], "others": share}
+
+
+def measure(runs: list[str], ways: list[str], num_starts: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Return run -> way -> what each start found."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {run: {way: [] for way in ways} for run in runs}
+    calibration = iterations_per_us()
+    for run in runs:
+        for number in range(num_starts):
+            for way in ways:
+                one = _start_apart(run, way, calibration)
+                found[run][way].append(one)
+                print(f"{run} {number + 1}/{num_starts} {way}: {json.dumps(one)}", flush=True)
+    return found
+
+
+def _start_apart(run: str, way: str, calibration: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "envherd.benchmarks.placement", "--one", run, way, str(calibration)]
+    for _ in range(_TRIES):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{run}, {way}: {done.stderr[-2000:]}")
+        one: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        if one["others"] <= MOST_OTHERS:
+            break
+    return one
+
+
+def table(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+    """Return the results as a table, with what the slowest start is of the fastest, and of the bound in its turn."""
+    lines = [
+        "| run | way | medians of the starts, us | slowest / fastest | p90, us | of serial loops | stacked | moves |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run, ways in found.items():
+        bound = [one["median_us"] for one in ways.get(BOUND, [])]
+        for way, starts in ways.items():
+            medians = [one["median_us"] for one in starts]
+            shares = [b / m for b, m in zip(bound, medians, strict=True)] if way != BOUND and bound else []
+            listed = ", ".join(f"{median:.0f}" for median in sorted(medians))
+            lines.append(
+                f"| {run} | {way} | {listed} | {max(medians) / min(medians):.2f} "
+                f"| {statistics.median(one['p90_us'] for one in starts):.0f} "
+                f"| {f'{min(shares):.2f} to {max(shares):.2f}' if shares else ''} "
+                f"| {max((one.get('stacked', 0.0) for one in starts), default=0.0):.0%} "
+                f"| {sum(one.get('moves', 0) for one in starts)} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print the table, and keep the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--starts", type=int, default=10)
+    parser.add_argument("--runs", default="commons_harvest", help=f"of {', '.join(RUNS)}; separated by commas")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--write", action="store_true", help=f"keep the results in {RESULTS.name}")
+    parser.add_argument("--one", nargs=3, metavar=("RUN", "WAY", "CALIBRATION"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        run, way, calibration = given.one
+        print(json.dumps(start(run, way, float(calibration))))
+        return
+    found = measure(given.runs.split(","), given.ways.split(","), given.starts)
+    print(table(found))
+    if given.write:
+        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        RESULTS.write_text(json.dumps({**kept, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
