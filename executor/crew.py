@@ -65,7 +65,7 @@ class Crew:
         self.on_row_frame: Callable[[Frame], None] = lambda _: None
         self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
         self._zygote: Zygote | None = None
-        self._has_left = False
+        self._is_closing = self._has_left = False
         self._plan: SlabPlan | None = None
         self._segment: Segment | None = None
         self._knock: Callable[[int], None] = lambda _: None
@@ -156,6 +156,9 @@ class Crew:
             old.release()
             self._inbox[worker_id].clear()
             self.workers[worker_id] = self._launch(worker_id, old.generation + 1)
+            if self._is_closing:  # by another thread, which may not have seen this one
+                self.workers[worker_id].kill()
+                self.workers[worker_id].release()
 
     # ---- messages ----------------------------------------------------------------------------
 
@@ -261,6 +264,7 @@ class Crew:
 
     def close(self, timeout_s: float) -> None:
         """Close the envs and end the workers within `timeout_s` in all, then by force. Idempotent, never raises."""
+        self._is_closing = True
         if timeout_s > 0:
             self._ask_to_close(time.monotonic() + timeout_s, self.workers)
         for worker in self.workers:

@@ -67,7 +67,7 @@ class Gatherer:
         if not count:
             return [np.empty((0, *shape), dtype) for shape, dtype, _, _ in self._leaves]
         new, addresses, table = np.ndarray, None, None
-        gathered = []
+        gathered: list[np.ndarray] = []
         for shape, dtype, records, own_table in self._leaves:
             if records is None:
                 gathered.append(self._gather_larger(len(gathered), places, np.empty((count, *shape), dtype)))

@@ -17,8 +17,9 @@ from typing import Any
 
 import psutil
 
-from envherd.executor.cgroups import Cgroup, parse_cpu_list, read_cgroup, read_word
+from envherd.executor.cgroups import Cgroup, parse_cpu_list, read_cgroup
 from envherd.executor.gpus import Gpu, read_gpus
+from envherd.shm.cgroups import read_word
 
 _ROOT = Path("/")
 #: `/proc/self/limits` has these; resource's names for them.

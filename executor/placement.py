@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from envherd.executor.cgroups import parse_cpu_list, read_word
+from envherd.executor.cgroups import parse_cpu_list
+from envherd.shm.cgroups import read_word
 from envherd.workers.processes import idle_s, place_of
 from envherd.workers.protocol import pack_seat
 

@@ -249,7 +249,8 @@ class _Descriptors:
     fds: list[int] | tuple[()] = ()
 
     def __init__(self, fds: Sequence[int]) -> None:
-        self.fds = copies = []
+        copies: list[int] = []
+        self.fds = copies
         copies.extend(map(os.dup, fds))
 
     def __del__(self) -> None:

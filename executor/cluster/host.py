@@ -29,7 +29,6 @@ from envherd.executor import diagnosis
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.blueprint import spread
 from envherd.executor.carry import leaf_keys
-from envherd.executor.cgroups import read_word
 from envherd.executor.cluster.folding import fold
 from envherd.executor.cluster.orders import (
     ENV_WORDS,
@@ -54,6 +53,7 @@ from envherd.executor.pool import WorkerPool
 from envherd.executor.sampling import ActionSampler
 from envherd.executor.sizing.probing import ProbeLimits, Subject
 from envherd.executor.sizing.recommending import PROBE_MEMORY_SHARE, measure_subject
+from envherd.shm.cgroups import read_word
 from envherd.shm.slab import WORDS
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RING, Flag, Op

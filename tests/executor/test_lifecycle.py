@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTimeout, lifecycle, preloaded
+from envherd.executor.crew import Crew
 from envherd.executor.lifecycle import WorkerProcess, Zygote, worker_config
 from envherd.workers import messages
 from envherd.workers.testing import CountingEnv
@@ -128,3 +129,24 @@ def test_a_fork_in_another_thread_while_the_helper_starts_keeps_no_descriptor(mo
         Zygote(ExecutorOptions(), [])
     (in_fork,) = kept
     assert len(set(in_fork) - set(before)) == 1  # the pipe to its parent
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_started_while_another_thread_closes_is_ended(monkeypatch):
+    launch, launched = Crew._launch, []
+
+    def launch_late(crew, worker_id, generation):
+        launched.append(launch(crew, worker_id, generation))
+        if generation:
+            closing = threading.Thread(target=env.close)
+            closing.start()
+            closing.join()
+        return launched[-1]
+
+    monkeypatch.setattr(Crew, "_launch", launch_late)
+    with preloaded("wave"):  # a helper that outlives the executor, and so ends no worker of it
+        env = ParallelEnv(1, CountingEnv)
+        env.engine.pool.crew.replace(0)
+        assert env.is_closed
+        wait_for(lambda: not is_running(launched[1].pid))
+        assert (launched[1].pidfd, launched[1].log_fd) == (-1, -1)
