@@ -9,7 +9,7 @@ from typing import Any
 
 from envherd.executor.lifecycle import WorkerProcess
 from envherd.workers.errors import EnvError, EnvherdError, FactoryError, WorkerLost, WorkerTimeout
-from envherd.workers.protocol import describe_phase
+from envherd.workers.protocol import IDLE, describe_phase
 
 log = logging.getLogger("envherd")
 
@@ -57,7 +57,8 @@ def worker_lost(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_i
     hint = " " + _KILLERS[worker.killed_for_memory()] if "SIGKILL" in how else ""
     lines = worker.last_lines()
     return WorkerLost(
-        f"{phase} failed: worker {_called(worker)} ended with {how} ({_where(worker, env_ids, env_id)}).{hint} "
+        f"{_operation(phase)} failed: worker {_called(worker)} ended with {how} {_in_words(phase, env_id)} "
+        f"({_where(worker, env_ids)}).{hint} "
         f"ExecutorOptions(on_worker_loss='restart') replaces lost workers."
         + (f"\nIts last output:\n{lines}" if lines else ""),
         remote_traceback=lines or None,
@@ -75,8 +76,9 @@ def worker_late(
     worker.wait_exit(1.0)
     option = phase if phase in ("step", "reset") else "build"
     return WorkerTimeout(
-        f"{phase} failed: worker {_called(worker)} gave no answer within {timeout_s:g} s and was killed "
-        f"({_where(worker, env_ids, env_id)}). Raise ExecutorOptions.{option}_timeout_s if it may take so long.\n"
+        f"{_operation(phase)} failed: worker {_called(worker)} gave no answer within {timeout_s:g} s "
+        f"{_in_words(phase, env_id)} and was killed ({_where(worker, env_ids)}). "
+        f"Raise ExecutorOptions.{option}_timeout_s if it may take longer.\n"
         f"It was stuck in:\n{stack}",
         remote_traceback=stack,
         **_context(worker, env_ids, phase, env_id),
@@ -154,11 +156,10 @@ def log_stall(worker: WorkerProcess, phase_word: int, waited_s: float) -> None:
     """Log where a worker is that has been waited for long, without a deadline."""
     phase, env_id = describe_phase(phase_word)
     log.warning(
-        "worker %d has been in %s of env %s for %.0f s:\n%s",
+        "worker %d has not answered for %.0f s, %s:\n%s",
         _called(worker),
-        phase,
-        None if env_id is None else numbering.first_env_id + env_id,
         waited_s,
+        _in_words(phase, env_id),
         worker.stack(),
     )
 
@@ -193,11 +194,21 @@ def _place() -> str:
     return f", {numbering.place}" if numbering.place else ""
 
 
-def _where(worker: WorkerProcess, env_ids: Sequence[int], env_id: int | None) -> str:
+def _operation(phase: str) -> str:
+    return "the call" if phase == IDLE else phase
+
+
+def _in_words(phase: str, env_id: int | None) -> str:
+    """Return what a worker was doing: "in step of env 0", "in build", "while idle"."""
+    if phase == IDLE:
+        return "while idle"
+    return f"in {phase}" if env_id is None else f"in {phase} of env {numbering.first_env_id + env_id}"
+
+
+def _where(worker: WorkerProcess, env_ids: Sequence[int]) -> str:
     first = numbering.first_env_id
-    span = f"{first + env_ids[0]}-{first + env_ids[-1]}" if len(env_ids) > 1 else str(first + env_ids[0])
-    at = "" if env_id is None else f"at env {first + env_id}, "
-    return f"{at}envs {span}, pid {worker.pid}, generation {worker.generation}{_place()}"
+    span = f"envs {first + env_ids[0]}-{first + env_ids[-1]}" if len(env_ids) > 1 else f"env {first + env_ids[0]}"
+    return f"{span}, pid {worker.pid}, generation {worker.generation}{_place()}"
 
 
 def _context(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None) -> dict[str, Any]:

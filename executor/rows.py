@@ -95,8 +95,12 @@ class Rows:
         self.ended = np.ones(self.num_envs, bool)
         self.has_ended = True
         self.interrupted = np.zeros((self.num_envs, 1), bool)
-        self.side_next: dict[int, list[Any]] = {}
-        self.side_root: dict[int, list[Any]] = {}
+        # Of an env that was never reset: None for each leaf, as its numbers are 0.
+        blank = {
+            i: [None] * len(self.batches[group].spec.observation) for i, group in enumerate(self.group_of.tolist())
+        }
+        self.side_next: dict[int, list[Any]] = dict(blank)
+        self.side_root: dict[int, list[Any]] = dict(blank)
         self.infos: dict[str, dict[int, dict[str, Any]]] = {"next": {}, "root": {}}
         self._info_policy = options.infos
         self.has_side = any(batch.side_keys for batch in self.batches)

@@ -112,9 +112,13 @@ def pack_phase(op: int, env_id: int) -> int:
     return op | (env_id + 1) << _OP_BITS
 
 
+#: The phase of a worker that has nothing to do.
+IDLE = "idle"
+
+
 def describe_phase(phase: int) -> tuple[str, int | None]:
     """Return `("step" | "reset" | "idle", env id or None)` of a phase word."""
     op, env_id = phase & (1 << _OP_BITS) - 1, (phase >> _OP_BITS) - 1
     if phase == 0:
-        return "idle", None
+        return IDLE, None
     return ("reset" if op == Op.RESET else "step"), env_id

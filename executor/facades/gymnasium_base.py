@@ -144,7 +144,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             with self._turn:
                 self._engine.prepare_resets(env_ids, seeds, None, {"options": options})
                 self._commands.start_resets(env_ids)
-                self._engine.prepare_resets(env_ids, None, None, {})
         except EnvherdError as error:
             raise self._fail(error) from error.__cause__
         self._resetting = env_ids
@@ -152,7 +151,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
         try:
             with self._turn:
-                self._commands.finish(timeout)
+                try:
+                    self._commands.finish(timeout)
+                finally:  # not before: a reset that meets a loss is made again
+                    self._engine.prepare_resets(self._resetting, None, None, {})
         except EnvherdError as error:
             raise self._fail(error) from error.__cause__
         if self._ended is not None:

@@ -1,0 +1,453 @@
+"""After a loss: no env is stepped that was not reset, nothing refused is used later, and the caller hears at once."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import (
+    Busy,
+    Collector,
+    EnvError,
+    ExecutorOptions,
+    InternalError,
+    ParallelEnv,
+    SerialEnv,
+    WorkerLost,
+    WorkerTimeout,
+)
+from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv, TextEnv
+from tests.executor.test_recovery import ENDLESS, RESTART, act, counters, flags, kill, only
+from tests.faults.children import in_child
+from tests.faults.envs import HaltingEnv
+from tests.gates import Gate, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.broken_pool]
+
+
+def die_in_step(tmp_path: Path, step: int = 2) -> Any:
+    return functools.partial(FaultyEnv, "kill", step=step, flag=str(tmp_path / "died"))
+
+
+class FlakyBuild(FaultyEnv):
+    """Dies in a step, and so does the process of its first successor while it is built."""
+
+    def __init__(self, folder: str, step: int) -> None:
+        builds = Path(folder, "builds")
+        with builds.open("a") as file:
+            file.write("b")
+        if builds.stat().st_size == 2:
+            os._exit(3)
+        super().__init__("kill", step=step, flag=str(Path(folder, "died")))
+
+
+class TestBetweenRollouts:
+    """A loss between two batches is the first row of the next one."""
+
+    @pytest.mark.parametrize("num_workers", [1, 2])
+    def test_a_loss_while_another_env_must_be_reset(self, num_workers):
+        with ParallelEnv(
+            2, [functools.partial(CountingEnv, 5), ENDLESS], num_workers=num_workers, options=RESTART
+        ) as env:
+            env.rollout(5, break_when_any_done=False)
+            kill(env, num_workers - 1)
+            data = env.rollout(4, auto_reset=False, break_when_any_done=False)
+            assert counters(data)[1] == [5, 0, 1, 2]
+            assert counters(data["next"])[1] == [5, 1, 2, 3]
+            assert data["next", "interrupted"][1].flatten().tolist() == [True, False, False, False]
+            assert data["next", "truncated"][1].flatten().tolist() == [True, False, False, False]
+            assert not data["done"][1].any()
+            assert env.get("num_steps") == [4, 3]
+
+    def test_a_loss_that_a_question_noticed(self):
+        with ParallelEnv(2, [functools.partial(CountingEnv, 5), ENDLESS], num_workers=2, options=RESTART) as env:
+            env.rollout(5, break_when_any_done=False)
+            kill(env, 1)
+            with pytest.raises(WorkerLost):
+                env.get("num_steps")
+            data = env.rollout(3, auto_reset=False, break_when_any_done=False)
+            assert counters(data)[1] == [5, 0, 1]
+            assert flags(data, "interrupted")[3:] == [True, False, False]
+
+    def test_a_death_in_the_reset_at_the_begin(self, tmp_path):
+        dies = functools.partial(FaultyEnv, "kill", at="reset", episode=1, flag=str(tmp_path / "died"), length=3)
+        with ParallelEnv(2, [dies, ENDLESS], num_workers=1, options=RESTART) as env:
+            collector = Collector(env, None, frames_per_batch=6, close_env=False)
+            first, second = itertools.islice(collector, 2)
+            assert counters(first["next"])[1] == [1, 2, 3]
+            assert counters(second)[1] == [3, 0, 1]
+            assert counters(second["next"])[1] == [3, 1, 2]
+            assert flags(second, "interrupted")[3:] == [True, False, False]
+
+    def test_of_one_step(self):
+        with ParallelEnv(2, [functools.partial(CountingEnv, 2), ENDLESS], num_workers=1, options=RESTART) as env:
+            env.rollout(2, break_when_any_done=False)
+            kill(env, 0)
+            data = env.rollout(1, auto_reset=False)
+            assert (counters(data)[1], counters(data["next"])[1]) == ([2], [2])
+            assert counters(env.rollout(2, auto_reset=False, break_when_any_done=False))[1] == [0, 1]
+
+
+class TestSuccessorsThatFail:
+    def test_the_reset_that_an_env_owes_is_made_by_the_next_one(self, tmp_path):
+        make = [functools.partial(FlakyBuild, str(tmp_path), 2), ENDLESS]
+        with ParallelEnv(2, make, num_workers=2, options=RESTART, seed=0) as env:
+            env.reset()
+            env.step(act(env))
+            env.send(act(env))
+            td = env.recv(env_ids=[0, 1])
+            assert flags(td, "interrupted") == [True, False]
+            root = env.current()
+            assert counters(root) == [0, 2]
+            assert env.get("seed") == root["observation"][:, 0].tolist()
+            env.send(act(env))
+            assert counters(env.recv(env_ids=[0, 1])["next"]) == [1, 3]
+
+    def test_a_spare_that_fails_before_a_rollout_of_another_length(self, tmp_path):
+        class Flaky(CountingEnv):
+            def __init__(self) -> None:
+                super().__init__(3)
+                builds = tmp_path / "builds"
+                with builds.open("a") as file:
+                    file.write("b")
+                if builds.stat().st_size == 3:  # the first successor of the two instances
+                    os._exit(3)
+
+        options = ExecutorOptions(on_worker_loss="restart", reset_ahead=True)
+        with ParallelEnv(1, Flaky, options=options) as env:
+            env.rollout(2)
+            pool = env.engine.pool
+            os.kill(pool.pid_of(1 - int(pool.worker_of[0])), signal.SIGKILL)
+            env.reset()
+            wait_for(lambda: (tmp_path / "builds").stat().st_size >= 3)
+            for length in range(3, 9):
+                assert env.rollout(length, break_when_any_done=False)["next", "done"].sum() == length // 3
+
+
+class TestRefusals:
+    def test_what_a_refused_reset_was_given_is_not_used_later(self):
+        with ParallelEnv(2, ENDLESS, num_workers=2, seed=0) as env, SerialEnv(2, ENDLESS, seed=0) as expected:
+            for one in (env, expected):
+                one.reset()
+            kill(env, 1)
+            with pytest.raises(WorkerLost):
+                env.step(act(env))
+            with pytest.raises(WorkerLost):
+                env.reset(seed=[123, 456], options={"x": 1})
+            root = env.reset(only(env, 0))
+            assert root["observation"][0].tolist() == expected.reset()["observation"][0].tolist()
+            assert not env.get("options", [0])[0]
+
+    def test_nor_what_a_reset_was_given_that_ctrl_c_broke_off(self, monkeypatch):
+        with ParallelEnv(2, ENDLESS, num_workers=2, seed=0) as env, SerialEnv(2, ENDLESS, seed=0) as expected:
+            submit = env.engine.pool.submit
+
+            def interrupted(*_: Any) -> None:
+                monkeypatch.setattr(env.engine.pool, "submit", submit)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(env.engine.pool, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                env.reset(seed=[123, 456])
+            assert torch.equal(env.reset()["observation"], expected.reset()["observation"])
+
+    @pytest.mark.parametrize("refused", ["reset", "rollout"])
+    def test_a_refused_call_leaves_the_other_envs_running(self, refused):
+        with ParallelEnv(2, ENDLESS, num_workers=2) as env:
+            env.reset()
+            env.step(act(env))
+            kill(env, 1)
+            with pytest.raises(WorkerLost):
+                env.call("pid")
+            with pytest.raises(WorkerLost):
+                env.reset() if refused == "reset" else env.rollout(2)
+            env.send(act(env)[:1], [0])
+            assert counters(env.recv()["next"]) == [2]
+
+    def test_no_worker_steps_an_env_that_was_never_reset(self):
+        for make in (functools.partial(ParallelEnv, num_workers=1), SerialEnv):
+            with make(2, ENDLESS) as env:
+                env.engine.rows.allow_steps()  # as a bug of the caller's side would
+                with pytest.raises(InternalError, match=r"was never reset\. It was not stepped"):
+                    env.step(act(env))
+                assert env.get("num_steps") == [0, 0]
+
+    def test_a_call_inside_a_call_is_refused(self):
+        """A signal handler that steps in the middle of a step."""
+        caught: list[str] = []
+
+        class Signals(CountingEnv):
+            def step(self, action: list[Any]) -> Any:
+                signal.raise_signal(signal.SIGALRM)
+                return super().step(action)
+
+        with SerialEnv(1, Signals) as env:
+            env.reset()
+
+            def step_again(*_: object) -> None:
+                try:
+                    env.step(act(env))
+                except Busy as error:
+                    caught.append(str(error))
+
+            before = signal.signal(signal.SIGALRM, step_again)
+            try:
+                assert counters(env.step(act(env))["next"]) == [1]
+            finally:
+                signal.signal(signal.SIGALRM, before)
+        assert len(caught) == 1
+
+    def test_a_refused_question_of_a_callback_does_not_end_the_rollout(self):
+        seen: list[str] = []
+
+        def callback(env: Any, _: Any) -> None:
+            for call in (lambda: env.current([99]), lambda: env.get("num_steps"), env.reset):
+                try:
+                    call()
+                except Exception as error:
+                    seen.append(type(error).__name__)
+
+        with SerialEnv(1, ENDLESS) as env:
+            data = env.rollout(2, callback=callback)
+            assert seen == ["ValueError", "Busy"] * 2
+            assert counters(data["next"]) == [[1, 2]]
+
+
+class TestFaultsAndLosses:
+    """One env raises in the batch in which another one's worker dies."""
+
+    def make(self, tmp_path: Path) -> Any:
+        raises = functools.partial(FaultyEnv, "value_error", step=2)
+        return ParallelEnv(3, [raises, die_in_step(tmp_path), ENDLESS], num_workers=3, options=RESTART)
+
+    @pytest.mark.parametrize("call", ["step", "step_and_maybe_reset"])
+    def test_in_a_step(self, tmp_path, call):
+        with self.make(tmp_path) as env:
+            env.reset()
+            env.step(act(env))
+            with pytest.raises(EnvError) as caught:
+                getattr(env, call)(act(env))
+            assert caught.value.env_ids == (0,)
+            partial = caught.value.partial
+            assert partial["interrupted"].flatten().tolist() == [False, True, False]
+            assert counters(partial) == [1, 1, 2]
+            assert env.statistics().interrupted == 1
+            if call == "step_and_maybe_reset":
+                assert counters(env.reset(only(env, 0))) == [0, 0, 2]
+                assert counters(env.step(act(env))["next"]) == [1, 1, 3]
+
+    def test_in_what_was_sent(self, tmp_path):
+        with self.make(tmp_path) as env:
+            env.reset()
+            env.step(act(env))
+            env.send(act(env))
+            wait_for((tmp_path / "died").exists)
+            received: dict[int, bool] = {}
+            with pytest.raises(EnvError) as caught:
+                self.take_all(env, received)
+            assert caught.value.env_ids == (0,)
+            while len(received) < 2:
+                received |= self.take(env)
+            assert received == {1: True, 2: False}
+
+    def take_all(self, env: Any, received: dict[int, bool]) -> None:
+        for _ in range(3):
+            received |= self.take(env)
+
+    def take(self, env: Any) -> dict[int, bool]:
+        td = env.recv(1)
+        return dict(zip(td["env_ids"].tolist(), flags(td, "interrupted"), strict=True))
+
+    def test_in_a_reset(self, tmp_path):
+        raises = functools.partial(FaultyEnv, "value_error", at="reset", episode=1)
+        dies = functools.partial(FaultyEnv, "kill", at="reset", episode=1, flag=str(tmp_path / "died"))
+        with ParallelEnv(2, [raises, dies], num_workers=2, options=RESTART) as env:
+            env.reset()
+            with pytest.raises(EnvError) as caught:
+                env.reset()
+            assert caught.value.env_ids == (0,)
+            env.send(act(env)[1:], [1])  # it was reset by its successor
+            assert counters(env.recv()["next"]) == [1]
+
+
+class TestEnvsThatAreBatches:
+    @pytest.mark.parametrize("way", ["fused", "sent", "rollout"])
+    def test_are_reset_whole_when_they_are_lost_in_a_step(self, way):
+        with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:
+            env.reset()
+            env.reset(TensorDict({"_reset": torch.tensor([[True, False], [False, False]])}, [2, 2]))
+            kill(env, 1)
+            if way == "fused":
+                root = env.step_and_maybe_reset(act(env))[1]
+            elif way == "sent":
+                env.send(act(env))
+                env.recv()
+                root = env.current()
+            else:
+                data = env.rollout(2, auto_reset=False, break_when_any_done=False)
+                assert data["next", "interrupted"].shape == data["next", "done"].shape
+                root = data[:, 1]
+            assert counters(root)[1] == [0, 0]
+            assert (root["observation"][1, :, 0] != 0).all()  # their seeds
+
+    def test_are_not_replaced_in_mid_episode(self):
+        options = ExecutorOptions(recycle_after=1)
+        with (
+            ParallelEnv(1, PairEnv, num_workers=1, options=options, seed=0) as env,
+            SerialEnv(1, PairEnv, seed=0) as same,
+        ):
+            for one in (env, same):
+                one.reset()
+            for _ in range(12):
+                results = [one.step_and_maybe_reset(act(one)) for one in (env, same)]
+                for key in ("observation", "done"):
+                    assert torch.equal(results[0][1][key], results[1][1][key])
+
+
+class TestWhatTheCallerHears:
+    def test_a_loss_is_logged_at_once_and_raised_though_another_env_still_steps(self, tmp_path, caplog):
+        gate = Gate(tmp_path)
+        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(HaltingEnv, gate, 1)]
+        with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=0.0)) as env:
+            env.reset()
+            with caplog.at_level(logging.WARNING, "envherd"), pytest.raises(WorkerLost) as caught:
+                env.step(act(env))
+            assert not (tmp_path / "open").exists()  # the other one had not answered
+            assert "worker 0 ended with SIGKILL(-9) in step of env 0 (env 0, pid" in str(caught.value)
+            assert str(caught.value) in caplog.text
+            assert caught.value.partial is None
+            gate.open()
+            assert counters(env.reset(only(env, 1)))[1] == 0
+            env.send(act(env)[1:], [1])
+            assert counters(env.recv()["next"]) == [1]
+
+    def test_of_a_loss_in_what_was_sent_the_others_stay_sent(self, tmp_path):
+        gate = Gate(tmp_path)
+        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(HaltingEnv, gate, 1)]
+        with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=0.0)) as env:
+            env.reset()
+            env.send(act(env))
+            with pytest.raises(WorkerLost):
+                env.recv()
+            gate.open()
+            assert env.recv()["env_ids"].tolist() == [1]
+
+    def test_with_time_for_the_others_their_rows_are_there(self, tmp_path):
+        gate = Gate(tmp_path)
+        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(HaltingEnv, gate, 1)]
+        with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=None)) as env:
+            env.reset()
+            opener = threading.Timer(0.3, gate.open)
+            opener.start()
+            with pytest.raises(WorkerLost) as caught:
+                env.step(act(env))
+            opener.join()
+            assert counters(caught.value.partial) == [0, 1]
+
+    def test_while_idle(self):
+        with ParallelEnv(1, ENDLESS, num_workers=1) as env:
+            env.reset()
+            kill(env, 0)
+            with pytest.raises(WorkerLost, match=r"the call failed: worker 0 ended with SIGKILL\(-9\) while idle"):
+                env.step(act(env))
+
+
+class TestDeadlines:
+    def test_ctrl_c_in_an_env_that_hangs_keeps_the_deadline(self, tmp_path):
+        gate = Gate(tmp_path)
+        make = functools.partial(HaltingEnv, gate, 1)
+        with ParallelEnv(1, make, num_workers=1, options=ExecutorOptions(step_timeout_s=2.0)) as env:
+            env.reset()
+
+            def press() -> None:
+                gate.await_somebody()
+                os.kill(os.getpid(), signal.SIGINT)
+
+            presser = threading.Thread(target=press)
+            presser.start()
+            with pytest.raises(KeyboardInterrupt):
+                env.step(act(env))
+            presser.join()
+            with pytest.raises(WorkerTimeout):
+                env.reset()
+            gate.open()
+
+    @pytest.mark.parametrize("call", ["fused", "rollout", "sent"])
+    def test_a_reset_inside_a_step_has_its_own(self, tmp_path, call):
+        class Rests(CountingEnv):
+            def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> Any:
+                if self.episode == 0:
+                    threading.Event().wait(2.5)
+                return super().reset(seed, options)
+
+        make = functools.partial(Rests, 1)
+        with ParallelEnv(1, make, num_workers=1, options=ExecutorOptions(step_timeout_s=1.0)) as env:
+            env.reset()
+            if call == "fused":
+                root = env.step_and_maybe_reset(act(env))[1]
+            elif call == "rollout":
+                root = env.rollout(2, auto_reset=False, break_when_any_done=False)[:, 1]
+            else:
+                env.send(act(env))
+                env.recv()
+                root = env.current()
+            assert counters(root) == [0]
+
+    def test_a_reset_that_is_late_is_killed_in_a_step_too(self):
+        class Hangs(FaultyEnv):
+            def __init__(self) -> None:
+                super().__init__("sleep", at="reset", episode=1, length=1)
+
+        options = ExecutorOptions(step_timeout_s=0.5, reset_timeout_s=0.5)
+        with ParallelEnv(1, Hangs, num_workers=1, options=options) as env:
+            env.reset()
+            with pytest.raises(
+                WorkerTimeout, match="reset failed: worker 0 gave no answer within 1 s in reset of env 0"
+            ):
+                env.step_and_maybe_reset(act(env))
+
+
+class TestTheEnd:
+    def test_envs_that_say_much_as_they_close_are_all_closed(self, tmp_path):
+        class Verbose(CountingEnv):
+            def close(self) -> None:
+                (tmp_path / str(os.getpid())).open("a").write("closed ")
+                raise ValueError("x" * 400_000)
+
+        with ParallelEnv(6, Verbose, num_workers=1):
+            pass
+        (written,) = tmp_path.iterdir()
+        assert written.read_text().split() == ["closed"] * 6
+
+    def test_a_program_that_leaves_sigpipe_at_its_default_survives_a_dead_worker(self):
+        def body() -> str:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            with ParallelEnv(1, ENDLESS, num_workers=1) as env:
+                env.reset()
+                kill(env, 0)
+                try:
+                    for _ in range(3):
+                        env.call("pid")
+                except WorkerLost:
+                    return "lost"
+                return "?"
+
+        assert in_child(body) == "lost"
+
+
+def test_an_env_with_text_that_was_never_reset_has_none():
+    with SerialEnv(2, TextEnv) as env:
+        env.reset(only(env, 1))
+        text = next(leaf.key for leaf in env.observation_spec if leaf.is_side)
+        assert env.current().get(text).tolist()[0] is None
