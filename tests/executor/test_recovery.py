@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
+from envherd.workers.protocol import RING, Op
 from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv
 from tests.gates import Gate, interrupt
 
@@ -195,6 +197,27 @@ class TestLosses:
             with pytest.raises(WorkerLost):
                 env.reset(only(env, 0, 2))
             assert env.get("episode", [2, 3]) == [0, 0]
+
+    @pytest.mark.parametrize("is_replaced", [False, True])
+    def test_the_pool_gives_commands_only_to_workers_that_serve(self, is_replaced):
+        with ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART if is_replaced else None) as env:
+            env.reset()
+            kill(env, 0)
+            with pytest.raises(WorkerLost):
+                env.call("pid")
+            pool: Any = env._pool
+            number, env_ids = pool.number, np.array([0, 2])
+            if is_replaced:
+                pool.begin_restart(0)
+                pool.submit(env_ids, Op.RESET, RING, np.array([1, 1]))
+                assert pool.is_serving(0)
+                pool.wait_all(None)
+                assert pool.is_idle()
+            else:
+                with pytest.raises(WorkerLost):
+                    pool.submit(env_ids, Op.RESET, RING, np.array([1, 1]))
+                assert (pool.number, pool.is_idle()) == (number, True)
+            assert not pool.take_outcome().faults
 
     def test_an_env_that_is_a_batch_is_reset_whole_when_it_was_lost(self):
         with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:
