@@ -7,15 +7,18 @@ import functools
 import gc
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
+from envherd.workers.protocol import RING, Op
 from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv
 from tests.gates import Gate, interrupt
 
@@ -23,6 +26,18 @@ pytestmark = pytest.mark.slow
 
 ENDLESS = functools.partial(CountingEnv, 1_000_000)
 RESTART = ExecutorOptions(on_worker_loss="restart")
+
+
+class WaitingEnv(CountingEnv):
+    """Waits at a gate in its steps."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(1_000_000)
+        self._gate = Gate(folder)
+
+    def step(self, action: list[Any]) -> Any:
+        self._gate.pass_through()
+        return super().step(action)
 
 
 def act(env: Any) -> TensorDict:
@@ -195,6 +210,75 @@ class TestLosses:
             with pytest.raises(WorkerLost):
                 env.reset(only(env, 0, 2))
             assert env.get("episode", [2, 3]) == [0, 0]
+
+    def test_a_loss_is_logged_at_once_and_raised_after_the_grace_though_another_step_goes_on(self, tmp_path, caplog):
+        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(WaitingEnv, tmp_path)]
+        with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=0.4)) as env:
+            env.reset()
+            with pytest.raises(WorkerLost, match="SIGKILL") as caught:
+                env.step(act(env))
+            raised_at = time.time()
+            assert caught.value.partial is None
+            assert str(caught.value).splitlines()[0] in caplog.text
+            assert raised_at - caplog.records[0].created > 0.35
+            Gate(tmp_path).open()
+
+    @pytest.mark.parametrize("grace_s", [30.0, None])
+    def test_a_loss_waits_for_the_others_as_long_as_the_grace_lasts(self, tmp_path, grace_s):
+        gate = Gate(tmp_path)
+
+        def let_through() -> None:
+            gate.await_somebody()
+            time.sleep(0.4)  # for the loss to be noticed meanwhile; it need not be
+            gate.open()
+
+        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(WaitingEnv, tmp_path)]
+        thread = threading.Thread(target=let_through)
+        with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=grace_s)) as env:
+            env.reset()
+            thread.start()
+            with pytest.raises(WorkerLost, match="SIGKILL") as caught:
+                env.step(act(env))
+            assert (tmp_path / "open").exists()
+            assert counters(caught.value.partial)[1] == 1
+        thread.join()
+
+    def test_a_worker_that_cannot_be_replaced_is_lost_and_its_command_raises(self, monkeypatch):
+        def refuse(worker_id: int) -> None:
+            raise WorkerLost("no process can be started")
+
+        with ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART) as env:
+            env.reset()
+            kill(env, 0)
+            pool: Any = env._pool
+            with monkeypatch.context() as patched:
+                patched.setattr(pool.crew, "replace", refuse)
+                with pytest.raises(WorkerLost, match="no process can be started"):
+                    env.step_and_maybe_reset(act(env))
+                assert not pool.is_serving(0)
+                assert list(pool.lost) == [0]
+            assert counters(env.reset()) == [0] * 4
+
+    @pytest.mark.parametrize("is_replaced", [False, True])
+    def test_the_pool_gives_commands_only_to_workers_that_serve(self, is_replaced):
+        with ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART if is_replaced else None) as env:
+            env.reset()
+            kill(env, 0)
+            with pytest.raises(WorkerLost):
+                env.call("pid")
+            pool: Any = env._pool
+            number, env_ids = pool.number, np.array([0, 2])
+            if is_replaced:
+                pool.begin_restart(0)
+                pool.submit(env_ids, Op.RESET, RING, np.array([1, 1]))
+                assert pool.is_serving(0)
+                pool.wait_all(None)
+                assert pool.is_idle()
+            else:
+                with pytest.raises(WorkerLost):
+                    pool.submit(env_ids, Op.RESET, RING, np.array([1, 1]))
+                assert (pool.number, pool.is_idle()) == (number, True)
+            assert not pool.take_outcome().faults
 
     def test_an_env_that_is_a_batch_is_reset_whole_when_it_was_lost(self):
         with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:

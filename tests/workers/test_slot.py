@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, SerialEnv
-from envherd.workers.testing import AgentsEnv, FlagsEnv, PairEnv
+from envherd.shm.specs import Discrete, LeafSpec
+from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv, PairEnv
+from envherd.workers.testing.envs import action_leaf
 
 #: The quick step and the general one.
 BOTH_WAYS = pytest.mark.parametrize("isolate_rng", [False, True])
@@ -50,6 +53,27 @@ def test_an_action_that_an_env_keeps_is_the_envs_own(isolate_rng):
         env.step(TensorDict({"action": given}, [2]))
         env.call("spoil")
         assert torch.equal(given, actions[0].to(torch.int8)), "nor is it the caller's"
+
+
+class TwoActions(CountingEnv):
+    """Is handed two values in each step, and observes the second."""
+
+    def __init__(self) -> None:
+        super().__init__(50)
+        self.spec = replace(self.spec, action=(action_leaf(), LeafSpec(("more",), (), "int64", Discrete(9))))
+
+    def step(self, action: list[Any]) -> Any:
+        _, more = action
+        return super().step([more])
+
+
+@BOTH_WAYS
+def test_every_value_of_an_action_is_handed_over(isolate_rng):
+    with opened(TwoActions, isolate_rng) as env:
+        env.reset()
+        for more in ([5, 6], [7, 8], [0, 1]):
+            td = env.step(TensorDict({"action": torch.tensor([1, 2]), "more": torch.tensor(more)}, [2]))
+            assert td["next", "observation"][:, 2].tolist() == more
 
 
 @BOTH_WAYS
