@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from envherd.benchmarks import bounds
 from envherd.benchmarks.accounting import busy_ns, started_by, usage_of
@@ -38,7 +38,7 @@ _FREE_S = 1.0
 _TRIES = 3
 
 
-def _factory(run: str, calibration: float) -> tuple[Callable[[], Any], str]:
+def _factory(run: str, calibration: float) -> tuple[Callable[[], Any], Literal["gymnasium", "meltingpot"]]:
     if run == "commons_harvest":
         from envherd.executor import MeltingPotFactory
 
@@ -60,7 +60,7 @@ def start(run: str, way: str, calibration: float) -> dict[str, Any]:
     from envherd.executor import ExecutorOptions, ParallelEnv, placement
 
     if way != DEFAULT:
-        placement.room_between = lambda *_: {}  # type: ignore[assignment]  # none has room: it looks, and moves nobody
+        placement.room_between = lambda *_: {}  # none has room: it looks, and moves nobody
     options = ExecutorOptions(affinity=tuple(sorted(os.sched_getaffinity(0)))) if way == PINNED else None
     took: list[float] = []
     with ParallelEnv(num_envs, make_env, num_workers=_NUM_WORKERS, seed=0, options=options) as env:

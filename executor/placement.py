@@ -33,12 +33,14 @@ from envherd.workers.processes import idle_s, place_of
 from envherd.workers.protocol import pack_seat
 
 _ROOT = Path("/")
-#: Seconds between looks. A pair costs up to the time of a batch in every batch; /proc counts idle time in 10 ms.
+#: Seconds between looks, and between readings of what others do: /proc counts idle time in 10 ms.
 _EVERY_S = 0.05
-#: Looks take at most one part in so many of the caller's time (10 us of processor time a worker).
-_COST = 256
-#: Seconds after workers shared a processor for which what others do is read in every look (40 us and more).
-_WATCH_S = 1.0
+#: Seconds after workers shared a processor for which looks are closer to each other, and seconds between these: where
+#: all spin between batches, a pair is back within tens of milliseconds (at a third of the looks; `w100` of
+#: benchmarks/placement.py, 23 Nov 2026).
+_WATCH_S, _SOON_S = 1.0, 0.01
+#: Looks take at most one part in so many of the caller's time (10 to 30 us of processor time a worker).
+_COST = 128
 #: Share of a processor's time that must be left by others for a worker to be sent there.
 _ROOM = 0.5
 #: Share of its time that the caller must be computing for workers to be kept off its processor.
@@ -159,10 +161,10 @@ class Placement:
                 self._looks[worker_id] += 1
         if len({*places.values(), caller}) <= len(places):
             self._take_apart(places, caller, pids, now)
-        if now.at - self._shared_at < _WATCH_S:
-            now = now._replace(idle=idle_s())
-        self._before = now
-        self._due = now.at + max(_EVERY_S, _COST * (time.thread_time() - now.own))
+        is_watching = now.at - self._shared_at < _WATCH_S
+        if now.at - before.at >= _EVERY_S:
+            self._before = now._replace(idle=idle_s()) if is_watching else now
+        self._due = now.at + max(_SOON_S if is_watching else _EVERY_S, _COST * (time.thread_time() - now.own))
 
     def _take_apart(self, places: dict[int, int], caller: int | None, pids: Sequence[int], now: Usage) -> None:
         allowed = {worker_id: _affinity(pids[worker_id]) for worker_id in places}

@@ -34,14 +34,13 @@ BRIEF_SPIN_S = 8e-6
 #: both sides with cold caches, more so on virtual machines, where a processor that idles is handed back to the
 #: host: one worker of 8 CartPoles made a batch in 559 us with 100 us here and in 285 us with 500, for no more
 #: processor time in all (2 cores, one run); two workers, 442 and 392 us for a fifth more. Since a yield reaches the
-#: workers (`workers.zygote`), 100, 250 and 1,000 us give the same within the noise of 5 workloads
-#: (docs/performance.md).
+#: workers (see `workers.zygote`), 100, 250 and 1,000 us give the same within the noise (docs/performance.md).
 LONG_SPIN_S = 500e-6
 #: Seconds; a blocked wait below it counts as short.
 SHORT_WAIT_S = 600e-6
 #: Seconds by which a spin may overrun before it is clear that a yield has handed the processor to somebody
-#: else for a scheduler's slice (milliseconds). A sleeper is woken at once; who yields waits for its turn. (1 ms, so
-#: that a worker that steps meanwhile is no overrun: 0.98 to 1.03 times, five workloads.)
+#: else for a scheduler's slice (milliseconds). A sleeper is woken at once; who yields waits for its turn. (With
+#: 1 ms, where a worker that steps meanwhile is no overrun, batches take 0.98 to 1.03 times as long.)
 OVERRUN_S = 100e-6
 #: Waits without any yielding after the first overrun; twice as many after each further one, up to `MOST_WAITS_...`,
 #: and one less for each spin that does not overrun. (A fixed 200 cost 10 % on a quiet machine, where the odd

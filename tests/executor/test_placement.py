@@ -145,6 +145,7 @@ class _Confined(CountingEnv):
 def _looking(monkeypatch):
     """Look in every wait, whatever else runs on this machine."""
     monkeypatch.setattr(placement, "_EVERY_S", 0.0)
+    monkeypatch.setattr(placement, "_SOON_S", 0.0)
     monkeypatch.setattr(placement, "_COST", 0)
     monkeypatch.setattr(placement, "_ROOM", 0.0)
 
