@@ -255,7 +255,7 @@ class AheadPool(WorkerPool):
         is_replaced = is_wanted and self._restarts.next_delay_s(worker_id) is not None
         log.warning(
             "%s It was preparing resets; env %d is %s.",
-            error,
+            error.message,
             worker_id % self.num_envs,
             "reset in the ordinary way until it is replaced"
             if is_replaced

@@ -295,6 +295,7 @@ class Engine:
     def recover(self) -> None:
         """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""
         self.is_rolling = False
+        self.rows.rolled_roots = None
         self.settle_sends()
         self.pool.nudge()  # it may have been broken off between a command and its announcement
         idle = np.flatnonzero(~self.pending)

@@ -382,7 +382,7 @@ class WorkerPool:
         self.outcome.losses[worker_id] = error
         self.crew.workers[worker_id].kill()
         self._forfeit(worker_id)
-        log.warning("%s", error)
+        log.warning("%s", error.message)  # not the error itself: what keeps the record would keep its frames
 
     def _collect(self) -> None:
         """Read the messages that the status words announce into `outcome`."""
@@ -600,7 +600,7 @@ class WorkerPool:
         if delay_s is None:
             self._give_up_on(worker_id, error)
             raise error
-        log.warning("%s Another process is started in its place.", error)
+        log.warning("%s Another process is started in its place.", error.message)
         self._leave(worker_id, delay_s)
 
     def _give_up_on(self, worker_id: int, error: EnvherdError) -> None:

@@ -369,6 +369,8 @@ class _Run:
         dest = {n: _row(a, row, step) for n, a in columns.items() if n[0] == "next"}
         source = {n[1:]: _row(a, row, step) for n, a in columns.items() if n[0] == "root"}
         self._rows.end_at(env_id, dest, source)
+        if self._side_roots:
+            self._rows.side_next[env_id] = self._side_roots[-1][env_id]
 
     def _reset_lost(self, env_ids: np.ndarray, op: Op, step: int, *, is_last: bool) -> None:
         """Put the reset observations of replaced envs where the next step's root is."""

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from envherd.shm.cgroups import read_memory
+from envherd.shm.interrupts import uninterrupted
 
 #: Share of the available memory that one segment may take; the rest is for envs and learner.
 ADMISSION_MARGIN = 0.9
@@ -72,16 +73,17 @@ class Segment:
         if not HAS_MEMFD:
             named = shared_memory.SharedMemory(create=True, size=size)
             return cls(size, named, name=named.name, is_owner=True)
-        fd = _create_memfd(label)
-        try:
-            os.ftruncate(fd, size)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-            mapping = _map(fd, size)
-        except BaseException:
-            os.close(fd)
-            raise
-        segment = cls(size, mapping, fd=fd, is_owner=True)
+        with uninterrupted():
+            fd = _create_memfd(label)
+            try:
+                os.ftruncate(fd, size)
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+                mapping = _map(fd, size)
+            except BaseException:
+                os.close(fd)
+                raise
+            segment = cls(size, mapping, fd=fd, is_owner=True)
         if is_prefaulted:
             segment.array()[::_PAGE] = 0
         return segment

@@ -12,7 +12,6 @@ import functools
 import itertools
 import os
 import pickle
-import signal
 import socket
 import struct
 import threading
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from envherd.shm.interrupts import uninterrupted as uninterrupted  # noqa: PLC0414  # re-exported
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
 from envherd.workers.adapters.info_leaves import InfoKeys
@@ -182,49 +182,6 @@ class Close:
 Message = Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Probe | Close
 
 
-#: Signals whose handlers programs write in python, and may raise in.
-_PUT_OFF = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT
-)  # fmt: skip
-
-
-class uninterrupted:  # noqa: N801  # used as a function
-    """Put off the signal handlers of this program until the block ends; nothing inside may wait for long.
-
-    For a few lines that gain or give up processes and descriptors. Python runs handlers in the main thread alone, so
-    elsewhere there is nothing to put off. Masking a signal would not do: another thread of the process would take it.
-    """
-
-    def __enter__(self) -> None:
-        self._arrived: list[int] = []
-        self._before: dict[int, Any] = {}
-        if threading.current_thread() is not threading.main_thread():
-            return
-        try:
-            for number in _PUT_OFF:
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    self._before[number] = handler
-                    signal.signal(number, lambda number, _: self._arrived.append(number))
-        except BaseException:
-            self._restore()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-        for number in self._arrived:
-            signal.raise_signal(number)
-
-    def _restore(self) -> None:
-        """Put the handlers back, that of Ctrl-C last, whatever the others raise meanwhile."""
-        try:
-            for number, handler in reversed(self._before.items()):
-                signal.signal(number, handler)
-        finally:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-
-
 def _dumps(message: Message) -> bytes:
     """Return a message as bytes; arguments that the user's script defines travel by value."""
     return bytes(cloudpickle.dumps(message))
@@ -270,7 +227,7 @@ class _Outgoing(NamedTuple):
 
     number: int
     data: memoryview
-    descriptors: _Descriptors
+    descriptors: _Descriptors | None
     sent: list[int]
 
 
@@ -312,7 +269,7 @@ class Channel:
         """Take a message for `flush_nowait` to send, and copies of the descriptors that go with it."""
         payload, number = _dumps(message), next(self._numbers)
         data = memoryview(_HEAD.pack(len(payload), number, len(fds)) + payload)
-        self._unsent.append(_Outgoing(number, data, _Descriptors(fds), []))
+        self._unsent.append(_Outgoing(number, data, _Descriptors(fds) if fds else None, []))
 
     @property
     def num_queued(self) -> int:
@@ -337,8 +294,8 @@ class Channel:
             while self._unsent:
                 first = self._unsent[0]
                 while (done := sum(first.sent)) < len(first.data):
-                    rights = array("i", first.descriptors.fds) if not done else None
-                    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+                    fds = first.descriptors.fds if first.descriptors is not None and not done else ()
+                    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
                     arguments = ([first.data[done:]],), (ancillary,), (_SEND_FLAGS,)
                     try:
                         first.sent.extend(map(self.sock.sendmsg, *arguments))
@@ -367,8 +324,9 @@ class Channel:
         return bool(self._incoming.pieces)
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
+        """Close the socket, and drop what was not sent. Idempotent."""
         self.sock.close()
+        self._unsent.clear()
 
 
 class WorkerChannel:

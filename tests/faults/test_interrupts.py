@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 NUM_ENVS = 3
 EXECUTOR = str(Path(envherd.executor.engine.__file__).parent)
 MESSAGES = envherd.workers.messages.__file__
-FINALIZERS = ("_come_back", "take_back")  # python itself drops what is raised in them
+FINALIZERS = ("_come_back", "take_back", "__del__")  # python itself drops what is raised in them
 
 
 class Interrupt:

@@ -13,7 +13,7 @@ from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.workers.ahead import AheadBlock, AheadLoop, pack_turn, unpack_turn
 from envherd.workers.messages import BlockOptions, Prepare
-from envherd.workers.protocol import RING, Op, Status, pack
+from envherd.workers.protocol import RING, Flag, Op, Status, pack
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
@@ -113,8 +113,8 @@ class TestLoop:
 
 
 class TestBlock:
-    def reset(self, table: Table) -> Status:
-        return Status(table.block.execute(0, pack(Op.RESET, RING, 0)))
+    def reset(self, table: Table, flags: int = 0) -> Status:
+        return Status(table.block.execute(0, pack(Op.RESET, RING, 0, flags)))
 
     def test_a_seed_or_options_of_the_callers_own_are_not_those_prepared_for(self, tables):
         table = tables[0]
@@ -122,7 +122,7 @@ class TestBlock:
             table.block.reset_ahead(0)
             before = table.env.episode
             table.block.prepare(Prepare(env_id=0, **extras))
-            assert self.reset(table) == Status.OK
+            assert self.reset(table, Flag.PREPARED) == Status.OK
             assert table.env.episode == before + 1
             assert table.words["ready"][0] == 0
             table.words["episode"][0] = 0

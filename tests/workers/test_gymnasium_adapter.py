@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import gymnasium
@@ -101,6 +102,7 @@ def test_gives_what_mujoco_gives():
 @needs("minigrid")
 @pytest.mark.slow
 def test_minigrid_mission_goes_beside_the_arrays():
+    importlib.import_module("minigrid")  # registers its envs
     adapter = GymnasiumAdapter(gymnasium.make("MiniGrid-Empty-5x5-v0"))
     values = stored(adapter.spec.observation, adapter.reset(1))
     assert values["mission",] == "get to the green goal square"
