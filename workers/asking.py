@@ -13,17 +13,26 @@ from envherd.workers.messages import Ask
 from envherd.workers.reply import Fault
 
 
-def answer(message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bool) -> dict[str, Any]:
+#: Exceptions that are the caller's and not an env's; see `Block.passes`.
+Passes = tuple[type[BaseException], ...]
+
+
+def answer(
+    message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bool, passes: Passes = ()
+) -> dict[str, Any]:
     """Return the plain answer: one value per env, in the order asked, or the first env's fault; and the number."""
-    return {**_answer(message, adapters, pickle_replies=pickle_replies), "number": message.number}
+    reply = _answer(message, adapters, pickle_replies=pickle_replies, passes=passes)
+    return {**reply, "number": message.number}
 
 
-def _answer(message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bool) -> dict[str, Any]:
+def _answer(message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bool, passes: Passes) -> dict[str, Any]:
     values = []
     for position, env_id in enumerate(message.env_ids):
         try:
             value = _answer_one(message, adapters[env_id], position)
             values.append(_cross(value, message, pickle_replies=pickle_replies))
+        except passes:
+            raise
         except BaseException as error:  # an env's method may raise anything
             return Fault.from_exception(env_id, f"{message.what} {message.name}".strip(), error).to_plain()
     return {"kind": "values", "values": values}

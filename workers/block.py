@@ -118,7 +118,8 @@ class Block:
 
     def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
         """Do something with envs that is not a step; return the plain answer."""
-        reply = answer(message, {i: slot.adapter for i, slot in self.slots.items()}, pickle_replies=pickle_replies)
+        adapters = {env_id: slot.adapter for env_id, slot in self.slots.items()}
+        reply = answer(message, adapters, pickle_replies=pickle_replies, passes=self.passes)
         for env_id in message.env_ids:
             slot = self.slots[env_id]
             if message.what in UNGUARDS:
