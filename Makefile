@@ -34,6 +34,7 @@ help:
 	@echo "make faults       break envs, workers and the machine in every way and state, and write docs/faults.md"
 	@echo "make soak         $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/soak.md"
 	@echo "make mutants      change one place of the core at a time, and see whether a test fails (docs/contributing.md)"
+	@echo "make fuzz         MINUTES minutes (default 10) of random operations, deaths and interrupts, with fresh seeds"
 	@echo "make venv         only make $(VENV)/, with everything installed"
 	@echo "make bench        envherd beside other libraries (most of an hour, on a quiet machine); writes docs/benchmarks.md"
 	@echo "make bench-quick  the same with less of everything, in a minute"
@@ -86,6 +87,10 @@ SEED ?= 0
 FILES ?=
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(FILES)
+
+fuzz: MINUTES = 10
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.faults.fuzz --minutes $(MINUTES)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

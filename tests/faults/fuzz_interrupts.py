@@ -1,0 +1,225 @@
+"""Random operations that Ctrl-C and its like break off at random: `python -m tests.faults.fuzz_interrupts 7`.
+
+The operations and the oracle are those of `fuzz_restart`. Interrupts are real: SIGINT to the process (which has several
+threads), `_thread.interrupt_main`, a SIGALRM whose handler raises, a SIGTERM whose handler exits. What comes after one
+must be true, or be refused; nothing may hang.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from envherd.executor import EnvError
+from tests.faults import fuzzing
+from tests.faults.fuzz_restart import draw_setting, session_class
+from tests.faults.fuzz_session import DEADLY, Session, Setting
+from tests.faults.fuzzing import Watch
+
+VARIANTS = (
+    "plain",
+    "shared",
+    "infos",
+    "ahead",
+    "recycle",
+    "serial",
+    "raise",
+    "pairs",
+    "tasks",
+    "views",
+    "deaths",
+    "gymnasium",
+    "sb3",
+)
+#: Seconds until an interrupt that was sent must have come.
+_ARRIVAL_S = 2.0
+
+
+class Late(Exception):
+    """Raised by the handler of SIGALRM, as a caller's limit of time does it."""
+
+
+STOPS = (KeyboardInterrupt, SystemExit, Late)
+
+
+class Interrupter:
+    """Breaks calls off.
+
+    Attributes:
+        num_sent: interrupts.
+        num_dropped: those that came, or did not, without breaking anything off.
+    """
+
+    HOWS = ("SIGINT", "SIGINT", "SIGINT", "own SIGINT", "interrupt_main", "SIGALRM", "SIGTERM", "twice")
+
+    def __init__(self) -> None:
+        self.num_sent = self.num_dropped = 0
+        self._has_arrived = self._is_sent = False
+        signal.signal(signal.SIGALRM, self._on_alarm)
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def _on_alarm(self, *_: Any) -> NoReturn:
+        self._has_arrived = True
+        raise Late
+
+    def _on_term(self, *_: Any) -> NoReturn:
+        self._has_arrived = True
+        raise SystemExit(7)
+
+    def _on_int(self, *_: Any) -> NoReturn:
+        self._has_arrived = True
+        raise KeyboardInterrupt
+
+    def _send(self, how: str, delay_s: float) -> None:
+        time.sleep(delay_s)
+        if how == "interrupt_main":
+            _thread.interrupt_main()
+        elif how == "SIGALRM":
+            os.kill(os.getpid(), signal.SIGALRM)
+        elif how == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+            if how == "twice":
+                time.sleep(delay_s / 3)
+                os.kill(os.getpid(), signal.SIGINT)
+        self._is_sent = True
+
+    def call(self, call: Callable[[], Any], how: str, delay_s: float) -> tuple[bool, Any]:
+        """Call something and interrupt it; return whether it was broken off, and what it returned."""
+        handler = self._on_int if how == "own SIGINT" else signal.default_int_handler
+        signal.signal(signal.SIGINT, handler)
+        self._has_arrived = self._is_sent = False
+        self.num_sent += 1
+        sender = threading.Thread(target=self._send, args=(how, delay_s), daemon=True)
+        result, is_done = None, False
+        error: Exception | None = None
+        try:  # one for each interrupt: what is put off until here comes in the midst of this
+            try:
+                try:
+                    sender.start()
+                    result = call()
+                    is_done = True
+                except STOPS:
+                    self._has_arrived = True
+                except Exception as raised:
+                    error = raised  # of the call itself; the interrupt is still to come
+                self._await_arrival(how)
+            except STOPS:
+                self._has_arrived = True
+                self._await_arrival(how)
+        except STOPS:
+            self._has_arrived = True
+        sender.join()
+        self.num_dropped += not self._has_arrived
+        if error is not None:
+            raise error
+        return not is_done, result
+
+    def _await_arrival(self, how: str) -> None:
+        """Wait until the interrupt was sent and has come: here at the latest."""
+        while not self._is_sent:  # a `join` that is interrupted would take the thread for ended
+            time.sleep(0.001)
+        end = time.monotonic() + _ARRIVAL_S
+        while not self._has_arrived and time.monotonic() < end:
+            time.sleep(0.001)
+        if how == "twice":
+            time.sleep(0.005)
+
+
+class Interrupting(Session):
+    """A session whose calls are broken off at random; a base of each kind of session."""
+
+    _interrupter: Interrupter
+
+    def __init__(self, rng: random.Random, setting: Setting, folder: str, watch: Watch) -> None:
+        self._typical_s: dict[str, float] = {}
+        self._share = rng.choice([0.2, 0.5, 0.8])
+        super().__init__(rng, setting, folder, watch)
+
+    def guard(self, what: str, call: Callable[[], Any]) -> Any:
+        """Call, and break off some calls: in the time that such a call takes, mostly."""
+        if self.rng.random() > self._share:
+            began = time.monotonic()
+            result = call()
+            name = what.split(maxsplit=1)[0]
+            self._typical_s[name] = 0.7 * self._typical_s.get(name, 0.003) + 0.3 * (time.monotonic() - began)
+            return result
+        how = self.rng.choice(Interrupter.HOWS)
+        delay_s = self.rng.random() * min(0.2, 1.5 * self._typical_s.get(what.split(maxsplit=1)[0], 0.003))
+        self.watch.note(f"  {how} in {1000 * delay_s:.2f} ms")
+        try:
+            was_stopped, result = self._interrupter.call(call, how, delay_s)
+        except EnvError as error:
+            if not (self.setting.is_serial and how in ("SIGALRM", "SIGTERM")):
+                raise
+            self.watch.note(f"  an env was broken off: {error!r}")  # a caller's handler raised in an env's own code
+            was_stopped, result = True, None
+        if was_stopped:
+            self._note_interrupted(what)
+            return None
+        return result
+
+    def _note_interrupted(self, what: str) -> None:
+        """Note that a call was broken off, and demand that the next ones are answered."""
+        self.watch.begin(f"  {what.split(maxsplit=1)[0]} was broken off")
+        self.is_calm = False
+        if not hasattr(self, "env"):
+            return
+        if self.rng.random() < 0.3 and not self.setting.options.get("reset_ahead") and not self.dead:
+            self.num_asked += 1
+            self.ask_echo(self.num_asked)
+        else:
+            self.settle()
+        pending = self.executor.engine.pending
+        self.pending = {i: one for i, one in (self.pending | self.sending).items() if pending[i]}
+        self.sending = {}
+        for env_id in range(self.num_envs):
+            self.doubt.add(env_id)
+            if not pending[env_id]:
+                self.oracle.forget(self._places(env_id))
+        self.is_open_seed = True
+
+    @property
+    def slack(self) -> int:
+        """See `Session.slack`."""
+        return super().slack + (self._interrupter.num_sent if self.setting.is_serial else 0)
+
+
+def run(seed: int, variant: str, watch: Watch, num_operations: int) -> None:
+    """Run one case."""
+    rng = random.Random(seed)
+    interrupter = Interrupter()
+    left = num_operations
+    while left > 0:
+        count = min(left, rng.randint(20, 60))
+        left -= count
+        _run_session(rng, variant, watch, count, interrupter)
+        watch.check_leftovers()
+    watch.note(f"{interrupter.num_sent} interrupts, {interrupter.num_dropped} of them stopped nothing")
+
+
+def _run_session(rng: random.Random, variant: str, watch: Watch, num_operations: int, interrupter: Interrupter) -> None:
+    setting = draw_setting(rng, "shared" if variant == "deaths" else variant)
+    with fuzzing.new_folder() as folder:
+        kind = type("Interrupted", (Interrupting, session_class(setting)), {"_interrupter": interrupter})
+        session = kind(rng, setting, folder, watch)
+        if variant != "deaths":
+            session.weights = {name: one for name, one in session.WEIGHTS.items() if name not in DEADLY}
+        try:
+            session.play(num_operations)
+        except BaseException:
+            watch.stop()
+            session.close()
+            raise
+        watch.begin("leftovers")
+
+
+if __name__ == "__main__":
+    raise SystemExit(fuzzing.main("fuzz_interrupts", run, VARIANTS))
