@@ -165,7 +165,7 @@ class Block:
 
     def _carry_out(self, slot: Slot, sink: Sink, op: int, column: int) -> None:
         if op == _RESET:
-            self._reset(slot, sink, column, slot.reset_mask)
+            self._reset(slot, sink, column, None if slot.must_reset else slot.reset_mask)  # a new instance, as a whole
             return
         if (slot.must_reset or slot.has_ended) and slot.is_guarded:
             raise InternalError(

@@ -301,6 +301,19 @@ class TestEnvsThatAreBatches:
             assert counters(root)[1] == [0, 0]
             assert (root["observation"][1, :, 0] != 0).all()  # their seeds
 
+    @pytest.mark.parametrize("call", ["step", "idle"])
+    def test_are_reset_whole_whatever_the_mask_says(self, call):
+        with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:
+            env.reset()
+            env.step(act(env))
+            kill(env, 1)
+            if call == "step":
+                env.step(act(env))
+            root = env.reset(TensorDict({"_reset": torch.tensor([[False, False], [True, False]])}, [2, 2]))
+            assert counters(root)[1] == [0, 0]
+            assert (root["observation"][1, :, 0] != 0).all()
+            assert env.call("state")[1] == [0, 0]
+
     def test_are_not_replaced_in_mid_episode(self):
         options = ExecutorOptions(recycle_after=1)
         with (
