@@ -50,6 +50,9 @@ class ProcessCrew:
         is_dense: whether `step` can be used.
     """
 
+    #: Bool `[N]`, the envs whose workers were lost in the latest `step`; None for none.
+    lost: torch.Tensor | None = None
+
     def __init__(
         self,
         factories: Sequence[Callable[..., Any]],
@@ -138,16 +141,18 @@ class ProcessCrew:
                 following, root = engine.step_all(td, op)
             except ActionError:  # of another kind than the spec's, perhaps: TorchRL casts when it copies to its buffers
                 following, root = engine.step_all(self._cast(td), op)
+            self.lost = None
             if engine.rows.has_interrupted and engine.rows.interrupted.any():
-                self._end_lost(following)
+                self.lost = self._end_lost(following)
             return following, root
 
-    def _end_lost(self, following: TensorDictBase) -> None:
-        """Have the rows of envs whose worker was lost say that they are cut off (and not terminated)."""
-        lost = torch.from_numpy(self._engine.rows.interrupted[:, 0])
+    def _end_lost(self, following: TensorDictBase) -> torch.Tensor:
+        """Mark the rows of envs whose worker was lost as cut off (and not terminated); return them, bool `[N]`."""
+        lost = torch.from_numpy(self._engine.rows.interrupted[:, 0].copy())
         for leaf in self.pool.specs[0].observation:
             if leaf.key[0].startswith("done:") and leaf.key[0].rpartition("/")[2].split(":")[-1] != "terminated":
                 following.get(leaf.key[0])[lost] = True
+        return lost
 
     def _cast(self, td: TensorDictBase) -> TensorDictBase:
         leaves = self.pool.specs[0].action

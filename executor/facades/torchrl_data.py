@@ -44,6 +44,7 @@ class Shells:
         )
         self.state_keys = list(state_keys)
         observed = [*leaves["observation"], *leaves["done"]]
+        self._observed = [(key, leaf.key[0]) for key, leaf in leaves["observation"]]
         self._next_names = [leaf.key[0] for _, leaf in (*observed, *leaves["reward"])]
         self._root_names = [leaf.key[0] for _, leaf in observed]
         self._next = self._shell([key for key, _ in (*observed, *leaves["reward"])], template.get("next"))
@@ -59,6 +60,13 @@ class Shells:
     def next_of(self, flat: TensorDictBase) -> TensorDictBase:
         """Return the `next` over the leaves of a flat batch."""
         return self._placed(self._next.build([get_leaf(flat, name) for name in self._next_names]))
+
+    def repeat_roots(self, flat: TensorDictBase, root: TensorDictBase, rows: torch.Tensor) -> None:
+        """Write what was acted on into some rows (bool `[N]`) of a flat `next`: those of no step."""
+        for key, name in self._observed:
+            value = root.get(key, None)
+            if value is not None:
+                get_leaf(flat, name)[rows] = value.to(get_leaf(flat, name).device)[rows]
 
     def root_of(self, flat: TensorDictBase) -> TensorDictBase:
         """Return the root over the leaves of a flat batch."""
@@ -106,19 +114,31 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
             EnvError: an env raised; all others were stepped. WorkerLost, WorkerTimeout.
         """
         self._assert_tensordict_shape(tensordict)
-        crew = self._open()
         shells = self._slab_shells(tensordict)
         if shells is None:
             return super().step(tensordict)
-        flat, _ = crew.step(tensordict, Op.STEP)
+        flat, _ = self._step_slab(shells, tensordict, Op.STEP)
         set_next(tensordict, shells.next_of(flat))
         return tensordict
 
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def _step_slab(
+        self, shells: Shells, tensordict: TensorDictBase, op: Op
+    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Step all envs through the slab; a lost env's row repeats the observation that was acted on.
+
+        Resets do not go through the slab, so its own latest row may be of the episode before.
+        """
         crew = self._open()
+        flat, root = crew.step(tensordict, op)
+        if crew.lost is not None:
+            shells.repeat_roots(flat, tensordict, crew.lost)
+        return flat, root
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._open()
         shells = self._slab_shells(tensordict)
         if shells is not None:
-            return shells.next_of(crew.step(tensordict, Op.STEP)[0])
+            return shells.next_of(self._step_slab(shells, tensordict, Op.STEP)[0])
         mask = tensordict.get("_step", None)
         if mask is not None and not mask.all():
             return self._step_some(tensordict, self._step_worker_mask(mask))
@@ -197,13 +217,13 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
         """
         if tensordict.device != self.device:
             tensordict = tensordict.to(self.device) if self.device is not None else tensordict.copy().clear_device_()
-        crew = self._open()
+        self._open()
         shells = self._slab_shells(tensordict)
         if shells is None or shells.has_own_state or self.__dict__.get("_compiled_step_and_maybe_reset") is not None:
             if tensordict.get("_step", None) is not None or not self._use_buffers:
                 return EnvBase.step_and_maybe_reset(self, tensordict)
             return self._step_and_maybe_reset_told(tensordict)
-        flat, flat_root = crew.step(tensordict, Op.STEP_RESET)
+        flat, flat_root = self._step_slab(shells, tensordict, Op.STEP_RESET)
         set_next(tensordict, self._without_collected(shells.next_of(flat)))
         return tensordict, shells.root_of(flat_root)
 

@@ -159,6 +159,20 @@ def test_a_lost_worker_can_be_replaced() -> None:
         assert env.rollout(2).shape == (2, 2)
 
 
+@pytest.mark.broken_pool
+def test_the_row_of_a_lost_env_repeats_what_was_acted_on() -> None:
+    options = ExecutorOptions(on_worker_loss="restart", check_actions="off")
+    with started(2, Troubled, options=options) as env:
+        td = env.reset()
+        td["action"] = torch.tensor([[1], [1]], dtype=env.action_spec.dtype)
+        env.step_and_maybe_reset(td)
+        td = env.reset()
+        td["action"] = torch.tensor([[6], [1]], dtype=env.action_spec.dtype)
+        stepped, _ = env.step_and_maybe_reset(td)
+        assert stepped["observation"].flatten().tolist() == [0, 0]
+        assert stepped["next", "observation"].flatten().tolist() == [0, 1]  # not a row of the episode before
+
+
 def test_steps_after_other_commands_are_never_stale() -> None:
     with started(2, counting) as env:
         td = env.reset()
