@@ -41,7 +41,11 @@ TESTS = {
     "executor/pool.py": (*_STEPS, *_LOSSES),
     "executor/rows.py": (*_STEPS, "executor/test_quick_step.py", "executor/test_recovery.py", "executor/test_infos.py"),
     "executor/rollout.py": ("executor/test_rollout.py", "executor/test_collector.py", *_LOSSES),
-    "executor/commands.py": (*_STEPS, "executor/test_quick_step.py", *_LOSSES),
+    "executor/commands.py": (
+        "executor/facades/test_gymnasium_equality.py",
+        "executor/facades/test_gymnasium_errors.py",
+        "executor/test_recovery.py",
+    ),
     "executor/ahead.py": ("executor/test_reset_ahead.py",),
     "executor/intake.py": ("executor/test_intake.py", "executor/test_quick_step.py", "executor/test_stepping.py"),
     "workers/block.py": ("workers/test_protocol.py", *_STEPS, "executor/test_rollout.py", "faults/test_env_raises.py"),
