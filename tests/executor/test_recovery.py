@@ -138,6 +138,23 @@ class TestInterrupts:
             interrupt(gate, lambda: env.call("slowly", 1))
             assert env.call("echo", 2) == [[[2], {}]] * 2
 
+    def test_ctrl_c_after_a_recv_does_not_have_sent_again(self, tmp_path):
+        gate = Gate(tmp_path)
+
+        class Slow(CountingEnv):
+            def slowly(self) -> None:
+                gate.pass_through()
+
+        with ParallelEnv(2, functools.partial(Slow, 1_000_000), num_workers=2) as env:
+            env.reset()
+            env.send(act(env))
+            env.recv()
+            interrupt(gate, lambda: env.call("slowly"))
+            with pytest.raises(ValueError, match="that were sent"):
+                env.recv(env_ids=[0])
+            env.send(act(env))
+            assert sorted(counters(env.recv()["next"])) == [2, 2]
+
     def test_ctrl_c_in_an_env_of_this_process_is_ctrl_c(self):
         with SerialEnv(2, [functools.partial(FaultyEnv, "keyboard_interrupt", step=1), ENDLESS]) as env:
             env.reset()
