@@ -80,6 +80,18 @@ class TestFaults:
             _, root = env.step_and_maybe_reset(act(env))
             assert counters(root) == [1, 1, 3]
 
+    def test_a_failed_plain_step_leaves_those_that_ended_to_the_caller(self):
+        make = [functools.partial(FaultyEnv, "value_error"), functools.partial(CountingEnv, 2), ENDLESS]
+        with ParallelEnv(3, make, num_workers=1) as env:
+            env.reset()
+            env.step(act(env))
+            with pytest.raises(EnvError):
+                env.step(act(env))
+            with pytest.raises(ResetNeeded) as caught:
+                env.step(act(env))
+            assert caught.value.env_ids == (0, 1)
+            assert counters(env.reset(only(env, 0, 1))) == [0, 0, 2]
+
     def test_a_failed_reset_leaves_the_others_reset(self):
         make = [ENDLESS, functools.partial(FaultyEnv, "value_error", at="reset", episode=1)]
         with ParallelEnv(2, make, num_workers=1) as env:
@@ -91,9 +103,29 @@ class TestFaults:
             with pytest.raises(ResetNeeded) as caught:
                 env.step(act(env))
             assert caught.value.env_ids == (1,)
+            assert env.statistics().env_errors == 1
 
 
 class TestInterrupts:
+    def test_ctrl_c_in_a_reset_costs_nothing_that_was_sent(self, tmp_path):
+        gate = Gate(tmp_path)
+
+        class SlowReset(CountingEnv):
+            def reset(self, seed: int | None, options: Any = None) -> list[Any]:
+                if self.episode >= 0:
+                    gate.pass_through()
+                return super().reset(seed, options)
+
+        with ParallelEnv(2, [ENDLESS, functools.partial(SlowReset, 1_000_000)], num_workers=2) as env:
+            env.reset()
+            env.send(act(env)[:1], [0])
+            interrupt(gate, lambda: env.reset(only(env, 1)))
+            td = env.recv()
+            assert (td["env_ids"].tolist(), counters(td["next"])) == ([0], [1])
+            with pytest.raises(ResetNeeded) as caught:
+                env.step(act(env))
+            assert caught.value.env_ids == (1,)
+
     def test_an_answer_to_an_interrupted_question_is_not_the_next_ones(self, tmp_path):
         gate = Gate(tmp_path)
 
@@ -105,6 +137,23 @@ class TestInterrupts:
         with ParallelEnv(2, Slow, num_workers=2) as env:
             interrupt(gate, lambda: env.call("slowly", 1))
             assert env.call("echo", 2) == [[[2], {}]] * 2
+
+    def test_ctrl_c_after_a_recv_does_not_have_sent_again(self, tmp_path):
+        gate = Gate(tmp_path)
+
+        class Slow(CountingEnv):
+            def slowly(self) -> None:
+                gate.pass_through()
+
+        with ParallelEnv(2, functools.partial(Slow, 1_000_000), num_workers=2) as env:
+            env.reset()
+            env.send(act(env))
+            env.recv()
+            interrupt(gate, lambda: env.call("slowly"))
+            with pytest.raises(ValueError, match="that were sent"):
+                env.recv(env_ids=[0])
+            env.send(act(env))
+            assert sorted(counters(env.recv()["next"])) == [2, 2]
 
     def test_ctrl_c_in_an_env_of_this_process_is_ctrl_c(self):
         with SerialEnv(2, [functools.partial(FaultyEnv, "keyboard_interrupt", step=1), ENDLESS]) as env:

@@ -12,8 +12,10 @@ from tensordict import TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, SerialEnv
 from envherd.shm.specs import Discrete, LeafSpec
+from envherd.workers.errors import SpecError
+from envherd.workers.slot import Slot
 from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv, PairEnv
-from envherd.workers.testing.envs import action_leaf
+from envherd.workers.testing.envs import PlainAdapter, action_leaf
 
 #: The quick step and the general one.
 BOTH_WAYS = pytest.mark.parametrize("isolate_rng", [False, True])
@@ -125,3 +127,15 @@ def test_too_few_values_are_an_error_of_that_env(isolate_rng, missing):
         root = env.step_and_maybe_reset(env.rand_action(root))[1]
         with pytest.raises(EnvError, match="expected"):
             env.step(env.rand_action(root))
+
+
+def test_leaves_that_an_adapter_does_not_want_checked_may_be_nan():
+    adapter = PlainAdapter(CountingEnv())
+    adapter.unchecked = frozenset({("loose",)})
+    slot = Slot(0, adapter, check_finite=True)
+    arrays = {("next", key): np.zeros(2, np.float32) for key in ("loose", "tight")}
+    loose, tight = (slot.writer(LeafSpec((key,), (), "float32"), arrays, "next", 0) for key in ("loose", "tight"))
+    loose(1, np.nan)
+    assert np.isnan(arrays["next", "loose"]).tolist() == [False, True]
+    with pytest.raises(SpecError, match="tight"):
+        tight(1, np.nan)
