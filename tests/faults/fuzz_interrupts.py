@@ -187,6 +187,11 @@ class Interrupting(Session):
         self.is_open_seed = True
 
     @property
+    def max_errors(self) -> int:
+        """See `Session.max_errors`; in this process an env may meet a handler that raises."""
+        return super().max_errors + (self._interrupter.num_sent if self.setting.is_serial else 0)
+
+    @property
     def slack(self) -> int:
         """See `Session.slack`."""
         return super().slack + (self._interrupter.num_sent if self.setting.is_serial else 0)

@@ -176,7 +176,7 @@ class Session:
                 raise
         except EnvError as error:
             self.num_errors += 1
-            if self.num_errors > self.num_sprung:
+            if self.num_errors > self.max_errors:
                 raise
             self._note_broken(ids, error.env_ids)
         except (WorkerLost, WorkerTimeout) as error:
@@ -197,7 +197,12 @@ class Session:
 
     def settle(self) -> None:
         """Make a call that asks nothing: what a broken one has left is put right."""
-        self.env.current([])
+        self.env.set("mark", self.mark, env_ids=[])
+
+    @property
+    def max_errors(self) -> int:
+        """Errors that envs may have raised."""
+        return self.num_sprung
 
     @property
     def num_sprung(self) -> int:
@@ -608,7 +613,8 @@ class Session:
                 self.oracle.root((env_id, lane), row, done=bool(done[0, lane]))
 
     def _current(self) -> None:
-        self._learn(self._idle())
+        if idle := self._idle():
+            self._learn(idle)
 
     def _policy(self, seen: list[Any]) -> Any:
         def policy(td: Any) -> Any:
@@ -626,7 +632,7 @@ class Session:
         self._drain()
         auto_reset = self.rng.random() < 0.4
         if not auto_reset:
-            self._learn(self._idle())
+            self._current()
         breaks = self.rng.random() < 0.4
         is_cut = self.rng.random() < 0.15
         num_steps = self.rng.randint(1, 8)
@@ -690,7 +696,7 @@ class Session:
         assert collector is not None
         auto_reset = self.always or not self.has_collected
         if not auto_reset:
-            self._learn(self._idle())
+            self._current()
         data = self.attempt(f"collect {collector.num_steps} auto_reset={auto_reset}", collector.collect)
         if data is not None:
             self.has_collected = True
@@ -808,7 +814,7 @@ class Session:
             raise Violation(
                 f"statistics() says {said.interrupted} interrupted rows, handed out were {self.oracle.num_interrupted}"
             )
-        if said.env_errors > self.num_sprung + self.slack or said.env_errors < self.num_errors:
+        if said.env_errors > self.max_errors or said.env_errors < self.num_errors:
             raise Violation(f"statistics() says {said.env_errors} env errors, raised were {self.num_errors}")
 
     # ---- faults ------------------------------------------------------------------------------
