@@ -400,7 +400,8 @@ class Rows:
     def note_side(self, frames: Mapping[int, Mapping[str, Any]]) -> None:
         """Keep the side-channel values that came with the latest rows."""
         for env_id, frame in frames.items():
-            self.side_next[env_id] = frame["next"]
+            if any(value is not None for value in frame["next"]):  # else a new instance that has made no step
+                self.side_next[env_id] = frame["next"]
             self.side_root[env_id] = frame["root"]
 
     def note_infos(self, frames: Mapping[int, Mapping[str, Any]], env_ids: Iterable[int]) -> None:

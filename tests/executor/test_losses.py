@@ -459,6 +459,31 @@ class TestTheEnd:
         assert in_child(body) == "lost"
 
 
+@pytest.mark.parametrize("way", ["fused", "sent", "rollout"])
+def test_an_interrupted_row_has_the_last_true_text(tmp_path, way):
+    class Dies(TextEnv):
+        def step(self, action: list[Any]) -> Any:
+            if self.num_steps == 1 and not (tmp_path / "died").exists():
+                (tmp_path / "died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(action)
+
+    with ParallelEnv(1, Dies, num_workers=1, options=RESTART) as env:
+        text = next(leaf.key for leaf in env.observation_spec if leaf.is_side)
+        root = env.reset()
+        if way == "rollout":
+            data = env.rollout(2, auto_reset=False, break_when_any_done=False)[0, 1]
+        else:
+            root = env.step_and_maybe_reset(act(env) if way == "fused" else root.update(act(env)))[1]
+            if way == "fused":
+                data = env.step_and_maybe_reset(root.update(act(env)))[0][0]
+            else:
+                env.send(act(env))
+                data = env.recv()[0]
+        assert data["next", "interrupted"].all()
+        assert data["next"].get(text) == data.get(text) is not None
+
+
 def test_an_env_with_text_that_was_never_reset_has_none():
     with SerialEnv(2, TextEnv) as env:
         env.reset(only(env, 1))
