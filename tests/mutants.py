@@ -294,6 +294,7 @@ def main() -> int:
 
 def _try_all(pool: ProcessPoolExecutor, chosen: dict[str, list[Mutant]]) -> int:
     paths = {where: where.partition(":")[0] for where in chosen}
+    sources = {path: (ROOT / path).read_bytes() for path in paths.values()}  # now: somebody may edit them meanwhile
     originals = {}
     for where, (said, took) in zip(chosen, pool.map(_try_original, paths.values()), strict=True):
         originals[where] = said, took
@@ -312,7 +313,7 @@ def _try_all(pool: ProcessPoolExecutor, chosen: dict[str, list[Mutant]]) -> int:
         print(f"{mutant.path}:{mutant.line} {verdict} after {took:.0f} s: {mutant.text!r} {said}", flush=True)
         if said == "passed":
             survivors.append(mutant)
-            print(mutant.diff((ROOT / mutant.path).read_bytes()), flush=True)
+            print(mutant.diff(sources[mutant.path]), flush=True)
     for where, mutants in chosen.items():
         print(f"{where}: {sum(mutant not in survivors for mutant in mutants)} of {len(mutants)} killed")
     return 0
