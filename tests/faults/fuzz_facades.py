@@ -207,7 +207,7 @@ class GymnasiumSession(FacadeSession):
             seed, options, given = self._draw_given()
             self._do_reset(seed, options, given, None)
         ended = np.array([self.oracle.ended[i, 0] for i in range(self.num_envs)])
-        if self.mode == "Disabled" and ended.any():
+        if self.mode == "Disabled" and ended.any() and not self._is_open():
             self._do_reset(None, {"reset_mask": ended}, Given(seeds=(None,) * self.num_envs), ended)
         if self._is_open():
             return
