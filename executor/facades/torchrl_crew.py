@@ -108,6 +108,7 @@ class ProcessCrew:
                 faults.append({**value, "env_id": env_id})
             results.append(value)
         if faults:
+            self._engine.num_errors += len(faults)
             worker_id = int(self.pool.worker_of[faults[0]["env_id"]])
             raise env_error(faults, worker_id, self.pool.pid_of(worker_id))
         return results
