@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_leaf_nontensor
 
 from envherd.executor.batching import stack_groups
 from envherd.executor.carry import Carried, check_acted, leaf_keys
@@ -490,7 +490,7 @@ def _fill(out: TensorDictBase, data: TensorDictBase) -> TensorDictBase:
 
 
 def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
-    for key in data.keys(include_nested=True, leaves_only=True):
+    for key in data.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
         value, place = data.get(key), out.get(key, None)
         if not isinstance(value, torch.Tensor) or place is None:
             out.set(key, value)

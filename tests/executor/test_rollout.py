@@ -429,3 +429,13 @@ def test_text_comes_along(make):
 def test_no_steps_is_no_rollout(steps, message):
     with SerialEnv(2, long_env) as env, pytest.raises(ValueError, match=message):
         env.rollout(steps)
+
+
+@both
+def test_text_is_filled_into_out_too(make):
+    with make(2, TextEnv) as env:
+        out = env.rollout(2)
+        before = out.get("text").tolist()
+        data = env.rollout(2, out=out)
+        assert data.get("text").tolist() == [[f"{o[0]}:{o[1]}" for o in row] for row in data["observation"].tolist()]
+        assert data.get("text").tolist() != before
