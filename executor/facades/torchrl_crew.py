@@ -151,8 +151,8 @@ class ProcessCrew:
         """Mark the rows of envs whose worker was lost as cut off (and not terminated); return them, bool `[N]`."""
         lost = torch.from_numpy(self._engine.rows.interrupted[:, 0].copy())
         for leaf in self.pool.specs[0].observation:
-            if leaf.key[0].startswith("done:") and leaf.key[0].rpartition("/")[2].split(":")[-1] != "terminated":
-                following.get(leaf.key[0])[lost] = True
+            if leaf.key[0].startswith("done:"):  # the row that was repeated may be of the episode before
+                following.get(leaf.key[0])[lost] = leaf.key[0].rpartition("/")[2].split(":")[-1] != "terminated"
         return lost
 
     def _cast(self, td: TensorDictBase) -> TensorDictBase:
