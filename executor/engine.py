@@ -234,7 +234,7 @@ class Engine:
             The ids of the envs whose episodes ended (reset by now, if the op is STEP_RESET), or None.
         """
         rows = self.rows
-        self._wait_for_steps(op)
+        self._wait_for_steps(may_reset=op == Op.STEP_RESET or cut is not None)
         if self.pool.outcome:
             self._settle_steps(op, column)
         else:
@@ -273,13 +273,13 @@ class Engine:
         except BaseException as error:
             self._break_off(self.all_ids, error)
             raise
-        self._wait_for_steps(op)
+        self._wait_for_steps(may_reset=op == Op.STEP_RESET or reset_ids is not None)
 
-    def _wait_for_steps(self, op: Op) -> None:
+    def _wait_for_steps(self, *, may_reset: bool) -> None:
         """Wait for the steps of all envs."""
         options = self.options
         with self._may_break_off(self.all_ids):
-            if not self.pool.wait_all(options.step_timeout_s, options.reset_timeout_s if op == Op.STEP_RESET else 0.0):
+            if not self.pool.wait_all(options.step_timeout_s, options.reset_timeout_s if may_reset else 0.0):
                 raise self.loss_without_the_others()
 
     def loss_without_the_others(self) -> EnvherdError:

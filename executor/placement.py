@@ -39,7 +39,7 @@ _EVERY_S = 0.05
 #: all spin between batches, a pair is back within tens of milliseconds (at a third of the looks; `w100` of
 #: benchmarks/placement.py, 23 Nov 2026).
 _WATCH_S, _SOON_S = 1.0, 0.01
-#: Looks take at most one part in so many of the caller's time (10 to 30 us of processor time a worker).
+#: Looks take at most 1/`_COST` of the caller's time (10 to 30 us of processor time a worker).
 _COST = 128
 #: Share of a processor's time that must be left by others for a worker to be sent there.
 _ROOM = 0.5

@@ -316,7 +316,7 @@ class WorkerPool:
         return is_raised and grace_s is not None and now >= self._lost_at + grace_s
 
     def _that_reset(self, num_resets: np.ndarray) -> set[int]:
-        """Return the workers that are in a reset, or have made one since there were so many of each env."""
+        """Return the workers that are in a reset, or have made one since these were counted (int `[N]`)."""
         words = self.slab.words
         have_reset = set(self.worker_of[words["resets"] != num_resets].tolist())
         return have_reset | {w for w in self.worker_ids if describe_phase(int(words["phase"][w]))[0] == "reset"}

@@ -365,7 +365,7 @@ class Rows:
                     raise ValueError(f"load_state_dict failed: expected {leaf}, got {got} (root of env {env_id}).")
 
     def put_roots(self, roots: Sequence[Mapping[str, Any]], ended: Sequence[bool]) -> None:
-        """Note where all envs are: what `roots` and `ended` have said."""
+        """Note where all envs are: what `roots` returned, and which had ended."""
         column = self._column
         for env_id, root in enumerate(roots):
             group, place = int(self.group_of[env_id]), self.ring_row(env_id, column)
