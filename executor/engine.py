@@ -186,8 +186,8 @@ class Engine:
         Args:
             td: batch `[N]` with the inputs.
             op: STEP or STEP_RESET.
-            cut: int `[k]`, envs whose episodes a loss has ended since their latest row. They are reset instead, and
-                their `next` is an interrupted row. None for none.
+            cut: int `[k]`, envs whose episodes a loss has ended since their latest row. Their `next` is an interrupted
+                row, and they are not stepped: a STEP_RESET resets them, a STEP leaves them ended. None for none.
         """
         batch_size = td.batch_size
         if not batch_size or batch_size[0] != self.num_envs:
@@ -221,7 +221,7 @@ class Engine:
         try:
             for env_id in () if cut is None else cut.tolist():
                 self.end_in_ring(env_id, column)
-            self.pool.submit_all(op, RING, column, cut)
+            self._submit_steps(op, RING, column, cut)
         except BaseException as error:
             self._break_off(self.all_ids, error)
             raise
@@ -234,7 +234,7 @@ class Engine:
             The ids of the envs whose episodes ended (reset by now, if the op is STEP_RESET), or None.
         """
         rows = self.rows
-        self._wait_for_steps(may_reset=op == Op.STEP_RESET or cut is not None)
+        self._wait_for_steps(may_reset=op == Op.STEP_RESET)
         if self.pool.outcome:
             self._settle_steps(op, column)
         else:
@@ -262,18 +262,26 @@ class Engine:
             error.partial = self.rows.next_td(self.rows.next_leaves(column))
             raise
 
-    def run_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
-        """Give all envs a step command, but some (int `[k]`) a RESET, and wait.
+    def run_all(self, op: Op, target: int, column: int, cut: np.ndarray | None = None) -> None:
+        """Make all envs step at a column of a target, and wait; for `cut`, see `step_all`.
 
         If the wait is broken off, the answers are lost.
         """
         self.pool.await_workers(self.all_ids)
         try:
-            self.pool.submit_all(op, target, column, reset_ids)
+            self._submit_steps(op, target, column, cut)
         except BaseException as error:
             self._break_off(self.all_ids, error)
             raise
-        self._wait_for_steps(may_reset=op == Op.STEP_RESET or reset_ids is not None)
+        self._wait_for_steps(may_reset=op == Op.STEP_RESET)
+
+    def _submit_steps(self, op: Op, target: int, column: int, cut: np.ndarray | None) -> None:
+        """Give all envs a step command; for those in `cut`, a RESET with a STEP_RESET, and none with a STEP."""
+        if cut is None or op == Op.STEP_RESET:
+            self.pool.submit_all(op, target, column, cut)
+            return
+        env_ids = np.setdiff1d(self.all_ids, cut)
+        self.pool.submit(env_ids, op, target, np.full(len(env_ids), column))
 
     def _wait_for_steps(self, *, may_reset: bool) -> None:
         """Wait for the steps of all envs."""

@@ -27,6 +27,8 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.executor.carry import Carried
+from envherd.executor.stepwise import StepwiseRun
 from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.executor.test_recovery import ENDLESS, RESTART, act, counters, flags, kill, only
 from tests.faults.children import in_child
@@ -97,6 +99,26 @@ class TestBetweenRollouts:
             data = env.rollout(1, auto_reset=False)
             assert (counters(data)[1], counters(data["next"])[1]) == ([2], [2])
             assert counters(env.rollout(2, auto_reset=False, break_when_any_done=False))[1] == [0, 1]
+
+    @pytest.mark.parametrize("way", ["storage", "ring"])
+    def test_an_env_that_the_last_step_ends_is_not_reset(self, way):
+        with ParallelEnv(2, [functools.partial(CountingEnv, 2), ENDLESS], num_workers=1, options=RESTART) as env:
+            engine = env.engine
+            env.rollout(2, break_when_any_done=False)
+            kill(env, 0)
+            if way == "storage":
+                data = env.rollout(1, auto_reset=False, break_when_any_done=False)
+            else:  # as with a device
+                carried = Carried(engine.known, None, None)
+                with env._turn:
+                    run = StepwiseRun(engine, env.rand_action, carried, None, break_when_any_done=False)
+                    data = run.collect(1, auto_reset=False)
+            assert flags(data, "interrupted") == [False, True]
+            words = engine.pool.slab.words
+            assert words["resets"].tolist() == [2, 1]
+            data = env.rollout(1, auto_reset=False, break_when_any_done=False)
+            assert counters(data) == [[1], [0]]
+            assert words["resets"].tolist() == [2, 2]
 
 
 class TestSuccessorsThatFail:
