@@ -273,6 +273,8 @@ class Exchange:
             return
         columns = self._columns[lost]
         for env_id, column in zip(lost.tolist(), columns.tolist(), strict=True):
+            self._side.pop(env_id, None)
+            self._infos.pop(env_id, None)
             engine.end_in_ring(env_id, column)
         engine.note_interrupted(lost)
         to_reset = self._ops[lost] == _STEP_RESET

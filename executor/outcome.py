@@ -47,6 +47,12 @@ class Outcome:
         """Return what is about some envs, with all losses, and the rest; None: all is about them."""
         return self, Outcome() if env_ids is None else self.split_off(env_ids)
 
+    def forget_rows(self, env_ids: np.ndarray) -> None:
+        """Drop the side values and infos of rows that were never completed."""
+        for kept in (self.side, self.infos):
+            for env_id in env_ids.tolist() if kept else ():
+                kept.pop(env_id, None)
+
     def take(self, frame: Frame) -> None:
         """Keep a message that came with rows."""
         if frame["kind"] == "fault":

@@ -184,6 +184,7 @@ class WorkerPool:
         env_ids = np.array(self.blueprint.blocks[worker_id])
         owing = env_ids[self._command_seq[env_ids] != self._reply_seq[env_ids]]
         self.forfeited[owing] = True  # first: an interrupt must not leave an answer that no worker gave
+        self.outcome.forget_rows(owing)
         self._status[owing] = 0
         self._reply_seq[owing] = self._command_seq[owing]
         return bool(len(owing))

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -481,13 +482,20 @@ class TestTheEnd:
         assert in_child(body) == "lost"
 
 
+@pytest.mark.parametrize("when", ["in the step", "after its text was sent"])
 @pytest.mark.parametrize("way", ["fused", "sent", "rollout"])
-def test_an_interrupted_row_has_the_last_true_text(tmp_path, way):
+def test_an_interrupted_row_has_the_last_true_text(tmp_path, way, when):
+    def send_and_die(*args: Any, send: Any = socket.socket.sendall) -> None:
+        send(*args)
+        os._exit(3)
+
     class Dies(TextEnv):
         def step(self, action: list[Any]) -> Any:
             if self.num_steps == 1 and not (tmp_path / "died").exists():
                 (tmp_path / "died").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                if when == "in the step":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                socket.socket.sendall = send_and_die  # type: ignore[method-assign]  # in the worker alone
             return super().step(action)
 
     with ParallelEnv(1, Dies, num_workers=1, options=RESTART) as env:
