@@ -19,7 +19,6 @@ ROLLOUT_STEPS ?= 200
 ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
 # An installed package that mypy can follow (it cannot follow the editable install's finder).
-TYPES := build/typecheck/envherd
 
 .PHONY: help venv rollout test test-quick test-full matrix faults soak mutants lint format types examples bench bench-quick clean
 .DELETE_ON_ERROR:
@@ -101,8 +100,6 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 types: $(STAMP)
-	@mkdir -p $(TYPES)
-	@for part in shm workers executor benchmarks; do ln -sfn ../../../$$part $(TYPES)/$$part; done
 	$(BIN)/mypy -p envherd
 	$(BIN)/mypy tests examples .ci/install_meltingpot.py
 

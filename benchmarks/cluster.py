@@ -34,7 +34,7 @@ from envherd.benchmarks import cluster_page, rllib
 from envherd.executor import ParallelEnv
 from envherd.executor.cluster import RayParallelEnv
 from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.echo import EchoFactory
+from envherd.workers.probing.echo import EchoFactory
 from envherd.workers.testing.envs import action_leaf
 
 NUM_ENVS, NUM_STEPS, CARTPOLE_STEPS = 8, 64, 128

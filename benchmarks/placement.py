@@ -57,7 +57,8 @@ def start(run: str, way: str, calibration: float) -> dict[str, Any]:
     if way == BOUND:
         return _start_loops(Job(make_env=make_env, num_envs=num_envs, num_workers=_NUM_WORKERS, family=family))
     from envherd.benchmarks.ours import drawn_actions
-    from envherd.executor import ExecutorOptions, ParallelEnv, placement
+    from envherd.executor import ExecutorOptions, ParallelEnv
+    from envherd.executor.pools import placement
 
     if way != DEFAULT:
         placement.room_between = lambda *_: {}  # none has room: it looks, and moves nobody

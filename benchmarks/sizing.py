@@ -33,8 +33,8 @@ from envherd.benchmarks.gate import MOST_OTHERS
 from envherd.benchmarks.parts import write_part
 from envherd.benchmarks.report import Sheet, to_markdown, to_rich
 from envherd.executor import MeltingPotFactory
-from envherd.executor.env_names import factory_for
-from envherd.executor.machine import read_machine
+from envherd.executor.cli.env_names import factory_for
+from envherd.executor.machine.machine import read_machine
 from envherd.executor.sizing.deciding import MODE_GAIN
 from envherd.executor.sizing.limits import Goal
 from envherd.executor.sizing.model import Model, Prediction, Setting

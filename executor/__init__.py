@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from envherd.executor.collector import Collector
+    from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
-    from envherd.executor.preloading import preloaded
+    from envherd.executor.pools.preloading import preloaded
     from envherd.executor.serial import SerialEnv
     from envherd.executor.sizing.recommending import recommend
-    from envherd.executor.statistics import Statistics, WorkerStatistics
-    from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
+    from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
     from envherd.workers.errors import (
         ActionError,
         Busy,
@@ -61,12 +61,12 @@ __all__ = [
 _HOMES = {
     "Collector": "envherd.executor.collector",
     "ExecutorOptions": "envherd.executor.options",
-    "MeltingPotFactory": "envherd.workers.adapters.meltingpot_factory",
+    "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
     "ParallelEnv": "envherd.executor.parallel",
     "SerialEnv": "envherd.executor.serial",
-    "Statistics": "envherd.executor.statistics",
-    "WorkerStatistics": "envherd.executor.statistics",
-    "preloaded": "envherd.executor.preloading",
+    "Statistics": "envherd.executor.monitor.statistics",
+    "WorkerStatistics": "envherd.executor.monitor.statistics",
+    "preloaded": "envherd.executor.pools.preloading",
     "recommend": "envherd.executor.sizing.recommending",
 }
 

@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.carry import own_leaves
-from envherd.executor.engine import Engine, Pool
-from envherd.executor.exchange import ENV_IDS, Exchange, set_ids
-from envherd.executor.intake import reset_mask
+from envherd.executor.batches.actions import reset_mask
+from envherd.executor.batches.fast_tensordict import get_leaf, set_next
+from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.rollout import RolloutRunner
-from envherd.executor.statistics import Statistics
-from envherd.executor.tensordict_access import get_leaf, set_next
+from envherd.executor.protocol.engine import Engine, Pool
+from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
+from envherd.executor.rollouts.policy_state import own_leaves
+from envherd.executor.rollouts.rollout import RolloutRunner
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.protocol import Op
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol, Self
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.carry import leaf_keys
 from envherd.executor.policy import Placed, Policy
+from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.shm.specs import EnvSpec
 
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol, Self
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.statistics import Statistics, WorkerStatistics
+from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.workers.errors import Closed
 
 #: What only grows; everything else goes up and down.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from envherd.executor.agreement import check_agreement
-from envherd.executor.ahead import AheadPool
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.blueprint import EnvKwargs, MakeEnv, as_factories, choose_apart, choose_workers, draw
-from envherd.executor.device import as_device
+from envherd.executor.batches.transfer import as_device
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pool import WorkerPool
+from envherd.executor.pools.agreement import check_agreement
+from envherd.executor.pools.ahead_pool import AheadPool
+from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, choose_apart, choose_workers, draw
+from envherd.executor.pools.worker_pool import WorkerPool
 
 
 class ParallelEnv(BatchedEnv):

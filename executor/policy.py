@@ -22,7 +22,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from envherd.executor.carry import check_acted, leaf_keys
+from envherd.executor.rollouts.policy_state import check_acted, leaf_keys
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 

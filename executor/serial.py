@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from envherd.executor.agreement import check_agreement
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.blueprint import EnvKwargs, MakeEnv, as_factories, serial_blueprint
-from envherd.executor.device import as_device
+from envherd.executor.batches.transfer import as_device
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.serial_pool import SerialPool
+from envherd.executor.pools.agreement import check_agreement
+from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, serial_blueprint
+from envherd.executor.pools.serial_pool import SerialPool
 
 
 class SerialEnv(BatchedEnv):

@@ -218,7 +218,7 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _loses_no_worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail a test that loses a worker without being marked `broken_pool`."""
-    pool = sys.modules.get("envherd.executor.pool")
+    pool = sys.modules.get("envherd.executor.pools.worker_pool")
     if pool is None or request.node.get_closest_marker("broken_pool"):
         yield
         return

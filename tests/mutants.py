@@ -36,27 +36,41 @@ _STEPS = ("executor/test_stepping.py", "executor/test_exchange.py")
 _LOSSES = ("executor/test_recovery.py", "executor/test_restart.py")
 #: File -> the test files that should notice a change of it, the likeliest first.
 TESTS = {
-    "executor/engine.py": (*_STEPS, "executor/test_quick_step.py", *_LOSSES),
-    "executor/exchange.py": ("executor/test_exchange.py", *_LOSSES, "executor/test_infos.py"),
-    "executor/pool.py": (*_STEPS, *_LOSSES),
-    "executor/rows.py": (*_STEPS, "executor/test_quick_step.py", "executor/test_recovery.py", "executor/test_infos.py"),
-    "executor/rollout.py": ("executor/test_rollout.py", "executor/test_collector.py", *_LOSSES),
-    "executor/commands.py": (
+    "executor/protocol/engine.py": (*_STEPS, "executor/test_quick_step.py", *_LOSSES),
+    "executor/protocol/exchange.py": ("executor/test_exchange.py", *_LOSSES, "executor/test_infos.py"),
+    "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
+    "executor/protocol/rows.py": (
+        *_STEPS,
+        "executor/test_quick_step.py",
+        "executor/test_recovery.py",
+        "executor/test_infos.py",
+    ),
+    "executor/rollouts/rollout.py": ("executor/test_rollout.py", "executor/test_collector.py", *_LOSSES),
+    "executor/protocol/commands.py": (
         "executor/facades/test_gymnasium_equality.py",
         "executor/facades/test_gymnasium_errors.py",
         "executor/test_recovery.py",
     ),
-    "executor/ahead.py": ("executor/test_reset_ahead.py",),
-    "executor/intake.py": ("executor/test_intake.py", "executor/test_quick_step.py", "executor/test_stepping.py"),
-    "workers/block.py": (
+    "executor/pools/ahead_pool.py": ("executor/test_reset_ahead.py",),
+    "executor/batches/actions.py": (
+        "executor/test_intake.py",
+        "executor/test_quick_step.py",
+        "executor/test_stepping.py",
+    ),
+    "workers/block/block.py": (
         "workers/test_protocol.py",
         "executor/test_stepping.py",
         "executor/test_rollout.py",
         "faults/test_env_raises.py",
         "executor/test_lifetime.py",
     ),
-    "workers/loop.py": ("workers/test_loop.py", "workers/test_ahead.py", *_STEPS, "executor/test_watching.py"),
-    "workers/slot.py": ("workers/test_slot.py", "executor/test_quick_step.py", "executor/test_info_leaves.py", *_STEPS),
+    "workers/process/loop.py": ("workers/test_loop.py", "workers/test_ahead.py", *_STEPS, "executor/test_watching.py"),
+    "workers/block/slot.py": (
+        "workers/test_slot.py",
+        "executor/test_quick_step.py",
+        "executor/test_info_leaves.py",
+        *_STEPS,
+    ),
     "shm/tally.py": ("shm/test_tally.py", "shm/test_tally_model.py", "executor/test_exchange.py"),
 }
 

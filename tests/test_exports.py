@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 import envherd.executor
 from envherd.workers import errors
@@ -17,6 +18,7 @@ from envherd.workers import errors
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
+LAYERS = ("shm", "workers", "executor", "benchmarks")
 PUBLIC = ("envherd.executor", "envherd.workers.adapters", "envherd.workers.testing")
 
 
@@ -57,20 +59,22 @@ def test_every_exception_is_exported():
 
 
 def test_every_folder_of_code_is_packaged():
-    layers = PYPROJECT["tool"]["setuptools"]["package-dir"]
-    folders = {
-        ".".join((name, *file.parent.relative_to(ROOT / folder).parts))
-        for name, folder in layers.items()
-        for file in (ROOT / folder).rglob("*.py")
-    }
-    assert folders == set(PYPROJECT["tool"]["setuptools"]["packages"])
-    for package in folders:
+    folders = {file.parent.relative_to(ROOT) for layer in LAYERS for file in (ROOT / layer).rglob("*.py")}
+    packages = {"envherd", *(".".join(("envherd", *folder.parts)) for folder in folders)}
+    assert packages == set(find_packages(str(ROOT), include=["envherd*"]))
+    for package in packages:
         assert importlib.import_module(package).__file__, f"{package} has no __init__.py"
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_package_links_to_the_folders(layer):
+    assert (ROOT / "envherd" / layer).is_symlink()
+    assert (ROOT / "envherd" / layer).samefile(ROOT / layer)
+
+
 def test_types_are_shipped():
-    for folder in PYPROJECT["tool"]["setuptools"]["package-dir"].values():
-        assert (ROOT / folder / "py.typed").is_file()
+    for layer in LAYERS:
+        assert (ROOT / layer / "py.typed").is_file()
 
 
 def test_the_console_script_is_there():

@@ -25,25 +25,28 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for layer in LAYERS for path in
 ALLOWED = {
     "shm/*": {"numpy", "envherd.shm"},
     "workers/*": {"numpy", "cloudpickle", "envherd.shm", "envherd.workers"},
-    "workers/adapters/dm_env*.py": {"dm_env"},
+    "workers/adapters/dm_env/*": {"dm_env"},
     "workers/adapters/envpool*.py": {"envpool", "gymnasium"},
-    "workers/adapters/gymnasium*.py": {"gymnasium"},
-    "workers/adapters/meltingpot*.py": {"dm_env", "dmlab2d", "meltingpot"},
+    "workers/adapters/gymnasium/*": {"gymnasium"},
+    "workers/adapters/meltingpot/*": {"dm_env", "dmlab2d", "meltingpot"},
     "workers/adapters/named.py": {"dm_control", "gymnasium", "pettingzoo", "vmas"},
     "workers/adapters/named_batches.py": {"envpool", "gymnasium"},
-    "workers/adapters/pettingzoo*.py": {"pettingzoo", "gymnasium"},
-    "workers/adapters/torch_*.py": {"torch", "tensordict"},
-    "workers/adapters/vmas.py": {"torch", "vmas"},
-    "workers/adapters/torchrl*.py": {"torch", "tensordict", "torchrl"},
+    "workers/adapters/pettingzoo/*": {"pettingzoo", "gymnasium"},
+    "workers/adapters/simulators/*": {"torch", "tensordict"},
+    "workers/adapters/simulators/vmas.py": {"vmas"},
+    "workers/adapters/torchrl/*": {"torch", "tensordict", "torchrl"},
+    "workers/adapters/hosts/gymnasium_native.py": {"gymnasium"},
+    "workers/adapters/hosts/sb3.py": {"gymnasium"},
+    "workers/adapters/hosts/torchrl*.py": {"torch", "tensordict", "torchrl"},
     "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
     "executor/cli/*": {"typer", "rich"},
     "executor/cli/bench.py": {"envherd.benchmarks"},
-    "executor/media.py": {"PIL"},
+    "executor/cli/media.py": {"PIL"},
     "executor/sizing/plotting.py": {"matplotlib"},
     "executor/cluster/*.py": {"ray", "cloudpickle"},
-    "executor/facades/gymnasium*.py": {"gymnasium"},
-    "executor/facades/sb3*.py": {"stable_baselines3", "gymnasium"},
-    "executor/facades/torchrl*.py": {"torchrl"},
+    "executor/facades/gymnasium/*": {"gymnasium"},
+    "executor/facades/sb3/*": {"stable_baselines3", "gymnasium"},
+    "executor/facades/torchrl/*": {"torchrl"},
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "envherd.benchmarks"},
     "benchmarks/rllib.py": {"ray"},
@@ -70,7 +73,7 @@ HEAVY = {
     "torchrl",
     "vmas",
 }
-FAMILY_FILES = ("dm_env", "envpool", "gymnasium", "meltingpot", "pettingzoo", "torch_", "torchrl", "vmas")
+FAMILIES = ("dm_env", "envpool", "gymnasium", "hosts", "meltingpot", "pettingzoo", "simulators", "torch")
 
 
 def imported_packages(path: Path) -> Iterator[str]:
@@ -116,7 +119,7 @@ def test_shm_and_workers_load_no_heavy_package():
         file
         for file in FILES
         if not file.startswith(("executor/", "benchmarks/"))
-        and not (file.startswith("workers/adapters/") and Path(file).name.startswith(FAMILY_FILES))
+        and not file.startswith(tuple(f"workers/adapters/{family}" for family in FAMILIES))
     ]
     assert len(light) > 20
     assert heavy_after_importing([module_name(file) for file in light]) == set()
@@ -126,11 +129,11 @@ def test_shm_and_workers_load_no_heavy_package():
 @pytest.mark.parametrize(
     ("adapter", "loaded"),
     [
-        ("gymnasium", {"gymnasium"}),
-        pytest.param("dm_env", {"dm_env"}, marks=needs("dm-control")),
-        ("meltingpot", set()),
-        ("meltingpot_factory", set()),
-        ("pettingzoo", {"gymnasium"}),
+        ("gymnasium.adapter", {"gymnasium"}),
+        pytest.param("dm_env.adapter", {"dm_env"}, marks=needs("dm-control")),
+        ("meltingpot.adapter", set()),
+        ("meltingpot.factory", set()),
+        ("pettingzoo.adapter", {"gymnasium"}),
         ("named", set()),
     ],
 )

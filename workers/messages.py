@@ -26,8 +26,8 @@ import cloudpickle
 from envherd.shm.interrupts import uninterrupted as uninterrupted  # noqa: PLC0414  # re-exported
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
-from envherd.workers.adapters.info_leaves import InfoKeys
 from envherd.workers.adapters.registry import EnvType
+from envherd.workers.block.info_leaves import InfoKeys
 from envherd.workers.infos import InfoPolicy
 
 _HEAD = struct.Struct("<QQI")

@@ -10,8 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from envherd.executor.cli.env_names import Factory
 from envherd.executor.cli.sizing_report import size_text
-from envherd.executor.env_names import Factory
 from envherd.executor.sizing.limits import Goal
 from envherd.executor.sizing.words import counted
 

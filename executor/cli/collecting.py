@@ -17,10 +17,10 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.interrupts import DeferredInterrupt
+from envherd.executor.cli.media import FrameLog, MediaError
 from envherd.executor.cli.returns import ReturnMeter, ReturnSummary
 from envherd.executor.cli.storing import RolloutStore
-from envherd.executor.media import FrameLog, MediaError
-from envherd.executor.statistics import Statistics
+from envherd.executor.monitor.statistics import Statistics
 from envherd.workers.errors import EnvherdError
 
 Policy = Callable[[TensorDictBase], TensorDictBase]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.returns import ReturnSummary
-from envherd.executor.statistics import Statistics
+from envherd.executor.monitor.statistics import Statistics
 
 SCHEMA = "envherd.rollout/1"
 _MIB = 1024**2

@@ -17,11 +17,11 @@ from rich.text import Text
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.collecting import Collected, Collector
+from envherd.executor.cli.env_names import Factory, callable_at, factory_for
 from envherd.executor.cli.figures import Figures, table
+from envherd.executor.cli.media import FrameLog, MediaError, require_pillow, write_contact_sheet, write_gif
 from envherd.executor.cli.storing import RolloutStore, StoreError
 from envherd.executor.cluster.errors import ClusterError
-from envherd.executor.env_names import Factory, callable_at, factory_for
-from envherd.executor.media import FrameLog, MediaError, require_pillow, write_contact_sheet, write_gif
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.workers.errors import EnvherdError

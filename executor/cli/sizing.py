@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from envherd.executor.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.env_names import Factory, factory_for
 from envherd.executor.cli.running import complain
 from envherd.executor.cli.sizing_report import plain_report, table, yaml_text
-from envherd.executor.env_names import Factory, factory_for
-from envherd.executor.gpus import Gpu
-from envherd.executor.machine import Machine, read_machine
+from envherd.executor.machine.gpus import Gpu
+from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sizing.deciding import DoesNotFit, decide
 from envherd.executor.sizing.limits import Goal

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from envherd.executor.machine import Machine
+from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.recommending import Sizing
 from envherd.executor.sizing.verifying import Check

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from envherd.executor.cli import EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.sizing_report import size_text
-from envherd.executor.listing import listings
-from envherd.executor.watching import ExecutorView, Watch, WorkerView, stack_of
+from envherd.executor.monitor.running import listings
+from envherd.executor.monitor.watching import ExecutorView, Watch, WorkerView, stack_of
 
 SCHEMA = "envherd.top/1"
 _KEYS = {"\x1b[A": "up", "k": "up", "\x1b[B": "down", "j": "down", "s": "stack", "q": "quit"}

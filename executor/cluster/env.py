@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from envherd.executor.agreement import check_agreement
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.blueprint import EnvKwargs, MakeEnv, as_factories, draw
+from envherd.executor.batches.transfer import as_device
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.orders import Report
 from envherd.executor.cluster.shares import bundles_for
-from envherd.executor.device import as_device
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.agreement import check_agreement
+from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, draw
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.remote_rollouts import RemoteRollouts
-    from envherd.executor.engine import Pool
     from envherd.executor.policy import Policy
+    from envherd.executor.protocol.engine import Pool
 
 Strategy = Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"]
 

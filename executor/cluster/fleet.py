@@ -8,15 +8,15 @@ from typing import Any
 
 import ray
 
-from envherd.executor.blueprint import spread
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.orders import Built, Report, Share, Survey
 from envherd.executor.cluster.pool import ClusterPool
 from envherd.executor.cluster.ray_cluster import COME_UP_S, GONE, Connection, Places, call, living_nodes, take_reports
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.cluster.shares import Resources, divide
-from envherd.executor.crew import Blueprint
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.blueprint import spread
+from envherd.executor.pools.crew import Blueprint
 from envherd.executor.sizing.probing import ProbeLimits, Subject
 from envherd.workers.errors import EnvherdError
 

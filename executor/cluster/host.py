@@ -25,10 +25,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import diagnosis
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.blueprint import spread
-from envherd.executor.carry import leaf_keys
+from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.cluster.folding import fold
 from envherd.executor.cluster.orders import (
     ENV_WORDS,
@@ -45,12 +43,14 @@ from envherd.executor.cluster.orders import (
 )
 from envherd.executor.cluster.parentage import end_with_parent
 from envherd.executor.cluster.wire import End
-from envherd.executor.crew import Blueprint
-from envherd.executor.machine import read_machine, usable_cores
+from envherd.executor.machine.machine import read_machine, usable_cores
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.outcome import Outcome
-from envherd.executor.pool import WorkerPool
-from envherd.executor.sampling import ActionSampler
+from envherd.executor.pools import error_messages as diagnosis
+from envherd.executor.pools.blueprint import spread
+from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.executor.sizing.probing import ProbeLimits, Subject
 from envherd.executor.sizing.recommending import PROBE_MEMORY_SHARE, measure_subject
 from envherd.shm.cgroups import read_word

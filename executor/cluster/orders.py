@@ -8,9 +8,9 @@ from typing import Any, Literal
 import numpy as np
 
 from envherd.executor.cluster.folding import Rest
-from envherd.executor.machine import Machine
+from envherd.executor.machine.machine import Machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.outcome import Outcome
+from envherd.executor.pools.replies import Outcome
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.overhead import Overhead
 from envherd.shm.specs import EnvSpec

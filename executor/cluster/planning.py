@@ -17,7 +17,7 @@ import numpy as np
 from envherd.executor.cluster.fleet import Fleet, processors_of, weights_of
 from envherd.executor.cluster.orders import Report, Survey
 from envherd.executor.cluster.shares import Resources, bundles_for, divide
-from envherd.executor.machine import Machine
+from envherd.executor.machine.machine import Machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sizing.deciding import DoesNotFit, decide
 from envherd.executor.sizing.limits import Goal

@@ -22,18 +22,18 @@ import numpy as np
 import ray
 import torch
 
+from envherd.executor.batches.device_rows import Residence
+from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.cluster.facts import WorkerFacts
 from envherd.executor.cluster.orders import Order, Reply
 from envherd.executor.cluster.post import Post
 from envherd.executor.cluster.recovery import Recovery
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.cluster.wire import DriverMemory
-from envherd.executor.crew import Blueprint
-from envherd.executor.diagnosis import Frame, merge_answers
-from envherd.executor.lending import Lend
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.outcome import Outcome
-from envherd.executor.residence import Residence
+from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.error_messages import Frame, merge_answers
+from envherd.executor.pools.replies import Outcome
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError

@@ -30,7 +30,7 @@ from envherd.workers.errors import EnvherdError, WorkerLost, WorkerTimeout
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.pool import ClusterPool
-    from envherd.executor.engine import Engine
+    from envherd.executor.protocol.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from envherd.executor.machine import Machine
+from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.limits import Goal, Limits
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.model import MOST_PER_WORKER, Model, Prediction, Setting

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from envherd.executor.machine import Machine
+from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.measurement import Measurement, slab_bytes
 from envherd.executor.sizing.modes import Mode
 from envherd.executor.sizing.overhead import Overhead

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.machine import Machine
+from envherd.executor.machine.machine import Machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.serial import SerialEnv
 from envherd.executor.sizing.driving import Driver, median_batch_s
 from envherd.executor.sizing.modes import Mode
 from envherd.shm.specs import EnvSpec
-from envherd.workers.echo import EchoFactory
+from envherd.workers.probing.echo import EchoFactory
 
 #: Turns of each setting, seconds of a turn, and batches of it at least.
 _TURNS, _TURN_S, _LEAST_BATCHES = 5, 0.06, 4

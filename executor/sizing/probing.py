@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from envherd.executor.diagnosis import Frame, env_error, factory_error
-from envherd.executor.gpus import memory_used_by
-from envherd.executor.lifecycle import WorkerProcess, Zygote, worker_config
+from envherd.executor.machine.gpus import memory_used_by
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.error_messages import Frame, env_error, factory_error
+from envherd.executor.pools.worker_process import WorkerProcess, Zygote, worker_config
 from envherd.executor.sizing.measurement import Measurement, from_figures
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError

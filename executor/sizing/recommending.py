@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from envherd.executor.blueprint import MakeEnv, as_factories, draw
-from envherd.executor.machine import Machine, read_machine
+from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
+from envherd.executor.pools.blueprint import MakeEnv, as_factories, draw
 from envherd.executor.sizing.comparing import compare_modes
 from envherd.executor.sizing.deciding import Advice, decide
 from envherd.executor.sizing.limits import Goal

@@ -66,7 +66,7 @@ def same(one, other):
 
 @needs("sb3")
 def test_sb3():
-    from envherd.executor.facades import sb3
+    from envherd.executor.facades.sb3 import vec_env as sb3
 
     said = []
     for kwargs in ({}, {"executor": ON_NODES}):

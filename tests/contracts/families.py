@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from envherd.workers.adapters import OldGymFactory
-from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
+from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from tests.contracts import own_family, plain_loops
 from tests.contracts.batched_families import BATCHED
 from tests.contracts.family import IS_FULL, Family

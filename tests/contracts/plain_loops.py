@@ -177,7 +177,7 @@ class PlainMeltingPot:
     """A substrate, seeded through its episode builder; cut off after so many steps."""
 
     def __init__(self, factory: Any, max_steps: int) -> None:
-        from envherd.workers.adapters.meltingpot_episodes import Episodes
+        from envherd.workers.adapters.meltingpot.episodes import Episodes
 
         self.env = factory()
         self._episodes = Episodes(self.env)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from envherd.executor import ParallelEnv, SerialEnv
-from envherd.executor.sampling import ActionSampler
+from envherd.executor.batches.random_actions import ActionSampler
 from envherd.workers.testing import Contract
 from tests.contracts.driving import Driven
 from tests.contracts.executor_batch import BATCHES, batch_apart

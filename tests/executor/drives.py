@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from envherd.executor.commands import Commands
+from envherd.executor.protocol.commands import Commands
 from envherd.workers.protocol import Op
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envherd.executor import gathering
-from envherd.executor.batching import GroupBatch, splitter
+from envherd.executor.batches import gather as gathering
+from envherd.executor.batches.hand_out import GroupBatch, splitter
 from envherd.shm.layout import lay_out
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import EnvSpec, LeafSpec

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from envherd.executor.cli.figures import SCHEMA, Figures, table
 from envherd.executor.cli.returns import ReturnMeter, ReturnSummary
-from envherd.executor.statistics import Statistics, WorkerStatistics
+from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
 

@@ -14,9 +14,9 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ActionError, Collector, ParallelEnv, SerialEnv
-from envherd.executor.carry import Carried
-from envherd.executor.device import Mover, as_device
-from envherd.executor.stepwise import StepwiseRun
+from envherd.executor.batches.transfer import Mover, as_device
+from envherd.executor.rollouts.policy_state import Carried
+from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.workers.testing import AgentsEnv, CountingEnv
 
 NUM_ENVS = 3

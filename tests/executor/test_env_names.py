@@ -8,9 +8,9 @@ import textwrap
 
 import pytest
 
-from envherd.executor.env_names import FORMS, callable_at, factory_for
-from envherd.workers.adapters import meltingpot_factory
-from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
+from envherd.executor.cli.env_names import FORMS, callable_at, factory_for
+from envherd.workers.adapters.meltingpot import factory as meltingpot_factory
+from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.adapters.named import (
     CallableFactory,
     DmControlFactory,

@@ -57,7 +57,7 @@ def test_something_else(make, thing):
 @needs("meltingpot")
 @pytest.mark.slow
 def test_a_captured_substrate_is_named():
-    from envherd.workers.adapters.meltingpot_import import install_lazy_import
+    from envherd.workers.adapters.meltingpot.light_import import install_lazy_import
 
     install_lazy_import()
     from meltingpot import substrate

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envherd.executor import gathering
-from envherd.executor.gathering import Gatherer
+from envherd.executor.batches import gather as gathering
+from envherd.executor.batches.gather import Gatherer
 from envherd.shm.layout import lay_out, strided_view
 
 FRAMES, ROWS = 4, 6

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor.intake import GroupIntake, check_for, reset_mask
+from envherd.executor.batches.actions import GroupIntake, check_for, reset_mask
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import Binary, Box, Discrete, Domain, EnvSpec, LeafSpec, MultiDiscrete, OneHot, Unbounded
 from envherd.workers.errors import ActionError

@@ -11,9 +11,10 @@ import time
 import psutil
 import pytest
 
-from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTimeout, lifecycle, preloaded
-from envherd.executor.crew import Crew
-from envherd.executor.lifecycle import WorkerProcess, Zygote, worker_config
+from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTimeout, preloaded
+from envherd.executor.pools import worker_process as lifecycle
+from envherd.executor.pools.crew import Crew
+from envherd.executor.pools.worker_process import WorkerProcess, Zygote, worker_config
 from envherd.workers import messages
 from envherd.workers.testing import CountingEnv
 from tests.faults.children import in_child

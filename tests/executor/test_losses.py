@@ -28,8 +28,8 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
-from envherd.executor.carry import Carried
-from envherd.executor.stepwise import StepwiseRun
+from envherd.executor.rollouts.policy_state import Carried
+from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.executor.test_recovery import ENDLESS, RESTART, act, counters, flags, kill, only
 from tests.faults.children import in_child

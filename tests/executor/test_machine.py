@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from envherd.executor.cgroups import parse_cpu_list, read_cgroup
-from envherd.executor.gpus import Gpu, parse_smi
-from envherd.executor.machine import read_machine, usable_cores
+from envherd.executor.machine.cgroups import parse_cpu_list, read_cgroup
+from envherd.executor.machine.gpus import Gpu, parse_smi
+from envherd.executor.machine.machine import read_machine, usable_cores
 
 GIB, MIB = 2**30, 2**20
 
@@ -216,7 +216,7 @@ def test_memory_of_gpus():
 # ---- this machine ----------------------------------------------------------------------------------
 
 _SAY = (
-    "import json; from envherd.executor.machine import read_machine, usable_cores; m = read_machine(); "
+    "import json; from envherd.executor.machine.machine import read_machine, usable_cores; m = read_machine(); "
     "print(json.dumps([m.cores, usable_cores(), m.cgroup.memory_limit, m.memory_available, m.limits]))"
 )
 

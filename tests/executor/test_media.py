@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from envherd.executor import media
-from envherd.executor.media import FrameLog, MediaError, reduced, write_contact_sheet, write_gif
+from envherd.executor.cli import media
+from envherd.executor.cli.media import FrameLog, MediaError, reduced, write_contact_sheet, write_gif
 
 
 def sprite(colour: tuple[int, int, int], height: int = 6, width: int = 8) -> np.ndarray:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from envherd.executor import ExecutorOptions, ParallelEnv, placement
-from envherd.executor.placement import Topology, Usage, choose, read_topology, room_between
+from envherd.executor import ExecutorOptions, ParallelEnv
+from envherd.executor.pools import placement
+from envherd.executor.pools.placement import Topology, Usage, choose, read_topology, room_between
 from envherd.workers import processes
 from envherd.workers.processes import idle_s, move_to, place_of
 from envherd.workers.protocol import pack_seat, unpack_seat

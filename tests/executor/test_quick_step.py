@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ActionError, ExecutorOptions, SerialEnv
-from envherd.executor.intake import GroupIntake
+from envherd.executor.batches.actions import GroupIntake
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, TextEnv

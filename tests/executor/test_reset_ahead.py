@@ -25,7 +25,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
-from envherd.executor.ahead import AheadPool
+from envherd.executor.pools.ahead_pool import AheadPool
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.executor.ahead_envs import ROOT_SEED, BreakingEnv, GatedEnv, LevelEnv, telling
@@ -476,7 +476,8 @@ class TestRefusals:
 
     @needs("sb3")
     def test_facades_which_keep_their_hosts_seeding(self):
-        from envherd.executor.facades import gymnasium, sb3
+        from envherd.executor.facades.gymnasium import vector_env as gymnasium
+        from envherd.executor.facades.sb3 import vec_env as sb3
 
         for kind in (gymnasium.AsyncVectorEnv, sb3.SubprocVecEnv):
             with pytest.raises(ValueError, match=r"expected episode_seeds=True with reset_ahead.*facades"):

@@ -10,9 +10,10 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
-from envherd.executor import ActionError, Busy, Closed, ExecutorOptions, ParallelEnv, SerialEnv, storage
-from envherd.executor.carry import leaf_keys
-from envherd.executor.storage import Lease
+from envherd.executor import ActionError, Busy, Closed, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor.rollouts import storage
+from envherd.executor.rollouts.policy_state import leaf_keys
+from envherd.executor.rollouts.storage import Lease
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PlainEnv, TextEnv
 from envherd.workers.testing.envs import action_leaf

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 
 from envherd.executor import SerialEnv
-from envherd.executor.sampling import drawer
+from envherd.executor.batches.random_actions import drawer
 from envherd.shm.specs import Box, LeafSpec
 from tests.extras import needs
 

@@ -16,11 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from envherd.executor import EnvError, ExecutorOptions, FactoryError, ParallelEnv, SerialEnv
-from envherd.executor.cgroups import Cgroup
 from envherd.executor.cli.app import app
 from envherd.executor.cli.sizing import BadOption, Request, parse_size, planned
-from envherd.executor.gpus import Gpu, parse_apps
-from envherd.executor.machine import Machine
+from envherd.executor.machine.cgroups import Cgroup
+from envherd.executor.machine.gpus import Gpu, parse_apps
+from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.deciding import DoesNotFit, decide
 from envherd.executor.sizing.limits import Goal, Limits
 from envherd.executor.sizing.measurement import Measurement, tail_index
@@ -30,8 +30,8 @@ from envherd.executor.sizing.probing import ProbeFailed, ProbeLimits, Subject, p
 from envherd.executor.sizing.recommending import with_episodes_of
 from envherd.executor.sizing.verifying import Check, given_resets, span_with_resets, whole_episodes
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
-from envherd.workers.echo import EchoFactory
-from envherd.workers.factory import pickle_factory
+from envherd.workers.build import pickle_factory
+from envherd.workers.probing.echo import EchoFactory
 from envherd.workers.testing import CountingEnv
 from tests.executor import sized_envs
 

@@ -11,7 +11,7 @@ skip_without("cli")
 import pytest
 
 from envherd.executor import ParallelEnv
-from envherd.executor.cgroups import Cgroup
+from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.overhead import _Runner
 from envherd.executor.sizing.turns import Run

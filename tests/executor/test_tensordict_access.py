@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
-from envherd.executor import tensordict_access
-from envherd.executor.tensordict_access import get_leaf, maker, set_next
+from envherd.executor.batches import fast_tensordict as tensordict_access
+from envherd.executor.batches.fast_tensordict import get_leaf, maker, set_next
 
 SIZE = torch.Size([2])
 

@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.executor.intake import check_for
-from envherd.executor.lending import is_legal
+from envherd.executor.batches.actions import check_for
+from envherd.executor.batches.tensor_actions import is_legal
 from envherd.shm.specs import Binary, Box, Discrete, LeafSpec, MultiDiscrete, Unbounded
 from envherd.workers.errors import ActionError, EnvError
 from tests.workers import torch_simulators as simulators
@@ -215,7 +215,7 @@ def test_on_a_gpu_actions_stay_where_they_are():
 @pytest.fixture
 def resident(monkeypatch):
     """Take the host for a device: rows stay where they are, in tensors."""
-    monkeypatch.setattr("envherd.executor.residence._is_apart", lambda _device: True)
+    monkeypatch.setattr("envherd.executor.batches.device_rows._is_apart", lambda _device: True)
 
 
 def traced(num_envs: int, make_env: Any, device: Any) -> list[Any]:

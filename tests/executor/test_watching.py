@@ -16,9 +16,9 @@ import pytest
 
 from envherd.executor import ParallelEnv, SerialEnv
 from envherd.executor.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
-from envherd.executor.listing import FOLDER_VARIABLE, listings, stale_files
-from envherd.executor.loads import quantile
-from envherd.executor.watching import Watch, stack_of
+from envherd.executor.monitor.loads import quantile
+from envherd.executor.monitor.running import FOLDER_VARIABLE, listings, stale_files
+from envherd.executor.monitor.watching import Watch, stack_of
 from envherd.shm.slab import NUM_BINS, bin_of
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
@@ -129,7 +129,7 @@ def test_an_executor_of_which_nothing_can_be_found_out_stays_listed(tmp_path, mo
     def fail(pid):
         raise OSError(error, "no")
 
-    monkeypatch.setattr("envherd.executor.listing.start_of", fail)
+    monkeypatch.setattr("envherd.executor.monitor.running.start_of", fail)
     assert stale_files() == []
     assert list(listings()) == []
     assert path.exists()

@@ -14,7 +14,7 @@ import pytest
 from envherd.executor import ParallelEnv, SerialEnv
 from envherd.shm.segment import Segment
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
-from envherd.workers.loop import Loop
+from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import PARENT_STEPS, RING, WORKER_STEPS, Op, pack
 from envherd.workers.testing import CountingEnv
 from tests.faults.model import Protocol, Violation, explore

@@ -25,13 +25,13 @@ ROOT = Path(__file__).parents[2]
 #: File -> what it unpickles. Nothing else does, and nothing reads a file for it.
 UNPICKLES = {
     "workers/messages.py": "what the parent sends to its own worker, over a socket without a name",
-    "workers/factory.py": "factories, which came with such a message",
-    "workers/adapters/sb3_factory.py": "the same",
-    "workers/adapters/torchrl_guest.py": "the same",
+    "workers/build.py": "factories, which came with such a message",
+    "workers/adapters/hosts/sb3_factory.py": "the same",
+    "workers/adapters/hosts/torchrl_guest.py": "the same",
     "executor/batched.py": "answers of workers, with options.pickle_replies",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
-    "workers/adapters/gymnasium_native.py": "values of spaces that are no arrays (facade of Gymnasium)",
-    "workers/adapters/torchrl_crossing.py": "specs and odd leaves (facade of TorchRL)",
+    "workers/adapters/hosts/gymnasium_native.py": "values of spaces that are no arrays (facade of Gymnasium)",
+    "workers/adapters/hosts/torchrl_crossing.py": "specs and odd leaves (facade of TorchRL)",
 }
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from envherd.workers.adapters.meltingpot import MeltingPotAdapter
-from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory
+from envherd.workers.adapters.meltingpot.adapter import MeltingPotAdapter
+from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
 
 def play(

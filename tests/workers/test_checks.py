@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from envherd.shm.specs import LeafSpec
-from envherd.workers.checks import writer_for
+from envherd.workers.block.writers import writer_for
 from envherd.workers.errors import SpecError
 
 

@@ -22,7 +22,7 @@ from dm_env import specs
 from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, Unbounded
 from envherd.workers import plain
 from envherd.workers.adapters import find_adapter
-from envherd.workers.adapters.dm_env import DmEnvAdapter
+from envherd.workers.adapters.dm_env.adapter import DmEnvAdapter
 from envherd.workers.errors import ResetNeeded, SpecError
 from tests.workers.adapter_values import drawn, stored
 
@@ -195,7 +195,7 @@ def test_keys_shapes_and_dtypes_are_those_of_torchrl(suite, domain, task):
 
 RENDER = """
     from dm_control import suite
-    from envherd.workers.adapters.dm_env import DmEnvAdapter
+    from envherd.workers.adapters.dm_env.adapter import DmEnvAdapter
 
     env = suite.load("cartpole", "balance")
     adapter = DmEnvAdapter(env)

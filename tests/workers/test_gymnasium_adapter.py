@@ -13,8 +13,8 @@ from gymnasium import spaces
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers import plain
 from envherd.workers.adapters import find_adapter
-from envherd.workers.adapters.gymnasium import GymnasiumAdapter
-from envherd.workers.adapters.gymnasium_vector import GymnasiumVectorAdapter
+from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
+from envherd.workers.adapters.gymnasium.vector import GymnasiumVectorAdapter
 from envherd.workers.errors import SpecError
 from tests.extras import needs
 from tests.workers.adapter_values import drawn, stored

@@ -11,8 +11,8 @@ from gymnasium import spaces
 
 from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, MultiDiscrete, Unbounded
 from envherd.workers import plain
-from envherd.workers.adapters.gymnasium import GymnasiumAdapter
-from envherd.workers.adapters.structure import RESERVED_NAMES
+from envherd.workers.adapters.common.tree import RESERVED_NAMES
+from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.errors import SpecError
 from tests.extras import needs
 from tests.workers.adapter_values import drawn, stored

@@ -12,7 +12,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from envherd.executor import ParallelEnv, SerialEnv
 from envherd.workers import seeding
-from envherd.workers.adapters.gymnasium_vector import GymnasiumVectorAdapter
+from envherd.workers.adapters.gymnasium.vector import GymnasiumVectorAdapter
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded, SpecError
 from envherd.workers.testing import check_env_contract
 from tests.extras import needs, skip_without

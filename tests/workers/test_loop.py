@@ -12,10 +12,10 @@ import pytest
 from envherd.shm.segment import Segment
 from envherd.shm.slab import NUM_BINS, Slab, plan_slab
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
-from envherd.workers import loop as loop_module
-from envherd.workers.block import Block
-from envherd.workers.loop import Loop
+from envherd.workers.block.block import Block
 from envherd.workers.messages import BlockOptions
+from envherd.workers.process import loop as loop_module
+from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import RING, Flag, Op, pack
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter

@@ -14,9 +14,9 @@ import pytest
 
 from envherd.shm.specs import DONE_KEYS, Discrete, EnvSpec
 from envherd.workers.adapters import find_adapter
-from envherd.workers.adapters.meltingpot import MeltingPotAdapter
-from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory, substrate_names
-from envherd.workers.adapters.meltingpot_import import install_lazy_import
+from envherd.workers.adapters.meltingpot.adapter import MeltingPotAdapter
+from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, substrate_names
+from envherd.workers.adapters.meltingpot.light_import import install_lazy_import
 from envherd.workers.errors import ActionError, ResetNeeded, SpecError
 from tests.scale import scaled
 

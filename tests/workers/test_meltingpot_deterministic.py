@@ -17,7 +17,7 @@ skip_without("meltingpot")
 
 import pytest
 
-from envherd.workers.adapters.meltingpot_factory import substrate_names
+from envherd.workers.adapters.meltingpot.factory import substrate_names
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +70,8 @@ def test_stock_melting_pot_is_not_reproducible(tmp_path: Path) -> None:
 
 def test_the_callers_random_state_comes_back() -> None:
     program = (
-        "import random; from envherd.workers.adapters.meltingpot import MeltingPotAdapter\n"
-        "from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory\n"
+        "import random; from envherd.workers.adapters.meltingpot.adapter import MeltingPotAdapter\n"
+        "from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory\n"
         "adapter = MeltingPotAdapter(MeltingPotFactory('coins', deterministic=True)())\n"
         "random.seed(3); expected = random.Random(3).random()\n"
         "adapter.reset(1); adapter.reset(2)\n"

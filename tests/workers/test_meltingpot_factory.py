@@ -19,9 +19,9 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from envherd.workers.adapters import meltingpot_lua
-from envherd.workers.adapters.meltingpot import MeltingPotAdapter
-from envherd.workers.adapters.meltingpot_factory import (
+from envherd.workers.adapters.meltingpot import ordered_lua as meltingpot_lua
+from envherd.workers.adapters.meltingpot.adapter import MeltingPotAdapter
+from envherd.workers.adapters.meltingpot.factory import (
     MeltingPotFactory,
     must_rebuild,
     scenario_names,
@@ -94,7 +94,7 @@ def test_a_scenario_without_its_bots_says_what_is_missing() -> None:
 @pytest.mark.slow
 def test_describing_an_env_imports_nothing_heavy() -> None:
     program = (
-        "import sys; from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory, scenario_names\n"
+        "import sys; from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names\n"
         "factory = MeltingPotFactory('clean_up'); scenario_names(); MeltingPotFactory('clean_up_0').preload\n"
         "assert not {'meltingpot', 'dmlab2d', 'chex', 'jax', 'tensorflow', 'torch'} & sys.modules.keys()\n"
         "assert 'meltingpot.configs.substrates.clean_up' in factory.preload\n"
@@ -256,7 +256,7 @@ def test_a_damaged_copy_is_replaced(cache: Path) -> None:
 
 @pytest.mark.slow
 def test_many_processes_may_make_the_copy_at_once(cache: Path) -> None:
-    program = "from envherd.workers.adapters.meltingpot_lua import ordered_lua_root as root; print(root())"
+    program = "from envherd.workers.adapters.meltingpot.ordered_lua import ordered_lua_root as root; print(root())"
     started = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(8)]
     roots = {process.communicate(timeout=60)[0].strip() for process in started}
     assert [process.returncode for process in started] == [0] * 8

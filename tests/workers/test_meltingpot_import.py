@@ -15,11 +15,11 @@ skip_without("meltingpot")
 import pytest
 import tree
 
-from envherd.workers.adapters.meltingpot_import import mapping_dataclass
+from envherd.workers.adapters.meltingpot.light_import import mapping_dataclass
 
 _INSTALL = """
 import sys
-from envherd.workers.adapters.meltingpot_import import install_lazy_import
+from envherd.workers.adapters.meltingpot.light_import import install_lazy_import
 install_lazy_import()
 """
 _HEAVY = """
@@ -48,7 +48,7 @@ def _run(program: str) -> None:
     [
         "from meltingpot import substrate\nfactory = lambda: substrate.build(name, roles=['default'] * 2)",
         "import meltingpot\nfactory = lambda: meltingpot.substrate.build(name, roles=['default'] * 2)",
-        "from envherd.workers.adapters.meltingpot_factory import MeltingPotFactory\nfactory = MeltingPotFactory(name)",
+        "from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory\nfactory = MeltingPotFactory(name)",
     ],
 )
 def test_a_substrate_runs_without_tensorflow_and_jax(factory: str) -> None:
@@ -119,7 +119,7 @@ def test_what_was_imported_before_stays_as_it_is() -> None:
 import sys
 import chex, jax
 real = chex.dataclass
-from envherd.workers.adapters.meltingpot_import import install_lazy_import
+from envherd.workers.adapters.meltingpot.light_import import install_lazy_import
 install_lazy_import()
 install_lazy_import()
 assert sum('LazyFinder' in type(finder).__name__ for finder in sys.meta_path) == 1

@@ -135,7 +135,7 @@ def test_an_env_of_gym_that_nobody_named_is_refused_with_the_shim() -> None:
 def test_spaces_of_gym_become_gymnasiums() -> None:
     from gym import spaces as old
 
-    from envherd.workers.adapters.gymnasium_old import as_gymnasium
+    from envherd.workers.adapters.gymnasium.old_gym import as_gymnasium
 
     space = old.Dict(
         a=old.Box(-1, 1, (2, 3), np.float64),

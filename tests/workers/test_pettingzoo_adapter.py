@@ -19,7 +19,7 @@ from pettingzoo.utils.conversions import turn_based_aec_to_parallel
 from envherd.shm.specs import Box, LeafSpec, MultiDiscrete
 from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.named import PettingZooFactory
-from envherd.workers.adapters.pettingzoo import PettingZooAdapter
+from envherd.workers.adapters.pettingzoo.adapter import PettingZooAdapter
 from envherd.workers.errors import ResetNeeded, SpecError
 from tests.workers.adapter_values import stored
 from tests.workers.pettingzoo_envs import LENGTH, PRESENT, Scripted, Village, outcome

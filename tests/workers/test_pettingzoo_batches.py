@@ -18,8 +18,8 @@ from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.workers.adapters.named import PettingZooFactory
-from envherd.workers.adapters.pettingzoo import PettingZooAdapter
-from envherd.workers.adapters.pettingzoo_groups import groups_by_name
+from envherd.workers.adapters.pettingzoo.adapter import PettingZooAdapter
+from envherd.workers.adapters.pettingzoo.groups import groups_by_name
 from envherd.workers.errors import SpecError
 from tests.workers.adapter_values import stored
 from tests.workers.pettingzoo_envs import Village

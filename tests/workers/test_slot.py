@@ -12,8 +12,8 @@ from tensordict import TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, SerialEnv
 from envherd.shm.specs import Discrete, LeafSpec
+from envherd.workers.block.slot import Slot
 from envherd.workers.errors import SpecError
-from envherd.workers.slot import Slot
 from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv, PairEnv
 from envherd.workers.testing.envs import PlainAdapter, action_leaf
 

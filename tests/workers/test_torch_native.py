@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.workers.adapters.torch_native import IsaacLabAdapter, TorchNativeAdapter
+from envherd.workers.adapters.simulators.native import IsaacLabAdapter, TorchNativeAdapter
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded, SpecError
 from envherd.workers.testing import Contract
 from tests.contracts.executor_batch import BATCHES

@@ -22,7 +22,7 @@ from torchrl.testing import mocking_classes as torchrl_own
 from envherd.shm.specs import DONE_KEYS, LeafSpec
 from envherd.workers import plain
 from envherd.workers.adapters import find_adapter
-from envherd.workers.adapters.torchrl import TorchRLAdapter
+from envherd.workers.adapters.torchrl.adapter import TorchRLAdapter
 from envherd.workers.errors import ResetNeeded, SpecError
 from tests.workers import torchrl_envs
 from tests.workers.adapter_values import stored

@@ -34,7 +34,7 @@ from torchrl.envs import (
 from torchrl.testing import mocking_classes as torchrl_own
 
 from envherd.workers import plain
-from envherd.workers.adapters.torchrl import TorchRLAdapter
+from envherd.workers.adapters.torchrl.adapter import TorchRLAdapter
 from envherd.workers.errors import FactoryError
 from tests.workers import torchrl_envs
 from tests.workers.adapter_values import stored

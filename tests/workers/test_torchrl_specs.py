@@ -23,8 +23,8 @@ from torchrl.data import (
 )
 
 from envherd.shm import specs
-from envherd.workers.adapters.torchrl import TorchRLAdapter
-from envherd.workers.adapters.torchrl_specs import Member, place_leaves
+from envherd.workers.adapters.torchrl.adapter import TorchRLAdapter
+from envherd.workers.adapters.torchrl.specs import Member, place_leaves
 from envherd.workers.errors import SpecError
 from tests.workers.torchrl_envs import SAME_DATA, Typed, UnlikeActions
 

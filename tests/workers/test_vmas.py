@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.workers import seeding
 from envherd.workers.adapters.named import VmasFactory
-from envherd.workers.adapters.vmas import VmasAdapter
+from envherd.workers.adapters.simulators.vmas import VmasAdapter
 from envherd.workers.errors import EnvError
 from envherd.workers.testing import Contract
 from tests.contracts.executor_batch import BATCHES
@@ -113,7 +113,7 @@ def test_envs_of_a_process_have_random_states_of_their_own():
 def test_keys_and_shapes_are_those_of_torchrl(scenario, kwargs):
     from torchrl.envs.libs.vmas import VmasEnv
 
-    from envherd.workers.adapters.torchrl import TorchRLAdapter
+    from envherd.workers.adapters.torchrl.adapter import TorchRLAdapter
 
     theirs = TorchRLAdapter(VmasEnv(scenario, num_envs=3, categorical_actions=True, **kwargs)).spec
     ours = VmasAdapter(vmas.make_env(scenario, num_envs=3, **kwargs)).spec

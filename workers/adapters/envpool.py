@@ -26,10 +26,10 @@ import numpy as np
 from gymnasium import spaces
 
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
-from envherd.workers.adapters import gymnasium_rows
 from envherd.workers.adapters.base import Adapter, StepValues
-from envherd.workers.adapters.gymnasium_rows import mosaic
-from envherd.workers.adapters.structure import RESERVED_NAMES, Leaf
+from envherd.workers.adapters.common.tree import RESERVED_NAMES, Leaf
+from envherd.workers.adapters.gymnasium import rows as gymnasium_rows
+from envherd.workers.adapters.gymnasium.rows import mosaic
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 _MAX_SEED = 2**31

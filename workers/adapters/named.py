@@ -136,7 +136,7 @@ class OldGymFactory:
 
     def __call__(self, **env_kwargs: Any) -> Any:
         """Return the env, made with these arguments, as a `gymnasium.Env`."""
-        from envherd.workers.adapters.gymnasium_old import OldGymEnv
+        from envherd.workers.adapters.gymnasium.old_gym import OldGymEnv
 
         return OldGymEnv(self._make()(**env_kwargs), horizon=self.horizon)
 
@@ -167,13 +167,13 @@ class VmasFactory:
     @property
     def preload(self) -> tuple[str, ...]:
         """Modules worth importing before workers are forked."""
-        return ("vmas", "envherd.workers.adapters.vmas")
+        return ("vmas", "envherd.workers.adapters.simulators.vmas")
 
     def __call__(self, **scenario_kwargs: Any) -> Any:
         """Return the env, its scenario made with these arguments (`ParallelEnv(..., env_kwargs={"n_agents": 5})`)."""
         import vmas
 
-        from envherd.workers.adapters.vmas import seed_builds
+        from envherd.workers.adapters.simulators.vmas import seed_builds
 
         seed_builds()
         return vmas.make_env(

@@ -21,33 +21,35 @@ _ISAACLAB = (
     "direct_marl_env.DirectMARLEnv",
 )
 
-_MANISKILL = f"{_PACKAGE}.torch_native:ManiSkillAdapter"
+_NATIVE = f"{_PACKAGE}.simulators.native"
+_GENERIC_TORCH = f"{_NATIVE}:TorchNativeAdapter"
+_ISAAC, _MANISKILL = f"{_NATIVE}:IsaacLabAdapter", f"{_NATIVE}:ManiSkillAdapter"
+_VMAS = f"{_PACKAGE}.simulators.vmas:VmasAdapter"
 
 #: `module.QualName` of an env class -> `module:Class` of its adapter.
 _TABLE: dict[str, str | type[Adapter]] = {
-    "meltingpot.utils.substrates.substrate.Substrate": f"{_PACKAGE}.meltingpot:MeltingPotAdapter",
-    "meltingpot.utils.scenarios.scenario.Scenario": f"{_PACKAGE}.meltingpot:MeltingPotAdapter",
-    "dm_env._environment.Environment": f"{_PACKAGE}.dm_env:DmEnvAdapter",
-    "gymnasium.core.Env": f"{_PACKAGE}.gymnasium:GymnasiumAdapter",
-    "gymnasium.vector.vector_env.VectorEnv": f"{_PACKAGE}.gymnasium_vector:GymnasiumVectorAdapter",
+    "meltingpot.utils.substrates.substrate.Substrate": f"{_PACKAGE}.meltingpot.adapter:MeltingPotAdapter",
+    "meltingpot.utils.scenarios.scenario.Scenario": f"{_PACKAGE}.meltingpot.adapter:MeltingPotAdapter",
+    "dm_env._environment.Environment": f"{_PACKAGE}.dm_env.adapter:DmEnvAdapter",
+    "gymnasium.core.Env": f"{_PACKAGE}.gymnasium.adapter:GymnasiumAdapter",
+    "gymnasium.vector.vector_env.VectorEnv": f"{_PACKAGE}.gymnasium.vector:GymnasiumVectorAdapter",
     "envpool.python.envpool.EnvPoolMixin": f"{_PACKAGE}.envpool:EnvPoolAdapter",
-    "pettingzoo.utils.env.ParallelEnv": f"{_PACKAGE}.pettingzoo:PettingZooAdapter",
-    "pettingzoo.utils.env.AECEnv": f"{_PACKAGE}.pettingzoo:PettingZooAdapter",
-    "torchrl.envs.common.EnvBase": f"{_PACKAGE}.torchrl:TorchRLAdapter",
-    "vmas.simulator.environment.environment.Environment": f"{_PACKAGE}.vmas:VmasAdapter",
+    "pettingzoo.utils.env.ParallelEnv": f"{_PACKAGE}.pettingzoo.adapter:PettingZooAdapter",
+    "pettingzoo.utils.env.AECEnv": f"{_PACKAGE}.pettingzoo.adapter:PettingZooAdapter",
+    "torchrl.envs.common.EnvBase": f"{_PACKAGE}.torchrl.adapter:TorchRLAdapter",
+    "vmas.simulator.environment.environment.Environment": _VMAS,
     "mani_skill.envs.sapien_env.BaseEnv": _MANISKILL,
     "mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv": _MANISKILL,
     **dict.fromkeys(
         (f"{package}.{name}" for package in ("isaaclab.envs", "omni.isaac.lab.envs") for name in _ISAACLAB),
-        f"{_PACKAGE}.torch_native:IsaacLabAdapter",
+        _ISAAC,
     ),
 }
 
 #: What an env takes and gives: tensors, arrays and numbers, or whatever its class is known for.
 EnvType = Literal["torch", "numpy", "auto"]
 
-_GENERIC_TORCH = f"{_PACKAGE}.torch_native:TorchNativeAdapter"
-_TORCH = {_GENERIC_TORCH, _MANISKILL, f"{_PACKAGE}.torch_native:IsaacLabAdapter", f"{_PACKAGE}.vmas:VmasAdapter"}
+_TORCH = {_GENERIC_TORCH, _MANISKILL, _ISAAC, _VMAS}
 
 
 def register(env_class: str | type, adapter: type[Adapter] | str) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers import plain, seeding
-from envherd.workers.block import Block
+from envherd.workers.block.block import Block
+from envherd.workers.build import Builder
 from envherd.workers.errors import EnvError
-from envherd.workers.factory import Builder
 from envherd.workers.messages import BlockOptions, Prepare
 from envherd.workers.protocol import RING, Op, pack
 

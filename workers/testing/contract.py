@@ -32,8 +32,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envherd.shm.specs import EnvSpec
-from envherd.workers.drawing import draw
 from envherd.workers.errors import ResetNeeded
+from envherd.workers.random_values import draw
 from envherd.workers.testing.batch import Batch, BlockBatch, MakeBatch, MakeEnv
 from envherd.workers.testing.compare import ContractViolation, check_done, demand, equal, has_ended, same, show_key
 from envherd.workers.testing.traces import (

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envherd.shm.specs import EnvSpec
-from envherd.workers.drawing import draw
+from envherd.workers.random_values import draw
 from envherd.workers.testing.batch import MakeBatch
 from envherd.workers.testing.contract import Contract
 

@@ -1,0 +1,1 @@
+"""Parallel environments for reinforcement learning; see `envherd.executor`."""

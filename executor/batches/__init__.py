@@ -1,0 +1,1 @@
+"""Rows of the slab to TensorDicts, and actions to rows."""

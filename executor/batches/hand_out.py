@@ -1,0 +1,248 @@
+"""From slab rows to TensorDicts and back.
+
+Guarantees: what is handed out as a copy is memory that nobody else writes; what is handed out as a
+view stays what it is until its frame comes round again (`ExecutorOptions.ring_frames` steps).
+Actions are checked as a whole before a single one is written.
+Knows nothing of workers; it reads and writes arrays that are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from envherd.executor.batches import gather as gathering
+from envherd.executor.batches.fast_tensordict import maker
+from envherd.executor.batches.gather import Gatherer
+from envherd.executor.batches.transfer import Mover
+from envherd.shm.layout import Field
+from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
+from envherd.shm.specs import Key
+
+Leaves = list[torch.Tensor]
+#: Which of some envs belong to a group.
+Members = np.ndarray | slice
+
+
+class Shell:
+    """The nesting of a TensorDict, compiled: a flat list of leaves goes in, a TensorDict comes out (1 us).
+
+    Args:
+        members: `(index into the leaves, key)` of each leaf.
+        groups: key prefix -> batch shape of that nested tensordict, without the leading dimensions.
+        lead: the leading dimensions of everything, `[n]` or `[n, T]`.
+        own_shape: the batch shape of this tensordict after them.
+        device: what the TensorDict says its device is, or None.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[tuple[int, Key]],
+        groups: Mapping[Key, tuple[int, ...]],
+        lead: tuple[int, ...],
+        own_shape: tuple[int, ...],
+        device: torch.device | None,
+    ) -> None:
+        self._make = maker(torch.Size((*lead, *own_shape)), device)
+        self._leaves = [(key[0], index) for index, key in members if len(key) == 1]
+        nested: dict[str, list[tuple[int, Key]]] = {}
+        for index, key in members:
+            if len(key) > 1:
+                nested.setdefault(key[0], []).append((index, key[1:]))
+        self._nested: list[tuple[str, Shell]] = []
+        for name, inner in nested.items():
+            inner_groups = {key[1:]: shape for key, shape in groups.items() if len(key) > 1 and key[0] == name}
+            shape = groups.get((name,), own_shape)
+            self._nested.append((name, Shell(inner, inner_groups, lead, shape, device)))
+
+    def build(self, leaves: Sequence[Any]) -> TensorDict:
+        """Return a fresh TensorDict over the given leaves (no copy)."""
+        source = {name: leaves[index] for name, index in self._leaves}
+        for name, shell in self._nested:
+            source[name] = shell.build(leaves)
+        return self._make(source)
+
+
+class GroupBatch:
+    """Hands out the rows of one group of equal envs.
+
+    Args:
+        slab: the group's arrays.
+        num_frames: of the ring.
+        device: where batches go; None or cpu leaves them where they are.
+        has_interrupted: add an `interrupted` leaf to every `next`.
+    """
+
+    def __init__(self, slab: GroupSlab, num_frames: int, device: torch.device | None, *, has_interrupted: bool) -> None:
+        self.slab = slab
+        spec = slab.spec
+        self.spec = spec
+        self.num_rows = len(slab.plan.env_ids)
+        self.device = device
+        self.is_on_cpu = device is None or device.type == "cpu"
+        self.has_interrupted = has_interrupted
+        self.next_keys = [leaf.key for leaf in next_leaves(spec)]
+        self.root_keys = [leaf.key for leaf in root_leaves(spec)]
+        self.side_keys = [(i, leaf.key) for i, leaf in enumerate(spec.observation) if leaf.is_side]
+        side_inputs = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
+        self.side_input_keys = [(i, leaf.key) for i, leaf in enumerate(side_inputs)]
+        #: Root leaf i is the same array as next leaf `root_in_next[i]` when nothing was reset.
+        self.root_in_next = [self.next_keys.index(key) for key in self.root_keys]
+        self._done_in_next = self.next_keys.index(("done",))
+        self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
+        self._split = splitter(self._fields, slab.plan.next_nbytes)
+        self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
+        self.mover: Mover | None = None
+        self._sources = [torch.from_numpy(frame) for frame in self.next_bytes]
+        self._views = [[torch.from_numpy(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
+        self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
+        self.root_arrays = [slab.columns["root", *key] for key in self.root_keys]
+        self._nexts = Gatherer(slab.buffer, [self.next_arrays])
+        self._roots = Gatherer(slab.buffer, [[self.next_arrays[i] for i in self.root_in_next], self.root_arrays])
+        self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
+
+    def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
+        """Return the nesting of a section ("next" or "root") for leading dimensions `lead`."""
+        cached = self._shells.get((section, lead))
+        if cached is None:
+            keys = self.next_keys if section == "next" else self.root_keys
+            if section == "next" and self.has_interrupted:
+                keys = [*keys, ("interrupted",)]
+            members = list(enumerate(keys))
+            cached = Shell(members, dict(self.spec.groups), lead, self.spec.batch_shape, self.device)
+            self._shells[section, lead] = cached
+        return cached
+
+    def root_shell_over_next(self, lead: tuple[int, ...]) -> Shell:
+        """Return the nesting of a root over the leaves of a `next`, for rows that were not reset."""
+        cached = self._shells.get(("root over next", lead))
+        if cached is None:
+            members = list(zip(self.root_in_next, self.root_keys, strict=True))
+            cached = Shell(members, dict(self.spec.groups), lead, self.spec.batch_shape, self.device)
+            self._shells["root over next", lead] = cached
+        return cached
+
+    def next_views(self, column: int) -> Leaves:
+        """Return the `next` leaves of a frame (VIEW)."""
+        return self._views[column]
+
+    def next_copies(self, column: int) -> Leaves:
+        """Return the `next` leaves of a frame in memory of their own, on the device."""
+        if self.mover is not None:
+            return self._split_on_device(self.mover.move(self._sources[column], column))
+        buffer, leaves = self.blank_next()
+        buffer[:] = self.next_bytes[column]
+        return leaves
+
+    def blank_next(self) -> tuple[np.ndarray, Leaves]:
+        """Return memory for a `next` and its leaves on the cpu, to be filled with one memcpy from `next_bytes`."""
+        buffer = np.empty(self.slab.plan.next_nbytes, np.uint8)
+        return buffer, [*map(torch.from_numpy, self._split(buffer))]
+
+    def _split_on_device(self, buffer: torch.Tensor) -> Leaves:
+        leaves = []
+        for field, view in zip(self._fields, self._views[0], strict=True):
+            leaf = buffer[field.offset : field.offset + field.nbytes].view(view.dtype)
+            leaves.append(leaf.view(field.shape))
+        return leaves
+
+    def gather_next(self, columns: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the `next` leaves of some rows, each from its own column, as fresh arrays `[k, ...]`."""
+        return self._nexts.gather(self._nexts.places(columns, rows))
+
+    def next_at(self, columns: np.ndarray, rows: np.ndarray) -> tuple[TensorDict, Leaves, np.ndarray]:
+        """Return the `next` of some rows, each from its own column, its leaves, for `root_over`, and who has ended."""
+        arrays = self.gather_next(columns, rows)
+        leaves = self.to_tensors(arrays)
+        done = arrays[self._done_in_next]
+        ended: np.ndarray = done[:, 0] if done.ndim == 2 else np.asarray(done.reshape(len(done), -1).any(1))
+        return self.shell("next", (len(rows),)).build(leaves), leaves, ended
+
+    def root_over(self, leaves: Leaves, count: int) -> TensorDict:
+        """Return a root batch `[count]` that shares the leaves of a `next` after which nothing was reset."""
+        return self.root_shell_over_next((count,)).build(leaves)
+
+    def gather_roots(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """Return where some rows are now, as fresh arrays `[k, ...]`: a reset's root, or a step's `next`."""
+        was_reset = in_root if b"\x01" in in_root.tobytes() else None
+        return self._roots.gather(self._roots.places(columns, rows, was_reset))
+
+    def roots(self, arrays: Sequence[np.ndarray]) -> TensorDict:
+        """Return a root batch `[k]` over what `gather_roots` returned (cpu: no copy)."""
+        return self.shell("root", (len(arrays[0]),)).build(self.to_tensors(arrays))
+
+    def roots_after(self, leaves: Leaves, column: int, reset_rows: np.ndarray | None) -> Leaves:
+        """Return the root leaves after a step: those of `next`, but the reset's for the rows that were reset.
+
+        Without reset rows the leaves ARE those of `next`, as `step_mdp` shares them; with some, they are copies.
+        """
+        if reset_rows is not None and self.is_on_cpu:
+            return self.mended_roots(column, reset_rows)
+        roots = [leaves[index] for index in self.root_in_next]
+        if reset_rows is None:
+            return roots
+        return [
+            self._mend(leaf, array[column], reset_rows) for leaf, array in zip(roots, self.root_arrays, strict=True)
+        ]
+
+    def mended_roots(self, column: int, reset_rows: np.ndarray) -> Leaves:
+        """Return the root leaves after a step that ended in resets, copies on the cpu: one memcpy, and those rows."""
+        buffer = np.empty(self.slab.plan.next_nbytes, np.uint8)
+        buffer[:] = self.next_bytes[column]
+        arrays, leaves = self._split(buffer), []
+        for index, array in zip(self.root_in_next, self.root_arrays, strict=True):
+            rows = arrays[index]
+            rows[reset_rows] = array[column][reset_rows]
+            leaves.append(torch.from_numpy(rows))
+        return leaves
+
+    def _mend(self, leaf: torch.Tensor, roots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+        mended = leaf.clone()
+        mended[torch.from_numpy(rows).to(mended.device)] = torch.from_numpy(roots[rows]).to(mended.device)
+        return mended
+
+    def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
+        """Return arrays as tensors on the device (cpu: no copy)."""
+        tensors = [torch.from_numpy(array) for array in arrays]
+        return tensors if self.is_on_cpu else [tensor.to(self.device) for tensor in tensors]
+
+
+def splitter(fields: Sequence[Field], nbytes: int) -> Callable[[np.ndarray], list[np.ndarray]]:
+    """Return what makes the arrays of some fields (VIEWS) over a buffer of `nbytes`: `split(buffer) -> arrays`."""
+    if nbytes > gathering.LARGEST_RECORD:
+        return lambda buffer: [np.ndarray(field.shape, field.dtype, buffer, field.offset) for field in fields]
+    names = [str(index) for index in range(len(fields))]
+    formats, offsets = [(field.dtype, field.shape) for field in fields], [field.offset for field in fields]
+    record = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": nbytes})
+
+    def split(buffer: np.ndarray) -> list[np.ndarray]:
+        made = np.ndarray((), record, buffer)
+        return [made[name] for name in names]
+
+    return split
+
+
+def add_side(td: TensorDictBase, keys: Sequence[tuple[int, Key]], values: Sequence[Sequence[Any]]) -> None:
+    """Put side-channel leaves into a batch, as non-tensor data: `values[row][leaf index]`."""
+    for index, key in keys:
+        stack = NonTensorStack(*(NonTensorData(row[index]) for row in values))
+        td.set(key, stack)
+
+
+def poison(slab: GroupSlab, column: int) -> None:
+    """Fill a frame with values that no env gives: NaN, the largest integer, or True."""
+    for array in slab.columns.values():
+        kind = array.dtype.kind
+        array[column] = np.nan if kind in "fc" else np.iinfo(array.dtype).max if kind in "iu" else True
+
+
+def stack_groups(tds: Sequence[TensorDictBase], places: Sequence[tuple[int, int]]) -> TensorDictBase:
+    """Return one batch in env order from one batch per group: itself if there is one group, else a lazy stack."""
+    if len(tds) == 1 and [row for _, row in places] == list(range(len(places))):
+        return tds[0]
+    rows = [tds[group][row] for group, row in places]
+    return LazyStackedTensorDict(*rows, stack_dim=0)

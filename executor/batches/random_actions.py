@@ -1,0 +1,157 @@
+"""Random actions: uniform over each leaf's legal values, from a generator of the root seed.
+
+Where envs observe an `action_mask` beside a discrete action (at the root, or in a group of agents), and the batch that
+actions are drawn for holds it, only what it allows is drawn; where it allows nothing, action 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from envherd.executor.batches.actions import to_numpy
+from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, Key, LeafSpec, MultiDiscrete, OneHot
+
+#: Width of the interval sampled where a Box has no bound on a side.
+_UNBOUNDED_WIDTH = 2.0
+_STREAM = 2**32 - 2  # spawn_key of the sampler's generator: apart from those of envs (workers.seeding)
+
+Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+class ActionSampler:
+    """Draws action batches for a list of envs."""
+
+    def __init__(self, specs: Sequence[EnvSpec], seed: int) -> None:
+        self._rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(_STREAM,)))
+        self._specs = specs
+        #: The first env whose spec each env shares, and what draws for it.
+        self._kinds = [specs.index(spec) for spec in specs]
+        self._is_uniform = not any(self._kinds)
+        self._draws = {
+            kind: [(leaf, drawer(leaf), _mask_key(specs[kind], leaf)) for leaf in specs[kind].action]
+            for kind in set(self._kinds)
+        }
+
+    def fill(
+        self,
+        td: TensorDictBase | None,
+        batch_size: torch.Size,
+        device: torch.device | None,
+        env_ids: np.ndarray | None = None,
+    ) -> TensorDictBase:
+        """Set the action leaves of `td`, or of a new batch of `batch_size`.
+
+        Args:
+            td: of all envs, or of some.
+            batch_size: of all envs.
+            device: of a new batch.
+            env_ids: `[k]`, whose the rows are; None for all.
+
+        Returns:
+            `td` itself; a lazy stack of its rows where the envs are different tasks and it is no lazy stack.
+        """
+        kinds = self._kinds if env_ids is None else [self._kinds[env_id] for env_id in env_ids]
+        is_stack = isinstance(td, LazyStackedTensorDict)
+        if self._is_uniform or (td is not None and not is_stack and len(set(kinds)) == 1):
+            td = TensorDict({}, batch_size, device=device) if td is None else td
+            for leaf, draw, mask_key in self._draws[kinds[0] if kinds else 0]:
+                mask = None if mask_key is None else td.get(mask_key, None)
+                if mask is None:
+                    drawn = draw(self._rng, (len(kinds), *leaf.shape))
+                else:
+                    drawn = draw_masked(self._rng, mask, leaf)
+                td.set(leaf.key, torch.from_numpy(drawn))
+            return td
+        rows = [TensorDict({}, self._specs[kind].batch_shape) if td is None else td[i] for i, kind in enumerate(kinds)]
+        for row, kind in zip(rows, kinds, strict=True):
+            for leaf, draw, mask_key in self._draws[kind]:
+                mask = None if mask_key is None else row.get(mask_key, None)
+                drawn = draw(self._rng, leaf.shape) if mask is None else draw_masked(self._rng, mask, leaf)
+                row.set(leaf.key, torch.from_numpy(np.asarray(drawn)))
+        return td if is_stack and td is not None else LazyStackedTensorDict(*rows, stack_dim=0)
+
+
+def draw_masked(rng: np.random.Generator, mask: Any, leaf: LeafSpec) -> np.ndarray:
+    """Return indices drawn uniformly from what a mask `[..., n]` allows, `[...]`; 0 where it allows nothing."""
+    allowed = to_numpy(mask).astype(bool)
+    order = np.where(allowed, rng.random(allowed.shape), -1.0)
+    return np.asarray(order.argmax(-1), leaf.dtype)
+
+
+def _mask_key(spec: EnvSpec, leaf: LeafSpec) -> Key | None:
+    """Return where the mask of an action is, if the env observes one of the right shape."""
+    if not isinstance(leaf.domain, Discrete) or leaf.key[-1] != "action":
+        return None
+    key = (*leaf.key[:-1], "action_mask")
+    shape = (*leaf.shape, leaf.domain.n)
+    return key if any(seen.key == key and seen.shape == shape for seen in spec.observation) else None
+
+
+def drawer(leaf: LeafSpec) -> Draw:
+    """Return a function that draws legal values of a leaf: `draw(rng, shape) -> array [*shape]`.
+
+    That of a leaf of the side channel raises ValueError: an env may have such actions, and they cannot be drawn.
+    """
+    dtype = np.dtype(leaf.dtype) if leaf.dtype else np.dtype(object)
+    domain = leaf.domain
+    if isinstance(domain, Discrete):
+        return lambda rng, shape: rng.integers(0, domain.n, shape, dtype=dtype)
+    if isinstance(domain, MultiDiscrete):
+        nvec = np.asarray(domain.nvec)
+        return lambda rng, shape: rng.integers(0, np.broadcast_to(nvec, shape), dtype=dtype)
+    if isinstance(domain, Binary):
+        return lambda rng, shape: rng.integers(0, 2, shape).astype(dtype)
+    if isinstance(domain, OneHot):
+        return lambda rng, shape: np.eye(domain.n, dtype=dtype)[rng.integers(0, domain.n, shape[:-1])]
+    if leaf.is_side:
+        return _refuser(leaf)
+    if isinstance(domain, Box):
+        return _box_drawer(domain, dtype)
+    return lambda rng, shape: rng.uniform(-1.0, 1.0, shape).astype(dtype)
+
+
+def _refuser(leaf: LeafSpec) -> Draw:
+    def refuse(_rng: np.random.Generator, _shape: tuple[int, ...]) -> np.ndarray:
+        raise ValueError(f"rand_action failed: {leaf} has no uniform distribution. Give the action yourself.")
+
+    return refuse
+
+
+def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
+    if dtype.kind in "iu":
+        return _integer_drawer(domain, dtype)
+    low, high = (np.asarray(bound, np.float64) for bound in (domain.low, domain.high))
+    has_low, has_high = np.isfinite(low), np.isfinite(high)
+    safe_low: Any = np.where(has_low, low, np.where(has_high, high - _UNBOUNDED_WIDTH, -_UNBOUNDED_WIDTH / 2))
+    safe_high: Any = np.where(has_high, high, np.where(has_low, low + _UNBOUNDED_WIDTH, _UNBOUNDED_WIDTH / 2))
+    low_cast, high_cast = safe_low.astype(dtype), safe_high.astype(dtype)
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(safe_high - safe_low).all()
+    if is_finite:
+        return lambda rng, shape: np.clip(rng.uniform(safe_low, safe_high, shape).astype(dtype), low_cast, high_cast)
+    half_low, half_high = safe_low / 2, safe_high / 2  # numpy takes no interval wider than the largest float
+    return lambda rng, shape: np.clip((2 * rng.uniform(half_low, half_high, shape)).astype(dtype), low_cast, high_cast)
+
+
+def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
+    """Return the drawer of a Box of integers, exact up to the ends of a wide dtype."""
+    wide = np.dtype(np.uint64 if dtype == np.uint64 else np.int64)
+    low, high = np.broadcast_arrays(domain.low, domain.high)
+    if low.dtype.kind == "f" or high.dtype.kind == "f":  # perhaps without a bound
+        pairs = [_integer_bounds(*ends, np.iinfo(dtype)) for ends in zip(low.flat, high.flat, strict=True)]
+        low, high = (np.array([pair[side] for pair in pairs], wide).reshape(low.shape) for side in (0, 1))
+    lowest, highest = low.astype(wide), high.astype(wide)
+    return lambda rng, shape: rng.integers(lowest, highest, shape, dtype=wide.type, endpoint=True).astype(dtype)
+
+
+def _integer_bounds(low: Any, high: Any, limits: Any) -> tuple[int, int]:
+    """Return bounds as python's integers; what is infinite lies `_UNBOUNDED_WIDTH` from the other, or about 0."""
+    width = int(_UNBOUNDED_WIDTH)
+    first = int(low) if np.isfinite(low) else int(high) - width if np.isfinite(high) else -width // 2
+    last = int(high) if np.isfinite(high) else first + width
+    return max(first, limits.min), min(last, limits.max)

@@ -1,0 +1,100 @@
+"""Actions for envs that take tensors and run in this process: the caller's own tensors, checked and handed over.
+
+Guarantees: everything of a batch is checked before the first env is given anything, as in `intake`; what an env is
+given is the caller's memory (one row of it), on whatever device it is. The executor itself only reads it. What was
+given last can be asked for (`current`), whatever the caller has done to the tensor since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from envherd.executor.batches.actions import GroupIntake, to_numpy
+from envherd.executor.options import ActionCheck
+from envherd.shm.slab import GroupSlab
+from envherd.shm.specs import Box, Discrete, LeafSpec, MultiDiscrete
+
+#: `(env id, one tensor per input leaf) -> None`: what the env reads in its next step.
+Lend = Callable[[int, list[torch.Tensor]], None]
+
+
+class LendingIntake(GroupIntake):
+    """Checks the inputs of one group of equal envs and lends them to the envs.
+
+    Args:
+        slab: the group's arrays; they keep what was given last, if it was on the cpu.
+        level: see `ExecutorOptions.check_actions`.
+        lend: gives an env its inputs.
+    """
+
+    def __init__(self, slab: GroupSlab, level: ActionCheck, lend: Lend) -> None:
+        super().__init__(slab, level)
+        self._lend = lend
+        self._level = level
+        self._kept: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, td: TensorDictBase, rows: np.ndarray | None = None) -> bool:  # noqa: ARG002
+        """Leave every batch to `read` and `write`."""
+        return False
+
+    def read(self, td: TensorDictBase, rows: np.ndarray | None) -> list[Any]:
+        """Return the checked inputs, one tensor `[k, ...]` per leaf: the caller's own (VIEW) where they fit.
+
+        Raises:
+            ActionError: as of `GroupIntake.read`.
+        """
+        num_rows = len(self._env_ids) if rows is None else len(rows)
+        values = []
+        for index, leaf in enumerate(self.leaves):
+            value = self._get(td, leaf, rows)
+            if isinstance(value, torch.Tensor) and self._fits(index, value, num_rows):
+                values.append(value.detach())
+            else:
+                values.append(torch.from_numpy(np.ascontiguousarray(self._read_leaf(index, value, rows))))
+        return values
+
+    def write(self, values: Sequence[Any], rows: np.ndarray | None) -> None:
+        """Lend what `read` returned."""
+        if all(value.is_cpu for value in values):
+            super().write([value.numpy() for value in values], rows)
+            self._kept.clear()
+        for position, row in enumerate(range(len(self._env_ids)) if rows is None else rows.tolist()):
+            own = [value[position] for value in values]
+            if not all(value.is_cpu for value in own):
+                self._kept[row] = [value.clone() for value in own]
+            self._lend(self._env_ids[row], own)
+
+    def current(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the inputs of some rows as they were last given, as fresh arrays."""
+        arrays = super().current(rows)
+        for position, row in enumerate(rows.tolist()):
+            for array, kept in zip(arrays, self._kept.get(row, ()), strict=False):
+                array[position] = to_numpy(kept)
+        return arrays
+
+    def _fits(self, index: int, value: torch.Tensor, num_rows: int) -> bool:
+        leaf = self.leaves[index]
+        is_alike = value.shape == (num_rows, *leaf.shape) and str(value.dtype).removeprefix("torch.") == leaf.dtype
+        return is_alike and (self._checks[index] is None or is_legal(leaf, value, self._level))
+
+
+def is_legal(leaf: LeafSpec, value: torch.Tensor, level: ActionCheck) -> bool:
+    """Return whether all values are surely legal, found out where they are; the rest is for `intake` to say."""
+    if level == "off":
+        return True
+    domain = leaf.domain
+    if isinstance(domain, Discrete):
+        return bool(((value >= 0) & (value < domain.n)).all())
+    if isinstance(domain, MultiDiscrete):
+        return bool(((value >= 0) & (value < torch.as_tensor(domain.nvec, device=value.device))).all())
+    if not value.dtype.is_floating_point:
+        return False
+    if isinstance(domain, Box) and level == "strict":
+        low, high = (torch.as_tensor(bound, device=value.device) for bound in (domain.low, domain.high))
+        return bool(((value >= low) & (value <= high)).all())
+    return bool(torch.isfinite(value).all())

@@ -1,0 +1,5 @@
+"""Gymnasium's vector envs on the executor: `AsyncVectorEnv`, `SyncVectorEnv`, `make_vec`, `installed`."""
+
+from envherd.executor.facades.gymnasium.vector_env import AsyncState, AsyncVectorEnv, SyncVectorEnv, installed, make_vec
+
+__all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]

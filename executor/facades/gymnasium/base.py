@@ -1,0 +1,260 @@
+"""What both vector envs of the facade do: reset, step and autoreset, over the executor's commands.
+
+    autoreset mode  a step is                                             an ended env's next step is
+    NEXT_STEP       STEP for the running envs, RESET for those that       a reset: reward 0, no flag set,
+                    ended with the step before, in one round trip         its action is not used
+    SAME_STEP       STEP_RESET: the reset comes back with the step,       a step of the new episode
+                    what the episode ended with is in the infos
+    DISABLED        STEP                                                  refused; reset it with a mask
+
+Guarantees: every transition is one `env.step`, and equals Gymnasium's own bit for bit, with one exception: an
+episode's last observation is the true one also where an env reuses its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.gymnasium.errors import as_gymnasium
+from envherd.executor.facades.gymnasium.rows import Actions, Observations
+from envherd.executor.facades.gymnasium.spaces import Description, batch, check_mode, describe_all
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.protocol.commands import Commands
+from envherd.workers.adapters.hosts.gymnasium_native import FINAL_OBSERVATION
+from envherd.workers.build import check_factory
+from envherd.workers.errors import EnvherdError
+from envherd.workers.protocol import Op
+
+#: (observations, rewards, terminations, truncations, infos)
+StepResult = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+EnvFns = Sequence[Callable[[], Any]]
+
+
+class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
+    """A Gymnasium vector env over an executor; see `AsyncVectorEnv` and `SyncVectorEnv`.
+
+    Attributes:
+        executor: the envs' own executor, e.g. for its `statistics()`.
+    """
+
+    executor: BatchedEnv
+
+    def __init__(
+        self, env_fns: EnvFns, *, copy: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode
+    ) -> None:
+        self.env_fns = tuple(env_fns)
+        self.copy = copy
+        self.observation_mode = observation_mode
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.num_envs = len(self.env_fns)
+        check_mode(observation_mode)
+        for env_fn in self.env_fns:
+            check_factory(env_fn)
+
+    def _options(self, options: ExecutorOptions | None) -> ExecutorOptions:
+        """Return options with what Gymnasium's behaviour needs: all infos, and the envs' own seeding."""
+        return replace(options or ExecutorOptions(), infos="pickle", info_keys=None, episode_seeds=False)
+
+    def _host(self, executor: BatchedEnv, check: Callable[[Description], None] = lambda _: None) -> None:
+        """Take over an executor; closes it if its envs do not fit together."""
+        self.executor = executor
+        try:
+            descriptions = describe_all(executor)
+            check(descriptions[0])
+            self._take_spaces(descriptions)
+        except BaseException:
+            executor.close()
+            raise
+
+    def _take_spaces(self, descriptions: list[Description]) -> None:
+        first, engine = descriptions[0], self.executor.engine
+        self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = first.render_mode
+        spaces = batch(type(self).__name__, descriptions, self.observation_mode)
+        self.single_observation_space, self.observation_space, self.single_action_space, self.action_space = spaces
+        self._engine = engine
+        self._turn = engine.turn
+        self._actions = Actions(engine, first.action_space, self.action_space)
+        self._observations = Observations(engine, first.observation_space, is_copy=self.copy)
+        self._commands = Commands(engine)
+        self._commands.take_for_running()
+        group = engine.rows.slab.groups[0].columns
+        self._rewards, self._terminations, self._truncations = (
+            list(group["next", name][:, :, 0]) for name in ("reward", "terminated", "truncated")
+        )
+        self._step_op = Op.STEP_RESET if self.autoreset_mode is AutoresetMode.SAME_STEP else Op.STEP
+        self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
+        self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
+        self._resetting = engine.all_ids  # the envs that are being reset
+
+    @property
+    def np_random_seed(self) -> Any:
+        """The envs' own seeds, a tuple."""
+        return self.get_attr("np_random_seed")
+
+    @property  # type: ignore[misc]  # Gymnasium's own vector envs have no setter either
+    def np_random(self) -> Any:
+        """The envs' own generators, a tuple (copies, where the envs live in other processes)."""
+        return self.get_attr("np_random")
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return an attribute of each env or of its wrappers; what is callable is called."""
+        return self.call(name)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each env or of its wrappers, or return its attribute of that name."""
+        raise NotImplementedError
+
+    def render(self) -> tuple[Any, ...]:
+        """Return what each env draws."""
+        return self.call("render")
+
+    def _fail(self, error: EnvherdError) -> EnvherdError:
+        """Return what to raise for an error of ours."""
+        return as_gymnasium(error)
+
+    # ---- reset -------------------------------------------------------------------------------
+
+    def _seeds(self, seed: int | Sequence[int | None] | None) -> Sequence[int | None]:
+        if seed is None:
+            return [None] * self.num_envs
+        if isinstance(seed, (int, np.integer)):
+            return [int(seed) + i for i in range(self.num_envs)]
+        if len(seed) != self.num_envs:
+            raise ValueError(
+                f"If seeds are passed as a list the length must match num_envs={self.num_envs} but got "
+                f"length={len(seed)}."
+            )
+        return seed
+
+    def _start_reset(self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None) -> None:
+        """Start a reset of all envs, or of those of a `reset_mask` among the options."""
+        seeds = self._seeds(seed)
+        env_ids = self._engine.all_ids
+        if options is not None and "reset_mask" in options:
+            env_ids = np.flatnonzero(_checked_mask(options["reset_mask"], self.num_envs))
+            options = {key: value for key, value in options.items() if key != "reset_mask"}
+        try:
+            with self._turn:
+                self._engine.prepare_resets(env_ids, seeds, None, {"options": options})
+                self._commands.start_resets(env_ids)
+        except EnvherdError as error:
+            raise self._fail(error) from error.__cause__
+        self._resetting = env_ids
+
+    def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
+        try:
+            with self._turn:
+                try:
+                    self._commands.finish(timeout)
+                finally:  # not before: a reset that meets a loss is made again
+                    self._engine.prepare_resets(self._resetting, None, None, {})
+        except EnvherdError as error:
+            raise self._fail(error) from error.__cause__
+        if self._ended is not None:
+            self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
+        said = self._engine.rows.infos["root"]
+        infos: dict[str, Any] = {}
+        for env_id in self._resetting.tolist():
+            infos = self._add_info(infos, said.get(env_id, {}), env_id)
+        return self._observations.now(), infos
+
+    # ---- step --------------------------------------------------------------------------------
+
+    def _start_step(self, actions: Any) -> None:
+        engine, ended = self._engine, self._ended
+        try:
+            with self._turn:
+                if engine.rows.has_ended and ended is None:
+                    engine.refuse_ended(engine.all_ids)
+                self._actions.take(actions)
+                self._commands.start_steps(self._step_op, ended)
+        except EnvherdError as error:
+            raise self._fail(error) from error.__cause__
+
+    def _finish_step(self, timeout: float | None) -> StepResult:
+        commands, was_reset = self._commands, self._ended
+        try:
+            with self._turn:
+                commands.finish(timeout)
+        except EnvherdError as error:
+            self._note_failed_step()
+            raise self._fail(error) from error.__cause__
+        except BaseException:
+            self._ended = None  # all of them need a reset of the caller's
+            raise
+        column, ended = commands.column, commands.ended_ids
+        if self._resets_next:
+            self._ended = ended
+            infos = self._infos(was_reset, None, column)
+        else:
+            was_reset = ended if commands.has_resets else None
+            infos = self._infos(None, was_reset, column)
+        return (
+            self._observations.after(column, was_reset),
+            self._rewards[column].copy(),
+            self._terminations[column].copy(),
+            self._truncations[column].copy(),
+            infos,
+        )
+
+    def _note_failed_step(self) -> None:
+        """Note which envs the next step has to reset, after a step that some envs did not survive."""
+        if self._resets_next:
+            commands = self._commands
+            ended = self._terminations[commands.column] | self._truncations[commands.column]
+            ended[commands.dead] = False
+            self._ended = _some(np.flatnonzero(ended))
+
+    def _infos(self, was_reset: np.ndarray | None, ended: np.ndarray | None, column: int) -> dict[str, Any]:
+        """Return the infos of a step.
+
+        Args:
+            was_reset: int `[k]`, envs whose step was a reset.
+            ended: int `[k]`, envs that ended with the step and were reset in it.
+            column: of the step's rows.
+        """
+        rows = self._engine.rows
+        stepped, fresh = rows.infos["next"], rows.infos["root"]
+        infos: dict[str, Any] = {}
+        if not (stepped or fresh) and ended is None and not rows.has_interrupted:
+            return infos
+        reset_ids = () if was_reset is None else was_reset.tolist()
+        ended_ids = () if ended is None else ended.tolist()
+        for env_id in range(self.num_envs):
+            own = stepped.get(env_id, {})
+            if env_id in ended_ids:
+                has_final = FINAL_OBSERVATION in own
+                last = own.pop(FINAL_OBSERVATION) if has_final else self._observations.last_of(env_id, column)
+                own = {"final_obs": last, "final_info": own, **fresh.get(env_id, {})}
+            elif env_id in reset_ids:
+                own = fresh.get(env_id, {})
+            if rows.has_interrupted and rows.interrupted[env_id, 0]:
+                own = {**own, "interrupted": True}
+            if own:
+                infos = self._add_info(infos, own, env_id)
+        return infos
+
+
+def _some(env_ids: np.ndarray) -> np.ndarray | None:
+    """Return ids, or None if there are none."""
+    return env_ids if len(env_ids) else None
+
+
+def _checked_mask(mask: Any, num_envs: int) -> np.ndarray:
+    name = "`options['reset_mask']`"
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"{name} must be a numpy array, got {type(mask)}")
+    if mask.shape != (num_envs,):
+        raise ValueError(f"{name} must have shape `({num_envs},)`, got {mask.shape}")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"{name} must have `dtype=np.bool_`, got {mask.dtype}")
+    if not mask.any():
+        raise ValueError(f"{name} must contain a boolean array with at least one True value, got reset_mask={mask}")
+    return mask

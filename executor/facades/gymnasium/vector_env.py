@@ -1,0 +1,426 @@
+"""Gymnasium's `AsyncVectorEnv` and `SyncVectorEnv` on top of the executor: one import changed.
+
+    from envherd.executor.facades.gymnasium import AsyncVectorEnv    # was: from gymnasium.vector import ...
+
+Spaces, transitions, infos, autoreset modes and errors are Gymnasium's own; see `docs/gymnasium.md` for what
+is deliberately different. `gymnasium.make_vec` makes these classes inside `installed()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any, Literal, cast
+
+import gymnasium
+import numpy as np
+from gymnasium import logger
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
+from envherd.executor.facades.gymnasium.errors import CallTimeout, as_gymnasium
+from envherd.executor.facades.gymnasium.spaces import Description, has_custom
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.parallel import ParallelEnv
+from envherd.executor.pools.blueprint import choose_workers
+from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.serial import SerialEnv
+from envherd.workers.adapters.hosts.gymnasium_native import NativeAdapter, NativeFactory, loads
+from envherd.workers.errors import EnvherdError
+
+__all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]
+
+#: Methods that `call` does not reach.
+_OWN_METHODS = ("reset", "step", "close", "_setattr", "_check_spaces")
+
+#: Seconds between looks for the answers to a `call_async` that has a deadline.
+_LOOK_S = 0.001
+
+
+class AsyncState(Enum):
+    """What an `AsyncVectorEnv` is waiting for."""
+
+    DEFAULT = "default"
+    WAITING_RESET = "reset"
+    WAITING_STEP = "step"
+    WAITING_CALL = "call"
+
+
+class AsyncVectorEnv(HostedVectorEnv):
+    """Envs in worker processes: `gymnasium.vector.AsyncVectorEnv` with several envs to a process.
+
+    Args:
+        env_fns: one callable for each env; called in its worker, never here.
+        shared_memory: accepted; memory is always shared. True refuses custom observation spaces, as in Gymnasium.
+        copy: False hands out views of the ring of rows; the `options.ring_frames`-th further step overwrites a view.
+        context: accepted and not used; see `options.start_method`.
+        daemon: accepted and not used; workers end with this process and may have children in any case.
+        worker: refused; there is no worker function to replace.
+        observation_mode: "same", "different", or `(observation_space, single_observation_space)`.
+        autoreset_mode: an `AutoresetMode` or its value.
+        max_concurrency: how many envs may run at one time: an upper limit of the number of processes.
+        num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env for
+            some seconds and decides (see docs/sizing.md).
+        options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
+        executor: makes what runs the envs, called as `ParallelEnv` is: `functools.partial(RayParallelEnv, ...)` for the
+            nodes of a cluster, each with so many processes.
+
+    Raises:
+        RuntimeError: spaces do not fit together.
+        ValueError: an argument that cannot be.
+        FactoryError: an env could not be built; also of the type that was raised.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917  # Gymnasium's signature
+        self,
+        env_fns: EnvFns,
+        shared_memory: bool = True,  # noqa: FBT001, FBT002  # Gymnasium's signature
+        copy: bool = True,  # noqa: FBT001, FBT002
+        context: str | None = None,
+        daemon: bool = True,  # noqa: FBT001, FBT002
+        worker: Callable[..., None] | None = None,
+        observation_mode: Any = "same",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        max_concurrency: int | None = None,
+        *,
+        num_workers: int | Literal["auto"] | None = None,
+        options: ExecutorOptions | None = None,
+        executor: Callable[..., BatchedEnv] = ParallelEnv,
+    ) -> None:
+        super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
+        if worker is not None:
+            raise ValueError(
+                "AsyncVectorEnv failed: expected no `worker`, got a function. Workers here have no such function: wrap "
+                "the env instead, or use gymnasium.vector.AsyncVectorEnv."
+            )
+        self.shared_memory, self.context, self.daemon, self.worker = shared_memory, context, daemon, worker
+        self.max_concurrency = _checked_limit(max_concurrency)
+        self._state = AsyncState.DEFAULT
+        self._question: dict[int, Any] = {}
+        keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
+        factories = {id(env_fn): NativeFactory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns}
+        if self.max_concurrency is not None:
+            if isinstance(num_workers, str):
+                raise ValueError(
+                    f"AsyncVectorEnv failed: expected a number of workers or None beside max_concurrency, got "
+                    f"{num_workers!r}. Give one of the two."
+                )
+            num_workers = min(choose_workers(self.num_envs, num_workers), self.max_concurrency)
+        try:
+            made = executor(
+                self.num_envs,
+                [factories[id(env_fn)] for env_fn in self.env_fns],
+                num_workers=num_workers,
+                options=self._options(options),
+            )
+        except EnvherdError as error:
+            raise as_gymnasium(error) from error.__cause__
+        self._host(made, self._check_shareable)
+
+    def _check_shareable(self, first: Description) -> None:
+        if self.shared_memory and has_custom(first.observation_space):
+            raise ValueError(
+                f"AsyncVectorEnv(shared_memory=True) failed: expected an observation space of Gymnasium's own, got "
+                f"{first.observation_space}. Its values are pickled with shared_memory=False."
+            )
+
+    @property
+    def _pool(self) -> WorkerPool:
+        return cast("WorkerPool", self._engine.pool)  # or one of a cluster, which has its methods
+
+    # ---- states ------------------------------------------------------------------------------
+
+    def _assert_is_running(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+
+    def _begin(self, name: str) -> None:
+        """Refuse to begin a call while another is pending."""
+        self._assert_is_running()
+        if self._state is not AsyncState.DEFAULT:
+            raise AlreadyPendingCallError(
+                f"Calling `{name}` while waiting for a pending call to `{self._state.value}` to complete.",
+                self._state.value,
+            )
+
+    def _end(self, awaited: AsyncState) -> None:
+        """Refuse to wait for a call that was not begun; whatever becomes of the wait, it is over then."""
+        self._assert_is_running()
+        if self._state is not awaited:
+            name = awaited.value
+            raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
+        self._state = AsyncState.DEFAULT
+
+    def _fail(self, error: EnvherdError) -> EnvherdError:
+        """Report as Gymnasium does what envs raised; an env that raised can be reset here, and used again."""
+        faults = self._commands.faults if error.context.get("phase") in ("reset", "step") else {}
+        for env_id, fault in sorted(faults.items()):
+            _log(f"Received the following error from Worker-{env_id} - Shutting it down")
+            _log(fault["traceback"])
+        if faults:
+            _log("Raising the last exception back to the main process.")
+        return as_gymnasium(error)
+
+    # ---- reset and step ----------------------------------------------------------------------
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all envs, or those of `options["reset_mask"]` (bool `[N]`); return observations and infos.
+
+        Args:
+            seed: int, from which env i gets `seed + i`; one int or None for each env; or None.
+            options: given to each env; never changed.
+        """
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    def reset_async(
+        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        """Begin a `reset`; `reset_wait` ends it."""
+        self._begin("reset_async")
+        self._start_reset(seed, options)
+        self._state = AsyncState.WAITING_RESET
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """End a `reset`.
+
+        Raises:
+            multiprocessing.TimeoutError: not within `timeout` seconds; the envs must be reset again.
+            NoAsyncCallError, ClosedEnvironmentError.
+        """
+        self._end(AsyncState.WAITING_RESET)
+        with _deadline("reset_wait", timeout):
+            return self._finish_reset(timeout)
+
+    def step(self, actions: Any) -> StepResult:
+        """Step all envs; return observations, rewards, terminations, truncations and infos."""
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a `step`; `step_wait` ends it."""
+        self._begin("step_async")
+        self._start_step(actions)
+        self._state = AsyncState.WAITING_STEP
+
+    def step_wait(self, timeout: float | None = None) -> StepResult:
+        """End a `step`; raises as `reset_wait` does."""
+        self._end(AsyncState.WAITING_STEP)
+        with _deadline("step_wait", timeout):
+            return self._finish_step(timeout)
+
+    # ---- calls -------------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each env or of its wrappers, or return its attribute of that name."""
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Begin a `call`; `call_wait` ends it."""
+        self._begin("call_async")
+        if name in _OWN_METHODS:
+            raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
+        try:
+            with self._turn:
+                ids = list(range(self.num_envs))
+                self._question = self._pool.question("call", ids, name="ask", args=(name, args, kwargs))
+        except EnvherdError as error:
+            raise self._fail(error) from error.__cause__
+        self._state = AsyncState.WAITING_CALL
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """End a `call`; raises as `reset_wait` does, and what an env raised."""
+        self._end(AsyncState.WAITING_CALL)
+        pool, end = self._pool, None if timeout is None else time.monotonic() + timeout
+        try:
+            with self._turn:
+                while end is not None and not pool.has_answered(self._question):
+                    if time.monotonic() >= end:
+                        raise CallTimeout(f"The call to `call_wait` has timed out after {timeout} second(s).")
+                    time.sleep(_LOOK_S)
+                answers = pool.answers(self._question, "call")
+        except EnvherdError as error:
+            raise self._fail(error) from error.__cause__
+        return tuple(loads(answers[env_id]["plain"]) for env_id in range(self.num_envs))
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each env or of its wrappers: to `values`, or to its own item of a list or tuple.
+
+        Raises:
+            ValueError: not one value for each env.
+        """
+        self._assert_is_running()
+        given = _one_each(values, self.num_envs)
+        self._begin("set_attr")
+        try:
+            with self._turn:
+                ids = list(range(self.num_envs))
+                self._engine.ask("each", ids, name="assign", args=tuple((name, value) for value in given))
+        except EnvherdError as error:
+            raise self._fail(error) from error.__cause__
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Close the envs and end the workers, within `timeout` seconds (default: of the options) and then by force.
+
+        Args:
+            timeout: seconds.
+            terminate: by force at once.
+        """
+        if self._state is not AsyncState.DEFAULT:
+            logger.warn(f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete.")
+        if terminate:
+            timeout = 0.0
+        if timeout is not None:
+            self._pool.close(timeout)
+        self.executor.close()
+
+
+class SyncVectorEnv(HostedVectorEnv):
+    """Envs in this process, one after the other: `gymnasium.vector.SyncVectorEnv` over `SerialEnv`.
+
+    Args:
+        env_fns: one callable for each env.
+        copy: False hands out views of the ring of rows; the `options.ring_frames`-th further step overwrites a view.
+        observation_mode: "same", "different", or `(observation_space, single_observation_space)`.
+        autoreset_mode: an `AutoresetMode` or its value.
+        options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
+
+    Attributes:
+        envs: the envs themselves, a list.
+
+    Raises:
+        RuntimeError: spaces do not fit together.
+        FactoryError: an env could not be built; also of the type that was raised.
+    """
+
+    def __init__(
+        self,
+        env_fns: EnvFns,
+        copy: bool = True,  # noqa: FBT001, FBT002  # Gymnasium's signature
+        observation_mode: Any = "same",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        *,
+        options: ExecutorOptions | None = None,
+    ) -> None:
+        super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
+        keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
+        self.envs: list[Any] = []
+        factories = [_KeepingFactory(env_fn, self.envs, keeps_final=keeps_final) for env_fn in self.env_fns]
+        try:
+            executor = SerialEnv(self.num_envs, factories, options=self._options(options))
+        except EnvherdError as error:
+            raise as_gymnasium(error) from error.__cause__
+        self._host(executor)
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all envs, or those of `options["reset_mask"]`; see `AsyncVectorEnv.reset`."""
+        self._start_reset(seed, options)
+        return self._finish_reset(None)
+
+    def step(self, actions: Any) -> StepResult:
+        """Step all envs; return observations, rewards, terminations, truncations and infos."""
+        self._start_step(actions)
+        return self._finish_step(None)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each env or of its wrappers, or return its attribute of that name."""
+        found = [env.get_wrapper_attr(name) for env in self.envs]
+        return tuple(value(*args, **kwargs) if callable(value) else value for value in found)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each env or of its wrappers: to `values`, or to its own item of a list or tuple.
+
+        Raises:
+            ValueError: not one value for each env.
+        """
+        for env, value in zip(self.envs, _one_each(values, self.num_envs), strict=True):
+            env.set_wrapper_attr(name, value)
+
+    def close_extras(self, **_: Any) -> None:
+        """Close the envs."""
+        self.executor.close()
+
+
+class _KeepingFactory(NativeFactory):
+    """A factory that also keeps the envs it has built in a list."""
+
+    def __init__(self, env_fn: Callable[[], Any], built: list[Any], *, keeps_final: bool) -> None:
+        super().__init__(env_fn, keeps_final=keeps_final)
+        self._built = built
+
+    def __call__(self) -> NativeAdapter:
+        adapter = super().__call__()
+        self._built.append(adapter.env.env)
+        return adapter
+
+
+def make_vec(id: Any, num_envs: int = 1, vectorization_mode: str = "async", **kwargs: Any) -> Any:  # noqa: A002
+    """Make what `gymnasium.make_vec` makes, with the vector envs of this module.
+
+    Args:
+        id: as in `gymnasium.make_vec`, with all further arguments.
+        num_envs: N.
+        vectorization_mode: "async" or "sync".
+        **kwargs: `vector_kwargs` go to the vector env, e.g. `{"num_workers": 4}`.
+    """
+    with installed():
+        return gymnasium.make_vec(id, num_envs, vectorization_mode, **kwargs)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Have `gymnasium.make_vec` (all of `gymnasium.vector`) mean the vector envs of this module, for a while."""
+    names = ("AsyncVectorEnv", "SyncVectorEnv")
+    before = {name: getattr(gymnasium.vector, name) for name in names}
+    for name, kind in zip(names, (AsyncVectorEnv, SyncVectorEnv), strict=True):
+        setattr(gymnasium.vector, name, kind)
+    try:
+        yield
+    finally:
+        for name, host in before.items():
+            setattr(gymnasium.vector, name, host)
+
+
+@contextlib.contextmanager
+def _deadline(name: str, timeout: float | None) -> Iterator[None]:
+    """Raise Gymnasium's timeout for ours; a worker that was killed for being late is another matter."""
+    try:
+        yield
+    except TimeoutError as error:
+        if isinstance(error, EnvherdError):
+            raise
+        raise CallTimeout(f"The call to `{name}` has timed out after {timeout} second(s).") from None
+
+
+def _checked_limit(limit: Any) -> int | None:
+    if limit is None:
+        return None
+    if not isinstance(limit, (int, np.integer)):
+        raise ValueError(f"`max_concurrency` must be an integer or None, got {type(limit)}.")  # noqa: TRY004
+    if limit < 1:
+        raise ValueError(f"`max_concurrency` must be a positive or None, got {limit}.")
+    return int(limit)
+
+
+def _one_each(values: Any, num_envs: int) -> list[Any]:
+    if not isinstance(values, (list, tuple)):
+        return [values] * num_envs
+    if len(values) != num_envs:
+        raise ValueError(
+            f"Values must be a list or tuple with length equal to the number of environments. "
+            f"Got `{len(values)}` values for {num_envs} environments."
+        )
+    return list(values)
+
+
+def _log(text: str) -> None:
+    logger.error(text.replace("%", "%%"))

@@ -1,0 +1,440 @@
+"""Stable-Baselines3's `SubprocVecEnv` and `DummyVecEnv` on top of the executor.
+
+Guarantees:
+- What SB3's own classes promise: an env that ends is reset in the same call, with its last observation in
+  `infos[i]["terminal_observation"]` and `infos[i]["TimeLimit.truncated"]` in every info; seeds and options
+  are for the next reset alone; infos, observations, rewards and dones are the caller's own.
+- Transitions equal those of SB3's `DummyVecEnv`, bit for bit. Rewards are float32, as there.
+- One reported transition is one `env.step`; a reset observation is never a terminal one.
+- An env of another family whose agents are stacked (Melting Pot) gives one row per agent.
+Does not know: spaces inside spaces inside spaces, which SB3 does not either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+from gymnasium import Env, Wrapper
+from stable_baselines3.common.env_util import is_wrapped
+from stable_baselines3.common.vec_env.base_vec_env import VecEnv
+from stable_baselines3.common.vec_env.patch_gym import _patch_env
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.sb3.rows import Reader, Writer
+from envherd.executor.facades.sb3.spaces import Space, compose_for, num_agents, row_shapes, spaces_of
+from envherd.executor.options import ExecutorOptions, StartMethod
+from envherd.executor.parallel import ParallelEnv
+from envherd.executor.serial import SerialEnv
+from envherd.workers.adapters import find_adapter
+from envherd.workers.adapters.hosts.sb3 import Sb3DirectAdapter
+from envherd.workers.adapters.hosts.sb3_factory import Sb3Factory
+from envherd.workers.build import check_factory
+from envherd.workers.errors import ActionError, Busy, EnvError, EnvherdError, FactoryError
+from envherd.workers.protocol import Op
+
+EnvFn = Callable[[], Any]
+Indices = None | int | Iterable[int]
+Info = dict[str, Any]
+
+_SAME_INSTANCE = (
+    "You tried to create multiple environments, but the function to create them returned the same instance instead "
+    "of a new one: expected {expected} different envs, got {got}. Build the env inside the function that you pass, "
+    "e.g. DummyVecEnv([lambda: gymnasium.make('CartPole-v1')] * 4)."
+)
+_NO_PICTURES = "The render mode is {mode}, but this method assumes it is `rgb_array` to obtain images."
+
+
+class EnvAttributeError(EnvError, AttributeError):
+    """An env has no such attribute, or its method met one that was missing."""
+
+
+class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
+    """An SB3 vec env over an executor; made as `SubprocVecEnv` or `DummyVecEnv`.
+
+    Attributes:
+        executor: the `ParallelEnv` or `SerialEnv` that runs the envs.
+        num_envs: rows: envs, or agents of all envs.
+        num_agents: rows per env.
+        waiting: a step was begun and not waited for.
+        closed: `close` was called.
+    """
+
+    def __init__(self, executor: BatchedEnv) -> None:
+        self.executor = executor
+        self.waiting = False
+        self.closed = False
+        self._was_reset = False
+        self._engine = executor.engine
+        self._turn = self._engine.turn
+        self._rows = self._engine.rows
+        self.num_agents = num_agents(executor.spec)
+        self._is_gymnasium = executor.spec.family == "gymnasium"
+        observation_space, action_space = self._find_spaces()
+        self._compose = compose_for(observation_space)
+        self._reader = Reader(self._rows, row_shapes(observation_space), self.num_agents)
+        self._writer = Writer(self._rows, action_space, self.num_agents)
+        self._column = 0
+        super().__init__(executor.num_envs * self.num_agents, observation_space, action_space)
+        if self._is_gymnasium:
+            self.metadata = self.get_attr("metadata", 0)[0]  # a VecVideoRecorder looks for the envs' own here
+
+    def _find_spaces(self) -> tuple[Space, Space]:
+        if not self._is_gymnasium:
+            return spaces_of(self.executor.spec)
+        observation, action = (self._ask("get", [0], name=f"{what}_space")[0] for what in ("observation", "action"))
+        return observation, action
+
+    # ---- reset and step ----------------------------------------------------------------------
+
+    def reset(self) -> Any:
+        """Reset all envs and return their observations; `seed` and `set_options` are used up.
+
+        Returns:
+            `[num_envs, ...]`: array, dict or tuple of arrays, as the observation space has it. Own memory.
+        """
+        if self.waiting:
+            self._drop_step()
+        seeds, options = self._seeds[:: self.num_agents], self._options[:: self.num_agents]
+        if any(seed is not None for seed in seeds) or any(options):
+            self.executor.reset(seed=seeds, list_of_kwargs=[{"options": one} if one else {} for one in options])
+        else:
+            self.executor.reset()
+        self._was_reset = True
+        self._reset_seeds()
+        self._reset_options()
+        said = self._reset_said()
+        self.reset_infos = [said.get(i // self.num_agents, {}) for i in range(self.num_envs)]
+        column = int(self._rows.columns[0])
+        return self._compose([leaf.read(column) for leaf in self._reader.root])
+
+    def step_async(self, actions: Any) -> None:
+        """Give every env its action; they step while the caller goes on, until `step_wait`.
+
+        Args:
+            actions: `[num_envs, ...]` as the action space has it, or a sequence of its samples. Read at once.
+
+        Raises:
+            ActionError: they do not fit. ResetNeeded: an env has failed since the last reset. No env was stepped.
+            Busy: the last step was not waited for.
+        """
+        if self.waiting:
+            raise Busy("step_async failed: the last step was not waited for. Call step_wait() first.")
+        engine = self._engine
+        with self._turn:
+            if self._rows.has_ended:
+                if self._was_reset:
+                    engine.refuse_ended(engine.all_ids)
+                engine.allow_steps()  # envs that want to be reset first say so themselves
+            self._write(actions)
+            self._column = engine.begin_step(Op.STEP_RESET)
+        self.waiting = True
+
+    def _write(self, actions: Any) -> None:
+        self._writer.write(actions)
+
+    def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, list[Info]]:
+        """Wait for the step and return observations, rewards float32 `[N]`, dones bool `[N]`, and infos.
+
+        Raises:
+            EnvError: an env raised; the others were stepped. WorkerLost, WorkerTimeout.
+            RuntimeError: no step was begun.
+        """
+        if not self.waiting:
+            raise RuntimeError("step_wait failed: no step was begun. Call step_async(actions) first.")
+        try:
+            with self._turn:
+                ended = self._engine.end_step(Op.STEP_RESET, self._column)
+        except EnvError as error:
+            self._raise_for_env(error)
+        finally:
+            self.waiting = False
+        column, reader = self._column, self._reader
+        leaves = [leaf.read(column) for leaf in reader.next]
+        rewards = reader.rewards(column)
+        infos = self._step_infos()
+        if ended is None:
+            return self._compose(leaves), rewards, np.zeros(self.num_envs, bool), infos
+        dones = self._finish_episodes(ended, leaves, infos)
+        return self._compose(leaves), rewards, dones, infos
+
+    def _step_infos(self) -> list[Info]:
+        """Return a fresh info for every row."""
+        said = self._step_said()
+        if not said:
+            return [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
+        per_env = range(self.executor.num_envs)
+        if self.num_agents == 1:
+            return [{**said.get(i, {}), "TimeLimit.truncated": False} for i in per_env]
+        rows = [i for i in per_env for _ in range(self.num_agents)]
+        return [{**deepcopy(said.get(i, {})), "TimeLimit.truncated": False} for i in rows]
+
+    def _finish_episodes(self, ended: np.ndarray, leaves: list[np.ndarray], infos: list[Info]) -> np.ndarray:
+        """Move the last observations of ended episodes to their infos, and put the first ones of new episodes there."""
+        column, reader, agents = self._column, self._reader, self.num_agents
+        terminated, truncated = (reader.flags[name].look(column) for name in ("terminated", "truncated"))
+        has_interrupted, interrupted = self._rows.has_interrupted, self._rows.interrupted
+        said = self._reset_said()
+        self.reset_infos = list(self.reset_infos)
+        rows = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
+        last = [leaf[rows] for leaf in leaves]
+        for place, row in enumerate(rows.tolist()):
+            env_id = row // agents
+            info = infos[row]
+            info["TimeLimit.truncated"] = bool(truncated[env_id]) and not terminated[env_id]
+            info["terminal_observation"] = self._compose([leaf[place].copy() for leaf in last])
+            if has_interrupted and interrupted[env_id, 0]:
+                info["interrupted"] = True
+            self.reset_infos[row] = said.get(env_id, {})
+        for leaf, root in zip(leaves, reader.root, strict=True):
+            leaf[rows] = root.look(column)[rows]
+        dones = np.zeros(self.num_envs, bool)
+        dones[rows] = True
+        return dones
+
+    def _drop_step(self) -> None:
+        """Let a step that nobody waited for finish, and forget it: a reset comes."""
+        try:
+            self.step_wait()
+        except EnvherdError:
+            self._was_reset = True  # what is wrong is put right or told by the reset
+
+    def _step_said(self) -> Mapping[int, Info]:
+        """Return what envs said in the step, by env id; those that said nothing may be missing. Own memory."""
+        return self._rows.infos["next"]
+
+    def _reset_said(self) -> Mapping[int, Info]:
+        """Return what envs said in the reset of the latest command, by env id. Own memory."""
+        return self._rows.infos["root"]
+
+    def _raise_for_env(self, error: EnvError) -> NoReturn:
+        raise error
+
+    def close(self) -> None:
+        """Close the envs, and end the processes if there are any. Idempotent."""
+        self.closed = True
+        self.waiting = False
+        self.executor.close()
+
+    # ---- attributes and methods of the envs --------------------------------------------------
+
+    def has_attr(self, attr_name: str) -> bool:
+        """Return whether all envs have an attribute, on whatever wrapper."""
+        return all(self._ask("has", self._env_ids(None), name=attr_name))
+
+    def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
+        """Return an attribute of each env asked for, on whatever wrapper; a copy where it comes from a worker.
+
+        Raises:
+            AttributeError: an env has none.
+        """
+        return self._by_row("get", indices, name=attr_name)
+
+    def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
+        """Set an attribute of the outermost wrapper of each env."""
+        env_ids = self._env_ids(indices)
+        self._ask("set", env_ids, name=attr_name, args=(value,) * len(env_ids))
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """Call a method of each env asked for, on whatever wrapper, and return what it returned."""
+        return self._by_row("call", indices, name=method_name, args=method_args, kwargs=method_kwargs)
+
+    def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
+        """Return whether each env asked for is inside a wrapper of a class (or of a subclass of it).
+
+        Classes are compared by name: a worker need not import the class, nor the package that it is in.
+        """
+        name = f"{wrapper_class.__module__}.{wrapper_class.__qualname__}"
+        return [_has_layer(layers, name) for layers in self._by_row("layers", indices)]
+
+    def get_images(self) -> Sequence[np.ndarray | None]:
+        """Return a picture of each env, if their render mode is "rgb_array"; else warn, and return Nones."""
+        if self.render_mode != "rgb_array":
+            warnings.warn(_NO_PICTURES.format(mode=self.render_mode), stacklevel=2)
+            return [None] * self.executor.num_envs
+        if not self._is_gymnasium:
+            return self._ask("render", self._env_ids(None))
+        return self._ask("call", self._env_ids(None), name="render")
+
+    def _rows_of(self, indices: Indices) -> list[int]:
+        every = range(self.num_envs)
+        return [every[int(i)] for i in self._get_indices(int(indices) if isinstance(indices, np.integer) else indices)]
+
+    def _env_ids(self, indices: Indices) -> list[int]:
+        return list(dict.fromkeys(row // self.num_agents for row in self._rows_of(indices)))
+
+    def _by_row(self, what: str, indices: Indices, **question: Any) -> list[Any]:
+        """Ask the envs of some rows, each env once, and return the answer for each row."""
+        if what == "get" and question["name"] == "render_mode" and not self._is_gymnasium:
+            return ["rgb_array"] * len(self._rows_of(indices))  # those envs draw themselves, whatever they are asked
+        env_ids = self._env_ids(indices)
+        answers = dict(zip(env_ids, self._ask(what, env_ids, **question), strict=True))
+        return [answers[row // self.num_agents] for row in self._rows_of(indices)]
+
+    def _ask(self, what: str, env_ids: list[int], **question: Any) -> list[Any]:
+        if self.waiting:
+            raise Busy("the call failed: a step is under way. Call step_wait() first.")
+        try:
+            return self.executor.ask(what, env_ids, **question)
+        except EnvError as error:
+            if error.context.get("type_name") != "AttributeError":
+                raise
+            raise EnvAttributeError(
+                error.message, remote_traceback=error.remote_traceback, **error.context
+            ) from error.__cause__
+
+
+class SubprocVecEnv(ExecutorVecEnv):
+    """Envs in worker processes, in place of `stable_baselines3.common.vec_env.SubprocVecEnv`.
+
+    Args:
+        env_fns: functions that build one env each; called in a worker. They travel by cloudpickle, and the
+            user's script is not run again, so `if __name__ == "__main__"` is not needed.
+        start_method: "forkserver" (the default: workers fork from a private helper), "spawn" or "fork".
+        num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env for
+            some seconds and decides (see docs/sizing.md). Envs in one process share its global random generators unless
+            `options.isolate_rng` is set.
+        options: further `ExecutorOptions`; what the protocol of SB3 decides is overruled.
+        executor: makes what runs the envs, called as `ParallelEnv` is: `functools.partial(RayParallelEnv, ...)` for the
+            nodes of a cluster.
+
+    Raises:
+        ValueError: no env, or a start method that the platform does not have.
+        FactoryError: not a function, cannot be pickled, returned no env, or raised.
+        NotImplementedError: spaces that SB3 does not support.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[EnvFn],
+        start_method: str | None = None,
+        *,
+        num_workers: int | Literal["auto"] | None = None,
+        options: ExecutorOptions | None = None,
+        executor: Callable[..., BatchedEnv] = ParallelEnv,
+    ) -> None:
+        options = _as_sb3(options or ExecutorOptions(), start_method)
+        for env_fn in env_fns:
+            check_factory(env_fn)
+        factories = [Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)]
+        made = executor(len(factories), factories, num_workers=num_workers, options=options)
+        try:
+            super().__init__(made)
+        except BaseException:
+            made.close()
+            raise
+
+
+class DummyVecEnv(ExecutorVecEnv):
+    """Envs in this process, in place of `stable_baselines3.common.vec_env.DummyVecEnv`.
+
+    What an env raises reaches the caller as it is; attributes are the envs' own objects, not copies.
+
+    Args:
+        env_fns: functions that build one env each.
+
+    Attributes:
+        envs: the envs, as the functions returned them.
+
+    Raises:
+        ValueError: no env, no function, or one env returned twice.
+        NotImplementedError: spaces that SB3 does not support.
+    """
+
+    def __init__(self, env_fns: Sequence[EnvFn]) -> None:
+        made = [_adapted_here(env_fn()) for env_fn in env_fns]
+        self.envs = [one.env if isinstance(one, Sb3DirectAdapter) else one for one in made]
+        different = {id(getattr(env, "unwrapped", env)) for env in self.envs}
+        if len(different) != len(self.envs):
+            raise ValueError(_SAME_INSTANCE.format(expected=len(self.envs), got=len(different)))
+        self._adapters = [one for one in made if isinstance(one, Sb3DirectAdapter)]
+        options = dataclasses.replace(_as_sb3(ExecutorOptions(), None), infos="drop")
+        super().__init__(SerialEnv(len(made), [_Made(made, i) for i in range(len(made))], options=options))
+
+    def _write(self, actions: Any) -> None:
+        if not self._adapters:
+            super()._write(actions)
+        elif len(actions) < len(self._adapters):
+            raise ActionError(f"step failed: expected {len(self._adapters)} actions, got {len(actions)}.")
+        for adapter, action in zip(self._adapters, actions, strict=False):  # SB3 takes the first ones of too many
+            adapter.next_action = action
+
+    def _step_said(self) -> Mapping[int, Info]:
+        return {i: deepcopy(dict(one.step_info)) for i, one in enumerate(self._adapters) if one.step_info}
+
+    def _reset_said(self) -> Mapping[int, Info]:
+        return {i: dict(one.info) for i, one in enumerate(self._adapters)}
+
+    def _raise_for_env(self, error: EnvError) -> NoReturn:
+        own = self._adapters[error.env_ids[0]].error if self._adapters else None
+        if own is None:
+            raise error
+        raise own
+
+    def _ask(self, what: str, env_ids: list[int], **question: Any) -> list[Any]:
+        envs = [self.envs[i] for i in env_ids]
+        if not all(isinstance(env, Env) for env in envs) or what in ("has", "set"):
+            return super()._ask(what, env_ids, **question)
+        if what == "get":
+            return [env.get_wrapper_attr(question["name"]) for env in envs]
+        args, kwargs = question.get("args", ()), question.get("kwargs", {})
+        return [env.get_wrapper_attr(question["name"])(*args, **kwargs) for env in envs]
+
+    def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
+        """Return whether each env asked for is inside a wrapper of a class (or of a subclass of it)."""
+        envs = [self.envs[row // self.num_agents] for row in self._rows_of(indices)]
+        return [isinstance(env, Env) and is_wrapped(env, wrapper_class) for env in envs]
+
+
+class _Made:
+    """Returns an env that was made before."""
+
+    def __init__(self, made: list[Any], index: int) -> None:
+        self._made, self._index = made, index
+
+    def __call__(self) -> Any:
+        return self._made[self._index]
+
+
+def _adapted_here(env: Any) -> Any:
+    """Return an env, behind its adapter if it is Gymnasium's; those of old gym are translated as SB3 does it."""
+    if not isinstance(env, Env):
+        try:
+            find_adapter(env)
+        except FactoryError:
+            env = _patch_env(env)
+    return Sb3DirectAdapter(env) if isinstance(env, Env) else env
+
+
+def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptions:
+    """Return the options with what SB3's protocol asks for."""
+    if start_method is not None:
+        multiprocessing.get_context(start_method)  # raises ValueError for a method that there is not
+        ours: dict[str, StartMethod] = {"forkserver": "zygote", "spawn": "spawn", "fork": "fork"}
+        options = dataclasses.replace(options, start_method=ours[start_method])
+    return dataclasses.replace(
+        options,
+        infos="pickle",
+        info_keys=None,
+        episode_seeds=False,
+        pickle_replies=True,
+        check_actions="off",
+        poison=False,
+    )
+
+
+def _has_layer(layers: list[list[str]], name: str) -> bool:
+    wrapper = f"{Wrapper.__module__}.{Wrapper.__qualname__}"
+    for layer in layers:
+        if wrapper not in layer:
+            return False
+        if name in layer:
+            return True
+    return False

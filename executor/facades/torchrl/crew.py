@@ -1,0 +1,233 @@
+"""Where the envs of a TorchRL facade live: in worker processes, or in this one.
+
+A crew answers by name (`tell`), steps all envs through the slab where that can be done (`step`), and knows
+where every env is (`current`). Guarantees: an env that raises is an `EnvError` after all others have answered;
+`close` never raises.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.blueprint import choose_workers, draw
+from envherd.executor.pools.error_messages import env_error
+from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.protocol.engine import Engine
+from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
+from envherd.workers.adapters.hosts.torchrl_guest import Guest, GuestFactory, own_env
+from envherd.workers.build import describe, modules_of, pickle_factory
+from envherd.workers.errors import ActionError
+from envherd.workers.protocol import Op
+
+#: What a helper process imports on top of the factories' own modules, by a module that they refer to.
+_BACKENDS = {"torchrl.envs.libs.gym": ("gymnasium", "stable_baselines3.common.vec_env.base_vec_env")}
+
+_ADAPTERS = "envherd.workers.adapters"
+
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+class ProcessCrew:
+    """Guests in worker processes.
+
+    Args:
+        factories: one callable per env.
+        env_kwargs: keyword arguments of each call.
+        num_processes: None for one per usable core, at most one per env.
+        options: of the executor.
+        make_executor: see `ParallelEnv`; None for worker processes of this one's.
+
+    Attributes:
+        num_envs: how many there are.
+        is_dense: whether `step` can be used.
+    """
+
+    #: Bool `[N]`, the envs whose workers were lost in the latest `step`; None for none.
+    lost: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        factories: Sequence[Callable[..., Any]],
+        env_kwargs: Sequence[dict[str, Any]],
+        num_processes: int | None,
+        options: ExecutorOptions,
+        make_executor: Callable[..., BatchedEnv] | None = None,
+    ) -> None:
+        self.num_envs = len(factories)
+        self._finalizer: Callable[[], Any]
+        by_id = {id(factory): _guest_factory(factory, options.worker_threads) for factory in factories}
+        guests = [by_id[id(factory)] for factory in factories]
+        if make_executor is None:
+            self._start_here(guests, list(env_kwargs), choose_workers(self.num_envs, num_processes), options)
+        else:
+            executor = make_executor(
+                self.num_envs, guests, env_kwargs=list(env_kwargs), num_workers=num_processes, options=options
+            )
+            self._finalizer = weakref.finalize(self, executor.close)
+            self._engine = executor.engine
+            self.pool = cast("WorkerPool", self._engine.pool)  # or one of a cluster, which has its methods
+        specs = self.pool.specs
+        self.is_dense = bool(specs[0].metadata["is_dense"]) and all(spec == specs[0] for spec in specs)
+
+    def _start_here(
+        self, guests: list[Any], env_kwargs: list[dict[str, Any]], num_workers: int, options: ExecutorOptions
+    ) -> None:
+        blueprint = draw(guests, env_kwargs, num_workers, None, options)
+        self.pool = pool = WorkerPool(blueprint, options)
+        self._finalizer = weakref.finalize(self, _close, pool, os.getpid())
+        pool.start()
+        try:
+            self._engine = Engine(pool, seed=blueprint.root_seed, device=None, copy=True, options=options)
+        except BaseException:
+            self.close()
+            raise
+
+    def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
+        """Have each env perform a call of its own; return the results in that order.
+
+        Raises:
+            EnvError: an env raised; all others have done what they were told.
+            WorkerLost, WorkerTimeout, Busy, Closed.
+        """
+        with self._engine.turn:
+            self._replace_lost(env_ids, calls)
+            asked = tuple(dumps(call) for call in calls)
+            answers = self._engine.ask("each", list(env_ids), name="perform", args=asked)
+        results, faults = [], []
+        for env_id in env_ids:
+            has_worked, value = loads(answers[env_id]["plain"])
+            if not has_worked:
+                faults.append({**value, "env_id": env_id})
+            results.append(value)
+        if faults:
+            self._engine.num_errors += len(faults)
+            worker_id = int(self.pool.worker_of[faults[0]["env_id"]])
+            raise env_error(faults, worker_id, self.pool.pid_of(worker_id))
+        return results
+
+    def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:
+        """Replace lost workers all of whose envs are told to reset, if the options say so; else their loss stands."""
+        if not self.pool.lost or self._engine.options.on_worker_loss != "restart":
+            return
+        reset = {env_id for env_id, call in zip(env_ids, calls, strict=True) if call[0] == "reset"}
+        for worker_id in list(self.pool.lost):
+            if reset.issuperset(self.pool.blueprint.blocks[worker_id]):
+                self.pool.begin_restart(worker_id)
+
+    def current(self, env_ids: Sequence[int]) -> list[TensorDictBase]:
+        """Return where envs are, one tensordict each."""
+        return self.tell(env_ids, [("current", (), {})] * len(env_ids))
+
+    def step(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Step all envs through the slab.
+
+        Returns:
+            `(next, root)`: batches `[N]` with the leaves under their flat names; the root is None unless the op is
+            STEP_RESET, and shares its leaves with `next` if no env was reset.
+        """
+        engine = self._engine
+        with engine.turn:
+            if engine.rows.has_ended:  # TorchRL leaves it to the caller whether to step an env that has ended
+                engine.rows.ended[:] = False
+                engine.rows.has_ended = False
+            try:
+                following, root = engine.step_all(td, op)
+            except ActionError:  # of another kind than the spec's, perhaps: TorchRL casts when it copies to its buffers
+                following, root = engine.step_all(self._cast(td), op)
+            self.lost = None
+            if engine.rows.has_interrupted and engine.rows.interrupted.any():
+                self.lost = self._end_lost(following)
+            return following, root
+
+    def _end_lost(self, following: TensorDictBase) -> torch.Tensor:
+        """Mark the rows of envs whose worker was lost as cut off (and not terminated); return them, bool `[N]`."""
+        lost = torch.from_numpy(self._engine.rows.interrupted[:, 0].copy())
+        for leaf in self.pool.specs[0].observation:
+            if leaf.key[0].startswith("done:"):  # the row that was repeated may be of the episode before
+                following.get(leaf.key[0])[lost] = leaf.key[0].rpartition("/")[2].split(":")[-1] != "terminated"
+        return lost
+
+    def _cast(self, td: TensorDictBase) -> TensorDictBase:
+        leaves = self.pool.specs[0].action
+        inputs = td.select(*(leaf.key for leaf in leaves), strict=False)
+        for leaf in leaves:
+            value = inputs.get(leaf.key, None)
+            if value is not None:
+                inputs.set(leaf.key, value.to(getattr(torch, leaf.dtype)))
+        return inputs
+
+    def close(self) -> None:
+        """Close the envs and end the workers. Idempotent, never raises."""
+        self._engine_closed()
+        self._finalizer()
+
+    def _engine_closed(self) -> None:
+        engine = self.__dict__.get("_engine")
+        if engine is not None:
+            engine.turn.is_closed = True
+
+
+def _close(pool: WorkerPool, owner: int) -> None:
+    if os.getpid() == owner:
+        pool.close()
+
+
+def _guest_factory(factory: Callable[..., Any], num_threads: int | None) -> GuestFactory:
+    modules = modules_of(factory)
+    backends = [name for module in modules for name in _BACKENDS.get(module, ())]
+    preload = (f"{_ADAPTERS}.torchrl_light", *modules, f"{_ADAPTERS}.torchrl_guest", *backends)
+    return GuestFactory(pickle_factory(factory), describe(factory), preload, num_threads)
+
+
+class LocalCrew:
+    """Guests in this process, called directly: gradients pass, and generators are the caller's."""
+
+    is_dense = False
+
+    def __init__(self, factories: Sequence[Callable[..., Any]], env_kwargs: Sequence[dict[str, Any]]) -> None:
+        self.num_envs = len(factories)
+        self.guests: list[Guest] = []
+        for factory, kwargs in zip(factories, env_kwargs, strict=True):
+            self.guests.append(Guest(own_env(factory(**kwargs), describe(factory)), has_own_generator=False))
+
+    def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
+        """Have each env perform a call of its own; return the results in that order."""
+        return [
+            getattr(self.guests[env_id], name)(*args, **kwargs)
+            for env_id, (name, args, kwargs) in zip(env_ids, calls, strict=True)
+        ]
+
+    def current(self, env_ids: Sequence[int]) -> list[TensorDictBase]:
+        """Return where envs are, one tensordict each."""
+        return self.tell(env_ids, [("current", (), {})] * len(env_ids))
+
+    def close(self) -> None:
+        """Close the envs."""
+        for guest in self.guests:
+            guest.close()
+
+
+class WorkerHandle:
+    """A worker process as TorchRL's programs look at theirs.
+
+    Attributes:
+        pid: its process id.
+    """
+
+    def __init__(self, pool: WorkerPool, worker_id: int) -> None:
+        self._process = pool.crew.workers[worker_id] if isinstance(pool, WorkerPool) else None
+        self._pool = pool
+        self._worker_id = worker_id
+        self.pid = pool.pid_of(worker_id)
+
+    def is_alive(self) -> bool:
+        """Return whether it runs; of one on another machine, whether its loss has not been noticed."""
+        return self._worker_id not in self._pool.lost if self._process is None else not self._process.has_exited()

@@ -1,0 +1,355 @@
+"""The data path of the TorchRL facades: tensordicts in, tensordicts out, by TorchRL's rules.
+
+Plain steps of all envs go through the slab where their leaves have fixed shapes; everything else (resets, `_step`
+masks, values passed ahead under `next`, dynamic and non-tensor leaves, unlike tasks) is told to the envs one by
+one, and they do it at the same time.
+
+Guarantees: what is handed out is the caller's own. Envs that are not reset come back as they are. A mask in
+which nothing is set touches nothing. Keyword arguments of resets are never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict.utils import is_non_tensor
+from torchrl.data import NonTensor
+from torchrl.data.tensor_specs import Stacked
+from torchrl.envs import EnvBase
+from torchrl.envs.batched_envs import BatchedEnvBase, _normalize_batched_env_index
+from torchrl.envs.utils import _aggregate_end_of_traj, _update_during_reset
+
+from envherd.executor.batches.fast_tensordict import get_leaf, set_next
+from envherd.executor.batches.hand_out import Shell
+from envherd.workers.adapters.hosts.torchrl_guest import dense_leaves
+from envherd.workers.protocol import Op
+
+
+class Shells:
+    """How a slab's flat leaves nest in the `next` and root tensordicts of one env (of all its workers)."""
+
+    def __init__(self, env: BatchedData) -> None:
+        leaves = dense_leaves(env)
+        assert leaves is not None
+        template = env._env_tensordict  # noqa: SLF001  # what TorchRL keeps of its env's structure
+        self.device = env.device
+        self.is_on_cpu = env.device is None or env.device.type == "cpu"
+        self.input_keys = [key for key, _ in leaves["input"]]
+        state_keys = set(env.full_state_spec.keys(include_nested=True, leaves_only=True))
+        self.has_own_state = bool(
+            state_keys - set(env.full_observation_spec.keys(include_nested=True, leaves_only=True))
+        )
+        self.state_keys = list(state_keys)
+        observed = [*leaves["observation"], *leaves["done"]]
+        self._observed = [(key, leaf.key[0]) for key, leaf in leaves["observation"]]
+        self._next_names = [leaf.key[0] for _, leaf in (*observed, *leaves["reward"])]
+        self._root_names = [leaf.key[0] for _, leaf in observed]
+        self._next = self._shell([key for key, _ in (*observed, *leaves["reward"])], template.get("next"))
+        self._root = self._shell([key for key, _ in observed], template)
+
+    def _shell(self, keys: list[Any], template: TensorDictBase) -> Shell:
+        paths = [(key,) if isinstance(key, str) else key for key in keys]
+        prefixes = {path[:depth] for path in paths for depth in range(1, len(path))}
+        groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
+        device = self.device if self.is_on_cpu else None
+        return Shell(list(enumerate(paths)), groups, (), tuple(template.batch_size), device)
+
+    def next_of(self, flat: TensorDictBase) -> TensorDictBase:
+        """Return the `next` over the leaves of a flat batch."""
+        return self._placed(self._next.build([get_leaf(flat, name) for name in self._next_names]))
+
+    def repeat_roots(self, flat: TensorDictBase, root: TensorDictBase, rows: torch.Tensor) -> None:
+        """Write what was acted on into some rows (bool `[N]`) of a flat `next`: those of no step."""
+        for key, name in self._observed:
+            value = root.get(key, None)
+            if value is not None:
+                get_leaf(flat, name)[rows] = value.to(get_leaf(flat, name).device)[rows]
+
+    def root_of(self, flat: TensorDictBase) -> TensorDictBase:
+        """Return the root over the leaves of a flat batch."""
+        return self._placed(self._root.build([get_leaf(flat, name) for name in self._root_names]))
+
+    def _placed(self, td: TensorDictBase) -> TensorDictBase:
+        return td if self.is_on_cpu else td.to(self.device)
+
+
+class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
+    """Steps and resets; see the module."""
+
+    _use_buffers: bool | None
+    _properties_set: bool
+
+    # ---- which way ---------------------------------------------------------------------------
+
+    def _slab_shells(self, td: TensorDictBase) -> Shells | None:
+        """Return how to hand out a plain step of this tensordict through the slab; None if it must go the other way."""
+        shells: Shells | None = self.__dict__["_shells"]
+        if shells is None:
+            crew = self._open()
+            if not (self._use_buffers and crew.is_dense and self._owns_workers) or self.share_individual_td:
+                return None
+            shells = self.__dict__["_shells"] = Shells(self)
+        if get_leaf(td, "_step") is not None or get_leaf(td, "next") is not None:
+            return None
+        if shells.state_keys and any(td.get(key, None) is None for key in shells.state_keys):
+            return None
+        return shells
+
+    # ---- step --------------------------------------------------------------------------------
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Step the envs once; see TorchRL's `EnvBase.step`.
+
+        Args:
+            tensordict: batch `[N, ...]` with the action; it gets the key `next`, or keeps what was there already
+                besides the envs' own entries. With a bool mask `_step`, only those envs are stepped.
+
+        Returns:
+            `tensordict` itself. What is under `next` is the caller's own memory.
+
+        Raises:
+            EnvError: an env raised; all others were stepped. WorkerLost, WorkerTimeout.
+        """
+        self._assert_tensordict_shape(tensordict)
+        shells = self._slab_shells(tensordict)
+        if shells is None:
+            return super().step(tensordict)
+        flat, _ = self._step_slab(shells, tensordict, Op.STEP)
+        set_next(tensordict, shells.next_of(flat))
+        return tensordict
+
+    def _step_slab(
+        self, shells: Shells, tensordict: TensorDictBase, op: Op
+    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Step all envs through the slab; a lost env's row repeats the observation that was acted on.
+
+        Resets do not go through the slab, so its own latest row may be of the episode before.
+        """
+        crew = self._open()
+        flat, root = crew.step(tensordict, op)
+        if crew.lost is not None:
+            shells.repeat_roots(flat, tensordict, crew.lost)
+        return flat, root
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._open()
+        shells = self._slab_shells(tensordict)
+        if shells is not None:
+            return shells.next_of(self._step_slab(shells, tensordict, Op.STEP)[0])
+        mask = tensordict.get("_step", None)
+        if mask is not None and not mask.all():
+            return self._step_some(tensordict, self._step_worker_mask(mask))
+        return self._step_told(tensordict, range(self.num_workers))
+
+    def _step_some(self, td: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
+        """Step some envs; the others' rows of `next` are where they were, with reward 0."""
+        selected = mask.nonzero(as_tuple=True)[0].tolist()
+        if not selected:
+            return self._skip_tensordict(td)
+        out = self._step_told(td, selected)
+        if self._non_tensor_keys:
+            skipped = self._skip_tensordict(td)
+            skipped = skipped.clear_device_() if out.device is None else skipped.to(out.device)
+            rows = [out[selected.index(i)] if i in selected else skipped[i] for i in range(self.num_workers)]
+            return self._stacked(rows)
+        result = out.new_zeros(td.shape)
+        before = td.select(
+            *(
+                key
+                for key in result.keys(include_nested=True, leaves_only=True)
+                if key in td.keys(include_nested=True, leaves_only=True)
+            ),
+            strict=False,
+        )
+        result.update(before.clone())
+        result[mask] = out
+        return result
+
+    def _step_told(self, td: TensorDictBase, selected: Any) -> TensorDictBase:
+        crew = self._open()
+        ids = [self._worker_indices[i] for i in selected]
+        rows = [self._step_row(td[i]) for i in selected]
+        is_whole = not self._use_buffers
+        out = self._stacked(crew.tell(ids, [("step", (row,), {"is_whole": is_whole}) for row in rows]))
+        preset = td.get("next", None)
+        if preset is not None:
+            unknown = [
+                key for key in preset.keys(include_nested=True, leaves_only=True) if key not in self._next_keys()
+            ]
+            if unknown:
+                kept = preset.select(*unknown)
+                out.update(kept if len(ids) == self.num_workers else kept[list(selected)])
+        return out
+
+    def _step_row(self, row: TensorDictBase) -> TensorDictBase:
+        """Return what an env is told before its step: its inputs, and what it declares of what is under `next`."""
+        if self._use_buffers:
+            inputs = [*self.action_keys, *self.state_keys]
+            sent = row.select(*inputs, strict=False)
+        else:
+            sent = row.exclude("next", "_step", *self.reset_keys)
+        preset = row.get("next", None)
+        if preset is not None:
+            known = preset.select(*self._next_keys(), strict=False)
+            if not known.is_empty():
+                sent = sent.copy().set("next", known)
+        return sent
+
+    @property
+    def _non_tensor_keys(self) -> list[Any]:
+        """Keys of what is no tensor."""
+        full = (self.full_observation_spec, self.full_action_spec, self.full_state_spec)
+        leaves = [item for spec in full for item in spec.items(include_nested=True, leaves_only=True)]
+        return [key for key, spec in leaves if isinstance(next(_members(spec)), NonTensor)]
+
+    def _next_keys(self) -> set[Any]:
+        return {*self.observation_keys, *self.reward_keys, *self.done_keys}
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Step all envs and reset those that have ended, in one round trip.
+
+        Returns:
+            `(tensordict, root)`: `tensordict` with the true last observations under `next`, and the batch to act on
+            next. Entries under `next` that the envs do not know are kept, and are in the root, too.
+        """
+        if tensordict.device != self.device:
+            tensordict = tensordict.to(self.device) if self.device is not None else tensordict.copy().clear_device_()
+        self._open()
+        shells = self._slab_shells(tensordict)
+        if shells is None or shells.has_own_state or self.__dict__.get("_compiled_step_and_maybe_reset") is not None:
+            if tensordict.get("_step", None) is not None or not self._use_buffers:
+                return EnvBase.step_and_maybe_reset(self, tensordict)
+            return self._step_and_maybe_reset_told(tensordict)
+        flat, flat_root = self._step_slab(shells, tensordict, Op.STEP_RESET)
+        set_next(tensordict, self._without_collected(shells.next_of(flat)))
+        return tensordict, shells.root_of(flat_root)
+
+    def _step_and_maybe_reset_told(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        crew, ids = self._open(), self._worker_indices
+        rows = [self._step_row(td[i]) for i in range(self.num_workers)]
+        answers = crew.tell(ids, [("step_and_maybe_reset", (row,), {}) for row in rows])
+        following = self._stacked([answer[0] for answer in answers])
+        preset = td.get("next", None)
+        if preset is not None:
+            following.update(preset.exclude(*following.keys(include_nested=True, leaves_only=True)))
+        td.set("next", following)
+        root = self.step_mdp(td)
+        if self.any_done(root):
+            roots = self._stacked([answer[1] for answer in answers])
+            root = _update_during_reset(roots, root, self.reset_keys)
+        return td, root
+
+    def _without_collected(self, following: TensorDictBase) -> TensorDictBase:
+        """Leave out what a registered collector would throw away at once."""
+        if self._collector is None:
+            return following
+        keys = self._get_collector_next_keys_to_exclude()
+        return following.exclude(*keys) if keys else following
+
+    # ---- reset -------------------------------------------------------------------------------
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        crew, ids = self._open(), self._worker_indices
+        own_kwargs = self._reset_kwargs(kwargs)
+        mask = self._reset_mask(tensordict)
+        calls: list[Any] = []
+        for i in range(self.num_workers):
+            if mask[i]:
+                calls.append(
+                    ("reset", (None if tensordict is None else self._reset_row(tensordict[i]), own_kwargs[i]), {})
+                )
+            else:
+                calls.append(("current", (), {}))
+        return self._stacked(crew.tell(ids, calls))
+
+    def _reset_kwargs(self, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+        listed = kwargs.pop("list_of_kwargs", None)
+        if listed is None:
+            return [kwargs] * self.num_workers
+        return [{**own, **kwargs} for own in listed]
+
+    def _reset_mask(self, td: TensorDictBase | None) -> list[bool]:
+        if td is None:
+            return [True] * self.num_workers
+        mask = td.get("_reset", None)
+        if mask is None:
+            mask = _aggregate_end_of_traj(td, reset_keys=self.reset_keys)
+        if not mask.ndim:
+            mask = mask.expand(self.num_workers)
+        rows: list[bool] = mask.reshape(self.num_workers, -1).any(-1).tolist()
+        return rows
+
+    def _reset_row(self, row: TensorDictBase) -> TensorDictBase | None:
+        """Return what an env is told before its reset: its own leaves and masks."""
+        if self._use_buffers:
+            known = [*self.observation_keys, *self.done_keys, *self.reset_keys, *self.action_keys, *self.state_keys]
+            row = row.select(*known, strict=False)
+        else:
+            row = row.exclude("next")
+        return None if row.is_empty() else row
+
+    def _reset_proc_data(self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        """Give a caller who passed masks alone the rows of all envs, as they are."""
+        if tensordict is not None:
+            have = set(tensordict.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
+            missing = [
+                key
+                for key in tensordict_reset.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf)
+                if key not in have
+            ]
+            if missing and not isinstance(tensordict, LazyStackedTensorDict):
+                added = tensordict_reset.select(*missing)
+                if isinstance(added, LazyStackedTensorDict):
+                    tensordict = LazyStackedTensorDict(*tensordict.unbind(0))
+                tensordict.update(added.clone())
+        result: TensorDictBase = super()._reset_proc_data(tensordict, tensordict_reset)
+        return result
+
+    # ---- batches -----------------------------------------------------------------------------
+
+    def _stacked(self, rows: list[TensorDictBase]) -> TensorDictBase:
+        """Return the rows of envs as one batch on this env's device."""
+        if self.share_individual_td or not self._use_buffers:
+            stack = LazyStackedTensorDict.maybe_dense_stack if not self.share_individual_td else _lazy_stack
+            batch = stack(rows)
+        else:
+            batch = LazyStackedTensorDict.maybe_dense_stack(rows)
+        if batch.device == self.device:
+            return batch
+        return batch.clear_device_() if self.device is None else batch.to(self.device)
+
+    # ---- views -------------------------------------------------------------------------------
+
+    def _indices(self, item: Any) -> list[int]:
+        indices: list[int] = _normalize_batched_env_index(item, self.num_workers)
+        return indices
+
+    def __getitem__(self, item: Any) -> Any:
+        self._open()
+        return self._make_batched_view(self._indices(item))
+
+    def _make_batched_view(self, indices: list[int]) -> Any:
+        use_buffers, self._use_buffers = self._use_buffers, False  # TorchRL would select from its buffers
+        try:
+            view = super()._make_batched_view(indices)
+        finally:
+            self._use_buffers = use_buffers
+        view.__dict__["_use_buffers"] = use_buffers
+        view.__dict__["_shells"] = None
+        return view
+
+
+def _members(spec: Any) -> Iterator[Any]:
+    """Yield the specs that one was stacked from, or itself."""
+    yield from spec.unbind(spec.stack_dim) if isinstance(spec, Stacked) else (spec,)
+
+
+def _is_leaf(cls: type) -> bool:
+    return not issubclass(cls, TensorDictBase) or is_non_tensor(cls)
+
+
+def _lazy_stack(rows: list[TensorDictBase]) -> TensorDictBase:
+    return LazyStackedTensorDict.lazy_stack(rows, 0)

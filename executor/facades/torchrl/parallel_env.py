@@ -1,0 +1,402 @@
+"""TorchRL's `ParallelEnv` and `SerialEnv` on top of the executor: the same names, arguments and behaviour.
+
+    from envherd.executor.facades.torchrl import ParallelEnv        # was: from torchrl.envs import ParallelEnv
+
+Guarantees: instances are TorchRL's `ParallelEnv` (`SerialEnv`) to every isinstance check, with TorchRL's specs,
+keys, masks, seeds and state dicts, while no env is ever built in this process (`SerialEnv` has no other), and this
+process's thread settings stay as they are. What differs on purpose is listed in docs/torchrl.md.
+Trusts its workers: attributes, specs and odd leaves cross as pickles, as in TorchRL.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torchrl.envs
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase, EnvCreator
+from torchrl.envs.batched_envs import BatchedEnvBase, _PEnvMeta
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, NotStarted
+from envherd.executor.facades.torchrl.crew import LocalCrew, ProcessCrew, WorkerHandle
+from envherd.executor.facades.torchrl.data import BatchedData
+from envherd.executor.options import ExecutorOptions
+from envherd.workers.adapters.hosts.torchrl_guest import Guest
+from envherd.workers.build import check_factory
+from envherd.workers.errors import EnvError, FactoryError
+
+MakeEnv = Callable[..., EnvBase]
+
+
+_newborn = threading.local()
+
+
+class BuildFailed(FactoryError, RuntimeError):
+    """The factory raised, or its env was refused; also what the factory raised, if that is python's own.
+
+    TorchRL builds an env in the caller's process, so programs expect such errors as they are.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return build_failed, (self.message, self.remote_traceback, self.context)
+
+
+def build_failed(message: str, remote_traceback: str | None, context: dict[str, Any]) -> BuildFailed:
+    """Return the error for a factory that failed: a `BuildFailed` that is a ValueError, too, if it raised one."""
+    raised = getattr(builtins, context.get("type_name", ""), None)
+    kind: type[BuildFailed] = BuildFailed
+    if isinstance(raised, type) and issubclass(raised, Exception) and not issubclass(BuildFailed, raised):
+        with contextlib.suppress(TypeError):  # python cannot combine it with others, as OSError
+            kind = type("BuildFailed", (BuildFailed, raised), {"__module__": __name__})
+    return kind(message, remote_traceback=remote_traceback, **context)
+
+
+class BatchedFacade(BatchedData):
+    """What both facades share: lifecycle, control and attributes; the data path is in `BatchedData`."""
+
+    def __init__(self, num_workers: int, create_env_fn: MakeEnv | Sequence[MakeEnv], **kwargs: Any) -> None:
+        for factory in [create_env_fn] if callable(create_env_fn) else create_env_fn:
+            check_factory(factory)
+        self.__dict__["_crew"] = None
+        self.__dict__["_shells"] = None
+        try:
+            super().__init__(num_workers, create_env_fn, **kwargs)
+        except BaseException:
+            self._dismiss()
+            raise
+        _newborn.env = self
+
+    # ---- lifecycle ---------------------------------------------------------------------------
+
+    def _hire(self) -> ProcessCrew | LocalCrew:
+        """Return a new crew."""
+        raise NotImplementedError
+
+    def _crew_at_work(self) -> ProcessCrew | LocalCrew:
+        """Return the crew; it is there before the env counts as started, since it knows the specs."""
+        crew: ProcessCrew | LocalCrew | None = self.__dict__["_crew"]
+        if crew is None:
+            try:
+                crew = self.__dict__["_crew"] = self._hire()
+            except FactoryError as error:
+                if "type_name" in error.context:
+                    raise build_failed(error.message, error.remote_traceback, error.context) from error
+                raise
+        return crew
+
+    def _dismiss(self) -> None:
+        crew = self.__dict__.get("_crew")
+        if crew is not None and self.__dict__.get("_owns_workers", True):
+            crew.close()
+        self.__dict__["_crew"] = None
+
+    def _get_metadata(self, create_env_fn: list[MakeEnv], create_env_kwargs: list[dict[str, Any]]) -> None:
+        """Learn the specs from where the envs live."""
+        del create_env_fn, create_env_kwargs
+        asked = range(1) if self._single_task and not self._metadata_from_workers else range(self.num_workers)
+        found = self._crew_at_work().tell(asked, [("describe", (), {})] * len(asked))
+        if self._metadata_from_workers:
+            self._set_worker_metadata(found)
+        else:
+            self._set_metadata(found[0] if self._single_task else found)
+
+    def _create_td(self) -> None:
+        """TorchRL allocates its buffers here."""
+
+    def _start_workers(self) -> None:
+        if self.__dict__.get("meta_data") is None:
+            self._get_metadata(self.create_env_fn, self.create_env_kwargs)
+        elif not self._properties_set:
+            self._set_properties()
+        self._crew_at_work()
+        self.is_closed = False
+        self.set_spec_lock_()
+
+    def _open(self) -> ProcessCrew | LocalCrew:
+        """Return the crew, started if need be.
+
+        Raises:
+            RuntimeError: it is a view of an env that was closed.
+        """
+        if self._owns_workers:
+            if self.is_closed:
+                self._start_workers()
+        elif self.is_closed:
+            raise RuntimeError("the call failed: this is a closed indexed view of an env. Index its parent again.")
+        elif self._parent_env is None or self._parent_env.is_closed:
+            raise RuntimeError(
+                "the call failed: this is a view of an env, used after its parent environment has been closed. "
+                "Index the parent again."
+            )
+        crew: ProcessCrew | LocalCrew = self.__dict__["_crew"]
+        return crew
+
+    def start(self) -> None:
+        """Start the env explicitly.
+
+        Raises:
+            RuntimeError: it is started already.
+        """
+        if not self.is_closed:
+            raise RuntimeError("trying to start a environment that is not closed.")
+        self._start_workers()
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close the envs and end their workers; the next use starts new ones.
+
+        Raises:
+            RuntimeError: it is closed, or was never started, unless `raise_if_closed` is False.
+        """
+        was_closed = self.is_closed
+        self._dismiss()
+        if was_closed:
+            if raise_if_closed:
+                raise RuntimeError("trying to close a closed environment")
+            return
+        if not self._owns_workers:
+            self.__dict__["_parent_env"] = None
+        self.__dict__["_input_spec"] = None
+        self.__dict__["_output_spec"] = None
+        self._properties_set = False
+        self.is_closed = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state["_crew"] = None
+        state["_shells"] = None
+        state["create_env_fn"] = [_by_value(factory) for factory in self.create_env_fn]
+        return state
+
+    def update_kwargs(self, kwargs: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Change the keyword arguments of the factories from the next start on."""
+        super().update_kwargs(kwargs)
+        if self.is_closed and kwargs:
+            self._dismiss()
+
+    def configure_parallel(self, **kwargs: Any) -> Any:
+        """Change what the constructor was given, as long as the env is not started; see TorchRL."""
+        result = super().configure_parallel(**kwargs)
+        self._dismiss()
+        return result
+
+    def to(self, device: Any) -> Any:
+        """Move specs and outputs to a device; the envs stay where they are. Returns the env itself."""
+        self.__dict__["_shells"] = None
+        return super().to(device)
+
+    # ---- control -----------------------------------------------------------------------------
+
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:  # noqa: FBT001, FBT002  # TorchRL's
+        """Seed env after env with TorchRL's chain of seeds; return the seed that follows."""
+        crew = self._open()
+        self._seeds: list[int | None] | None = []
+        for env_id in self._worker_indices:
+            self._seeds.append(seed)
+            seed = crew.tell([env_id], [("seed", (seed,), {"static": static_seed})])[0]
+        return seed
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return `{"worker0": ..., ...}`, each env's own."""
+        crew, ids = self._open(), self._worker_indices
+        states = crew.tell(ids, [("state_dict", (), {})] * len(ids))
+        return OrderedDict((f"worker{i}", state) for i, state in enumerate(states))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """Put back what `state_dict` returned; a state dict of one env goes to all.
+
+        Raises:
+            EnvError: an env refused it.
+        """
+        crew, ids = self._open(), self._worker_indices
+        if "worker0" not in state_dict:
+            state_dict = {f"worker{i}": state_dict for i in range(len(ids))}
+        crew.tell(ids, [("load_state_dict", (state_dict[f"worker{i}"], kwargs), {}) for i in range(len(ids))])
+
+    def __setitem__(self, item: Any, source: EnvBase | Sequence[EnvBase]) -> None:
+        crew = self._open()
+        indices = self._indices(item)
+        sources = self._indexed_snapshot_sources(source, len(indices))
+        ids = [self._worker_indices[i] for i in indices]
+        try:
+            crew.tell(ids, [("become", (one,), {}) for one in sources])
+        except EnvError as error:
+            if error.context.get("type_name") == "NotImplementedError":
+                raise NotImplementedError(error.message) from error
+            raise
+
+    # ---- attributes --------------------------------------------------------------------------
+
+    def __getattr__(self, attr: str) -> Any:
+        if attr in _OWN_NAMES or attr in self.__dict__.get("_modules", {}) or hasattr(type(self), attr):
+            return super(BatchedEnvBase, self).__getattr__(attr)
+        if attr.startswith("__") or self.__dict__.get("is_closed", True):
+            raise NotStarted(
+                f"{type(self).__name__} has no attribute {attr!r}, and its envs are not started to be asked. "
+                f"Start it first, e.g. with reset()."
+            )
+        return self._find_all((attr,))
+
+    def _find_all(self, path: tuple[str, ...]) -> Any:
+        raise NotImplementedError
+
+    def _call_all(self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        args = tuple(arg for arg in args if arg is not self)
+        ids = self._worker_indices
+        results: list[Any] = self._open().tell(ids, [("call", (path, args, kwargs), {})] * len(ids))
+        return results
+
+
+class _ParallelMeta(_PEnvMeta):  # type: ignore[misc]  # untyped
+    """Skips what TorchRL does to lambdas, which is to build their env in this process."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # a class, seen from its metaclass
+        kwargs.pop("auto_wrap_envs", None)
+        is_single = kwargs.pop("serial_for_single", False) and kwargs.get("num_workers", args[0] if args else None) == 1
+        if is_single and kwargs.get("executor") is None:
+            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "options", "executor"):
+                kwargs.pop(name, None)
+            return SerialEnv(*args, **kwargs)
+        _newborn.env = None
+        try:
+            return super(_PEnvMeta, cls).__call__(*args, **kwargs)
+        except BaseException:
+            if _newborn.env is not None:  # TorchRL refused it after its constructor: leave no worker behind
+                _newborn.env.close(raise_if_closed=False)
+            raise
+        finally:
+            _newborn.env = None
+
+
+class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta):  # type: ignore[misc]  # untyped
+    """TorchRL's `ParallelEnv`, its envs spread over the executor's worker processes.
+
+    Args:
+        num_workers: number of envs.
+        create_env_fn: callable that builds a TorchRL env, or a list of one per env.
+        num_processes: worker processes; None for one per usable core, at most one per env.
+        options: of the executor. None: TorchRL's `num_sub_threads` and `shutdown_timeout` count, and actions are
+            handed to the envs unchecked, as TorchRL does.
+        executor: makes what runs the envs, called as the executor's `ParallelEnv` is: `functools.partial(
+            RayParallelEnv, ...)` for the nodes of a cluster, each with so many processes. None: this machine.
+        **kwargs: TorchRL's own; see docs/torchrl.md for those without a meaning here.
+
+    Raises:
+        FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or gave no env.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: MakeEnv | Sequence[MakeEnv],
+        *,
+        num_processes: int | None = None,
+        options: ExecutorOptions | None = None,
+        executor: Callable[..., BatchedEnv] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__["_num_processes"] = num_processes
+        self.__dict__["_options"] = options
+        self.__dict__["_make_executor"] = executor
+        super().__init__(num_workers, create_env_fn, **kwargs)
+
+    def _hire(self) -> ProcessCrew:
+        options = self._options
+        if options is None:
+            options = ExecutorOptions(
+                worker_threads=self.num_sub_threads, close_timeout_s=self.shutdown_timeout, check_actions="off"
+            )
+        options = replace(options, episode_seeds=False)
+        return ProcessCrew(
+            self.create_env_fn, self.create_env_kwargs, self._num_processes, options, self.__dict__["_make_executor"]
+        )
+
+    @property
+    def _workers(self) -> list[WorkerHandle]:
+        crew = self._crew_at_work()
+        assert isinstance(crew, ProcessCrew)
+        return [WorkerHandle(crew.pool, worker_id) for worker_id in range(crew.pool.num_workers)]
+
+    def _find_all(self, path: tuple[str, ...]) -> Any:
+        ids = self._worker_indices
+        try:
+            found = self._open().tell(ids, [("look_up", (path,), {})] * len(ids))
+        except RuntimeError as error:
+            if getattr(error, "context", {}).get("type_name") != "AttributeError":
+                raise
+            raise AttributeError(f"attribute {'.'.join(path)} not found in {self._dummy_env_str}") from error
+        if all(kind == "value" for kind, _ in found):
+            return Attributes([value for _, value in found], path, self._find_all)
+        return Dispatcher(path, self._find_all, self._call_all)
+
+    @torch.no_grad()
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super()._step(tensordict)
+
+    @torch.no_grad()
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        return super()._reset(tensordict, **kwargs)
+
+    @torch.no_grad()
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Step all envs and reset those that have ended, in one round trip; see `BatchedData`."""
+        return super().step_and_maybe_reset(tensordict)
+
+    def __reduce__(self) -> Any:
+        if not self.is_closed:
+            self.close()
+        return EnvBase.__reduce__(self)
+
+
+class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):  # type: ignore[misc]  # untyped
+    """TorchRL's `SerialEnv`: the envs live in this process, and gradients pass through them."""
+
+    def _hire(self) -> LocalCrew:
+        return LocalCrew(self.create_env_fn, self.create_env_kwargs)
+
+    @property
+    def _envs(self) -> list[EnvBase]:
+        return [self._guests[i].env for i in self._worker_indices]
+
+    @property
+    def _guests(self) -> list[Guest]:
+        crew = self._crew_at_work()
+        assert isinstance(crew, LocalCrew)
+        return crew.guests
+
+    def _find_all(self, path: tuple[str, ...]) -> Any:
+        found = [self._guests[i].find(path) for i in self._worker_indices]
+        if callable(found[0]):
+            return Dispatcher(path, self._find_all, self._call_all)
+        return Attributes(found, path, self._find_all)
+
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:  # noqa: FBT001, FBT002  # TorchRL's
+        """Seed env after env with TorchRL's chain of seeds; return the seed that follows."""
+        seed = super().set_seed(seed, static_seed)
+        self._seeds = None  # moving it to another device does not reseed it
+        return seed
+
+    def to(self, device: Any) -> Any:
+        """Move specs, outputs and the envs themselves."""
+        BatchedEnvBase.to(self, device)
+        for guest in self._guests:
+            guest.env.to(device)
+        return self
+
+
+#: Names that are looked for before they are set, and must not be asked of the envs.
+_OWN_NAMES = frozenset({"is_closed", "parent_channels", "batch_size", "_dummy_env_str", "meta_data", "_cache"})
+
+
+def _by_value(factory: MakeEnv) -> MakeEnv:
+    from torchrl.data.utils import CloudpickleWrapper
+
+    is_wrapped = isinstance(factory, (CloudpickleWrapper, EnvCreator))
+    return factory if is_wrapped else CloudpickleWrapper(factory)

@@ -1,0 +1,1 @@
+"""What this process may use of the machine."""

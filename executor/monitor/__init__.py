@@ -1,0 +1,1 @@
+"""What workers are doing, seen from inside and from outside."""

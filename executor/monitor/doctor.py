@@ -1,0 +1,340 @@
+"""What may keep this machine or installation from running envs well, one finding after the other.
+
+Guarantees: every check is by itself: one that cannot be made is a finding of its own and ends nothing. Nothing is
+changed, and what is started to see whether it starts has ended before the finding is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import psutil
+
+from envherd.executor.machine.machine import Machine, read_machine
+from envherd.executor.monitor.running import stale_files
+from envherd.executor.options import ExecutorOptions, StartMethod
+from envherd.executor.sizing.model import FILES_FIXED, FILES_PER_WORKER
+from envherd.shm.segment import HAS_MEMFD, Segment
+from envherd.workers.adapters.meltingpot.factory import scenario_names, substrate_names
+
+Level = Literal["ok", "warn", "fail"]
+_GIB, _MIB = 2**30, 2**20
+_FEWEST_FILES, _LEAST_MEMORY, _LEAST_SHM = 1024, _GIB, _GIB
+_BUSY = 0.3
+#: What users of an extra have; looked for by name, imported nowhere.
+_OPTIONAL = ("gymnasium", "dm_control", "pettingzoo", "stable-baselines3", "vmas", "envpool", "ray", "matplotlib")
+_CORE = ("torch", "tensordict", "numpy", "cloudpickle", "psutil", "torchrl")
+_IMPORT_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        level: "ok"; "warn": it works, and may work badly; "fail": something that envherd offers does not work.
+        said: what was found.
+        fix: what to do; empty if nothing.
+    """
+
+    name: str
+    level: Level
+    said: str
+    fix: str = ""
+
+
+def examine() -> Iterator[Finding]:
+    """Yield all findings, in the order of the report."""
+    machine = read_machine()
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("python", _python),
+        ("packages", _packages),
+        ("dmlab2d", _dmlab2d),
+        ("meltingpot", _meltingpot),
+        ("rendering", _rendering),
+        ("shared memory", _shared_memory),
+        *((f"start method {name}", _starter(name)) for name in get_args(StartMethod)),
+        ("cores", lambda: cores(machine)),
+        ("memory", lambda: memory(machine)),
+        ("limits", lambda: limits(machine)),
+        ("/dev/shm", lambda: dev_shm(machine)),
+        ("gpu", lambda: gpus(machine)),
+        ("left behind", _left_behind),
+    ]
+    for name, check in checks:
+        try:
+            yield from check()
+        except Exception as error:  # a check that fails is a finding, and the next ones are made
+            yield Finding(name, "fail", f"looking at it raised {type(error).__name__}: {error}")
+
+
+# ---- installation ----------------------------------------------------------------------------------
+
+
+def _python() -> Iterator[Finding]:
+    said = f"{platform.python_implementation()} {platform.python_version()} on {platform.platform()}"
+    if sys.platform != "linux":
+        yield Finding("python", "fail", said, "worker processes need Linux; SerialEnv works anywhere")
+    else:
+        yield Finding("python", "ok", said)
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("envherd", "ok", version_of("envherd") or "not installed as a package")
+    for name in _CORE:
+        installed = version_of(name)
+        if installed is None:
+            if name != "torchrl":
+                yield Finding(name, "fail", "not installed", f"pip install {name}")
+            continue
+        wrong = list(unmet(name, installed))
+        fix = "install the versions of constraints.txt: pip install -c constraints.txt -e '.[all]'"
+        said = "; ".join([installed, *wrong])
+        yield Finding(name, "fail", said, fix) if wrong else Finding(name, "ok", said)
+    found = [f"{name} {version}" for name in _OPTIONAL if (version := version_of(name)) is not None]
+    yield Finding("env families", "ok", ", ".join(found) or "none installed")
+
+
+def version_of(name: str) -> str | None:
+    """Return the installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def unmet(name: str, installed: str) -> Iterator[str]:
+    """Yield which of the installed packages that matter want another version of `name`."""
+    for wanting in ("envherd", "torchrl", "tensordict"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            for line in importlib.metadata.requires(wanting) or []:
+                requirement, _, marker = line.partition(";")
+                match = re.match(r"\s*([A-Za-z0-9_.-]+)\s*\(?([^)]*)\)?", requirement)
+                if match is None or match.group(1).lower() != name or "extra" in marker:
+                    continue
+                if not satisfies(installed, match.group(2)):
+                    yield f"{wanting} wants {match.group(2).strip()}"
+
+
+def satisfies(installed: str, wanted: str) -> bool:
+    """Return whether a version fits, e.g. `1.2.3` fits `>=1.0,<2`; what is not understood is taken to fit."""
+    have = _numbers(installed)
+    for part in wanted.split(","):
+        match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\d.]+)(\.\*)?\s*", part)
+        if match is None:
+            continue
+        sign, limit = match.group(1), _numbers(match.group(2))
+        cut = have[: len(limit)] if sign == "==" else have
+        width = max(len(cut), len(limit))
+        left, right = ((numbers + [0] * width)[:width] for numbers in (cut, limit))
+        fits = {">=": left >= right, "<=": left <= right, "==": left == right, "<": left < right, ">": left > right}
+        if not fits[sign]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def _dmlab2d() -> Iterator[Finding]:
+    version = version_of("dmlab2d")
+    if version is None:
+        return
+    command = [sys.executable, "-c", "import dmlab2d"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False)
+    if done.returncode == 0:
+        yield Finding("dmlab2d", "ok", version)
+        return
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    yield Finding("dmlab2d", "fail", f"{version} cannot be imported: {last}", "install the wheel for this Python: 3.11")
+
+
+def _meltingpot() -> Iterator[Finding]:
+    version = version_of("dm-meltingpot")
+    if version is None:
+        yield Finding("meltingpot", "ok", "not installed", "python .ci/install_meltingpot.py, if it is wanted")
+        return
+    substrates, scenarios = len(substrate_names()), len(scenario_names())
+    level: Level = "ok" if substrates else "fail"
+    yield Finding("meltingpot", level, f"{version}, {substrates} substrates", "" if substrates else "reinstall it")
+    models = _saved_models()
+    if models:
+        yield Finding("scenarios", "ok", f"{scenarios} scenarios, models of {models} bots")
+    else:
+        fix = "run python .ci/install_meltingpot.py where its archive can be downloaded"
+        said = f"the models of the bots are not installed: {scenarios} scenarios cannot run"
+        yield Finding("scenarios", "warn", said, fix)
+
+
+def _saved_models() -> int:
+    spec = importlib.util.find_spec("meltingpot")
+    places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec is not None else []
+    return sum(1 for place in places for _ in (place / "assets" / "saved_models").glob("*/*/saved_model.pb"))
+
+
+def _rendering() -> Iterator[Finding]:
+    if version_of("mujoco") is None:
+        return
+    if "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ:
+        yield Finding("rendering", "ok", f"MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}")
+    else:
+        fix = "export MUJOCO_GL=egl (a GPU or Mesa) or osmesa; `envherd rollout --gif` does so by itself"
+        yield Finding("rendering", "warn", "no display, and MUJOCO_GL is not set: MuJoCo cannot draw", fix)
+
+
+# ---- machine ---------------------------------------------------------------------------------------
+
+
+def _shared_memory() -> Iterator[Finding]:
+    if not HAS_MEMFD:
+        yield Finding("shared memory", "fail", "no memfd_create", "a Linux kernel from 3.17 on is needed")
+        return
+    segment = Segment.create(_MIB, "envherd-doctor")
+    try:
+        segment.array()[:] = 1
+        size = segment.nbytes
+    finally:
+        segment.close()
+    yield Finding("shared memory", "ok", f"memfd, sealed; {size // _MIB} MiB written")
+
+
+def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
+    def check() -> Iterator[Finding]:
+        from envherd.executor.parallel import ParallelEnv  # torch takes seconds: the earlier findings need not wait
+        from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
+        from envherd.workers.probing.echo import EchoFactory
+
+        leaf = LeafSpec(("action",), (), "int64", Discrete(2))
+        factory = EchoFactory(EnvSpec((LeafSpec(("observation",), (1,)),), (leaf,)).to_plain())
+        began = time.monotonic()
+        with ParallelEnv(2, factory, num_workers=2, options=ExecutorOptions(start_method=name)) as env:
+            root = env.reset()
+            env.step_and_maybe_reset(env.rand_action(root))
+            took = time.monotonic() - began
+        yield Finding(f"start method {name}", "ok", f"two workers started and stepped in {took:.2f} s")
+
+    return check
+
+
+def cores(machine: Machine) -> Iterator[Finding]:
+    """Look at what may be used of the processors."""
+    said = f"{machine.cores:g} of {machine.num_cpus} may be used"
+    threads = len(machine.cpus) - machine.physical_cores
+    said += f", {threads} of them hyper-threads" if threads else ""
+    quota = machine.cgroup.cpu_quota
+    if quota is not None and quota < len(machine.cpus):
+        fix = "raise the quota (docker --cpus, limits.cpu, CPUQuota=), or use one worker"
+        level: Level = "warn" if quota < 1 else "ok"
+        yield Finding("cores", level, f"{said}: a CPU quota of {quota:g}", fix if level == "warn" else "")
+    elif len(machine.cpus) < machine.num_cpus:
+        yield Finding("cores", "ok", f"{said}: affinity or a cpuset")
+    else:
+        yield Finding("cores", "ok", said)
+    busy = machine.cpu_pressure if machine.cpu_pressure is not None else 0.0
+    if busy > _BUSY:
+        fix = "stop what else runs, or measure later: timings made now say little"
+        yield Finding("load", "warn", f"something waited for a processor in {busy:.0%} of the last 10 s", fix)
+    else:
+        yield Finding("load", "ok", f"{machine.load:.2f} processes want a processor")
+
+
+def memory(machine: Machine) -> Iterator[Finding]:
+    """Look at what may be used of the memory."""
+    said = f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available"
+    if machine.cgroup.memory_limit is not None:
+        said += f", a limit of {machine.cgroup.memory_limit / _GIB:.1f} GiB"
+    if machine.memory_available < _LEAST_MEMORY:
+        yield Finding("memory", "warn", said, "ask `envherd size ENV` how many envs fit; raise the limit")
+    else:
+        yield Finding("memory", "ok", said)
+    if machine.cgroup.oom_kills:
+        said = f"the kernel has killed {machine.cgroup.oom_kills} processes for the memory limit so far"
+        yield Finding("killed for memory", "warn", said, "fewer envs (`envherd size ENV`), or a higher limit")
+
+
+def limits(machine: Machine) -> Iterator[Finding]:
+    """Look at limits on descriptors, processes and address space."""
+    left = machine.files_left
+    if left is not None and left < _FEWEST_FILES - 64:
+        level: Level = "fail" if left < _FEWEST_FILES // 8 else "warn"
+        workers = max(0, left - FILES_FIXED) // FILES_PER_WORKER
+        yield Finding("open files", level, f"{left} left: enough for {workers} workers", "ulimit -n 65536")
+    else:
+        yield Finding("open files", "ok", "no limit" if left is None else f"{left:,} left")
+    room = machine.processes_left
+    if room is not None and room < 64:
+        fix = "ulimit -u, docker --pids-limit, TasksMax="
+        yield Finding("processes", "warn", f"{room} more processes and threads are allowed", fix)
+    else:
+        yield Finding("processes", "ok", "no limit" if room is None else f"{room:,} more are allowed")
+    space = machine.limits.get("as")
+    if space is not None:
+        said = f"{space / _GIB:.1f} GiB of address space: libraries reserve far more than they use"
+        yield Finding("address space", "warn", said, "ulimit -v unlimited; limit memory with a control group instead")
+
+
+def dev_shm(machine: Machine) -> Iterator[Finding]:
+    """Look at /dev/shm, which others than envherd need."""
+    if machine.shm_total is None:
+        yield Finding("/dev/shm", "warn", "there is none", "mount it, for torch's DataLoader and other libraries")
+        return
+    said = f"{(machine.shm_free or 0) / _MIB:,.0f} of {machine.shm_total / _MIB:,.0f} MiB free"
+    if machine.shm_total < _LEAST_SHM:
+        fix = "docker --shm-size=1g; envherd itself does not use it (memfd), torch's DataLoader does"
+        yield Finding("/dev/shm", "warn", said, fix)
+    else:
+        yield Finding("/dev/shm", "ok", said)
+
+
+def gpus(machine: Machine) -> Iterator[Finding]:
+    """Look at GPUs."""
+    if not machine.gpus:
+        yield Finding("gpu", "ok", "none; batches stay on the cpu")
+    for gpu in machine.gpus:
+        free = "" if gpu.free_bytes is None else f", {gpu.free_bytes / _GIB:.1f} GiB free"
+        yield Finding("gpu", "ok", f"{gpu.name}, {gpu.memory_bytes / _GIB:.1f} GiB{free}")
+
+
+def _left_behind() -> Iterator[Finding]:
+    orphans = [process.pid for process in orphans_of(os.getuid())]
+    if orphans:
+        listed = " ".join(map(str, orphans))
+        yield Finding("left behind", "fail", f"workers whose owner has gone: {listed}", f"kill -9 {listed}")
+    names = [path.name for path in Path("/dev/shm").glob("envherd*")] if Path("/dev/shm").is_dir() else []
+    if names:
+        yield Finding("left behind", "warn", f"/dev/shm: {', '.join(names)}", "remove them if nothing runs")
+    stale = stale_files()
+    if stale:
+        said = f"{len(stale)} executors ended without taking their entry off the list"
+        yield Finding("left behind", "warn", said, "`envherd top --once` removes the entries")
+    if not (orphans or names or stale):
+        yield Finding("left behind", "ok", "nothing")
+
+
+def orphans_of(user: int) -> Iterator[psutil.Process]:
+    """Yield this user's helpers and workers whose owner has gone."""
+    for process in psutil.process_iter(["cmdline", "uids", "ppid"]):
+        info = process.info
+        line = " ".join(info["cmdline"] or ())
+        if info["uids"] is None or info["uids"].real != user or "envherd.workers." not in line:
+            continue
+        if "zygote import main" in line and info["ppid"] == 1:
+            yield process
+            with contextlib.suppress(psutil.Error):
+                yield from process.children(recursive=True)
+        elif "envherd.workers.process.entry" in line and info["ppid"] == 1:
+            yield process

@@ -1,0 +1,1 @@
+"""Who runs the envs: worker processes, or the calling process."""

@@ -1,0 +1,43 @@
+"""Whether envs that should be alike are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from envherd.shm.specs import EnvSpec
+from envherd.workers.build import Factory, describe
+from envherd.workers.errors import SpecError
+
+
+def check_agreement(specs: Sequence[EnvSpec], factories: Sequence[Factory], kwargs: Sequence[dict[str, Any]]) -> None:
+    """Refuse envs of one factory, called with the same arguments, that have different specs.
+
+    Different factories or arguments may give different tasks; these come back as a lazy stack, whose members must be
+    batches of one shape.
+
+    Raises:
+        SpecError: with the first difference.
+    """
+    first: dict[int, int] = {}
+    for env_id, (spec, factory) in enumerate(zip(specs, factories, strict=True)):
+        other = first.setdefault(id(factory), env_id)
+        if spec != specs[other] and _equal(kwargs[env_id], kwargs[other]):
+            raise SpecError(
+                f"make_env failed: the factory {describe(factory)} gave different specs for envs {other} and {env_id}: "
+                f"{specs[other].difference(spec)}. Give a list of factories if the tasks are meant to differ.",
+                env_ids=(other, env_id),
+            )
+        if spec.batch_shape != specs[0].batch_shape:
+            raise SpecError(
+                f"make_env failed: expected envs of one batch shape, got {specs[0].batch_shape} for env 0 and "
+                f"{spec.batch_shape} for env {env_id}: their rows cannot be stacked. Make one executor for each shape.",
+                env_ids=(0, env_id),
+            )
+
+
+def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    try:
+        return bool(one == other)
+    except ValueError:  # arrays: not comparable as a whole; then the arguments are taken to differ
+        return False

@@ -1,0 +1,139 @@
+"""From what a user gives to what a pool needs: factories checked and pickled, envs spread over workers."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from envherd.executor.machine.machine import usable_cores
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.crew import Blueprint
+from envherd.workers.adapters import is_env_like
+from envherd.workers.build import Factory, check_factory, modules_of, pickle_factory
+from envherd.workers.errors import FactoryError
+from envherd.workers.seeding import draw_root_seed
+
+MakeEnv = Factory | Sequence[Factory]
+EnvKwargs = dict[str, Any] | Sequence[dict[str, Any]] | None
+
+#: What envs of a module import when they are built, where it is installed, and what takes seconds: a `GymEnv` looks
+#: whether it was given one of Stable-Baselines3's.
+_BROUGHT_IN = {"torchrl.envs.libs.gym": "stable_baselines3"}
+
+
+def as_factories(num_envs: int, make_env: MakeEnv) -> list[Factory]:
+    """Return one factory per env.
+
+    Raises:
+        FactoryError: an env instance, or something that cannot be called.
+        ValueError: `num_envs` below 1, or a list of another length.
+    """
+    if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
+        raise ValueError(f"num_envs failed: expected an int of at least 1, got {num_envs!r}.")
+    if isinstance(make_env, (list, tuple)):
+        if len(make_env) != num_envs:
+            raise ValueError(f"make_env failed: expected {num_envs} factories, one per env, got {len(make_env)}.")
+        factories = list(make_env)
+    else:
+        factories = [make_env] * num_envs
+    for factory in dict.fromkeys(map(id, factories)):
+        check_factory(next(f for f in factories if id(f) == factory))
+    return factories
+
+
+def as_kwargs(num_envs: int, env_kwargs: EnvKwargs) -> tuple[dict[str, Any], ...]:
+    """Return the keyword arguments of each factory call, copied: the caller's dicts are never changed."""
+    if env_kwargs is None:
+        return tuple({} for _ in range(num_envs))
+    if isinstance(env_kwargs, dict):
+        return tuple(dict(env_kwargs) for _ in range(num_envs))
+    if len(env_kwargs) != num_envs:
+        raise ValueError(f"env_kwargs failed: expected {num_envs} dicts, one per env, got {len(env_kwargs)}.")
+    return tuple(dict(kwargs) for kwargs in env_kwargs)
+
+
+def spread(num_envs: int, num_workers: int) -> tuple[tuple[int, ...], ...]:
+    """Return contiguous blocks of env ids, sizes differing by one at most."""
+    return tuple(tuple(block.tolist()) for block in np.array_split(np.arange(num_envs), num_workers))
+
+
+def choose_workers(num_envs: int, num_workers: int | None) -> int:
+    """Return how many workers to use: as asked, or one per usable core; never more than envs."""
+    if num_workers is None:
+        return min(num_envs, usable_cores())
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        raise ValueError(f"num_workers failed: expected an int of at least 1 or None, got {num_workers!r}.")
+    return min(num_envs, num_workers)
+
+
+def choose_apart(num_envs: int | str, num_workers: int | str | None) -> int:
+    """Return how many workers envs have that are reset ahead: one each (and as many spares).
+
+    Raises:
+        ValueError: another number was asked for, or nobody has said how many envs.
+    """
+    if not isinstance(num_envs, str) and num_workers in (None, "auto", num_envs):
+        return num_envs
+    if num_envs == "auto":
+        raise ValueError("num_envs failed: expected a number with reset_ahead, got 'auto', which measures without it.")
+    raise ValueError(
+        f"num_workers failed: expected {num_envs} (one for each env) or None with reset_ahead, got {num_workers!r}. "
+        f"A worker that is reset keeps its other envs waiting."
+    )
+
+
+def draw(
+    factories: list[Factory], env_kwargs: EnvKwargs, num_workers: int, seed: int | None, options: ExecutorOptions
+) -> Blueprint:
+    """Return the blueprint of a pool of worker processes.
+
+    Raises:
+        FactoryError: a factory or its keyword arguments cannot be pickled.
+    """
+    kwargs = as_kwargs(len(factories), env_kwargs)
+    _check_kwargs(kwargs)
+    pickled = {id(factory): pickle_factory(factory) for factory in factories}
+    preload = options.preload
+    if preload is None:
+        named = dict.fromkeys(m for f in factories for m in modules_of(f) if _is_worth_preloading(m))
+        preload = tuple(dict.fromkeys([*named, *(_BROUGHT_IN[m] for m in named if _is_brought_in(m))]))
+    if options.start_method == "fork":
+        preload = ()
+    return Blueprint(
+        factories=tuple(pickled[id(factory)] for factory in factories),
+        env_kwargs=kwargs,
+        blocks=spread(len(factories), num_workers),
+        root_seed=draw_root_seed() if seed is None else seed,
+        preload=preload,
+    )
+
+
+def serial_blueprint(factories: list[Factory], env_kwargs: EnvKwargs, seed: int | None) -> Blueprint:
+    """Return the blueprint of a serial pool: nothing is pickled."""
+    kwargs = tuple(copy.copy(one) for one in as_kwargs(len(factories), env_kwargs))
+    root_seed = draw_root_seed() if seed is None else seed
+    return Blueprint((), kwargs, spread(len(factories), 1), root_seed)
+
+
+def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
+    for one in kwargs:
+        for name, value in one.items():
+            if is_env_like(value):
+                raise FactoryError(
+                    f"env_kwargs failed: expected plain arguments, got an env ({type(value).__name__}) as {name!r}. "
+                    f"Build envs inside make_env."
+                )
+
+
+def _is_brought_in(module: str) -> bool:
+    other = _BROUGHT_IN.get(module)
+    return other is not None and importlib.util.find_spec(other.partition(".")[0]) is not None
+
+
+def _is_worth_preloading(module: str) -> bool:
+    """Return whether the helper should import a module: not the executor's own side, which needs torch."""
+    return not module.startswith("envherd.executor")

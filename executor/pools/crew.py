@@ -1,0 +1,320 @@
+"""The crew: worker processes that can be talked to, before and beside the hot path.
+
+It starts the workers, has them build their envs, hands them memory, carries messages and answers,
+replaces a worker, and ends them all. It knows nothing of commands and rows.
+
+Guarantees: a worker that dies or is late while it is waited for is an exception, never a hang; an
+answer is read whole or not at all; `close` is bounded by one deadline and never raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.error_messages import Frame, factory_error, log, log_close_fault, worker_late, worker_lost
+from envherd.executor.pools.preloading import find_helper
+from envherd.executor.pools.worker_process import WorkerProcess, Zygote, check_descriptors, worker_config
+from envherd.shm.segment import Segment
+from envherd.shm.slab import SlabPlan, StoragePlan
+from envherd.shm.specs import EnvSpec
+from envherd.workers import messages
+
+#: Frames that belong to the rows of a command, and not to whoever waits for an answer.
+_ROW_KINDS = ("side", "infos", "notice", "left_out")
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a pool is made of.
+
+    Attributes:
+        factories: one pickled factory per env.
+        env_kwargs: keyword arguments of each call.
+        blocks: env ids of each worker: contiguous, ascending, none empty. An `AheadPool` has them twice.
+        root_seed: see `workers.seeding`.
+        preload: modules for the zygote to import.
+    """
+
+    factories: tuple[bytes, ...]
+    env_kwargs: tuple[dict[str, Any], ...]
+    blocks: tuple[tuple[int, ...], ...]
+    root_seed: int
+    preload: tuple[str, ...] = ()
+
+
+class Crew:
+    """The workers of one pool.
+
+    Attributes:
+        workers: by worker id.
+        root_seed: what a replaced worker starts with.
+        on_row_frame: called with frames that belong to rows (faults of steps and resets, side values).
+    """
+
+    def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
+        self.blueprint = blueprint
+        self.options = options
+        self.root_seed = blueprint.root_seed
+        self.workers: list[WorkerProcess] = []
+        self.on_row_frame: Callable[[Frame], None] = lambda _: None
+        self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
+        self._zygote: Zygote | None = None
+        self._is_closing = self._has_left = False
+        self._plan: SlabPlan | None = None
+        self._segment: Segment | None = None
+        self._knock: Callable[[int], None] = lambda _: None
+        self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
+
+    @property
+    def segment(self) -> Segment | None:
+        """The slab's memory, from `hand_over` on."""
+        return self._segment
+
+    # ---- start -------------------------------------------------------------------------------
+
+    def start(self) -> list[EnvSpec]:
+        """Start the workers, have them build their envs, and return the specs in env order.
+
+        Raises:
+            FactoryError, WorkerLost, WorkerTimeout: close the crew, nothing is of use then.
+        """
+        check_descriptors(len(self.blueprint.blocks))
+        self._zygote = find_helper(self.options) or Zygote(self.options, list(self.blueprint.preload))
+        self._zygote.wait_ready()
+        for name, why in self._zygote.failed_preloads.items():
+            log.info("preload of %s failed (%s); workers import what they need", name, why)
+        if self._zygote.num_threads > 1 and self.options.start_method != "spawn":
+            log.info("a preloaded module started threads: workers are exec'd instead of forked")
+        for worker_id in range(len(self.blueprint.blocks)):
+            self.workers.append(self._launch(worker_id, generation=0))
+        return [spec for worker in self.workers for spec in self.collect_specs(worker.worker_id)]
+
+    def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
+        assert self._zygote is not None
+        process = WorkerProcess(worker_id, generation, self._zygote, worker_config(self.options, worker_id))
+        env_ids = self.blueprint.blocks[worker_id]
+        build = messages.Build(
+            worker_id=worker_id,
+            env_ids=env_ids,
+            factories=tuple(self.blueprint.factories[i] for i in env_ids),
+            env_kwargs=tuple(self.blueprint.env_kwargs[i] for i in env_ids),
+            root_seed=self.root_seed,
+            block=self.options.for_block(),
+            pickle_replies=self.options.pickle_replies,
+        )
+        process.root_seed = self.root_seed
+        process.channel.queue_message(build)
+        with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
+            process.channel.flush_nowait()  # what does not fit is sent while its answer is waited for
+        return process
+
+    def collect_specs(self, worker_id: int) -> list[EnvSpec]:
+        """Wait until a worker has built its envs; return their specs."""
+        frame = self.await_frame(worker_id, "build", self.options.build_timeout_s)
+        if frame["kind"] == "fault":
+            raise factory_error(frame, self.workers[worker_id])
+        return [EnvSpec.from_plain(frame["specs"][str(env_id)]) for env_id in self.blueprint.blocks[worker_id]]
+
+    def hand_over(self, plan: SlabPlan, segment: Segment, knock: Callable[[int], None]) -> None:
+        """Give every worker the slab; from then on `knock(worker_id)` announces mail.
+
+        Args:
+            plan: of the slab.
+            segment: its memory; closed with the crew.
+            knock: counts a message and rings the worker's doorbell.
+        """
+        self._plan, self._segment, self._knock = plan, segment, knock
+        for worker in self.workers:
+            self.attach(worker.worker_id)
+
+    def attach(self, worker_id: int) -> None:
+        """Give one worker the slab, the rollout storages in use, and the root seed if it has changed meanwhile."""
+        assert self._plan is not None
+        assert self._segment is not None
+        worker = self.workers[worker_id]
+        message = messages.Attach(plan=self._plan, nbytes=self._segment.nbytes, name=self._segment.name)
+        worker.channel.queue_message(message, _fds(self._segment))
+        self.await_frame(worker_id, "attach", self.options.build_timeout_s)
+        for target, (plan, segment) in self._storages.items():
+            self._send_storage(worker_id, target, plan, segment)
+        if worker.root_seed != self.root_seed:
+            self.mail(worker_id, messages.Seed(root_seed=self.root_seed))
+        worker.is_attached = True
+
+    def replace(self, worker_id: int) -> None:
+        """Start a successor of a worker that has ended; it builds its envs while others go on."""
+        with messages.uninterrupted():  # the wait inside is for the death of a process that was killed
+            old = self.workers[worker_id]
+            old.kill()
+            old.wait_exit(1.0)
+            old.release()
+            self._inbox[worker_id].clear()
+            self.workers[worker_id] = self._launch(worker_id, old.generation + 1)
+            if self._is_closing:  # by another thread, which may not have seen this one
+                self.workers[worker_id].kill()
+                self.workers[worker_id].release()
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    def mail(self, worker_id: int, message: messages.Message, fds: Sequence[int] = ()) -> None:
+        """Send a message to a worker that serves commands; it reads the message before any later command."""
+        worker = self.workers[worker_id]
+        worker.channel.queue_message(message, fds)
+        self._knock(worker_id)  # before all is sent: it reads only what was announced
+        with contextlib.suppress(ConnectionError):  # a death is noticed where it matters
+            while not worker.channel.flush_nowait() and not worker.has_exited():
+                poller = select.poll()
+                poller.register(worker.channel.sock, select.POLLIN | select.POLLOUT)
+                poller.register(worker.pidfd, select.POLLIN)
+                poller.poll()
+                self.drain(worker_id)  # the worker may be writing, and read again only when that is read
+
+    def await_frame(self, worker_id: int, phase: str, timeout_s: float | None, number: int | None = None) -> Frame:
+        """Wait for a worker's next answer.
+
+        Args:
+            worker_id: whose.
+            phase: what it is about, for messages.
+            timeout_s: seconds; None waits for ever.
+            number: of the question; answers to earlier ones, whose asker was interrupted, are thrown away.
+
+        Raises:
+            WorkerLost: it died instead.
+            WorkerTimeout: it was late, and was killed.
+        """
+        worker = self.workers[worker_id]
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(worker.pidfd, select.POLLIN)
+        self.drain(worker_id)
+        while not self._inbox[worker_id] or self._inbox[worker_id][0].get("number") != number:
+            if self._inbox[worker_id]:
+                self._inbox[worker_id].pop(0)
+                continue
+            left = None if end is None else max(0.0, end - time.monotonic()) * 1000 + 1
+            poller.register(worker.channel.sock, select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0))
+            if not poller.poll(left):
+                raise worker_late(worker, self.blueprint.blocks[worker_id], phase, timeout_s or 0.0)
+            has_exited = worker.has_exited()  # asked first: what it wrote before its end is there to be read
+            self.drain(worker_id)
+            if has_exited and not self._inbox[worker_id]:
+                raise worker_lost(worker, self.blueprint.blocks[worker_id], phase)
+        return self._inbox[worker_id].pop(0)
+
+    def has_answered(self, worker_id: int) -> bool:
+        """Return whether `await_frame` would not block: an answer is there, or the worker has ended."""
+        self.drain(worker_id)
+        return bool(self._inbox[worker_id]) or self.workers[worker_id].has_exited()
+
+    def drain(self, worker_id: int) -> None:
+        """Read what a worker has written, and send what an interrupt has left unsent, without blocking."""
+        channel = self.workers[worker_id].channel
+        with contextlib.suppress(ConnectionError):
+            channel.flush_nowait()
+        frames = channel.drain_nowait()
+        while frames:
+            self._deliver(worker_id, frames[0])
+            del frames[0]  # last: a frame that an interrupt left is delivered again, which changes nothing
+
+    def _deliver(self, worker_id: int, frame: Frame) -> None:
+        inbox = self._inbox[worker_id]
+        is_fault = frame["kind"] == "fault" and frame["phase"] in ("reset", "step")
+        if is_fault or frame["kind"] in _ROW_KINDS:
+            self.on_row_frame(frame)
+        elif not inbox or inbox[-1] is not frame:
+            inbox.append(frame)
+
+    # ---- rollout storages --------------------------------------------------------------------
+
+    def attach_storage(self, target: int, plan: StoragePlan, segment: Segment) -> None:
+        """Make every worker map a rollout storage as `target`: now, or when it gets the slab."""
+        self._storages[target] = (plan, segment)
+        for worker in self._attached():
+            self._send_storage(worker.worker_id, target, plan, segment)
+
+    def _send_storage(self, worker_id: int, target: int, plan: StoragePlan, segment: Segment) -> None:
+        message = messages.AttachStorage(target=target, plan=plan, nbytes=segment.nbytes, name=segment.name)
+        self.mail(worker_id, message, _fds(segment))
+
+    def detach_storage(self, target: int) -> None:
+        """Make every worker forget a rollout storage."""
+        self._storages.pop(target)[1].close()
+        for worker in self._attached():
+            self.mail(worker.worker_id, messages.DetachStorage(target=target))
+
+    # ---- seeds -------------------------------------------------------------------------------
+
+    def seed(self, root_seed: int) -> None:
+        """Give every worker a new root seed: now, or when it gets the slab."""
+        self.root_seed = root_seed
+        for worker in self._attached():
+            self.mail(worker.worker_id, messages.Seed(root_seed=root_seed))
+
+    def _attached(self) -> list[WorkerProcess]:
+        """Return the workers that read mail; the others are being built, and `attach` tells them everything."""
+        return [worker for worker in self.workers if worker.is_attached]
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def close(self, timeout_s: float) -> None:
+        """Close the envs and end the workers within `timeout_s` in all, then by force. Idempotent, never raises."""
+        self._is_closing = True
+        if timeout_s > 0:
+            self._ask_to_close(time.monotonic() + timeout_s, self.workers)
+        for worker in self.workers:
+            worker.kill()
+        for worker in self.workers:
+            worker.wait_exit(1.0)
+            worker.release()
+        if self._zygote is not None and not self._has_left:
+            self._has_left = True
+            self._zygote.close()
+        for _, segment in self._storages.values():
+            segment.close()
+        if self._segment is not None:
+            self._segment.close()
+
+    def dismiss(self, worker_id: int, timeout_s: float) -> None:
+        """Close the envs of one worker and end it within `timeout_s`; what is left of it is `replace`d."""
+        self._ask_to_close(time.monotonic() + timeout_s, [self.workers[worker_id]])
+
+    def _ask_to_close(self, end: float, workers: list[WorkerProcess]) -> None:
+        """Make workers close their envs and leave; reads what they write, as none could leave with a full socket."""
+        poller = select.poll()
+        for worker in workers:
+            with contextlib.suppress(OSError):
+                worker.channel.queue_message(messages.Close())
+                self._knock(worker.worker_id)
+                worker.channel.flush_nowait()
+        left = {worker.pidfd: worker for worker in workers if not worker.has_exited()}
+        for worker in left.values():
+            poller.register(worker.pidfd, select.POLLIN)
+        while left and (remaining_s := end - time.monotonic()) > 0:
+            for worker in left.values():
+                events = select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0)
+                poller.register(worker.channel.sock, events)
+            poller.poll(remaining_s * 1000 + 1)
+            for worker in list(left.values()):
+                has_exited = worker.has_exited()  # asked first: what it wrote before its end is there to be read
+                with contextlib.suppress(Exception):
+                    self.drain(worker.worker_id)
+                if has_exited:
+                    poller.unregister(worker.pidfd)
+                    poller.unregister(worker.channel.sock)
+                    del left[worker.pidfd]
+        for worker in workers:
+            with contextlib.suppress(Exception):
+                self.drain(worker.worker_id)
+            for frame in self._inbox[worker.worker_id]:
+                if frame["kind"] == "fault" and frame["phase"] == "close":
+                    log_close_fault(frame)
+
+
+def _fds(segment: Segment) -> list[int]:
+    return [segment.fd] if segment.fd >= 0 else []

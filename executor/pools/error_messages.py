@@ -1,0 +1,222 @@
+"""What to tell the caller when an env or a worker has failed: the exception, with all that is known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envherd.executor.pools.worker_process import WorkerProcess
+from envherd.workers.errors import EnvError, EnvherdError, FactoryError, WorkerLost, WorkerTimeout
+from envherd.workers.protocol import IDLE, describe_phase
+
+log = logging.getLogger("envherd")
+
+Frame = dict[str, Any]
+
+
+@dataclass
+class Numbering:
+    """How messages and errors made in this process call envs and workers.
+
+    Attributes:
+        first_env_id, first_worker_id: what env 0 and worker 0 are called.
+        place: where they are, for a process that runs a share of a larger batch; empty otherwise.
+    """
+
+    first_env_id: int = 0
+    first_worker_id: int = 0
+    place: str = ""
+
+
+#: Of this process. A process that hosts a share of a larger batch changes it, before it makes an executor.
+numbering = Numbering()
+
+
+_REMEDY = "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
+#: What is said of a worker that was killed, by whom the kernel has killed for want of memory meanwhile.
+_KILLERS = {
+    "group": f"The kernel killed it, or a process beside it, for the memory limit of their control group. {_REMEDY}",
+    "machine": f"The kernel killed processes for want of memory meanwhile, probably this one too. {_REMEDY}",
+    "nobody": "Not by the kernel for want of memory, which killed nobody: somebody sent that signal.",
+    "unknown": "Often out of memory: see the memory of each worker in statistics().",
+}
+
+
+def worker_lost(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None = None) -> WorkerLost:
+    """Return the error for a worker that has ended.
+
+    Args:
+        worker: it; has exited, its log is still open.
+        env_ids: the envs that went with it.
+        phase: what it was doing.
+        env_id: for which env, if that is known.
+    """
+    how = worker.exit_description()
+    hint = " " + _KILLERS[worker.killed_for_memory()] if "SIGKILL" in how else ""
+    lines = worker.last_lines()
+    return WorkerLost(
+        f"{_operation(phase)} failed: worker {_called(worker)} ended with {how} {_in_words(phase, env_id)} "
+        f"({_where(worker, env_ids)}).{hint} "
+        f"ExecutorOptions(on_worker_loss='restart') replaces lost workers."
+        + (f"\nIts last output:\n{lines}" if lines else ""),
+        remote_traceback=lines or None,
+        exit_code=worker.exit_code(),
+        **_context(worker, env_ids, phase, env_id),
+    )
+
+
+def worker_late(
+    worker: WorkerProcess, env_ids: Sequence[int], phase: str, timeout_s: float, env_id: int | None = None
+) -> WorkerTimeout:
+    """Read the stack of a worker that is out of time, kill it, and return the error."""
+    stack = worker.stack()
+    worker.kill()
+    worker.wait_exit(1.0)
+    option = phase if phase in ("step", "reset") else "build"
+    return WorkerTimeout(
+        f"{_operation(phase)} failed: worker {_called(worker)} gave no answer within {timeout_s:g} s "
+        f"{_in_words(phase, env_id)} and was killed ({_where(worker, env_ids)}). "
+        f"Raise ExecutorOptions.{option}_timeout_s if it may take longer.\n"
+        f"It was stuck in:\n{stack}",
+        remote_traceback=stack,
+        **_context(worker, env_ids, phase, env_id),
+    )
+
+
+def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
+    """Return the error for a factory that raised in a worker, or whose env was refused there."""
+    is_ours = fault["type_name"] in ("FactoryError", "SpecError")
+    said = (
+        fault["message"] if is_ours else f"make_env failed: the factory raised {fault['type_name']}: {fault['message']}"
+    )
+    env_id = fault["env_id"]
+    return FactoryError(
+        f"{said} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}{_place()}, "
+        f"phase build).",
+        remote_traceback=fault["traceback"],
+        type_name=fault["type_name"],
+        type_module=fault["type_module"],
+        **_context(worker, (env_id,), "build", env_id),
+    )
+
+
+def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:
+    """Return the error for what envs raised: about the first of them (run by `worker_id`), naming the others."""
+    fault = first_fault(faults)
+    env_id = numbering.first_env_id + fault["env_id"]
+    others = sorted(numbering.first_env_id + one["env_id"] for one in faults if one is not fault)
+    worker_id += numbering.first_worker_id
+    also = f" Envs {others} raised too." if others else ""
+    return EnvError(
+        f"{fault['phase']} failed: the env raised {fault['type_name']}: {fault['message']} "
+        f"(env {env_id}, worker {worker_id}, pid {pid}{_place()}).{also} "
+        f"The other envs go on; reset this one to use it again.",
+        remote_traceback=fault["traceback"],
+        env_ids=(env_id, *others),
+        worker_id=worker_id,
+        pid=pid,
+        phase=fault["phase"],
+        type_name=fault["type_name"],
+        type_module=fault["type_module"],
+    )
+
+
+def merge_answers(asked: Iterable[int], take: Callable[[int], dict[int, Any]]) -> dict[int, Any]:
+    """Take the answers of all who were asked, and return them as one.
+
+    Args:
+        asked: ids of workers or nodes.
+        take: waits for one's answer, env id -> value; raises what it was instead.
+
+    Raises:
+        EnvherdError: after all have answered: the last loss, or without one the first error of an env.
+    """
+    values: dict[int, Any] = {}
+    errors: list[EnvherdError] = []
+    for one in asked:
+        try:
+            values.update(take(one))
+        except EnvError as error:
+            errors.append(error)
+        except EnvherdError as error:
+            errors.insert(0, error)
+    if errors:
+        raise errors[0]
+    return values
+
+
+def first_fault(faults: Sequence[Frame]) -> Frame:
+    """Return the fault of the lowest env id."""
+    return min(faults, key=lambda one: one["env_id"])
+
+
+def log_stall(worker: WorkerProcess, phase_word: int, waited_s: float) -> None:
+    """Log where a worker is that has been waited for long, without a deadline."""
+    phase, env_id = describe_phase(phase_word)
+    log.warning(
+        "worker %d has not answered for %.0f s, %s:\n%s",
+        _called(worker),
+        waited_s,
+        _in_words(phase, env_id),
+        worker.stack(),
+    )
+
+
+def log_notice(frame: Frame) -> None:
+    """Log that an env draws from global random generators, or that entries of its infos are left out."""
+    env_id = numbering.first_env_id + frame["env_id"]
+    if frame["kind"] == "left_out":
+        for name, why in frame["entries"].items():
+            log.warning("env %d: %r of its info is left out (%s). This is said once.", env_id, name, why)
+        return
+    log.warning(
+        "env %d drew from the global generators (%s) during %s: its data depend on which envs share its worker. "
+        "ExecutorOptions(isolate_rng=True) makes them reproducible.",
+        env_id,
+        ", ".join(frame["generators"]),
+        frame["phase"],
+    )
+
+
+def log_close_fault(frame: Frame) -> None:
+    """Log what an env raised when it was closed."""
+    env_id = numbering.first_env_id + frame["env_id"]
+    log.warning("closing env %s raised %s: %s", env_id, frame["type_name"], frame["message"])
+
+
+def _called(worker: WorkerProcess) -> int:
+    return numbering.first_worker_id + worker.worker_id
+
+
+def _place() -> str:
+    return f", {numbering.place}" if numbering.place else ""
+
+
+def _operation(phase: str) -> str:
+    return "the call" if phase == IDLE else phase
+
+
+def _in_words(phase: str, env_id: int | None) -> str:
+    """Return what a worker was doing: "in step of env 0", "in build", "while idle"."""
+    if phase == IDLE:
+        return "while idle"
+    return f"in {phase}" if env_id is None else f"in {phase} of env {numbering.first_env_id + env_id}"
+
+
+def _where(worker: WorkerProcess, env_ids: Sequence[int]) -> str:
+    first = numbering.first_env_id
+    span = f"envs {first + env_ids[0]}-{first + env_ids[-1]}" if len(env_ids) > 1 else f"env {first + env_ids[0]}"
+    return f"{span}, pid {worker.pid}, generation {worker.generation}{_place()}"
+
+
+def _context(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None) -> dict[str, Any]:
+    return {
+        "env_ids": tuple(numbering.first_env_id + i for i in env_ids),
+        "env_id": None if env_id is None else numbering.first_env_id + env_id,
+        "worker_id": _called(worker),
+        "pid": worker.pid,
+        "generation": worker.generation,
+        "phase": phase,
+    }

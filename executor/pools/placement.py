@@ -1,0 +1,188 @@
+"""Where workers run: busy ones that share a processor while another has none of them are taken apart.
+
+The kernel leaves such a pair where it is for as long as the caller, looking for answers, keeps the other processor
+busy: to it, two and one is as even as one and two. A batch takes twice as long then. So the caller looks now and then,
+while it would wait anyway, where its workers are, and asks one of a pair to move.
+
+Guarantees:
+- No pin: a worker moves itself, between two commands, and is as free as before at once. Nothing that an env starts
+  inherits less than the worker may use, and what comes later (other load, more threads) is the kernel's to balance.
+- A worker moves only to a processor that its affinity allows (which a cpuset is part of), that no busy worker is on,
+  and that others used for less than half of the time since the look before. With `options.affinity` none moves.
+- Looks take at most 1/`_COST` of the caller's time, and a worker is asked to move in one of them at most.
+Assumes: a process that computes in other threads than its first one, or that waits, is the kernel's to place.
+Platforms: Linux; what /proc or sysfs do not say is not acted on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from envherd.executor.machine.cgroups import parse_cpu_list
+from envherd.shm.cgroups import read_word
+from envherd.workers.processes import idle_s, place_of
+from envherd.workers.protocol import pack_seat
+
+_ROOT = Path("/")
+#: Seconds between looks, and between readings of what others do: /proc counts idle time in 10 ms.
+_EVERY_S = 0.05
+#: Seconds after workers shared a processor for which looks are closer to each other, and seconds between these: where
+#: all spin between batches, a pair is back within tens of milliseconds (at a third of the looks; `w100` of
+#: benchmarks/placement.py, 23 Nov 2026).
+_WATCH_S, _SOON_S = 1.0, 0.01
+#: Looks take at most 1/`_COST` of the caller's time (10 to 30 us of processor time a worker).
+_COST = 128
+#: Share of a processor's time that must be left by others for a worker to be sent there.
+_ROOM = 0.5
+#: Share of its time that the caller must be computing for workers to be kept off its processor.
+_BUSY_CALLER = 0.5
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Processor -> the first one of its core, and its NUMA node; those that are missing are cores of node 0."""
+
+    core_of: Mapping[int, int] = field(default_factory=dict)
+    node_of: Mapping[int, int] = field(default_factory=dict)
+
+
+@cache
+def read_topology(root: Path = _ROOT) -> Topology:
+    """Read from sysfs how processors belong together; once."""
+    cores, nodes = {}, {}
+    for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):
+        siblings = parse_cpu_list(read_word(folder / "topology/thread_siblings_list") or "")
+        cores.update(dict.fromkeys(siblings, min(siblings, default=0)))
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        nodes.update(dict.fromkeys(parse_cpu_list(read_word(folder / "cpulist") or ""), int(folder.name[4:])))
+    return Topology(cores, nodes)
+
+
+def choose(
+    places: Mapping[int, int],
+    caller: int | None,
+    allowed: Mapping[int, Iterable[int]],
+    room: Mapping[int, float],
+    topology: Topology,
+) -> dict[int, int]:
+    """Return worker -> processor for those that share one, with another worker or with the caller, and can move.
+
+    The processor is one that no busy worker is on: best one that the caller is not on either (only a pair of workers
+    is taken apart by sending one to the caller), then a core of its own, then one of the same NUMA node.
+
+    Args:
+        places: of each busy worker, the processor that it is on.
+        caller: the processor that the caller keeps busy, or None.
+        allowed: of each of these workers, the processors that it may use.
+        room: of each processor, the share of its time that no others use, 0..1.
+        topology: how processors belong together.
+    """
+    taken = Counter(places.values())
+    moves: dict[int, int] = {}
+    for worker_id in sorted(places, key=lambda one: taken[places[one]] == 1):  # pairs first
+        here = places[worker_id]
+        is_pair = taken[here] > 1
+        if not is_pair and here != caller:
+            continue
+        busy_cores = {topology.core_of.get(cpu, cpu) for cpu in (*+taken, caller) if cpu is not None}
+        home = topology.node_of.get(here, 0)
+        ranked = [
+            (cpu == caller, topology.core_of.get(cpu, cpu) in busy_cores, topology.node_of.get(cpu, 0) != home, cpu)
+            for cpu in allowed[worker_id]
+            if not taken[cpu] and room.get(cpu, 0.0) >= _ROOM and (is_pair or cpu != caller)
+        ]
+        if ranked:
+            moves[worker_id] = target = min(ranked)[-1]
+            taken[here] -= 1
+            taken[target] += 1
+    return moves
+
+
+class Usage(NamedTuple):
+    """What the machine had done at some time.
+
+    Attributes:
+        at: seconds of the monotonic clock.
+        own: processor seconds of the calling thread.
+        idle: of each processor, seconds for which it had nothing to do.
+    """
+
+    at: float
+    own: float
+    idle: Mapping[int, float]
+
+
+def room_between(before: Usage, now: Usage, caller: int | None) -> dict[int, float]:
+    """Return of each processor the share of the time in between for which it had nothing to do, or only the caller."""
+    span_s = max(now.at - before.at, 1e-9)
+    room = {cpu: (idle - before.idle[cpu]) / span_s for cpu, idle in now.idle.items() if cpu in before.idle}
+    if caller in room:
+        room[caller] += (now.own - before.own) / span_s
+    return room
+
+
+class Placement:
+    """Places the workers of one pool: `look` when it `is_due`, best while they have just begun to work.
+
+    Args:
+        words: of the slab; "seat", "looks" and "stacked" of each worker are written here.
+    """
+
+    def __init__(self, words: Mapping[str, np.ndarray]) -> None:
+        self._seats, self._looks, self._stacked = words["seat"], words["looks"], words["stacked"]
+        self._due = 0.0
+        self._before = Usage(0.0, 0.0, {})
+        self._shared_at = -_WATCH_S
+        self._topology = read_topology()
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to look, at a time of the monotonic clock."""
+        return now >= self._due
+
+    def look(self, pids: Sequence[int]) -> None:
+        """See where the workers are (by worker id), and ask those to move that share a processor and need not."""
+        before, now = self._before, Usage(time.monotonic(), time.thread_time(), {})
+        is_busy = now.own - before.own >= _BUSY_CALLER * (now.at - before.at)
+        caller = place_of("thread-self")[1] if is_busy else None
+        places = {}
+        for worker_id, pid in enumerate(pids):
+            is_running, cpu = place_of(pid)
+            if is_running:
+                places[worker_id] = cpu
+                self._looks[worker_id] += 1
+        if len({*places.values(), caller}) <= len(places):
+            self._take_apart(places, caller, pids, now)
+        is_watching = now.at - self._shared_at < _WATCH_S
+        if now.at - before.at >= _EVERY_S:
+            self._before = now._replace(idle=idle_s()) if is_watching else now
+        self._due = now.at + max(_SOON_S if is_watching else _EVERY_S, _COST * (time.thread_time() - now.own))
+
+    def _take_apart(self, places: dict[int, int], caller: int | None, pids: Sequence[int], now: Usage) -> None:
+        allowed = {worker_id: _affinity(pids[worker_id]) for worker_id in places}
+        everywhere = dict.fromkeys((cpu for cpus in allowed.values() for cpu in cpus), 1.0)
+        moves = choose(places, caller, allowed, everywhere, self._topology)
+        if not moves:
+            return
+        self._stacked[[*moves]] += 1
+        self._shared_at = now.at
+        if not self._before.idle or now.at - self._before.at > _WATCH_S:
+            return  # what others do is not known yet
+        room = room_between(self._before, now._replace(idle=idle_s()), caller)
+        for worker_id, cpu in choose(places, caller, allowed, room, self._topology).items():
+            self._seats[worker_id] = pack_seat(int(self._seats[worker_id]), cpu)
+
+
+def _affinity(pid: int) -> set[int]:
+    try:
+        return os.sched_getaffinity(pid)
+    except OSError:
+        return set()

@@ -1,0 +1,65 @@
+"""What workers had to say beside their rows: faults, side values, infos, losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from envherd.executor.pools.error_messages import Frame, log_notice
+from envherd.workers.errors import EnvherdError
+
+
+@dataclass
+class Outcome:
+    """What happened besides the rows, since it was last asked.
+
+    Attributes:
+        faults: env id -> fault message (what an env raised).
+        side: env id -> side values message.
+        infos: env id -> infos message.
+        losses: worker id -> the error that describes its loss.
+    """
+
+    faults: dict[int, Frame] = field(default_factory=dict)
+    side: dict[int, Frame] = field(default_factory=dict)
+    infos: dict[int, Frame] = field(default_factory=dict)
+    losses: dict[int, EnvherdError] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Return whether anything happened."""
+        return bool(self.faults or self.side or self.infos or self.losses)
+
+    def split_off(self, env_ids: np.ndarray) -> Outcome:
+        """Remove and return what is about other envs than these; losses stay."""
+        mine = set(env_ids.tolist())
+        other = Outcome()
+        for kept, given in (
+            (self.faults, other.faults),
+            (self.side, other.side),
+            (self.infos, other.infos),
+        ):
+            for env_id in [i for i in kept if i not in mine]:
+                given[env_id] = kept.pop(env_id)
+        return other
+
+    def hand_out(self, env_ids: np.ndarray | None) -> tuple[Outcome, Outcome]:
+        """Return what is about some envs, with all losses, and the rest; None: all is about them."""
+        return self, Outcome() if env_ids is None else self.split_off(env_ids)
+
+    def forget_rows(self, env_ids: np.ndarray) -> None:
+        """Drop the side values and infos of rows that were never completed."""
+        for kept in (self.side, self.infos):
+            for env_id in env_ids.tolist() if kept else ():
+                kept.pop(env_id, None)
+
+    def take(self, frame: Frame) -> None:
+        """Keep a message that came with rows."""
+        if frame["kind"] == "fault":
+            self.faults[frame["env_id"]] = frame
+        elif frame["kind"] == "side":
+            self.side[frame["env_id"]] = frame
+        elif frame["kind"] == "infos":
+            self.infos[frame["env_id"]] = frame
+        else:
+            log_notice(frame)

@@ -1,0 +1,244 @@
+"""The pool without processes: the same block of envs, driven in the caller's own thread.
+
+Guarantees: the same rows, words and messages as `WorkerPool`, so that the executor above cannot tell
+them apart. The caller's global random generators are left as they were found.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from envherd.executor.batches.device_rows import Residence, lives_on
+from envherd.executor.batches.tensor_actions import Lend
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.error_messages import env_error, log_close_fault
+from envherd.executor.pools.replies import Outcome
+from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
+from envherd.workers import messages, plain, seeding
+from envherd.workers.adapters import Adapter
+from envherd.workers.block.block import Block
+from envherd.workers.build import Builder, Factory
+from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.protocol import Op, pack
+from envherd.workers.reply import Fault
+
+
+class PrivateMemory:
+    """What `Segment` is to a pool of processes: memory for a rollout, here nobody else's."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._array = np.empty(nbytes, np.uint8)
+
+    def array(self) -> np.ndarray:
+        """Return the bytes as uint8 `[nbytes]`, a VIEW."""
+        return self._array[:]
+
+    def close(self) -> None:
+        """Nothing to give back: the array goes when its last view does."""
+
+
+class SerialPool:
+    """One block in this process; commands are carried out as they are submitted."""
+
+    def __init__(self, factories: list[Factory], blueprint: Blueprint, options: ExecutorOptions) -> None:
+        self.blueprint = blueprint
+        self.options = options
+        self.num_envs = len(factories)
+        self.num_workers = 0
+        self.num_losses = 0
+        self.worker_of = np.zeros(self.num_envs, np.int64)
+        self.forfeited = np.zeros(self.num_envs, bool)
+        self.outcome = Outcome()
+        self.lost: dict[int, EnvherdError] = {}
+        self.workers: list[Any] = []
+        self._factories = factories
+        self._number = 0
+        self._adapters: dict[int, Adapter] = {}
+        self.lenders: dict[int, Lend] = {}
+
+    def start(self) -> None:
+        """Build the envs; set `specs`, `plan` and `slab`."""
+        before = seeding.caller_state()
+        builder = Builder(self.options.info_keys, self.options.env_type)
+        try:
+            for env_id, factory in enumerate(self._factories):
+                seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, self.options.first_env_id + env_id))
+                self._build(builder, env_id, factory)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            seeding.restore_caller(before)
+        self.specs = [self._adapters[i].spec for i in range(self.num_envs)]
+        self.plan = plan_slab(self.specs, 1, self.options.num_frames)
+        self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
+        self._block = Block(
+            0,
+            self._adapters,
+            self.blueprint.root_seed,
+            self._take,
+            self.options.for_block(),
+        )
+        self._block.passes = (KeyboardInterrupt,)
+        self._block.attach(self.slab)
+        self.lenders = {
+            index: self._block.lend
+            for index, group in enumerate(self.slab.groups)
+            if all(self._adapters[i].takes_tensors for i in group.plan.env_ids)
+        }
+
+    def _build(self, builder: Builder, env_id: int, factory: Factory) -> None:
+        try:
+            self._adapters[env_id] = builder.adopt(factory, self.blueprint.env_kwargs[env_id])
+        except EnvherdError:
+            raise
+        except Exception as error:
+            fault = Fault.from_exception(env_id, "build", error)
+            raise FactoryError(
+                f"make_env failed: the factory raised {fault.type_name}: {fault.message} (env {env_id}, phase build).",
+                env_ids=(env_id,),
+                phase="build",
+            ) from error
+
+    def settle(self, device: torch.device | None) -> dict[int, Residence]:
+        """Leave the rows of envs that live on a device there; return the rings of their groups."""
+        residences = {}
+        for index, group in enumerate(self.slab.groups):
+            env_ids = group.plan.env_ids
+            if device is not None and lives_on([self._adapters[i] for i in env_ids], device):
+                ring = Residence(group, self.plan.num_frames, device, check_finite=self.options.check_finite)
+                residences[index] = ring
+                for row, env_id in enumerate(env_ids):
+                    self._block.settle(env_id, *ring.writers_of(row))
+        return residences
+
+    def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
+        """Carry out the same command for every env, but a RESET for some (int `[k]`)."""
+        commands = [pack(op, target, column)] * self.num_envs
+        for env_id in () if reset_ids is None else reset_ids.tolist():
+            commands[env_id] = pack(Op.RESET, target, column)
+        self._run(range(self.num_envs), commands)
+
+    def submit(
+        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
+    ) -> None:
+        """Carry out a command for some envs."""
+        self._run(env_ids.tolist(), pack(op, target, columns, flags).tolist())
+
+    submit_later = submit
+
+    def _run(self, env_ids: Iterable[int], commands: list[int]) -> None:
+        words = self.slab.words
+        began = time.perf_counter_ns()
+        for env_id, command in zip(env_ids, commands, strict=True):
+            self._number += 1
+            words["command_seq"][env_id] = self._number
+            self._block.execute(env_id, command)
+            words["reply_seq"][env_id] = self._number
+        words["busy_ns"][0] += time.perf_counter_ns() - began
+
+    def _take(self, frame: dict[str, Any]) -> None:
+        self.outcome.take(plain.decode(plain.encode(frame)))  # what could not cross to a parent must not pass here
+
+    def nudge(self) -> None:
+        """What was submitted is done, or was broken off."""
+        self.slab.words["reply_seq"][:] = self.slab.words["command_seq"]
+
+    def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
+        """Return which envs have carried out a command since that of number `since`, bool `[k]`."""
+        given: np.ndarray = self.slab.words["reply_seq"][env_ids] > since
+        return given
+
+    @property
+    def number(self) -> int:
+        """Number of the latest command."""
+        return self._number
+
+    def await_workers(self, env_ids: np.ndarray) -> None:
+        """There are none to wait for."""
+
+    def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
+        """Return True: everything submitted is done already."""
+        return True
+
+    def wait_some(  # as of `WorkerPool`
+        self,
+        env_ids: np.ndarray,
+        count: int,
+        timeout_s: float | None,
+        more_for_resets_s: float | None = 0.0,
+        *,
+        kill_late: bool = True,
+        through_losses: bool = False,
+    ) -> np.ndarray:
+        """Return the envs, oldest command first: all have answered."""
+        return env_ids[self.slab.words["command_seq"][env_ids].argsort(kind="stable")]
+
+    def outstanding(self) -> np.ndarray:
+        """Return the env ids that owe an answer: none, ever."""
+        return np.zeros(0, np.int64)
+
+    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
+        """Return what happened since the last call, and forget it; see `WorkerPool.take_outcome`."""
+        outcome, self.outcome = self.outcome.hand_out(env_ids)
+        return outcome
+
+    def prepare(self, message: messages.Prepare) -> None:
+        """Keep the extras of an env's next command."""
+        self._block.prepare(message)
+
+    def seed(self, root_seed: int) -> None:
+        """Use a new root seed."""
+        self._block.seed(root_seed)
+
+    def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
+        """See `WorkerPool.ask`."""
+        message = messages.Ask(what=what, env_ids=tuple(env_ids), **question)
+        reply = self._block.ask(message, pickle_replies=self.options.pickle_replies)
+        if reply["kind"] == "fault":
+            raise env_error([reply], 0, os.getpid())
+        return dict(zip(env_ids, reply["values"], strict=True))
+
+    def allocate(self, nbytes: int) -> PrivateMemory:
+        """Return memory for a rollout storage."""
+        return PrivateMemory(nbytes)
+
+    def attach_storage(self, target: int, plan: StoragePlan, segment: PrivateMemory) -> None:
+        """Write to a rollout storage as `target`."""
+        self._block.attach_storage(target, Storage(plan, segment.array()))
+
+    def detach_storage(self, target: int) -> None:
+        """Forget a rollout storage."""
+        self._block.detach_storage(target)
+
+    def begin_restart(self, worker_id: int) -> None:
+        """There are no workers to lose."""
+        raise AssertionError("a serial pool has no workers")
+
+    def worker_output(self, worker_id: int) -> str:
+        """Return nothing: envs in this process print to this process's console."""
+        return ""
+
+    def pid_of(self, worker_id: int) -> int:
+        """Return this process's id."""
+        return os.getpid()
+
+    def generation_of(self, worker_id: int) -> int:
+        """Return 0: nothing is ever replaced."""
+        return 0
+
+    def close(self) -> None:
+        """Close the envs; what they raise is logged."""
+        adapters, self._adapters = self._adapters, {}
+        for env_id, adapter in adapters.items():
+            try:
+                adapter.close()
+            except Exception as error:
+                log_close_fault(Fault.from_exception(env_id, "close", error).to_plain())

@@ -1,0 +1,1 @@
+"""What may be asked of the envs now, and what became of it."""

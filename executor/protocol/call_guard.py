@@ -1,0 +1,102 @@
+"""Whose turn it is: one caller at a time, in the process that made the executor, for as long as it is open.
+
+Guarantees: an exception at any bytecode (a signal handler that raises) leaves the executor usable: the call that it
+broke off is no longer in progress once its frame has gone, and the next call begins with `Engine.recover`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+from envherd.workers.errors import Busy, Closed, EnvherdError
+
+if TYPE_CHECKING:
+    from envherd.executor.protocol.engine import Engine
+
+_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+
+def _disown_in_fork() -> None:
+    for turn in list(_turns):
+        turn.is_foreign = True
+
+
+os.register_at_fork(after_in_child=_disown_in_fork)
+
+
+class Turn:
+    """Holds the engine for one call: refuses a second thread, a call inside a call, a closed executor, a forked copy.
+
+    The frame of the call is what holds it. The policy and the callback of a rollout may make calls inside that call.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._holder: dict[str, FrameType] = {}
+        self.is_closed = False
+        self.is_foreign = False
+        _turns.add(self)
+
+    def check(self) -> None:
+        """Raise `Closed` unless the executor can be used from here."""
+        if self.is_closed:
+            raise Closed("the call failed: this executor is closed. Make a new one.")
+        if self.is_foreign:
+            raise Closed("the call failed: this executor belongs to the process that made it. Make one here.")
+
+    def __enter__(self) -> None:
+        frame = sys._getframe(1)
+        holder = self._holder.setdefault("call", frame)  # one C function: two threads cannot both be first
+        if holder is not frame and not self._take_over(holder, frame):
+            self.check()
+            return
+        if self.is_closed or self.is_foreign or self._engine.is_dirty:
+            try:
+                self.check()
+                self._engine.recover()
+            except BaseException:
+                self._holder.clear()
+                raise
+
+    def _take_over(self, holder: FrameType, frame: FrameType) -> bool:
+        """Take the place of a call that an interrupt has ended; return False for a call that may be made inside it.
+
+        Raises:
+            Busy: the call is in progress.
+        """
+        if self.is_foreign:  # the thread of that call is not in this process
+            return False
+        if _is_below(holder, frame):
+            if self._engine.is_rolling:
+                return False
+            raise Busy("the call failed: it was made inside another call of this executor (by a signal handler?).")
+        tops = sys._current_frames()  # noqa: SLF001  # the documented way to the stacks of all threads
+        if any(_is_below(holder, top) for top in tops.values()):
+            raise Busy("the call failed: another thread is using this executor. One caller at a time.")
+        self._engine.is_dirty = True
+        self._holder["call"] = frame
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._holder.get("call") is sys._getframe(1):
+            if error is not None and not isinstance(error, EnvherdError):
+                self._engine.is_dirty = True
+            self._holder.clear()
+        if self.is_closed and isinstance(error, Exception) and not isinstance(error, Closed):
+            raise Closed("the call failed: this executor was closed while it waited. Make a new one.") from error
+
+
+def _is_below(frame: FrameType, top: FrameType) -> bool:
+    """Return whether a frame is on the stack that ends in `top`."""
+    current: FrameType | None = top
+    while current is not None:
+        if current is frame:
+            return True
+        current = current.f_back
+    return False

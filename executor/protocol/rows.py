@@ -1,0 +1,591 @@
+"""Where every env is: which column of the ring holds its latest row, whether it has ended, what to hand out.
+
+An env's present root is the `next` of its latest step, or the `root` of its latest reset. Nothing is
+copied to keep that true; two small arrays say which.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from envherd.executor.batches.actions import GroupIntake, has_true, to_numpy
+from envherd.executor.batches.device_rows import Residence, ResidentBatch
+from envherd.executor.batches.hand_out import GroupBatch, Leaves, Members, add_side, poison, stack_groups
+from envherd.executor.batches.tensor_actions import Lend, LendingIntake
+from envherd.executor.batches.transfer import Mover
+from envherd.executor.options import ExecutorOptions
+from envherd.shm.layout import Name
+from envherd.shm.slab import Slab
+from envherd.workers.infos import unpack
+
+INTERRUPTED: Name = ("interrupted",)
+
+
+class Draft(NamedTuple):
+    """The batches of a step, made before their memory is filled."""
+
+    buffer: np.ndarray | None
+    leaves: Leaves
+    next_td: TensorDict
+    root_td: TensorDict | None
+
+
+class Rows:
+    """The rows of all envs; see the module.
+
+    Attributes:
+        ended: bool `[N]`, whether the env must be reset before it can be stepped.
+        interrupted: bool `[N, 1]`, rows of the last step that a loss has ended.
+        is_plain: one group of equal envs on the cpu, with nothing besides the slab's leaves.
+        root_shell, _next_shell, _root_shell_over_next: for all envs of that group.
+        infos: "next" and "root" -> what envs said in the step and in the reset of their latest command.
+        rolled_roots: set while a rollout keeps the rows in its storage: `(group, rows [k])` -> where these are now, as
+            fresh arrays `[k, ...]`, one per key of `root_keys`. None: the ring says.
+        side_next, side_root: env id -> values of side-channel leaves, as of the latest row.
+    """
+
+    rolled_roots: Callable[[int, np.ndarray], list[np.ndarray]] | None = None
+    _reset_there: np.ndarray | None = None  # those that were reset at `_stepped_to`
+
+    def __init__(
+        self,
+        slab: Slab,
+        options: ExecutorOptions,
+        device: torch.device | None,
+        *,
+        is_copy: bool,
+        lenders: Mapping[int, Lend],
+        residences: Mapping[int, Residence],
+    ) -> None:
+        self.slab = slab
+        self.num_envs = slab.plan.num_envs
+        self.num_frames = slab.plan.num_frames
+        self.is_copy = is_copy
+        self.has_interrupted = options.on_worker_loss == "restart"
+        self.places = [slab.plan.place(env_id) for env_id in range(self.num_envs)]
+        self.group_of = np.array([g for g, _ in self.places])
+        self.row_of = np.array([r for _, r in self.places])
+        self.residences = residences
+        self.batches = [
+            ResidentBatch(group, self.num_frames, residences[index], has_interrupted=self.has_interrupted)
+            if index in residences
+            else GroupBatch(group, self.num_frames, device, has_interrupted=self.has_interrupted)
+            for index, group in enumerate(slab.groups)
+        ]
+        self.mover = self._make_mover()
+        self.intakes = [
+            LendingIntake(group, options.check_actions, lenders[index])
+            if index in lenders
+            else GroupIntake(group, options.check_actions)
+            for index, group in enumerate(slab.groups)
+        ]
+        for index, (batch, intake) in enumerate(zip(self.batches, self.intakes, strict=True)):
+            if batch.spec.state:
+                intake.present = functools.partial(self._present, index)
+        self._columns = np.zeros(self.num_envs, np.int64)
+        self._following = (np.arange(self.num_frames) + 1) % self.num_frames
+        self._in_root = np.ones(self.num_envs, bool)
+        self._stepped_to: int | None = None  # a column that all envs were stepped to, which the two do not say yet
+        self.ended = np.ones(self.num_envs, bool)
+        self.has_ended = True
+        self.interrupted = np.zeros((self.num_envs, 1), bool)
+        # Of an env that was never reset: None for each leaf, as its numbers are 0.
+        blank = {
+            i: [None] * len(self.batches[group].spec.observation) for i, group in enumerate(self.group_of.tolist())
+        }
+        self.side_next: dict[int, list[Any]] = dict(blank)
+        self.side_root: dict[int, list[Any]] = dict(blank)
+        self.infos: dict[str, dict[int, dict[str, Any]]] = {"next": {}, "root": {}}
+        self._info_policy = options.infos
+        self.has_side = any(batch.side_keys for batch in self.batches)
+        self._is_one_group = len(self.batches) == 1
+        self.is_plain = self._is_one_group and self.batches[0].is_on_cpu and not (self.has_side or self.has_interrupted)
+        first = self.batches[0]
+        self.root_shell = first.shell("root", (first.num_rows,))
+        self._next_shell = first.shell("next", (first.num_rows,))
+        self._root_shell_over_next = first.root_shell_over_next((first.num_rows,))
+        self._column = 0
+        self._is_mixed = False  # whether latest rows may be in several columns
+        self._is_poisoning = options.poison
+        self._next_done = [group.columns["next", "done"] for group in slab.groups]
+        self._only_done = self._next_done[0] if self._is_one_group else None
+        #: One group of envs that are not batches themselves: their flags are one column.
+        self._is_flat = self._only_done is not None and not self.batches[0].spec.batch_shape
+        self._root_done = [group.columns["root", "done"] for group in slab.groups]
+
+    def _make_mover(self) -> Mover | None:
+        """Return what takes batches to the device, which all groups share; None on the cpu."""
+        device = self.batches[0].device
+        if device is None or self.batches[0].is_on_cpu:
+            return None
+        mover = Mover(self.slab.buffer, device, self.num_frames)
+        for batch in self.batches:
+            batch.mover = mover
+        return mover
+
+    @property
+    def columns(self) -> np.ndarray:
+        """int64 `[N]`, the ring column of each env's latest row."""
+        self._catch_up()
+        return self._columns
+
+    @property
+    def in_root(self) -> np.ndarray:
+        """Bool `[N]`, whether that row is a reset's root rather than a step's next."""
+        self._catch_up()
+        return self._in_root
+
+    def _catch_up(self) -> None:
+        if self._stepped_to is not None:
+            self._columns[:] = self._stepped_to
+            self._in_root[:] = False
+            if self._reset_there is not None:
+                self._in_root[self._reset_there] = True
+            self._stepped_to = None
+
+    def rows_of(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the rows of some envs in their groups, int `[k]`; it may be `env_ids` itself."""
+        return env_ids if self._is_one_group else self.row_of[env_ids]
+
+    # ---- columns -----------------------------------------------------------------------------
+
+    def next_column(self) -> int:
+        """Return the ring column for a command to all envs."""
+        self._column = (self._column + 1) % self.num_frames
+        if self.mover is not None:
+            self.mover.await_frame(self._column)
+        if self._is_mixed:
+            self._keep_latest(self._column)
+        if self._is_poisoning:
+            self._poison((self._column + 1) % self.num_frames)
+        return self._column
+
+    def _keep_latest(self, column: int) -> None:
+        """Put aside the latest rows in a column that is to be written: they are needed should the step fail."""
+        for env_id in np.flatnonzero(self.columns == column).tolist():
+            self._move_latest(env_id, (column - 1) % self.num_frames)
+
+    def _move_latest(self, env_id: int, column: int) -> None:
+        """Copy an env's latest row to the root of a column and note that it is there.
+
+        Roots of the ring are never handed out as views, so this changes nothing that a caller holds.
+        """
+        place = self.ring_row(env_id, column)
+        for key, array in self.latest_root(env_id).items():
+            if ("root", *key) in place:  # a root has no reward
+                place["root", *key][...] = array
+        section = "root" if self.in_root[env_id] else "next"
+        if section == "next" and env_id in self.side_next:
+            self.side_root[env_id] = self.side_next[env_id]
+        if (residence := self.residences.get(int(self.group_of[env_id]))) is not None:
+            residence.move_latest(self.row_of[env_id], int(self.columns[env_id]), section, column)
+        self.columns[env_id] = column
+        self.in_root[env_id] = True
+
+    def _poison(self, column: int) -> None:
+        """Make a frame that is no longer valid unusable, unless it still says where some env is."""
+        if (self.columns == column).any():
+            return
+        for group in self.slab.groups:
+            poison(group, column)
+
+    def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the ring column for a command to some envs: one after each env's own latest."""
+        self._is_mixed = True
+        return np.asarray(self._following[self.columns[env_ids]])
+
+    def reset_columns(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the ring columns for resets, int64 `[k]`: where the envs are, so that no frame is used up.
+
+        A reset writes roots alone, and views are handed out of steps alone. All envs together go to one column.
+        """
+        if len(env_ids) == self.num_envs:
+            return np.full(self.num_envs, self._column)
+        return np.asarray(self.columns[env_ids])
+
+    def _present(self, group: int, key: Name, rows: np.ndarray | None) -> np.ndarray | None:
+        """Return a leaf of the present roots of some rows of a group; None if roots have no such leaf."""
+        batch = self.batches[group]
+        if key not in batch.root_keys:
+            return None
+        rows = np.arange(batch.num_rows) if rows is None else rows
+        ids = np.array(batch.slab.plan.env_ids)[rows]
+        return self._roots_of(group, ids, rows)[batch.root_keys.index(key)]
+
+    def _roots_of(self, group: int, env_ids: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """Return where some envs of a group are now, as fresh arrays `[k, ...]`."""
+        if self.rolled_roots is not None:
+            return self.rolled_roots(group, rows)
+        return self.batches[group].gather_roots(self.columns[env_ids], self.in_root[env_ids], rows)
+
+    # ---- after a command ---------------------------------------------------------------------
+
+    def stepped_all(self, column: int, reset_ids: np.ndarray | None = None) -> np.ndarray | None:
+        """Note that all envs were stepped to a column, or reset there; return the ids that ended, or None.
+
+        Args:
+            column: of the ring.
+            reset_ids: envs that were not stepped, after `blank_steps`.
+        """
+        self._stepped_to, self._reset_there = column, reset_ids
+        self._is_mixed = False
+        ended = self._find_ended(column)
+        if ended is not None:
+            self.ended[:] = False
+            self.ended[ended] = True
+            self.has_ended = True
+        elif self.has_ended:
+            self.ended[:] = False
+            self.has_ended = False
+        if reset_ids is not None and not self._has_clean_roots(column):
+            self.were_reset(reset_ids, column)
+        return ended
+
+    def stepped_all_and_reset(self, column: int) -> np.ndarray | None:
+        """Note that all envs were stepped to a column, and those that ended reset there; return them, or None."""
+        self._stepped_to, self._is_mixed = column, False
+        self._reset_there = ended = self._find_ended(column)
+        if self.has_ended:
+            self.ended[:] = False
+            self.has_ended = False
+        if ended is not None and not self._has_clean_roots(column):
+            self.were_reset(ended, column)
+        return ended
+
+    def _has_clean_roots(self, column: int) -> bool:
+        """Return whether no root at a column says that its episode is over (as some envs' resets do)."""
+        return self._is_flat and b"\x01" not in self._root_done[0][column].tobytes()
+
+    def _find_ended(self, column: int) -> np.ndarray | None:
+        """Return the ids of the envs whose `next` at a column says done, ascending; None if there are none.
+
+        A worker computes `done` from the env's two flags, so that True is the byte 1 whatever bytes these were.
+        """
+        if self._only_done is not None and b"\x01" not in self._only_done[column].tobytes():
+            return None
+        if self._is_flat:
+            return np.asarray(self._next_done[0][column, :, 0].nonzero()[0])
+        ended = None
+        for batch, done in zip(self.batches, self._next_done, strict=True):
+            if b"\x01" in done[column].tobytes():
+                rows = done[column].reshape(batch.num_rows, -1).any(1)
+                if ended is None:
+                    ended = np.zeros(self.num_envs, bool)
+                ended[np.array(batch.slab.plan.env_ids)[rows]] = True
+        return None if ended is None else np.flatnonzero(ended)
+
+    @functools.cached_property
+    def _blanks(self) -> list[list[np.ndarray]]:
+        """What a step says besides its observation, by group, each `[column, row, ...]` (VIEWS)."""
+        return [
+            [group.columns["next", *leaf.key] for leaf in (*group.spec.reward, *group.spec.done)]
+            for group in self.slab.groups
+        ]
+
+    def blank_steps(self, column: int, env_ids: np.ndarray) -> None:
+        """Have the `next` of envs that are to be reset at a column say reward 0 and no flag: no step will."""
+        for index, arrays in enumerate(self._blanks):
+            rows = env_ids if len(self._blanks) == 1 else self.row_of[env_ids[self.group_of[env_ids] == index]]
+            for array in arrays:
+                array[column][rows] = 0
+
+    def stepped(self, env_ids: np.ndarray, columns: np.ndarray, ended: np.ndarray | None = None) -> np.ndarray:
+        """Note that some envs were stepped to columns of their own; return `ended`, bool `[k]`, found if None."""
+        self._catch_up()
+        self._columns[env_ids] = columns
+        self._in_root[env_ids] = False
+        if ended is None:
+            ended = self._done_of(self._next_done, env_ids, columns)
+        if self.has_ended or has_true(ended):
+            self.ended[env_ids] = ended
+            self.has_ended = has_true(self.ended)
+        return ended
+
+    def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> None:
+        """Note that some envs were reset, at one column or at columns of their own."""
+        self.columns[env_ids] = columns
+        self.in_root[env_ids] = True
+        self.ended[env_ids] = self._done_of(self._root_done, env_ids, self.columns[env_ids])
+        self.has_ended = has_true(self.ended)
+
+    def mark_ended(self, env_ids: Any) -> None:
+        """Note that envs must be reset before they can be stepped, whatever their rows say."""
+        self.ended[env_ids] = True
+        self.has_ended = True
+
+    def allow_steps(self) -> None:
+        """Let envs be stepped whether or not they were reset, where a facade leaves that to the envs themselves."""
+        self.ended[:] = False
+        self.has_ended = False
+
+    def mark_lost(self, env_ids: np.ndarray) -> None:
+        """Note that envs have lost their episodes: their present rows say truncated from now on.
+
+        A step's `next` that was handed out as a view keeps what it says.
+        """
+        for env_id in env_ids.tolist():
+            self._move_latest(env_id, int(self.columns[env_id]))
+            row = self.latest_root(env_id)
+            for leaf in self.batches[self.group_of[env_id]].spec.done:
+                row[leaf.key][...] = leaf.key[-1] != "terminated"
+        self.mark_ended(env_ids)
+
+    def mark_running(self) -> None:
+        """Note that all envs are in the middle of an episode, whatever their rows say of that."""
+        for env_id in range(self.num_envs):
+            self._move_latest(env_id, int(self.columns[env_id]))
+            row = self.latest_root(env_id)
+            for leaf in self.batches[self.group_of[env_id]].spec.done:
+                row[leaf.key][...] = False
+        self.allow_steps()
+
+    def roots(self) -> list[dict[str, Any]]:
+        """Return where each env is now, as nested dicts of tensors and side values, in memory of their own."""
+        return [td.to_dict() for td in self.current(np.arange(self.num_envs)).unbind(0)]
+
+    def check_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse roots that are not of these envs.
+
+        Raises:
+            ValueError: with the first leaf that is missing or of another shape.
+        """
+        if len(roots) != self.num_envs:
+            raise ValueError(f"load_state_dict failed: expected {self.num_envs} roots, got {len(roots)}.")
+        for env_id, root in enumerate(roots):
+            for leaf in (*(spec := self.batches[self.group_of[env_id]].spec).observation, *spec.done):
+                value = _entry(root, leaf.key)
+                if value is None or not (leaf.is_side or tuple(value.shape) == leaf.shape):
+                    got = "none" if value is None else f"shape {tuple(value.shape)}"
+                    raise ValueError(f"load_state_dict failed: expected {leaf}, got {got} (root of env {env_id}).")
+
+    def put_roots(self, roots: Sequence[Mapping[str, Any]], ended: Sequence[bool]) -> None:
+        """Note where all envs are: what `roots` returned, and which had ended."""
+        column = self._column
+        for env_id, root in enumerate(roots):
+            group, place = int(self.group_of[env_id]), self.ring_row(env_id, column)
+            residence, spec = self.residences.get(group), self.batches[group].spec
+            self.side_root[env_id] = [_entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
+            for leaf in (*spec.observation, *spec.done):
+                if residence is not None and ("root", *leaf.key) in residence.columns:
+                    residence.columns["root", *leaf.key][column, self.row_of[env_id]] = _entry(root, leaf.key)
+                elif not leaf.is_side:
+                    place["root", *leaf.key][...] = to_numpy(_entry(root, leaf.key))
+        self.were_reset(np.arange(self.num_envs), column)
+        self.ended[:] = ended
+        self.has_ended = has_true(self.ended)
+
+    def ended_parts(self) -> np.ndarray | None:
+        """Return which parts of envs that are batches themselves are to be reset, bool `[N, *B]`; None for all."""
+        if not any(spec.batch_shape for spec in (batch.spec for batch in self.batches)):
+            return None
+        done = self.current(np.arange(self.num_envs))["done"].cpu().numpy()[..., 0]
+        is_unknown = self.ended & ~done.reshape(self.num_envs, -1).any(1)  # never reset, or lost
+        done[is_unknown] = True
+        return done
+
+    def _done_of(self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Return whether the done leaves of some envs, each at a column of its own, have a True; bool `[k]`."""
+        if self._is_flat:
+            done: np.ndarray = arrays[0][columns, env_ids, 0]
+            return done
+        places = zip(env_ids, columns, strict=True)
+        return np.array([arrays[self.group_of[i]][column, self.row_of[i]].any() for i, column in places], bool)
+
+    def note_side(self, frames: Mapping[int, Mapping[str, Any]]) -> None:
+        """Keep the side-channel values that came with the latest rows."""
+        for env_id, frame in frames.items():
+            if any(value is not None for value in frame["next"]):  # else a new instance that has made no step
+                self.side_next[env_id] = frame["next"]
+            self.side_root[env_id] = frame["root"]
+
+    def note_infos(self, frames: Mapping[int, Mapping[str, Any]], env_ids: Iterable[int]) -> None:
+        """Keep what envs said in their latest command, and forget what they had said before.
+
+        Args:
+            frames: env id -> infos message, of those that said something.
+            env_ids: who was given the command.
+        """
+        if not frames and not any(self.infos.values()):
+            return
+        for env_id in env_ids:
+            frame = frames.get(env_id)
+            for section, kept in self.infos.items():
+                kept.pop(env_id, None)
+                if frame is not None and frame[section] is not None:
+                    kept[env_id] = unpack(frame[section], self._info_policy)
+
+    def forget_infos(self) -> None:
+        """Note that no env has said anything in its latest command, which was to all of them."""
+        for kept in self.infos.values():
+            if kept:
+                kept.clear()
+
+    # ---- hand-outs ---------------------------------------------------------------------------
+
+    def next_leaves(self, column: int) -> list[Leaves]:
+        """Return the `next` leaves of each group at a column: copies, or views if the executor hands out views."""
+        if self.is_copy or self.mover is not None:
+            return [batch.next_copies(column) for batch in self.batches]
+        return [list(batch.next_views(column)) for batch in self.batches]
+
+    def next_td(self, leaves: list[Leaves]) -> TensorDictBase:
+        """Return the `next` batch `[N]` over given leaves."""
+        tds: list[TensorDictBase] = []
+        for batch, own in zip(self.batches, leaves, strict=True):
+            ids = np.array(batch.slab.plan.env_ids)
+            all_leaves = [*own, self._interrupted_leaf(batch, ids)] if self.has_interrupted else own
+            td = batch.shell("next", (batch.num_rows,)).build(all_leaves)
+            if batch.side_keys:
+                add_side(td, batch.side_keys, [self.side_next[i] for i in batch.slab.plan.env_ids])
+            tds.append(td)
+        return stack_groups(tds, self.places)
+
+    def _interrupted_leaf(self, batch: GroupBatch, env_ids: np.ndarray) -> torch.Tensor:
+        shape = (len(env_ids), *(1 for _ in batch.spec.batch_shape), 1)
+        flags = self.interrupted[env_ids].reshape(shape)
+        flags = np.broadcast_to(flags, (len(env_ids), *batch.spec.batch_shape, 1)).copy()
+        return batch.to_tensors([flags])[0]
+
+    def next_of(self, env_ids: np.ndarray, columns: np.ndarray) -> TensorDictBase:
+        """Return the `next` of some envs, each from its own column: batch `[k]` in memory of its own."""
+
+        def make(batch: GroupBatch, members: Members) -> TensorDict:
+            ids = env_ids[members]
+            leaves = batch.to_tensors(batch.gather_next(columns[members], self.row_of[ids]))
+            if self.has_interrupted:
+                leaves.append(self._interrupted_leaf(batch, ids))
+            td = batch.shell("next", (len(ids),)).build(leaves)
+            if batch.side_keys:
+                add_side(td, batch.side_keys, [self.side_next[i] for i in ids.tolist()])
+            return td
+
+        return self._by_group(env_ids, make)
+
+    def draft(self, column: int, *, has_root: bool) -> Draft | None:
+        """Make the batches of a step before its rows are there; None where that is not worth it.
+
+        The parent does it while the workers step. `finish` fills it in.
+        """
+        if not self.is_plain:
+            return None
+        batch = self.batches[0]
+        if self.is_copy:
+            buffer, leaves = batch.blank_next()
+        else:
+            buffer, leaves = None, batch.next_views(column)
+        root = self._root_shell_over_next.build(leaves) if has_root else None
+        return Draft(buffer, leaves, self._next_shell.build(leaves), root)
+
+    def finish(
+        self, draft: Draft | None, column: int, reset_ids: np.ndarray | None, *, has_root: bool
+    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Return the `next` batch of a step, and the root after it if that is wanted."""
+        if draft is None:
+            leaves = self.next_leaves(column)
+            return self.next_td(leaves), self.root_after(leaves, column, reset_ids) if has_root else None
+        if draft.buffer is not None:
+            draft.buffer[:] = self.batches[0].next_bytes[column]
+        if has_root and reset_ids is not None:
+            mended = self.batches[0].mended_roots(column, self.row_of[reset_ids])
+            return draft.next_td, self.root_shell.build(mended)
+        return draft.next_td, draft.root_td
+
+    def root_after(self, leaves: list[Leaves], column: int, reset_ids: np.ndarray | None) -> TensorDictBase:
+        """Return the root batch `[N]` after a step whose `next` leaves are given."""
+        tds: list[TensorDictBase] = []
+        for index, (batch, own) in enumerate(zip(self.batches, leaves, strict=True)):
+            rows = None
+            if reset_ids is not None:
+                rows = self.row_of[reset_ids[self.group_of[reset_ids] == index]]
+                rows = rows if len(rows) else None
+            td = batch.shell("root", (batch.num_rows,)).build(batch.roots_after(own, column, rows))
+            self.add_root_side(td, batch, batch.slab.plan.env_ids)
+            tds.append(td)
+        return stack_groups(tds, self.places)
+
+    def current(self, env_ids: np.ndarray) -> TensorDictBase:
+        """Return where some envs are now: a root batch `[k]` in memory of its own."""
+        if self._is_one_group and not self.has_side:
+            return self.batches[0].roots(self._roots_of(0, env_ids, env_ids))
+
+        def make(batch: GroupBatch, members: Members) -> TensorDict:
+            ids = env_ids[members]
+            td = batch.roots(self._roots_of(self.batches.index(batch), ids, self.rows_of(ids)))
+            self.add_root_side(td, batch, ids.tolist())
+            return td
+
+        return self._by_group(env_ids, make)
+
+    def _by_group(self, env_ids: np.ndarray, make: Callable[[GroupBatch, Members], TensorDict]) -> TensorDictBase:
+        """Return a batch in the order of `env_ids` from one batch for each group that has members."""
+        if self._is_one_group:
+            return make(self.batches[0], slice(None))
+        tds: list[TensorDictBase] = []
+        order: list[tuple[int, int]] = [(0, 0)] * len(env_ids)
+        for index, batch in enumerate(self.batches):
+            members = np.flatnonzero(self.group_of[env_ids] == index)
+            if len(members):
+                for row, member in enumerate(members.tolist()):
+                    order[member] = (len(tds), row)
+                tds.append(make(batch, members))
+        return stack_groups(tds, order)
+
+    def add_root_side(self, td: TensorDict, batch: GroupBatch, env_ids: Any) -> None:
+        """Add the side-channel leaves of where some envs are now."""
+        if batch.side_keys:
+            latest = [self.side_root[i] if self.in_root[i] else self.side_next[i] for i in env_ids]
+            add_side(td, batch.side_keys, latest)
+
+    # ---- rows that a loss or a fault has left without an answer --------------------------------
+
+    def end_at(self, env_id: int, dest: Mapping[Name, np.ndarray], source: Mapping[Name, np.ndarray]) -> None:
+        """Write a row for an env whose answer was lost: its last true observation, reward 0, truncated.
+
+        Args:
+            env_id: whose row.
+            dest: `("next", *key)` -> the row to write.
+            source: `key` -> the env's last true root row.
+        """
+        batch = self.batches[self.group_of[env_id]]
+        for leaf in batch.spec.observation:
+            if not leaf.is_side:
+                dest["next", *leaf.key][...] = source[leaf.key]
+        for leaf in batch.spec.reward:
+            dest["next", *leaf.key][...] = 0
+        for leaf in batch.spec.done:
+            dest["next", *leaf.key][...] = leaf.key[-1] != "terminated"
+        if self.has_side:
+            self.side_next[env_id] = self.side_root[env_id] if self.in_root[env_id] else self.side_next[env_id]
+
+    def ring_row(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
+        """Return the rows of an env at a ring column by name (VIEWS, also of scalars)."""
+        group = self.slab.groups[self.group_of[env_id]]
+        row = self.row_of[env_id]
+        return {name: array[column, row : row + 1].reshape(array.shape[2:]) for name, array in group.columns.items()}
+
+    def repeat_resident(self, env_id: int, column: int) -> None:
+        """Write a row of no step to a ring column, where its tensors are on a device."""
+        residence = self.residences.get(int(self.group_of[env_id]))
+        if residence is not None:
+            section = "root" if self.in_root[env_id] else "next"
+            residence.repeat(self.row_of[env_id], column, int(self.columns[env_id]), section)
+
+    def latest_root(self, env_id: int) -> dict[Name, np.ndarray]:
+        """Return an env's present root row by key (VIEWS)."""
+        section = "root" if self.in_root[env_id] else "next"
+        found = self.ring_row(env_id, int(self.columns[env_id]))
+        return {name[1:]: array for name, array in found.items() if name[0] == section}
+
+
+def _entry(root: Mapping[str, Any], key: Name) -> Any:
+    """Return an entry of nested dicts, or None."""
+    found: Any = root
+    for name in key:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

@@ -1,0 +1,1 @@
+"""Rollouts: T steps of all envs, and the memory that they are written to."""

@@ -1,0 +1,106 @@
+"""What a policy hands on to itself from step to step: recurrent state, and whatever else it puts into `next`.
+
+Guarantees: the envs' own keys are never touched. What the policy wrote as `("next", key)` is `key` in the
+root it is given next, row by row and untouched; rows of envs that were reset in between get the primer's
+values where there is a primer, and otherwise keep the old ones (policies that want to know look at `done`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from envherd.executor.batches.fast_tensordict import get_leaf
+from envherd.shm.specs import Key
+
+#: Root names that are neither the envs' nor the policy's.
+_NOT_STATE = ("next", "env_ids", "interrupted")
+
+
+class Carried:
+    """The state of one policy over one rollout.
+
+    Args:
+        known: keys that are the envs'.
+        start: a root batch `[N]`, whose other keys are the state before the first step; or None.
+        primer: batch `[N]`, the state at the begin of an episode; or None.
+    """
+
+    def __init__(self, known: set[Key], start: TensorDictBase | None, primer: TensorDictBase | None) -> None:
+        self._known = known
+        self._primer = primer
+        self._state = None if start is None else own_leaves(start, known)
+
+    @property
+    def state(self) -> TensorDictBase | None:
+        """What the policy is to be given where the envs are now, by root key."""
+        return self._state
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there is anything to hand over."""
+        return self._state is not None or self._primer is not None
+
+    def hand_over(self, root: TensorDictBase, fresh: np.ndarray) -> None:
+        """Put the state into the root that the policy is given next.
+
+        Args:
+            root: batch `[N]`.
+            fresh: bool `[N]`, envs that were reset since the last step.
+        """
+        state = self._state
+        if self._primer is not None:
+            if state is None or fresh.all():
+                state = self._primer
+            elif fresh.any():
+                state = _where(fresh, self._primer, state)
+            self._state = state
+        if state is not None:
+            root.update(state)
+
+    def keep(self, acted: TensorDictBase) -> None:
+        """Take the state out of what the policy returned, when its actions have been accepted."""
+        written = get_leaf(acted, "next")
+        self._state = None if written is None else own_leaves(written, self._known)
+
+
+def own_leaves(td: TensorDictBase, known: set[Key]) -> TensorDictBase | None:
+    """Return what in a batch is the policy's and not the envs' (VIEW); None if there is nothing."""
+    keys = [key for key in leaf_keys(td) if key not in known and key[0] not in _NOT_STATE]
+    return td.select(*keys) if keys else None
+
+
+def check_acted(acted: Any) -> TensorDictBase:
+    """Return what a policy returned.
+
+    Raises:
+        TypeError: it is no TensorDict.
+    """
+    if not isinstance(acted, TensorDictBase):
+        raise TypeError(
+            f"rollout failed: expected the policy to return a TensorDict with the action, got "
+            f"{type(acted).__name__}. Wrap it: TensorDictModule(policy, in_keys=[...], out_keys=['action'])."
+        )
+    return acted
+
+
+def leaf_keys(td: TensorDictBase) -> list[Key]:
+    """Return the keys of a batch's leaves, each as a tuple."""
+    keys: Any = td.keys(include_nested=True, leaves_only=True)
+    return [key if isinstance(key, tuple) else (key,) for key in keys]
+
+
+def _where(rows: np.ndarray, chosen: TensorDictBase, other: TensorDictBase) -> TensorDictBase:
+    """Return `other` with some rows from `chosen`, where it has the key."""
+    mask = torch.from_numpy(rows)
+    result = other.clone(recurse=False)
+    for key in leaf_keys(chosen):
+        old, new = other.get(key, None), chosen.get(key)
+        if old is not None:
+            on_device = mask.to(old.device).reshape(-1, *(1 for _ in old.shape[1:]))
+            new = torch.where(on_device, new.to(old.device), old)
+        result.set(key, new)
+    return result

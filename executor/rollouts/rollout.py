@@ -1,0 +1,512 @@
+"""Rollouts: T steps of all envs, written by the workers straight into `[N, T, ...]`.
+
+Guarantees: an observation is written by the worker that has it and not copied again; the policy sees
+views of what will be returned; a transition's `next` is never a reset observation, and the root after
+an end is never a terminal one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_leaf_nontensor
+
+from envherd.executor.batches.hand_out import stack_groups
+from envherd.executor.rollouts.policy_state import Carried, check_acted, leaf_keys
+from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.executor.rollouts.storage import Lease, StorageShelf
+from envherd.shm.slab import input_leaves
+from envherd.shm.specs import EnvSpec, Key
+from envherd.workers.protocol import Op
+
+if TYPE_CHECKING:
+    from envherd.executor.batched import BatchedEnv
+    from envherd.executor.protocol.engine import Engine
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class RolloutRunner:
+    """Runs rollouts for one executor.
+
+    Attributes:
+        state_left: what the policy had handed on when the latest rollout was broken off, own memory; None after one
+            that was not.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._shelf = StorageShelf(engine.pool)
+        self.state_left: TensorDictBase | None = None
+
+    def run(  # noqa: PLR0913  # the arguments of TorchRL's rollout
+        self,
+        env: BatchedEnv,
+        max_steps: int,
+        policy: Policy | None = None,
+        *,
+        callback: Callable[[Any, TensorDictBase], Any] | None = None,
+        auto_reset: bool = True,
+        break_when_any_done: bool = True,
+        tensordict: TensorDictBase | None = None,
+        set_truncated: bool = False,
+        out: TensorDictBase | None = None,
+        primer: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """Collect up to `max_steps` steps of all envs.
+
+        Args:
+            env: the executor, for the callback.
+            max_steps: T, at least 1.
+            policy: takes a root batch `[N]` (VIEWS of the rollout: read, do not write) and returns a
+                batch with the action, and whatever else should be kept (log-probabilities, hidden
+                states); None draws random actions. Runs without grad. What it puts into `next` besides
+                the envs' keys is in the root that it is given next, untouched.
+            callback: called with the executor and each step's batch, `next` included (VIEWS of the rollout). It and
+                the policy may ask the envs things (`get`, `call`, `current`, `infos`), but not step or reset them.
+            auto_reset: reset all envs first. False goes on from where they are, and resets those that have ended.
+            break_when_any_done: stop after the first step at which an env ends. False resets the envs
+                that end, and always collects `max_steps`.
+            tensordict: with `auto_reset=False`, the root that the caller holds. Of it only what is not
+                the envs' is used: the policy's state before the first step.
+            set_truncated: mark the last step of every env `truncated` and `done`, its agents too.
+            out: batch `[N, T]` to fill; no more steps are made than it has room for. A whole one that an earlier
+                rollout returned, and that is filled to its end, is written by the workers in place; any other by a
+                copy at the end. Where an end stops the rollout early, what is beyond the returned steps is undefined.
+            primer: batch `[N]` of the policy's state at the begin of an episode; the rows of envs that
+                are reset get it.
+
+        Returns:
+            Batch `[N, t]`, time last: root observation, action, `next`. Memory of the caller's own
+            (no later rollout writes it). A process forked from this one shares it: what either changes
+            in place, the other sees; clone what is to be changed there.
+
+        Raises:
+            ValueError: `max_steps`, `out` or `tensordict` do not fit the envs.
+            EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout
+                is lost; the executor goes on.
+        """
+        engine = self._engine
+        if max_steps < 1:
+            raise ValueError(f"rollout failed: expected max_steps of at least 1, got {max_steps}.")
+        if not auto_reset and tensordict is not None and tuple(tensordict.batch_size[:1]) != (engine.num_envs,):
+            raise ValueError(f"rollout failed: expected a root of {engine.num_envs} envs, got {tensordict.batch_size}.")
+        if out is not None:
+            self._check_out(out)
+            max_steps = min(max_steps, out.batch_size[1])
+
+        def finish(data: TensorDictBase) -> TensorDictBase:
+            if set_truncated:
+                _mark_truncated(data, engine.specs)
+            return data if out is None else _fill(out, data)
+
+        with engine.turn, torch.no_grad():
+            engine.refuse_rolling()
+            engine.refuse_pending(engine.all_ids)
+            act = self._checked(policy or env.rand_action)
+            watch = None if callback is None else self._checked(functools.partial(callback, env))
+            carried = Carried(engine.known, None if auto_reset else tensordict, primer)
+            if engine.rows.mover is not None:
+                stepwise = StepwiseRun(engine, act, carried, watch, break_when_any_done=break_when_any_done)
+                with self._leaving(carried):
+                    return finish(stepwise.collect(max_steps, auto_reset=auto_reset))
+            reused = self._shelf.find(out) if out is not None and out.batch_size[1] == max_steps else None
+            lease = reused or self._shelf.lend(max_steps)
+            run = _Run(engine, lease, act, watch, break_when_any_done=break_when_any_done)
+            run.carried = carried
+            try:
+                with self._leaving(carried):
+                    run.start(auto_reset=auto_reset)
+                    engine.rows.rolled_roots = run.roots_of
+                    num_steps = run.go(max_steps)
+                    data = run.result(num_steps)
+            finally:
+                run.park()
+                self._shelf.settle(lease)
+        return finish(data)
+
+    @contextlib.contextmanager
+    def _leaving(self, carried: Carried) -> Iterator[None]:
+        """Keep the policy's state of a rollout that is broken off."""
+        self.state_left = None
+        try:
+            yield
+        except BaseException:
+            self.state_left = None if carried.state is None else carried.state.clone()
+            raise
+
+    def _check_out(self, out: TensorDictBase) -> None:
+        """Refuse an `out` that the rollouts of these envs do not fit into."""
+        shape, own = tuple(out.batch_size), tuple(self._engine.batch_size)
+        if len(shape) < 2 or (shape[0], *shape[2:]) != own or not shape[1]:
+            expected = ", ".join(map(str, (own[0], "T", *own[1:])))
+            raise ValueError(f"rollout failed: expected out of batch size [{expected}], T at least 1, got {[*shape]}.")
+        if len(self._engine.rows.batches) > 1 and not isinstance(out, LazyStackedTensorDict):
+            raise ValueError(
+                f"rollout failed: expected out to be a lazy stack, since the envs are different tasks, got a "
+                f"{type(out).__name__}. Give what an earlier rollout returned."
+            )
+
+    def _checked(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of the policy or the callback, after which the executor must still be open."""
+
+        def checked(*args: Any) -> Any:
+            result = call(*args)
+            self._engine.turn.check()
+            return result
+
+        return checked
+
+
+class _Run:
+    """One rollout in progress."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        lease: Lease,
+        policy: Policy,
+        callback: Callable[..., Any] | None,
+        *,
+        break_when_any_done: bool,
+    ) -> None:
+        self._engine = engine
+        self._rows = engine.rows
+        self._lease = lease
+        self._policy = policy
+        self._callback = callback
+        self._breaks = break_when_any_done
+        self._step = -1
+        self._section = "root"
+        self._is_under_way = False
+        self._extra_keys: list[Any] | None = None
+        self._extras: list[TensorDictBase] = []
+        self._interrupted: list[np.ndarray] = []
+        self._side_inputs: list[dict[int, Any]] = []
+        self._side_roots: list[dict[int, Any]] = []
+        self._side_nexts: list[dict[int, Any]] = []
+        self._next_done = [group["next", "done"] for group in lease.storage.columns]
+        self.carried = Carried(engine.known, None, None)
+        self._fresh = np.ones(engine.num_envs, bool)
+        self._cut: np.ndarray | None = None  # see `Engine.step_all`
+        #: Where the inputs of a step are kept, and where they are read from.
+        self._kept_inputs = [
+            (columns["input", *leaf.key], group.inputs["input", *leaf.key])
+            for group, columns in zip(self._rows.slab.groups, lease.storage.columns, strict=True)
+            for leaf in input_leaves(group.spec)
+        ]
+
+    def start(self, *, auto_reset: bool) -> None:
+        """Reset what is to be reset, and fill column 0 of the root."""
+        engine = self._engine
+        self._fresh, self._cut = engine.reset_for_rollout(auto_reset=auto_reset)
+        for group, batch in zip(self._lease.storage.columns, self._rows.batches, strict=True):
+            ids = np.array(batch.slab.plan.env_ids)
+            arrays = batch.gather_roots(self._rows.columns[ids], self._rows.in_root[ids], self._rows.row_of[ids])
+            for key, array in zip(batch.root_keys, arrays, strict=True):
+                group["root", *key][:, 0] = array
+        for env_id in np.flatnonzero(~self._rows.in_root).tolist() if self._rows.has_side else ():
+            self._rows.side_root[env_id] = self._rows.side_next[env_id]
+        engine.in_flight = engine.all_ids
+        self._rows.in_root[:] = True  # from here on the storage says where the envs are; see `park`
+        self._step = 0
+
+    def go(self, num_steps: int) -> int:
+        """Step until the end; return how many steps were made."""
+        for step in range(num_steps):
+            self._step, self._section = step, "root"
+            is_last = step == num_steps - 1
+            if self._rows.has_side:
+                self._side_roots.append(dict(self._rows.side_root))
+            with self._engine.rolling():
+                acted = self._act(step)
+            op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
+            self._is_under_way = True
+            cut, self._cut = self._cut, None
+            roots = {} if cut is None else {env_id: self._copy_root(env_id, step) for env_id in cut.tolist()}
+            self._engine.run_all(op, self._lease.target, step, cut)
+            for env_id, root in roots.items():
+                self._cut_off(env_id, root, step)
+            self._settle(op, step, cut, is_last=is_last)
+            self._note_place(op, step)
+            self._is_under_way = False
+            if self._rows.has_side:
+                self._side_nexts.append(dict(self._rows.side_next))
+            if self._callback is not None:
+                with self._engine.rolling():
+                    self._callback(self._with_next(acted, step))
+            if self.carried.is_in_use:
+                self._fresh = self._ended_at(step) & (op == Op.STEP_RESET)
+            if self._breaks and any(done[:, step].any() for done in self._next_done):
+                return step + 1
+        return num_steps
+
+    def _note_place(self, op: Op, step: int) -> None:
+        """Note where in the storage the envs are after a step."""
+        if op == Op.STEP_RESET:
+            self._step, self._section = step + 1, "root"
+            return
+        self._section = "next"
+        if self._rows.has_side:
+            self._rows.side_root = dict(self._rows.side_next)
+
+    def roots_of(self, index: int, rows: np.ndarray) -> list[np.ndarray]:
+        """Return where some rows of a group are now, as fresh arrays `[k, ...]`; see `Rows.rolled_roots`."""
+        columns, section, step = self._lease.storage.columns[index], self._section, self._step
+        return [columns[section, *key][rows, step] for key in self._rows.batches[index].root_keys]
+
+    def _with_next(self, acted: TensorDictBase, step: int) -> TensorDictBase:
+        """Return a step's batch with its `next` (VIEWS), and what the policy had put there."""
+        rows = self._rows
+        leaves = [
+            [tensors["next", *key][:, step] for key in batch.next_keys]
+            for tensors, batch in zip(self._lease.tensors, rows.batches, strict=True)
+        ]
+        next_td = rows.next_td(leaves)
+        if self.carried.state is not None:
+            next_td.update(self.carried.state)
+        return acted.copy().set("next", next_td)
+
+    def _ended_at(self, step: int) -> np.ndarray:
+        """Return which envs ended at a step, bool `[N]`."""
+        ended = np.zeros(self._rows.num_envs, bool)
+        for batch, done in zip(self._rows.batches, self._next_done, strict=True):
+            ended[list(batch.slab.plan.env_ids)] = done[:, step].reshape(batch.num_rows, -1).any(1)
+        return ended
+
+    def _act(self, step: int) -> TensorDictBase:
+        root = self._root(step)
+        self.carried.hand_over(root, self._fresh)
+        acted = check_acted(self._policy(root))
+        self._engine.write_inputs(acted)
+        if self._engine.side_inputs:
+            self._side_inputs.append(dict(self._engine.side_inputs))
+        self.carried.keep(acted)
+        for kept, given in self._kept_inputs:
+            kept[:, step] = given
+        if self._extra_keys is None:
+            self._extra_keys = [key for key in leaf_keys(acted) if self._is_extra(key)]
+        if self._extra_keys:
+            self._extras.append(acted.select(*self._extra_keys).clone())
+        return acted
+
+    def _is_extra(self, key: Key) -> bool:
+        own = key[1:] if key[0] == "next" else key
+        return own not in self._engine.known and own[0] != "env_ids"
+
+    def _root(self, step: int) -> TensorDictBase:
+        rows = self._rows
+        if rows.is_plain:
+            return rows.root_shell.build(self._lease.roots[0][step])
+        tds: list[TensorDictBase] = []
+        for roots, batch in zip(self._lease.roots, rows.batches, strict=True):
+            leaves = roots[step] if batch.is_on_cpu else [leaf.to(batch.device) for leaf in roots[step]]
+            td = batch.shell("root", (batch.num_rows,)).build(leaves)
+            rows.add_root_side(td, batch, batch.slab.plan.env_ids)
+            tds.append(td)
+        return stack_groups(tds, rows.places)
+
+    def _copy_root(self, env_id: int, step: int) -> dict[Any, np.ndarray]:
+        group, row = self._rows.places[env_id]
+        columns = self._lease.storage.columns[group]
+        return {name[1:]: _row(array, row, step).copy() for name, array in columns.items() if name[0] == "root"}
+
+    def _cut_off(self, env_id: int, root: dict[Any, np.ndarray], step: int) -> None:
+        """Write the interrupted row of an env that was reset in place of a step; see `Engine.step_all`."""
+        group, row = self._rows.places[env_id]
+        columns = self._lease.storage.columns[group]
+        for key, last in root.items():
+            array = columns["root", *key]
+            if step + 1 < array.shape[1]:
+                array[row, step + 1] = array[row, step]
+            array[row, step] = last
+        self._end_row(env_id, step)
+
+    def _settle(self, op: Op, step: int, cut: np.ndarray | None, *, is_last: bool) -> None:
+        """Deal with what happened besides the rows."""
+        engine, rows = self._engine, self._rows
+        if rows.has_interrupted:
+            rows.interrupted[:] = False
+        if cut is not None:
+            engine.note_interrupted(cut)
+        if engine.pool.outcome:
+            self._note_outcome(op, step, is_last=is_last)
+        elif engine.has_infos:
+            rows.forget_infos()
+        if op == Op.STEP_RESET and engine.recycler is not None:
+            self._section = "next"  # its rows are whole, whatever becomes of what follows
+            ended = np.flatnonzero(self._ended_at(step) & ~rows.interrupted[:, 0])
+            for env_id in engine.recycler.after_steps(ended, rows.next_columns(ended)):
+                self._write_root(env_id, step + 1)
+        if rows.has_interrupted:
+            self._interrupted.append(rows.interrupted.copy())
+
+    def _note_outcome(self, op: Op, step: int, *, is_last: bool) -> None:
+        engine, rows = self._engine, self._rows
+        outcome = engine.pool.take_outcome()
+        rows.note_side(outcome.side)
+        rows.note_infos(outcome.infos, engine.all_ids.tolist())
+        engine.num_errors += len(outcome.faults)
+        lost = engine.envs_of(outcome.losses)
+        for env_id in [*lost.tolist(), *outcome.faults]:
+            self._end_row(env_id, step)
+        self._section = "next"
+        error = engine.replace_lost(outcome.losses) or engine.fault_error(outcome.faults)
+        if error is not None:
+            raise error
+        if len(lost):
+            engine.note_interrupted(lost)
+            self._reset_lost(lost, op, step, is_last=is_last)
+
+    def _end_row(self, env_id: int, step: int) -> None:
+        group, row = self._rows.places[env_id]
+        columns = self._lease.storage.columns[group]
+        dest = {n: _row(a, row, step) for n, a in columns.items() if n[0] == "next"}
+        source = {n[1:]: _row(a, row, step) for n, a in columns.items() if n[0] == "root"}
+        self._rows.end_at(env_id, dest, source)
+        if self._side_roots:
+            self._rows.side_next[env_id] = self._side_roots[-1][env_id]
+
+    def _reset_lost(self, env_ids: np.ndarray, op: Op, step: int, *, is_last: bool) -> None:
+        """Put the reset observations of replaced envs where the next step's root is."""
+        rows = self._rows
+        if op == Op.STEP_RESET:
+            self._engine.reset_at(env_ids, rows.next_columns(env_ids))
+        else:
+            rows.mark_ended(env_ids)
+        if is_last:
+            return
+        for env_id in env_ids.tolist():
+            group, row = rows.places[env_id]
+            columns = self._lease.storage.columns[group]
+            if op == Op.STEP_RESET:
+                self._write_root(env_id, step + 1)
+                continue
+            for key in rows.latest_root(env_id):
+                columns["root", *key][row, step + 1] = columns["next", *key][row, step]
+
+    def _write_root(self, env_id: int, step: int) -> None:
+        """Put where an env is, in the ring, into the root of a step."""
+        group, row = self._rows.places[env_id]
+        columns = self._lease.storage.columns[group]
+        for key, value in self._rows.latest_root(env_id).items():
+            columns["root", *key][row, step] = value
+
+    def park(self) -> None:
+        """Note in the ring where the envs are now, so that steps and resets go on from there."""
+        rows = self._rows
+        rows.rolled_roots = None
+        if self._step < 0:
+            return
+        ids = self._engine.all_ids
+        columns = rows.reset_columns(ids)
+        section, step = self._section, self._step
+        for group, batch in zip(self._lease.storage.columns, rows.batches, strict=True):
+            for key in batch.root_keys:
+                batch.slab.columns["root", *key][columns[0]] = group[section, *key][:, step]
+        is_lost = self._is_under_way and section == "root"  # broken off before its answers were noted
+        rows.were_reset(ids, columns)
+        if rows.has_side and section == "next":
+            rows.side_root = dict(rows.side_next)
+        if is_lost:
+            rows.mark_ended(ids)
+        self._engine.in_flight = None
+
+    def result(self, num_steps: int) -> TensorDictBase:
+        """Return the collected batch `[N, num_steps]`."""
+        tds: list[TensorDictBase] = []
+        for tensors, batch in zip(self._lease.tensors, self._rows.batches, strict=True):
+            cut = {
+                n: t if num_steps == self._lease.num_columns else t[:, :num_steps].clone() for n, t in tensors.items()
+            }
+            if not batch.is_on_cpu:
+                cut = {n: t.to(batch.device) for n, t in cut.items()}
+            tds.append(self._group_result(batch, cut, num_steps))
+        data = self._stack(tds)
+        if self._extras:
+            extras = torch.stack(self._extras, 1)
+            data.update(extras)
+        data.refine_names(..., "time")
+        return data
+
+    def _group_result(self, batch: Any, tensors: dict[Any, torch.Tensor], num_steps: int) -> TensorDictBase:
+        lead = (batch.num_rows, num_steps)
+        next_leaves = [tensors["next", *key] for key in batch.next_keys]
+        ids = list(batch.slab.plan.env_ids)
+        if self._rows.has_interrupted:
+            per_env = np.stack([one[ids] for one in self._interrupted], 1)
+            shape = batch.spec.batch_shape
+            flags = torch.from_numpy(
+                np.broadcast_to(per_env.reshape(*lead, *(1 for _ in shape), 1), (*lead, *shape, 1)).copy()
+            )
+            next_leaves.append(flags if batch.is_on_cpu else flags.to(batch.device))
+        td = batch.shell("root", lead).build([tensors["root", *key] for key in batch.root_keys])
+        td.set("next", batch.shell("next", lead).build(next_leaves))
+        for leaf in input_leaves(batch.spec):
+            td.set(leaf.key, tensors["input", *leaf.key])
+        for index, key in batch.side_keys:
+            self._add_side(td, index, key, ids)
+        for index, key in batch.side_input_keys:
+            td.set(key, _non_tensor([[step[i][index] for step in self._side_inputs] for i in ids]))
+        return td
+
+    def _add_side(self, td: TensorDictBase, index: int, key: Any, ids: list[int]) -> None:
+        """Add a side-channel leaf to the root and to `next`."""
+        for steps, where in ((self._side_roots, key), (self._side_nexts, ("next", *key))):
+            td.set(where, _non_tensor([[step[i][index] for step in steps] for i in ids]))
+
+    def _stack(self, tds: list[TensorDictBase]) -> TensorDictBase:
+        if len(tds) == 1:
+            return tds[0]
+        rows = [tds[group][row] for group, row in self._rows.places]
+        return LazyStackedTensorDict(*rows, stack_dim=0)
+
+
+def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:
+    """Mark the last step of every env, and of its agents, as truncated, in the data alone: the envs go on."""
+    rows = data.tensordicts if isinstance(data, LazyStackedTensorDict) else [data]
+    for row, spec in zip(rows, specs, strict=False):
+        last = -1 if row is not data else (slice(None), -1)
+        for leaf in spec.done:
+            if leaf.key[-1] != "terminated":
+                row["next", *leaf.key][last] = True
+
+
+def _fill(out: TensorDictBase, data: TensorDictBase) -> TensorDictBase:
+    """Put a rollout's data into the caller's batch; return as much of it as was filled."""
+    num_steps = data.batch_size[1]
+    part = out if num_steps == out.batch_size[1] else out[:, :num_steps]
+    if isinstance(data, LazyStackedTensorDict):
+        for place, row in zip(part.unbind(0), data.unbind(0), strict=True):
+            _copy(place, row)
+    else:
+        _copy(part, data)
+    return part
+
+
+def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
+    for key in data.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
+        value, place = data.get(key), out.get(key, None)
+        if not isinstance(value, torch.Tensor) or place is None:
+            out.set(key, value)
+        elif place.shape != value.shape:
+            raise ValueError(
+                f"rollout failed: expected out to hold {key} of shape {tuple(value.shape)}, got {tuple(place.shape)}."
+            )
+        elif place.data_ptr() != value.data_ptr():  # the workers have not written it there
+            place.copy_(value)
+
+
+def _row(array: np.ndarray, row: int, column: int) -> np.ndarray:
+    """Return one env's row at a column (VIEW, also of scalars)."""
+    return array[row, column : column + 1].reshape(array.shape[2:])
+
+
+def _non_tensor(values: list[list[Any]]) -> Any:
+    """Return `[N, T]` values as non-tensor data."""
+    return NonTensorStack(*(NonTensorStack(*(NonTensorData(v) for v in row)) for row in values))

@@ -1,0 +1,95 @@
+"""Rollouts whose steps are handed out one by one, and stacked at the end: for batches that live on a device.
+
+Workers cannot write into a device's memory, so nothing is gained by a storage that they share; each step
+crosses as one transfer instead, and the stack is made where the learner wants it.
+Guarantees and result are those of `rollout`; a loss replaced in between is marked `interrupted` as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from envherd.executor.rollouts.policy_state import Carried, check_acted, leaf_keys
+from envherd.shm.specs import Key
+from envherd.workers.errors import EnvherdError
+from envherd.workers.protocol import Op
+
+if TYPE_CHECKING:
+    from envherd.executor.protocol.engine import Engine
+
+
+class StepwiseRun:
+    """One rollout in progress.
+
+    Args:
+        engine: of the executor.
+        policy: takes a root batch `[N]` on the device.
+        carried: the policy's own state.
+        callback: called with each step's batch; or None.
+        break_when_any_done: stop after the first step at which an env ends.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        carried: Carried,
+        callback: Callable[[TensorDictBase], Any] | None,
+        *,
+        break_when_any_done: bool,
+    ) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._carried = carried
+        self._callback = callback
+        self._breaks = break_when_any_done
+        self._steps: list[TensorDictBase] = []
+        self._keys: list[Key] = []  # of the first step, which all others have too
+        self._root_keys = {leaf.key for spec in engine.specs for leaf in (*spec.observation, *spec.done)}
+
+    def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
+        """Return `[N, t]`, on the device."""
+        engine, rows = self._engine, self._engine.rows
+        fresh, cut = engine.reset_for_rollout(auto_reset=auto_reset)
+        root = rows.current(engine.all_ids)
+        for step in range(max_steps):
+            self._carried.hand_over(root, fresh)
+            is_last = step == max_steps - 1
+            root = self._step(root, Op.STEP if is_last or self._breaks else Op.STEP_RESET, cut)
+            fresh = rows.in_root.copy()
+            if self._breaks and (rows.has_ended or cut is not None):
+                break
+            cut = None
+        data: Any = torch.stack(self._steps, 1)
+        data.refine_names(..., "time")
+        return data
+
+    def _step(self, root: TensorDictBase, op: Op, cut: np.ndarray | None) -> TensorDictBase:
+        """Make one step; return the root after it."""
+        engine = self._engine
+        with engine.rolling():
+            acted = check_acted(self._policy(root))
+        try:
+            next_td, after = engine.step_all(acted, op, cut)
+        except EnvherdError as error:
+            if error.partial is not None:  # the others were stepped
+                self._carried.keep(acted)
+            raise
+        self._carried.keep(acted)
+        if after is None:
+            after = next_td.select(*self._root_keys, strict=False)
+        if self._carried.state is not None:
+            next_td.update(self._carried.state)
+        acted.set("next", next_td)
+        kept = acted if acted is root else root.copy().update(acted)
+        keys = self._keys = self._keys or leaf_keys(kept)
+        self._steps.append(kept.select(*keys))
+        if self._callback is not None:
+            with engine.rolling():
+                self._callback(acted)
+        return after

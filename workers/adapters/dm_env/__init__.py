@@ -1,0 +1,1 @@
+"""dm_env envs, dm_control among them."""

@@ -1,0 +1,147 @@
+"""dm_env specs as trees of leaves: which keys, shapes, dtypes and domains an env's values get.
+
+Keys, shapes and dtypes follow TorchRL's `DMControlWrapper`: entries of a dict become root keys, a single
+array is `("observation",)`, entries of a list are "0", "1", ... (at the root: below "observation"); a
+0-d array has shape (1,); dtypes are the spec's, float64 for dm_control's observations and reward. An
+action is `("action",)`, or nested below it where the env takes a dict or a list (dmlab2d takes a dict by
+action name); a DiscreteArray is an int64 index, a BoundedArray a Box of its own dtype, integers included.
+Arrays of strings or objects (dmlab2d's texts), and observations of dmlab2d with a dynamic dimension,
+are side-channel values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from dm_env import specs
+
+from envherd.shm.specs import Binary, Discrete, Domain, Key, LeafSpec, Unbounded
+from envherd.workers.adapters.common.scalars import as_float
+from envherd.workers.adapters.common.side_values import snapshot
+from envherd.workers.adapters.common.tree import (
+    Branch,
+    Convert,
+    Leaf,
+    Node,
+    as_row,
+    as_scalar,
+    check_names,
+    check_root,
+    interval,
+    side_leaf,
+)
+from envherd.workers.errors import SpecError
+
+_MakeLeaf = Callable[[specs.Array, Key], Leaf]
+
+
+def observation_tree(spec: Any, *, has_dynamic: bool) -> Node:
+    """Describe an observation spec.
+
+    Args:
+        spec: what `env.observation_spec()` returned.
+        has_dynamic: a dimension of 0 stands for one that varies (dmlab2d) rather than for an empty array.
+
+    Raises:
+        SpecError: no dm_env spec, or a root name that a batch uses itself.
+    """
+
+    def make_leaf(leaf: specs.Array, key: Key) -> Leaf:
+        return _text_leaf(key) if has_dynamic and 0 in leaf.shape else _observation_leaf(leaf, key)
+
+    if not isinstance(spec, Mapping):
+        return _tree(spec, ("observation",), make_leaf)
+    names = tuple(str(native) for native in spec)
+    items = zip(names, spec.items(), strict=True)
+    tree = Branch(dict, tuple((native, _tree(inner, (name,), make_leaf)) for name, (native, inner) in items))
+    check_root(tree, names, "reading observation_spec")
+    return tree
+
+
+def action_tree(spec: Any) -> Node:
+    """Describe an action spec.
+
+    Raises:
+        SpecError: no dm_env spec.
+    """
+    return _tree(spec, ("action",), _action_leaf)
+
+
+def reward_tree(spec: Any) -> Node:
+    """Describe a reward spec: a float leaf of shape (1,) for a single reward, nested keys for several.
+
+    Raises:
+        SpecError: no dm_env spec.
+    """
+    return _tree(spec, ("reward",), _reward_leaf)
+
+
+def _tree(spec: Any, key: Key, make_leaf: _MakeLeaf) -> Node:
+    if isinstance(spec, Mapping):
+        names = tuple(str(native) for native in spec)
+        items = zip(names, spec.items(), strict=True)
+        branch = Branch(dict, tuple((native, _tree(inner, (*key, name), make_leaf)) for name, (native, inner) in items))
+        check_names(branch, names, f"reading the spec of {'/'.join(key)}")
+        return branch
+    if isinstance(spec, (list, tuple)):
+        kind = tuple if isinstance(spec, tuple) else list
+        return Branch(kind, tuple((i, _tree(inner, (*key, str(i)), make_leaf)) for i, inner in enumerate(spec)))
+    if not isinstance(spec, specs.Array):
+        raise SpecError(
+            f"reading the spec of {'/'.join(key)} failed: expected a dm_env.specs.Array or a dict or list of them, "
+            f"got {type(spec).__module__}.{type(spec).__qualname__}. Fix the env."
+        )
+    return make_leaf(spec, key)
+
+
+def _observation_leaf(spec: specs.Array, key: Key) -> Leaf:
+    dtype = np.dtype(spec.dtype)
+    if dtype.kind not in "biufc":
+        return _text_leaf(key)
+    if isinstance(spec, specs.DiscreteArray):
+        return Leaf(LeafSpec(key, (), dtype.name, Discrete(int(spec.num_values))))
+    shape = tuple(spec.shape)
+    if shape == ():
+        return Leaf(LeafSpec(key, (1,), dtype.name, _domain(spec, dtype)), take=as_row)
+    return Leaf(LeafSpec(key, shape, dtype.name, _domain(spec, dtype)))
+
+
+def _text_leaf(key: Key) -> Leaf:
+    where = "/".join(key)
+    return Leaf(side_leaf(key), take=lambda value: snapshot(value, where))
+
+
+def _action_leaf(spec: specs.Array, key: Key) -> Leaf:
+    dtype = np.dtype(spec.dtype)
+    if dtype.kind not in "biufc":
+        return Leaf(side_leaf(key))
+    if isinstance(spec, specs.DiscreteArray):
+        scalar: Convert = dtype.type
+        return Leaf(LeafSpec(key, (), "int64", Discrete(int(spec.num_values))), give=scalar)
+    shape = tuple(spec.shape)
+    if shape == ():
+        return Leaf(LeafSpec(key, (1,), dtype.name, _domain(spec, dtype)), give=as_scalar)
+    return Leaf(LeafSpec(key, shape, dtype.name, _domain(spec, dtype)))
+
+
+def _reward_leaf(spec: specs.Array, key: Key) -> Leaf:
+    dtype, shape = np.dtype(spec.dtype), tuple(spec.shape)
+    if shape in ((), (1,)) and dtype.kind == "f":
+        return Leaf(LeafSpec(key, (1,), dtype.name), take=_as_reward)
+    if shape == ():
+        return Leaf(LeafSpec(key, (1,), dtype.name), take=as_row)
+    return Leaf(LeafSpec(key, shape, dtype.name))
+
+
+def _as_reward(value: Any) -> float:
+    return value if value.__class__ is float else as_float(value, "reward")
+
+
+def _domain(spec: specs.Array, dtype: np.dtype) -> Domain:
+    if dtype.kind == "b":
+        return Binary()
+    if isinstance(spec, specs.BoundedArray):
+        return interval(spec.minimum, spec.maximum, dtype)
+    return Unbounded()

@@ -1,0 +1,1 @@
+"""Gymnasium envs, one or a vector of them, and gym envs older than Gymnasium."""

@@ -1,0 +1,183 @@
+"""Gymnasium: a single `gymnasium.Env`, with every space; see `gymnasium_spaces` for keys and values.
+
+Guarantees:
+- `step` is exactly one `env.step` and `reset` one `env.reset`; nothing is wrapped, checked passively
+  or reset behind the caller's back. An env inside `gymnasium.wrappers.Autoreset` behaves as without
+  it, because it is always reset before it would do so itself.
+- `terminated` and `truncated` are the env's own two flags, both may be True.
+- Observations are handed on as the env gave them (VIEW); only side-channel values are copied.
+Does not tell: whether values are inside their space (shape and dtype are checked where they are stored).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+
+from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.common.scalars import as_flag, as_float
+from envherd.workers.adapters.common.tree import Leaf, builder, flattener, is_bare, leaf_specs
+from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
+from envherd.workers.errors import SpecError
+
+_OLD_API = (
+    "This is the API of gym before 0.26. Say so with "
+    "make_env=envherd.workers.adapters.OldGymFactory(make_env), or return {new}."
+)
+
+_SEVERAL_REWARDS = (
+    "Fix the env; or, if it gives several (for objectives, or agents), say how many where it is built: "
+    "env.unwrapped.reward_space = gymnasium.spaces.Box(-numpy.inf, numpy.inf, (COUNT,))."
+)
+
+
+class GymnasiumAdapter(Adapter):
+    """One `gymnasium.Env` (of any wrappers).
+
+    The reward is float32 of shape (1,), or of the shape of `env.reward_space` where a multi-objective
+    env has one. `options` of `reset` may hold the single keyword `options`, which Gymnasium hands to
+    the env.
+
+    Args:
+        env: what the factory returned; it is neither reset nor stepped here.
+
+    Attributes:
+        info: the last `info` dict of the env, as it gave it (VIEW); empty before the first reset.
+
+    Raises:
+        SpecError: a space is missing, or an observation has a name that a batch uses itself.
+    """
+
+    family: ClassVar[str] = "gymnasium"
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        self.env = env
+        self.info: Mapping[str, Any] = {}
+        observation, renamed = gymnasium_spaces.observation_tree(getattr(env, "observation_space", None))
+        action = gymnasium_spaces.action_tree(getattr(env, "action_space", None))
+        reward = gymnasium_spaces.reward_leaf(_wrapper_attr(env, "reward_space"))
+        self._is_bare = is_bare(observation)
+        self._flatten = flattener(observation, "observation")
+        self._build = builder(action)
+        self._give = action.give if isinstance(action, Leaf) else None
+        self._has_one_reward = reward is None
+        self.spec = EnvSpec(
+            observation=leaf_specs(observation),
+            action=leaf_specs(action),
+            reward=(LeafSpec(("reward",), (1,), "float32"),) if reward is None else (reward.spec,),
+            family=self.family,
+            metadata=_metadata(env, renamed),
+        )
+
+    def reset(
+        self,
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
+        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
+    ) -> list[Any]:
+        """Start a new episode; see `Adapter.reset`.
+
+        Args:
+            seed: handed to the env; None leaves its generator as it is.
+            options: `{"options": {...}}`, of which the env gets a copy of its own, or nothing.
+            mask: not used.
+
+        Raises:
+            TypeError: another keyword than `options`.
+            SpecError: the env returned anything but `(observation, info)`.
+        """
+        result = self.env.reset(seed=seed, options=_env_options(options))
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            raise SpecError(
+                f"reset failed: expected (observation, info dict), got {_outline(result)}. "
+                + _OLD_API.format(new="(observation, info)")
+            )
+        observation, self.info = result
+        return self._flatten(observation)
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition; see `Adapter.step`.
+
+        Raises:
+            SpecError: the env returned no five values, no number as reward, or no bool as a flag.
+        """
+        give = self._give
+        result = self.env.step(self._build(action) if give is None else give(action[0]))
+        try:
+            observation, reward, terminated, truncated, self.info = result
+        except (TypeError, ValueError):
+            raise _wrong_arity(result) from None
+        if reward.__class__ is not float and self._has_one_reward:
+            reward = as_float(reward, "reward", _SEVERAL_REWARDS)
+        if terminated.__class__ is not bool:
+            terminated = as_flag(terminated, "terminated")
+        if truncated.__class__ is not bool:
+            truncated = as_flag(truncated, "truncated")
+        return ([observation] if self._is_bare else self._flatten(observation)), [reward], terminated, truncated
+
+    def render(self) -> Any:
+        """Return what `env.render()` draws, uint8 `[H, W, 3]`, if its render mode is "rgb_array", else None."""
+        return self.env.render() if self.env.render_mode == "rgb_array" else None
+
+    def state_dict(self) -> Any:
+        """Return `env.state_dict()` of the env or of the outermost wrapper that has one."""
+        save = _wrapper_attr(self.env, "state_dict")
+        return save() if callable(save) else super().state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Give a state to `env.load_state_dict` of the env or of the outermost wrapper that has one."""
+        load = _wrapper_attr(self.env, "load_state_dict")
+        if not callable(load):
+            super().load_state_dict(state)
+        else:
+            load(state)
+
+
+def _env_options(options: Mapping[str, Any] | None) -> Any:
+    """Return the env's own copy of what the caller gave as `options`."""
+    if not options:
+        return None
+    unknown = [name for name in options if name != "options"]
+    if unknown:
+        raise TypeError(
+            f"reset failed: expected no keyword but `options` for a gymnasium env, got `{unknown[0]}`. "
+            f"Put it into reset(options={{{unknown[0]!r}: ...}}), which the env receives."
+        )
+    return copy.deepcopy(options["options"])
+
+
+def _wrong_arity(result: Any) -> SpecError:
+    expected = "(observation, reward, terminated, truncated, info)"
+    message = f"step failed: expected {expected}, got {_outline(result)}. "
+    if isinstance(result, (tuple, list)) and len(result) == 4:
+        return SpecError(message + _OLD_API.format(new="these five values"))
+    return SpecError(message + "Return five values from env.step.")
+
+
+def _outline(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        return f"{len(result)} values ({', '.join(type(item).__name__ for item in result[:8])})"
+    return type(result).__name__
+
+
+def _wrapper_attr(env: gymnasium.Env[Any, Any], name: str) -> Any:
+    return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else None
+
+
+def _metadata(env: gymnasium.Env[Any, Any], renamed: dict[str, str]) -> dict[str, Any]:
+    native = env.unwrapped
+    facts: dict[str, Any] = {
+        "env_id": env.spec.id if env.spec is not None else f"{type(native).__module__}.{type(native).__qualname__}",
+        "render_mode": env.render_mode,
+    }
+    fps = (env.metadata or {}).get("render_fps")
+    if isinstance(fps, (int, float)):
+        facts["render_fps"] = fps
+    if renamed:
+        facts["renamed"] = renamed
+    return facts

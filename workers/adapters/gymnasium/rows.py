@@ -1,0 +1,90 @@
+"""Spaces of envs that are themselves a batch: what `gymnasium_spaces` says of one env, for n rows at once.
+
+A leaf of a row's shape `s` becomes one of shape `(n, *s)`, with the domain that each row has; keys are those
+of a single env. Values without a fixed shape are lists of n.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from envherd.shm.specs import Domain, Key, MultiDiscrete
+from envherd.workers.adapters.common.tree import Convert, Leaf
+from envherd.workers.adapters.gymnasium.spaces import MakeLeaf, Space, action_leaf, observation_leaf
+
+_FIRST = np.s_[:, 0]
+
+
+def observations_of(num_rows: int) -> MakeLeaf:
+    """Return what describes the observations of so many rows, for `gymnasium_spaces.observation_tree`."""
+
+    def make_leaf(space: Space, key: Key) -> Leaf:
+        row = observation_leaf(space, key)
+        if row.spec.is_side:
+            return Leaf(row.spec, take=_for_each(row.take))
+        # only a Box of shape () is stored differently
+        return Leaf(_of_rows(row, num_rows), take=None if row.take is None else _as_column)
+
+    return make_leaf
+
+
+def actions_of(num_rows: int) -> MakeLeaf:
+    """Return what describes the actions of so many rows, for `gymnasium_spaces.action_tree`."""
+
+    def make_leaf(space: Space, key: Key) -> Leaf:
+        row = action_leaf(space, key)
+        if row.spec.is_side:
+            each = _for_each(row.give)
+            return Leaf(row.spec, give=lambda values: tuple(each(values)))
+        if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+            return Leaf(_of_rows(row, num_rows), give=_from_indices(space))
+        return Leaf(_of_rows(row, num_rows), give=None if row.give is None else _as_flat)
+
+    return make_leaf
+
+
+def mosaic(frames: Any) -> Any:
+    """Return pictures of the same size side by side, uint8 `[H, W, 3]`, in as square a grid as they fill."""
+    pictures = [np.asarray(frame) for frame in frames if frame is not None]
+    if not pictures:
+        return None
+    num_columns = math.ceil(math.sqrt(len(pictures)))
+    num_lines = math.ceil(len(pictures) / num_columns)
+    pictures += [np.zeros_like(pictures[0])] * (num_lines * num_columns - len(pictures))
+    lines = [np.hstack(pictures[i * num_columns : (i + 1) * num_columns]) for i in range(num_lines)]
+    return np.vstack(lines)
+
+
+def _of_rows(row: Leaf, num_rows: int) -> Any:
+    return replace(row.spec, shape=(num_rows, *row.spec.shape), domain=_domain_of_rows(row.spec.domain, num_rows))
+
+
+def _domain_of_rows(domain: Domain, num_rows: int) -> Domain:
+    if isinstance(domain, MultiDiscrete):
+        return MultiDiscrete((domain.nvec,) * num_rows, (domain.start,) * num_rows if domain.start else ())
+    return domain
+
+
+def _from_indices(space: spaces.Discrete[Any] | spaces.MultiDiscrete[Any]) -> Convert | None:
+    dtype, start = space.dtype, np.asarray(space.start, np.int64)
+    if not start.any():
+        return None if dtype == np.int64 else lambda indices: indices.astype(dtype)
+    return lambda indices: (indices + start).astype(dtype, copy=False)
+
+
+def _for_each(convert: Convert | None) -> Convert:
+    return list if convert is None else (lambda values: [convert(value) for value in values])
+
+
+def _as_column(value: Any) -> np.ndarray:
+    """Return one number for each row as an array of one for each row (VIEW)."""
+    return np.asarray(value)[:, np.newaxis]
+
+
+def _as_flat(value: np.ndarray) -> np.ndarray:
+    return value[_FIRST]

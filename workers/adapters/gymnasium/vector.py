@@ -1,0 +1,449 @@
+"""Gymnasium vector envs: n rows that are stepped together, brought back to the partial-reset protocol.
+
+A vector env resets its rows by itself (autoreset). What it does with a row that ended, and what is done here:
+
+=========  =========================================  ====================================================
+mode       the vector env                             here
+=========  =========================================  ====================================================
+DISABLED   leaves it; `reset_mask` resets it          nothing to undo: `reset_mask`
+NEXT_STEP  resets it in place of its next step        `reset_mask` before that step, so it never comes to it
+SAME_STEP  resets it at once, gives `final_obs`       `next` gets `final_obs`; the first observation that came
+                                                      with it is kept until that row is reset
+=========  =========================================  ====================================================
+
+Guarantees:
+- one step is one `env.step`, in which no row is reset instead of stepped. A row that ended must be reset before
+  the next step; a reset touches exactly its rows, and a vector env that touches others is found out.
+- observations are those of the episode's end, never of the next one's start, in `next`.
+- the mask given to the env is its own, and the caller's options are copied.
+Gymnasium's `CartPoleVectorEnv`, which has no partial resets, is lent some (see `gymnasium_masks`).
+Refused, with the fix: a vector env that does not say its mode; what is known to lose a reset or an observation
+(see `_refuse_unfit`).
+Does not tell: whether a NEXT_STEP env of another author forgets the reset that it owed once it was reset by mask.
+
+Seeds: a full reset hands the seed to the env (row i gets seed + i). A partial reset does where every row has a
+generator of its own (SyncVectorEnv, AsyncVectorEnv, ALE), else that generator goes on, as it serves all rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
+
+from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
+from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
+from envherd.workers.adapters.gymnasium import rows as gymnasium_rows
+from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
+from envherd.workers.adapters.gymnasium.masks import lend_masks
+from envherd.workers.adapters.gymnasium.rows import mosaic
+from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
+
+_MODES = ("NextStep", "SameStep", "Disabled")
+#: Where vector envs put last observations: Gymnasium since 1.0, and before.
+_FINAL = ("final_obs", "final_observation")
+
+_DECLARE = (
+    "Say it where the env is built, e.g. env.metadata = {**env.metadata, 'autoreset_mode': "
+    "gymnasium.vector.AutoresetMode.NEXT_STEP}, or return "
+    "envherd.workers.adapters.gymnasium_vector.GymnasiumVectorAdapter(env, autoreset_mode='NextStep'): 'NextStep' if a "
+    "row that ended ignores its next action, 'SameStep' if its reset observation comes with the end, 'Disabled' if "
+    "it waits for reset(options={'reset_mask': ...})."
+)
+
+
+class GymnasiumVectorAdapter(Adapter):
+    """One `gymnasium.vector.VectorEnv` (of any wrappers) of n rows: batch shape `(n,)`; see the module.
+
+    Keys are those of a single env, shapes have n in front, the reward is float32 `[n, 1]`. `options` of `reset` may
+    hold the single keyword `options`, which the env gets; at partial resets, rows see `{}` where the caller gave none.
+    A SyncVectorEnv in SAME_STEP mode is switched to DISABLED: it would reset an env before anybody could copy its last
+    observation, which envs that reuse their buffers lose there.
+
+    Args:
+        env: what the factory returned; it is neither reset nor stepped here.
+        autoreset_mode: its mode, as Gymnasium calls it, for an env whose metadata do not say it.
+        ends_where_it_starts: an episode's last observation may equal the next one's first. Where it may not, equal
+            ones prove that an env in SAME_STEP mode has lost the last observation.
+
+    Attributes:
+        info: the last `infos` dict of the env, as it gave it (VIEW); empty before the first reset.
+        mode: "NextStep", "SameStep" or "Disabled": what the env does now.
+
+    Raises:
+        SpecError: no mode is said or known, or a space is missing or has a name that a batch uses itself.
+        FactoryError: the env, or a wrapper of it, is known to break partial resets.
+    """
+
+    family: ClassVar[str] = "gymnasium"
+
+    def __init__(
+        self, env: VectorEnv[Any, Any, Any], *, autoreset_mode: Any = None, ends_where_it_starts: bool = False
+    ) -> None:
+        self.env = env
+        self.info: Mapping[str, Any] = {}
+        self.num_rows = n = int(env.num_envs)
+        self.mode = _mode_of(env, autoreset_mode)
+        lend_masks(env.unwrapped)
+        _refuse_unfit(env, self.mode)
+        if self.mode == "SameStep" and type(env.unwrapped).step is SyncVectorEnv.step:
+            self.mode = _disable_autoreset(env.unwrapped)
+        self._ends_where_it_starts = ends_where_it_starts
+        is_atari = type(env.unwrapped).__module__ == "ale_py.vector_env"
+        self._seeds_rows = is_atari or isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
+        self._num_seeds = 2**31 - n if is_atari else 2**32
+        space = getattr(env, "single_observation_space", None)
+        row, _ = gymnasium_spaces.observation_tree(space)
+        batch, renamed = gymnasium_spaces.observation_tree(space, gymnasium_rows.observations_of(n))
+        action = gymnasium_spaces.action_tree(
+            getattr(env, "single_action_space", None), make_leaf=gymnasium_rows.actions_of(n)
+        )
+        self._flatten_row = flattener(row, "final_obs")
+        self._flatten = flattener(batch, "observation")
+        self._build = builder(action)
+        self._dense = [i for i, leaf in enumerate(leaf_specs(batch)) if not leaf.is_side]
+        self._is_reseeded = True
+        self._ended = np.ones(n, bool)
+        self._begun = np.zeros(n, bool)  # rows that the env has reset by itself already
+        self._begun_at: list[Any] = []  # their first observations
+        self._now: list[Any] = []  # where every row is (VIEW of what the env gave)
+        self.spec = EnvSpec(
+            observation=leaf_specs(batch),
+            action=leaf_specs(action),
+            reward=(LeafSpec(("reward",), (n, 1), "float32"),),
+            done=done_leaves((n,)),
+            batch_shape=(n,),
+            family=self.family,
+            metadata=_metadata(env, self.mode, renamed),
+        )
+
+    def reseeded(self) -> None:
+        """Have the next reset of all rows use its seed, also where the env has begun their episodes by itself."""
+        self._is_reseeded = True
+
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
+    ) -> list[Any]:
+        """Start new episodes in some rows; see `Adapter.reset`.
+
+        Args:
+            seed: see the module.
+            options: `{"options": {...}}`, of which the env gets a copy of its own, or nothing.
+            mask: bool `[n, 1]`; None resets all rows.
+
+        Raises:
+            TypeError: another keyword than `options`, or a `reset_mask` in them.
+            SpecError: the env touched other rows, or returned anything but `(observation, infos)`.
+        """
+        own = _own_options(options)
+        seed = None if seed is None else seed % self._num_seeds
+        if mask is None:
+            mask = np.ones((self.num_rows, 1), bool)
+        is_anew = self._is_reseeded or not self._now or own is not None or not self._begun.all()
+        if mask.all() and is_anew:
+            self._is_reseeded = False
+            observation, self.info = _pair(self.env.reset(seed=seed, options=own))
+            self._now = self._flatten(observation)
+            self._ended[:] = self._begun[:] = False
+            return self._now
+        rows = mask[:, 0]
+        now = [_copied(value) for value in self._now]
+        waiting = rows & ~self._begun
+        if own is not None:  # they are for a reset that is really made
+            waiting = rows
+        if waiting.any():
+            _put(now, self._reset_rows(waiting, seed if self._seeds_rows else None, own, now), waiting)
+        taken = rows & ~waiting
+        if taken.any():
+            _put(now, self._begun_at, taken)
+        self._ended[rows] = self._begun[rows] = False
+        self._now = now
+        return now
+
+    def _reset_rows(self, rows: np.ndarray, seed: int | None, options: Any, now: list[Any]) -> list[Any]:
+        """Reset rows of the env by mask and return its observations; where the others are is `now`."""
+        observation, self.info = _pair(self.env.reset(seed=seed, options=_MaskedOptions(rows.copy(), options)))
+        values = self._flatten(observation)
+        others = ~rows & ~self._begun
+        for index in self._dense:
+            if np.shape(values[index]) != self.spec.observation[index].shape:
+                continue  # whoever stores it says so
+            theirs = np.ascontiguousarray(np.asarray(values[index])[others])
+            if theirs.tobytes() != np.ascontiguousarray(np.asarray(now[index])[others]).astype(theirs.dtype).tobytes():
+                raise SpecError(
+                    f"reset failed: expected {type(self.env.unwrapped).__name__} to reset the rows "
+                    f"{np.flatnonzero(rows).tolist()} and no others, but {'/'.join(self.spec.observation[index].key)} "
+                    f"of other rows has changed: it does not know options={{'reset_mask': ...}}, or a wrapper drops "
+                    f"it. {_BUILD_DISABLED}"
+                )
+        return values
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition in every row; see `Adapter.step`.
+
+        Raises:
+            ResetNeeded: a row has ended, or was never reset.
+            SpecError: the env returned no five values or no flags, or has lost a last observation.
+        """
+        if self._ended.any():
+            raise ResetNeeded(
+                f"step failed: expected running rows, got rows {np.flatnonzero(self._ended).tolist()} that have ended "
+                f"or were never reset. Reset them with a '_reset' mask."
+            )
+        result = self.env.step(self._build(action))
+        try:
+            observation, reward, terminated, truncated, self.info = result
+        except (TypeError, ValueError):
+            raise SpecError(
+                f"step failed: expected (observations, rewards, terminations, truncations, infos), "
+                f"got {type(result).__name__}. Return five values from env.step."
+            ) from None
+        terminated = self._flags(terminated, "terminations")
+        truncated = self._flags(truncated, "truncations")
+        self._ended = terminated | truncated
+        values = self._flatten(observation)
+        if self._ended.any():
+            values = self._with_ends(values)
+        self._now = values
+        reward = np.asarray(reward)
+        if reward.shape == (self.num_rows,):
+            reward = reward[:, np.newaxis]
+        return values, [reward], terminated[:, np.newaxis], truncated[:, np.newaxis]
+
+    def _with_ends(self, values: list[Any]) -> list[Any]:
+        """Return the observations of a step in which rows ended, with their last ones; keep what is behind those."""
+        final = next((self.info[name] for name in _FINAL if name in self.info), None)
+        if self.mode != "SameStep":
+            if final is not None:
+                raise SpecError(
+                    f"step failed: expected no final_obs from a vector env in mode {self.mode}, got one: it is in "
+                    f"SAME_STEP mode. {_DECLARE}"
+                )
+            return values
+        self._begun = self._ended.copy()
+        self._begun_at = [_copied(value) for value in values]
+        last = [_copied(value) for value in values]
+        for row in np.flatnonzero(self._ended).tolist():
+            _put_row(last, self._final_row(final, row), row)
+            if not self._ends_where_it_starts and all(_same(last[i][row], self._begun_at[i][row]) for i in self._dense):
+                raise SpecError(
+                    f"step failed: expected the last observation of row {row} in final_obs, got the first one of its "
+                    f"next episode: the env has changed it in its reset (it reuses its buffer). {_BUILD_DISABLED} If "
+                    f"its episodes really end where they start, return GymnasiumVectorAdapter(env, "
+                    f"ends_where_it_starts=True) from the factory."
+                )
+        return last
+
+    def _final_row(self, final: Any, row: int) -> list[Any]:
+        is_array = isinstance(final, np.ndarray)
+        if is_array and final.dtype == object and final[row] is not None:
+            return self._flatten_row(final[row])
+        if final is None or (is_array and final.dtype == object):
+            raise SpecError(
+                f"step failed: expected infos['final_obs'] for row {row}, which ended, as the env is in SAME_STEP "
+                f"mode, got none: its last observation is lost. {_BUILD_DISABLED}"
+            )
+        return [value[row] for value in self._flatten(_without_masks(final))]
+
+    def _flags(self, value: Any, name: str) -> np.ndarray:
+        flags = np.asarray(value)
+        if flags.dtype != np.bool_ or flags.shape != (self.num_rows,):
+            raise SpecError(
+                f"step failed: expected bool ({self.num_rows},) as {name}, got {flags.dtype} {flags.shape}. Fix the "
+                f"vector env."
+            )
+        return flags.copy()
+
+    def render(self) -> Any:
+        """Return what the rows draw, side by side in a square, uint8 `[H, W, 3]`, or None if they draw no arrays."""
+        if self.env.render_mode != "rgb_array":
+            return None
+        frames = self.env.render()
+        return None if frames is None else mosaic(frames)
+
+
+class _MaskedOptions(dict[str, Any]):
+    """Options with a `reset_mask` that is there for whoever asks, however often it is taken out.
+
+    Gymnasium's vector envs take the mask out of the options, and its wrappers, which read it after them, would then
+    take a partial reset for a full one. It is no entry: envs below, and other processes, get the other options.
+    """
+
+    def __init__(self, mask: np.ndarray, options: Mapping[str, Any] | None) -> None:
+        super().__init__(options or {})
+        self._mask = mask
+
+    def __contains__(self, key: object) -> bool:
+        return key == "reset_mask" or super().__contains__(key)
+
+    def __missing__(self, key: str) -> np.ndarray:
+        if key == "reset_mask":
+            return self._mask.copy()
+        raise KeyError(key)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an option or the mask."""
+        return self._mask.copy() if key == "reset_mask" else super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Take an option out, or return the mask."""
+        return self[key] if key == "reset_mask" else super().pop(key, *default)
+
+    def copy(self) -> dict[str, Any]:
+        """Return the same, for a wrapper that adds options of its own."""
+        return _MaskedOptions(self._mask, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return _MaskedOptions(self._mask, copy.deepcopy(dict(self.items()), memo))
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self.items()),)
+
+
+_BUILD_DISABLED = (
+    "Build it of single envs, e.g. gymnasium.make_vec(ID, n, vectorization_mode='sync', "
+    "vector_kwargs={'autoreset_mode': gymnasium.vector.AutoresetMode.DISABLED})."
+)
+
+
+def _mode_of(env: VectorEnv[Any, Any, Any], declared: Any) -> str:
+    """Return the mode that an env says it is in, or that it was declared to be in.
+
+    Raises:
+        SpecError: it does not say, says something else, or the two differ.
+    """
+    # Some envs write theirs into the metadata of the base class, where it would speak for every other vector env.
+    metadata = {} if env.metadata is VectorEnv.metadata else (env.metadata or {})
+    own = metadata.get("autoreset_mode", getattr(env.unwrapped, "autoreset_mode", None))
+    said = [getattr(mode, "value", mode) for mode in (own, declared) if mode is not None]
+    if not said:
+        raise SpecError(
+            f"reading the autoreset mode failed: expected metadata['autoreset_mode'] of {type(env.unwrapped).__name__} "
+            f"to say what becomes of rows that ended, got nothing, and guessing loses observations. {_DECLARE}"
+        )
+    if said[0] not in _MODES or said[-1] != said[0]:
+        raise SpecError(
+            f"reading the autoreset mode failed: expected {', '.join(_MODES)} for {type(env.unwrapped).__name__}, "
+            f"got {' and '.join(map(str, said))}. {_DECLARE}"
+        )
+    return str(said[0])
+
+
+def _refuse_unfit(env: VectorEnv[Any, Any, Any], mode: str) -> None:
+    """Refuse what is known to reset rows twice, all rows at once, or not by mask."""
+    native = env.unwrapped
+    name = type(native).__name__
+    problem = fix = ""
+    batch_size = getattr(native, "batch_size", native.num_envs)
+    if any(cls.__name__ == "NormalizeObservation" for layer in _layers(env) for cls in type(layer).__mro__):
+        problem = "vector.NormalizeObservation, which refuses partial resets"
+        fix = "Wrap the single envs in gymnasium.wrappers.NormalizeObservation, or normalize in the policy."
+    elif isinstance(native, AsyncVectorEnv) and mode == "NextStep" and not native.shared_memory:
+        problem = f"{name}(shared_memory=False) in NEXT_STEP mode, which resets a row again after it was reset by mask"
+        fix = "Build it with autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED."
+    elif mode != "SameStep" and type(native).__module__.startswith("gymnasium.envs.") and not _knows_masks(native):
+        problem = f"{name}, which resets rows in place of a step and cannot do so by mask"
+        fix = _BUILD_DISABLED
+    elif isinstance(batch_size, int) and batch_size not in (0, native.num_envs):
+        problem = f"{name} with batch_size {batch_size} of {native.num_envs} envs, which steps some rows at a time"
+        fix = "Build it with batch_size=num_envs; executors step asynchronously with send() and recv()."
+    if problem:
+        env.close()
+        raise FactoryError(f"the factory failed: expected a vector env that resets by mask, got {problem}. {fix}")
+
+
+def _layers(env: Any) -> Iterator[Any]:
+    """Yield an env's wrappers, outermost first, and the env."""
+    while env is not None:
+        yield env
+        env = getattr(env, "env", None)
+
+
+def _knows_masks(native: Any) -> bool:
+    code = getattr(native.reset, "__code__", None)
+    return code is None or "reset_mask" in code.co_consts
+
+
+def _disable_autoreset(native: Any) -> str:
+    disabled = type(native.autoreset_mode)("Disabled")
+    native.autoreset_mode = disabled
+    native.metadata = {**native.metadata, "autoreset_mode": disabled}
+    return "Disabled"
+
+
+def _own_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the env's own copy of what the caller gave as `options`."""
+    if not options:
+        return None
+    unknown = [name for name in options if name != "options"]
+    if unknown:
+        raise TypeError(
+            f"reset failed: expected no keyword but `options` for a gymnasium vector env, got `{unknown[0]}`. "
+            f"Put it into reset(options={{{unknown[0]!r}: ...}}), which the env receives."
+        )
+    own = copy.deepcopy(options["options"])
+    if own is not None and "reset_mask" in own:
+        raise TypeError("reset failed: expected a '_reset' mask in the tensordict, got a reset_mask among the options.")
+    return own
+
+
+def _pair(result: Any) -> tuple[Any, Mapping[str, Any]]:
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        return result
+    raise SpecError(
+        f"reset failed: expected (observations, infos dict), got {type(result).__name__}. Return both from env.reset."
+    )
+
+
+def _copied(value: Any) -> Any:
+    return np.array(value) if not isinstance(value, list) else list(value)
+
+
+def _put(values: list[Any], source: list[Any], rows: np.ndarray) -> None:
+    """Overwrite some rows of observation values."""
+    for target, value in zip(values, source, strict=True):
+        if isinstance(target, list):
+            for row in np.flatnonzero(rows).tolist():
+                target[row] = value[row]
+        else:
+            target[rows] = np.asarray(value)[rows]
+
+
+def _put_row(values: list[Any], source: list[Any], row: int) -> None:
+    for target, value in zip(values, source, strict=True):
+        target[row] = value
+
+
+def _same(one: Any, other: Any) -> bool:
+    return np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def _without_masks(final: Any) -> Any:
+    """Return batched observations without the masks that Gymnasium puts beside each entry."""
+    if isinstance(final, dict):
+        return {key: _without_masks(value) for key, value in final.items() if f"_{key}" in final or key[:1] != "_"}
+    return final
+
+
+def _metadata(env: VectorEnv[Any, Any, Any], mode: str, renamed: dict[str, str]) -> dict[str, Any]:
+    native = env.unwrapped
+    env_id = getattr(getattr(env, "spec", None), "id", None)
+    facts: dict[str, Any] = {
+        "env_id": env_id or f"{type(native).__module__}.{type(native).__qualname__}",
+        "render_mode": env.render_mode,
+        "autoreset_mode": mode,
+        "resets_itself": mode == "SameStep",
+    }
+    fps = (env.metadata or {}).get("render_fps")
+    if isinstance(fps, (int, float)):
+        facts["render_fps"] = fps
+    if renamed:
+        facts["renamed"] = renamed
+    return facts

@@ -1,0 +1,1 @@
+"""What a facade of another library puts into the workers."""

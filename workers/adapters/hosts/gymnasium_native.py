@@ -1,0 +1,238 @@
+"""Gymnasium envs as Gymnasium's own vector envs run them, for the facade of that name.
+
+`GymnasiumAdapter` brings an env to this executor's keys. This adapter leaves it alone: every value that
+an env gives comes out as it is.
+
+Guarantees:
+- rewards are float64; observations keep their space's dtype and shape, `()` too; values that have no
+  fixed shape (text, graphs, custom spaces) travel as pickles.
+- an env gets exactly the action that it is given: from shared memory where that holds it without loss,
+  else the object itself (`NativeEnv.raw_action`).
+- a reset of the caller's is `env.reset(seed=..., options=...)`, any other is `env.reset()`.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import cloudpickle
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from envherd.shm.specs import EnvSpec, Key, LeafSpec
+from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.common.scalars import as_flag, as_float
+from envherd.workers.build import describe, modules_of
+
+#: Where the last observation of an episode travels among its infos; no env says this.
+FINAL_OBSERVATION = "\0final observation"
+
+#: Spaces whose values are arrays of one shape and dtype.
+FIXED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
+_NO_ACTION = object()
+
+Space = spaces.Space[Any]
+
+
+def leaf_spaces(space: Space) -> list[Space]:
+    """Return the spaces inside Dict and Tuple spaces, depth first, in their own order."""
+    if isinstance(space, spaces.Dict):
+        return [leaf for sub in space.spaces.values() for leaf in leaf_spaces(sub)]
+    if isinstance(space, spaces.Tuple):
+        return [leaf for sub in space.spaces for leaf in leaf_spaces(sub)]
+    return [space]
+
+
+def leaf_specs(space: Space, name: str) -> tuple[LeafSpec, ...]:
+    """Return the specs of a space's leaves: `(name, "0")`, `(name, "1")`, ..., of whatever values the dtype has."""
+    specs = []
+    for index, leaf in enumerate(leaf_spaces(space)):
+        key: Key = (name, str(index))
+        if isinstance(leaf, FIXED):
+            specs.append(LeafSpec(key, tuple(leaf.shape or ()), np.dtype(leaf.dtype).name))
+        else:
+            specs.append(LeafSpec(key, dtype="", is_side=True))
+    return tuple(specs)
+
+
+def dumps(value: Any) -> bytes:
+    """Return a value as a pickle; what the user's script defines travels by value, and is itself again at home."""
+    return bytes(cloudpickle.dumps(value))
+
+
+class NativeEnv:
+    """An env and what its vector env may ask it.
+
+    Attributes:
+        env: as the factory returned it.
+        keeps_final: add an episode's last observation to its infos, unless its row says it all.
+        raw_action: what the next step is to give to the env, if its action is not in shared memory.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], *, keeps_final: bool) -> None:
+        self.env = env
+        self.keeps_final = keeps_final
+        self.raw_action: Any = _NO_ACTION
+
+    def describe(self) -> bytes:
+        """Return `(observation space, action space, metadata, render mode)`, pickled."""
+        env = self.env
+        return dumps((env.observation_space, env.action_space, dict(env.metadata), env.render_mode))
+
+    def ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+        """Return an attribute of the env or of its wrappers, pickled; a method is called first."""
+        value = self.env.get_wrapper_attr(name)
+        return dumps(value(*args, **kwargs) if callable(value) else value)
+
+    def assign(self, name_and_value: tuple[str, Any]) -> None:
+        """Set an attribute of the env or of its wrappers."""
+        self.env.set_wrapper_attr(*name_and_value)
+
+    def give(self, action: Any) -> None:
+        """Keep an action for the next step, which gives it to the env as it is."""
+        self.raw_action = action
+
+    def take_raw_action(self) -> Any:
+        """Return the raw action and forget it."""
+        action, self.raw_action = self.raw_action, _NO_ACTION
+        return action
+
+    def close(self) -> None:
+        """Close the env."""
+        self.env.close()
+
+
+class NativeFactory:
+    """A picklable factory of `NativeAdapter`s over a user's factory of envs.
+
+    Attributes:
+        preload: modules that the user's factory refers to.
+    """
+
+    def __init__(self, env_fn: Callable[[], Any], *, keeps_final: bool) -> None:
+        self.env_fn = env_fn
+        self.keeps_final = keeps_final
+        self.preload = tuple(modules_of(env_fn))
+        self.__qualname__ = describe(env_fn)  # for messages
+
+    def __call__(self) -> NativeAdapter:
+        """Build the env."""
+        return NativeAdapter(NativeEnv(self.env_fn(), keeps_final=self.keeps_final))
+
+
+class NativeAdapter(Adapter):
+    """One `NativeEnv`; see the module."""
+
+    family: ClassVar[str] = "gymnasium"
+
+    env: NativeEnv
+
+    def __init__(self, env: NativeEnv) -> None:
+        self.env = env
+        self.info: Mapping[str, Any] = {}
+        observation_space, action_space = env.env.observation_space, env.env.action_space
+        self._is_bare = isinstance(observation_space, FIXED)
+        is_array = isinstance(observation_space, spaces.Box) and observation_space.shape != ()
+        self._row_dtype = observation_space.dtype if is_array else None
+        self._flatten = _flattener(observation_space)
+        actions = leaf_specs(action_space, "action")
+        self._has_rows = not any(leaf.is_side for leaf in actions)
+        self._build = _builder(action_space)
+        self._is_bare_action = isinstance(action_space, FIXED)
+        self.spec = EnvSpec(
+            observation=leaf_specs(observation_space, "observation"),
+            action=actions if self._has_rows else (),
+            reward=(LeafSpec(("reward",), (1,), "float64"),),
+            family=self.family,
+        )
+
+    def reset(
+        self,
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
+        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
+    ) -> list[Any]:
+        """Start a new episode; see `Adapter.reset`. `options` is None, or `{"options": what the env gets}`."""
+        self.env.take_raw_action()
+        if options is None and seed is None:
+            observation, self.info = self.env.env.reset()
+        else:
+            own = copy.deepcopy(options["options"]) if options else None
+            observation, self.info = self.env.env.reset(seed=seed, options=own)
+        return self._flattened(observation)
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition; see `Adapter.step`."""
+        env = self.env
+        if env.raw_action is not _NO_ACTION:
+            given = env.take_raw_action()
+        else:
+            given = action[0] if self._is_bare_action else self._build(iter(action))
+        result: tuple[Any, Any, Any, Any, Any] = env.env.step(given)
+        observation, reward, terminated, truncated, self.info = result
+        if reward.__class__ is not float:
+            reward = as_float(reward, "reward")
+        if terminated.__class__ is not bool:
+            terminated = _as_bool(terminated, "terminated")
+        if truncated.__class__ is not bool:
+            truncated = _as_bool(truncated, "truncated")
+        if env.keeps_final and (terminated or truncated) and not self._is_row(observation):
+            self.info = {**self.info, FINAL_OBSERVATION: observation}
+        return self._flattened(observation), [reward], terminated, truncated
+
+    def _is_row(self, observation: Any) -> bool:
+        """Return whether an observation is an array that its row in shared memory says all about."""
+        return (
+            self._row_dtype is not None and observation.__class__ is np.ndarray and observation.dtype == self._row_dtype
+        )
+
+    def _flattened(self, observation: Any) -> list[Any]:
+        if self._is_bare:
+            return [observation]
+        values: list[Any] = []
+        self._flatten(observation, values)
+        return values
+
+
+def _as_bool(value: Any, name: str) -> bool:
+    return bool(value) if isinstance(value, (int, np.bool_, np.integer)) else as_flag(value, name)
+
+
+def _flattener(space: Space) -> Callable[[Any, list[Any]], None]:
+    """Return the function that appends the leaves of a value to a list; entries that no space names are left out."""
+    parts: list[tuple[Any, Callable[[Any, list[Any]], None]]]
+    if isinstance(space, spaces.Dict):
+        parts = [(key, _flattener(sub)) for key, sub in space.spaces.items()]
+    elif isinstance(space, spaces.Tuple):
+        parts = [(index, _flattener(sub)) for index, sub in enumerate(space.spaces)]
+    elif isinstance(space, FIXED):
+        return lambda value, values: values.append(value)
+    else:
+        return lambda value, values: values.append(dumps(value))
+
+    def flatten(value: Any, values: list[Any]) -> None:
+        for key, part in parts:
+            part(value[key], values)
+
+    return flatten
+
+
+def _builder(space: Space) -> Callable[[Any], Any]:
+    """Return the function that makes an action from an iterator over its leaves."""
+    if isinstance(space, spaces.Dict):
+        named = {key: _builder(sub) for key, sub in space.spaces.items()}
+        return lambda values: {key: part(values) for key, part in named.items()}
+    if isinstance(space, spaces.Tuple):
+        parts = [_builder(sub) for sub in space.spaces]
+        return lambda values: tuple(part(values) for part in parts)
+    return next
+
+
+def loads(data: bytes) -> Any:
+    """Return what `dumps` was given."""
+    return pickle.loads(data)

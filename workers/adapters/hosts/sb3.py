@@ -1,0 +1,119 @@
+"""Gymnasium envs as Stable-Baselines3's vec envs treat them.
+
+Guarantees:
+- The env is called as SB3 calls it: `reset()` gets a seed or options only where the user has set some.
+- Observations are cast to the dtype of their space, extra entries of a dict are left out, flags may be
+  anything that is true or false, and one number is a reward in whatever it is wrapped.
+Does not broadcast an observation to a shape that it does not have; SB3's `DummyVecEnv` would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from envherd.shm.specs import EnvSpec
+from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.common.scalars import as_float
+from envherd.workers.adapters.common.tree import Branch, Leaf, Node, builder, leaf_specs
+from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
+from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
+
+Read = Callable[[Any], list[Any]]
+
+
+class Sb3Adapter(GymnasiumAdapter):
+    """One `gymnasium.Env`; its observation is `("observation",)` or nested below it, in the order of its space.
+
+    Attributes:
+        step_info: the info of the last step (VIEW), which a reset leaves alone; `info` is that of the last command.
+        error: what the env raised last, or None.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        self.env = env
+        self.info: Mapping[str, Any] = {}
+        self.step_info: Mapping[str, Any] = {}
+        self.error: BaseException | None = None
+        tree, _ = gymnasium_spaces.observation_tree(spaces.Dict({"observation": env.observation_space}))
+        assert isinstance(tree, Branch)
+        observation = tree.entries[0][1]
+        action = gymnasium_spaces.action_tree(env.action_space)
+        self._read = _reader(observation)
+        self._build = builder(action)
+        self.spec = EnvSpec(
+            observation=leaf_specs(observation),
+            action=leaf_specs(action),
+            family=self.family,
+            metadata={"render_mode": env.render_mode},
+        )
+
+    def reset(
+        self,
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
+        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
+    ) -> list[Any]:
+        """Start a new episode; see `Adapter.reset`."""
+        arguments = dict(options or {}) if seed is None else {"seed": seed, **(options or {})}
+        try:
+            observation, self.info = self.env.reset(**arguments)
+            return self._read(observation)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition; see `Adapter.step`."""
+        return self._step(self._build(action))
+
+    def _step(self, action: Any) -> StepValues:
+        try:
+            observation, reward, terminated, truncated, self.info = self.env.step(action)
+            self.step_info = self.info
+            reward = reward if reward.__class__ is float else as_float(reward, "reward")
+            return self._read(observation), [reward], bool(terminated), bool(truncated)
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+class Sb3DirectAdapter(Sb3Adapter):
+    """The same in the caller's own process, where an action reaches the env as the very object that was given.
+
+    Attributes:
+        next_action: for the next step; whatever was written to the slab is not looked at.
+    """
+
+    next_action: Any = None
+
+    def step(self, action: list[Any]) -> StepValues:  # noqa: ARG002  # see the class
+        """Make one transition with `next_action`."""
+        return self._step(self.next_action)
+
+
+def _reader(node: Node) -> Read:
+    """Return the function that takes an observation apart: a list aligned with the leaves."""
+    if isinstance(node, Leaf):
+        cast = _cast(node)
+        return lambda value: [cast(value)]
+    parts = [(key, _reader(child)) for key, child in node.entries]
+    return lambda value: [leaf for key, part in parts for leaf in part(value[key])]
+
+
+def _cast(leaf: Leaf) -> Callable[[Any], Any]:
+    """Return the function that gives an observation the dtype of its space."""
+    if leaf.spec.is_side:
+        return lambda value: value
+    dtype, take = np.dtype(leaf.spec.dtype), leaf.take
+
+    def cast(value: Any) -> Any:
+        if not (value.__class__ is np.ndarray and value.dtype == dtype):
+            value = np.asarray(value).astype(dtype)
+        return value if take is None else take(value)
+
+    return cast

@@ -1,0 +1,1 @@
+"""Melting Pot substrates and scenarios."""

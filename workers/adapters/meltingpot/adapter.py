@@ -1,0 +1,250 @@
+"""Melting Pot substrates and scenarios behind the partial-reset protocol.
+
+Keys, shapes and dtypes are those of TorchRL's `MeltingpotEnv`: world observations at the root without
+their "WORLD." prefix (`RGB`), what each player sees under `("agents", "observation", ...)` stacked over
+players (scalars are `[P, 1]`), `("agents", "reward")` float64 `[P, 1]`, `("agents", "action")` int64 `[P]`.
+
+Ends: Melting Pot reports every end alike, the frame cap too. Here an end at the cap is `truncated`, any
+other `terminated`. What this cannot tell: a real end in the very step of the cap counts as truncated, and
+an env whose settings name no cap (not built by Melting Pot's own builder) ends `terminated` always.
+
+Seeds: `reset(seed=s)` makes that very episode from `s`, for a user's own `substrate.build(...)` as well;
+there the build's own random seed goes unused, so the first reset builds once more (`MeltingPotFactory`
+builds from the first seed at once). Melting Pot is not reproducible by its seed alone; see
+`MeltingPotFactory(deterministic=True)`. An env in which no episode builder is found cannot be seeded:
+`spec.metadata["can_seed"]` says so.
+
+Reset always goes through Melting Pot's own `reset`, never through a step after the end, which would
+restart it in place without its rebuild.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.specs import Discrete, EnvSpec, Key, LeafSpec
+from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.meltingpot.episodes import Episodes
+from envherd.workers.adapters.meltingpot.fast_step import DirectStep, stock_layers
+from envherd.workers.errors import ActionError, ResetNeeded, SpecError
+
+_WORLD = "WORLD."
+_WORLD_RGB = "WORLD.RGB"
+_COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
+_GROUP = "agents"
+
+
+class MeltingPotAdapter(Adapter):
+    """One `Substrate`, or one `Scenario`, whose rows are its focal players.
+
+    In a scenario the world view comes from the substrate inside: no focal player is meant to act on it.
+    Observations and rewards that `reset` and `step` return are buffers of this adapter, written again by
+    the next call; world views are fresh.
+
+    Args:
+        env: as built by the user's factory, or by `MeltingPotFactory`, whose options it carries.
+
+    Raises:
+        SpecError: players that differ in their observations or actions.
+    """
+
+    family = "meltingpot"
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self._options = getattr(env, "envherd_options", None)
+        self._episodes = Episodes(env)
+        self._is_scenario = "_is_focal" in vars(env)
+        self._num_actions = _num_actions(env)
+        observed = _player_specs(env)
+        self._num_players = len(observed)
+        players = {name: spec for name, spec in sorted(observed[0].items()) if not name.startswith(_WORLD)}
+        worlds = self._world_specs(observed[0])
+        self._worlds: dict[str, Any] = dict.fromkeys(worlds)
+        self._stacks = {
+            name: np.zeros((self._num_players, *(spec.shape or (1,))), spec.dtype)
+            for name, spec in players.items()
+            if self._keeps(name)
+        }
+        self._reward = np.zeros((self._num_players, 1))
+        self._direct = self._make_direct()
+        self._num_steps = 0
+        self._needs_reset = True
+        self.spec = self._make_spec(worlds)
+        if self._is_scenario and self._worlds:
+            env.observables().substrate.timestep.subscribe(on_next=self._take_worlds)
+
+    def reset(
+        self,
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
+        mask: np.ndarray | None = None,  # noqa: ARG002  # always None: the env is one row
+    ) -> list[Any]:
+        """Start an episode, built anew; made from the seed where one is given. Melting Pot takes no options."""
+        if options:
+            raise ValueError(f"reset failed: expected no arguments, for Melting Pot has none, got {sorted(options)}.")
+        self._needs_reset = True
+        if self._direct is not None:
+            self._direct.forget()
+        if seed is None:
+            timestep = self.env.reset()
+        else:
+            self._episodes.seed_next(seed)
+            with self._seeded_bots(seed):
+                timestep = self.env.reset()
+        self._take(timestep)
+        self._num_steps = 0
+        self._needs_reset = False
+        return self._values()
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition.
+
+        Raises:
+            ActionError: not one integer in `[0, A)` per player; the env was not touched.
+            ResetNeeded: the episode has ended or none has begun; the env was not touched.
+        """
+        if self._needs_reset:
+            raise ResetNeeded("step failed: expected an episode under way, got a Melting Pot env that needs a reset.")
+        actions = self._checked(action[0])
+        if self._direct is not None and self._direct.is_possible():
+            has_ended = self._direct.step(actions, self._worlds)
+        else:
+            timestep = self.env.step(actions.tolist())
+            has_ended = bool(timestep.last())
+            self._take(timestep)
+            self._reward[:, 0] = timestep.reward
+        self._num_steps += 1
+        truncated = self._is_at(self._episodes.max_frames) if has_ended else self._is_at(self._max_steps)
+        self._needs_reset = has_ended or truncated
+        return self._values(), [self._reward], has_ended and not truncated, truncated
+
+    def render(self) -> np.ndarray | None:
+        """Return the world now, uint8 `[H, W, 3]`, also where the world view is not kept; None before a reset."""
+        seen = self._worlds.get(_WORLD_RGB)
+        return self._episodes.world_rgb() if seen is None else seen
+
+    def _values(self) -> list[Any]:
+        return [*self._worlds.values(), *self._stacks.values()]
+
+    def _is_at(self, limit: int | None) -> bool:
+        return limit is not None and self._num_steps >= limit
+
+    def _checked(self, action: Any) -> np.ndarray:
+        actions = np.asarray(action)
+        if actions.shape != (self._num_players,) or actions.dtype.kind not in "iu":
+            raise self._refusal(f"{actions.dtype} {actions.shape}")
+        indices: list[int] = actions.tolist()
+        if min(indices) < 0 or max(indices) >= self._num_actions:
+            player = next(i for i, index in enumerate(indices) if not 0 <= index < self._num_actions)
+            raise self._refusal(f"{indices[player]} for player_{player}")
+        return actions.astype(np.int64, copy=False)
+
+    def _refusal(self, got: str) -> ActionError:
+        return ActionError(
+            f"step failed: agents/action expected {self._num_players} integers in 0..{self._num_actions - 1}, "
+            f"got {got} ({self._name or self._episodes.level}). The env was not stepped."
+        )
+
+    def _take(self, timestep: Any) -> None:
+        """Copy what the players see into the stacks."""
+        observations = timestep.observation
+        for name, stack in self._stacks.items():
+            for row, observation in zip(stack, observations, strict=True):
+                row[...] = observation[name]
+        if not self._is_scenario:
+            self._take_worlds(timestep)
+
+    def _take_worlds(self, timestep: Any) -> None:
+        first = timestep.observation[0]
+        for name in self._worlds:
+            self._worlds[name] = first[name]
+
+    def _make_direct(self) -> DirectStep | None:
+        chain = stock_layers(self.env)
+        if chain is None:
+            return None
+        players = {name: stack for name, stack in self._stacks.items() if name != _COLLECTIVE_REWARD}
+        return DirectStep(chain, players, self._reward, self._stacks.get(_COLLECTIVE_REWARD))
+
+    def _make_spec(self, worlds: Mapping[str, Any]) -> EnvSpec:
+        seen: dict[Key, Any] = {(name.removeprefix(_WORLD),): spec for name, spec in worlds.items()}
+        seen.update({(_GROUP, "observation", name): stack for name, stack in self._stacks.items()})
+        cap = self._episodes.max_frames
+        metadata = {
+            "name": self._name,
+            "level": self._episodes.level,
+            "agent_names": [f"player_{i}" for i in range(self._num_players)],
+            "agent_count": self._num_players,
+            "num_actions": self._num_actions,
+            "frame_key": "RGB" if _WORLD_RGB in worlds else "",
+            "max_episode_steps": min((limit for limit in (cap, self._max_steps) if limit is not None), default=None),
+            "can_seed": self._episodes.can_seed,
+        }
+        return EnvSpec(
+            observation=tuple(LeafSpec(key, like.shape, like.dtype.name) for key, like in seen.items()),
+            action=(LeafSpec((_GROUP, "action"), (self._num_players,), "int64", Discrete(self._num_actions)),),
+            reward=(LeafSpec((_GROUP, "reward"), (self._num_players, 1), "float64"),),
+            groups=(((_GROUP,), (self._num_players,)),),
+            family=self.family,
+            metadata=metadata,
+        )
+
+    @property
+    def _name(self) -> str:
+        return "" if self._options is None else str(self._options.name)
+
+    @property
+    def _max_steps(self) -> int | None:
+        return None if self._options is None else self._options.max_steps
+
+    def _keeps(self, name: str) -> bool:
+        options = self._options
+        return options is None or ((options.keys is None or name in options.keys) and name not in options.drop)
+
+    def _keeps_world(self, name: str) -> bool:
+        return self._options is None or self._options.world_rgb or name != _WORLD_RGB
+
+    def _world_specs(self, observed: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the specs of the world views that are kept; a scenario hides its substrate's."""
+        inner = self.env._substrate.observation_spec()[0] if self._is_scenario else {}  # noqa: SLF001  # no public way
+        worlds = {name: spec for name, spec in {**inner, **observed}.items() if name.startswith(_WORLD)}
+        return {name: spec for name, spec in sorted(worlds.items()) if self._keeps_world(name)}
+
+    @contextlib.contextmanager
+    def _seeded_bots(self, seed: int) -> Iterator[None]:
+        """Seed what a scenario draws from python's global generator in a reset: its bots and their states."""
+        if not self._is_scenario:
+            yield
+            return
+        state = random.getstate()
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+def _player_specs(env: Any) -> list[dict[str, Any]]:
+    specs = [dict(spec) for spec in env.observation_spec()]
+    shapes = [{name: (spec.shape, spec.dtype) for name, spec in player.items()} for player in specs]
+    for i, player in enumerate(shapes):
+        different = sorted(name for name in player.keys() | shapes[0].keys() if player.get(name) != shapes[0].get(name))
+        if different:
+            raise SpecError(
+                f"reading the specs failed: expected all players to see the same, got player_0 and player_{i} "
+                f"differing in {different[0]}. Players with different observations cannot be stacked."
+            )
+    return specs
+
+
+def _num_actions(env: Any) -> int:
+    counts = {int(spec.num_values) for spec in env.action_spec()}
+    if len(counts) != 1:
+        raise SpecError(f"reading the specs failed: expected one number of actions for all, got {sorted(counts)}.")
+    return counts.pop()

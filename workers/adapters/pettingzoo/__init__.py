@@ -1,0 +1,1 @@
+"""PettingZoo envs, parallel and in turn (AEC)."""

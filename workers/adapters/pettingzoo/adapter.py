@@ -1,0 +1,303 @@
+"""PettingZoo parallel envs behind the partial-reset protocol; see `pettingzoo_groups` for keys, shapes and dtypes.
+
+Agents may leave and come back. `mask` in a row says who acts in the step after it; the env is given the actions of
+these agents alone. A row in which an agent says nothing has zeros for its observation and a reward of 0.
+
+Ends of agents: `terminated` and `truncated` below a group are what the env said of the agent, and stay as they are
+while it is away; an agent that comes back is done no longer. One that is gone without a word counts as terminated.
+
+Ends of episodes: the root is done when no agent is left, whatever became of each before; this is TorchRL's
+`done_on_any=False` (its default for parallel envs, True, gives up an episode when the first agent dies). It is
+`terminated` if all agents that have ended did terminate, and `truncated` if all were truncated, or some were and some
+terminated (TorchRL then says neither). All agents are done then, also those that never took part.
+
+AEC envs are run through `pettingzoo.utils.conversions.aec_to_parallel` where they allow it. In envs made parallel by
+`turn_based_aec_to_parallel`, the agent whose turn it is acts, and no other.
+
+The env is reset once to learn what its infos hold and, where it declares no `state_space`, how its state looks.
+Does not tell: whether values are inside their spaces (shape and dtype are checked); agents that are not among
+`possible_agents` are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
+from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.common.scalars import as_flag, as_float
+from envherd.workers.adapters.pettingzoo.groups import AgentGroup, Seat, make_groups
+from envherd.workers.adapters.pettingzoo.spaces import Agent, read_agent
+from envherd.workers.errors import ResetNeeded, SpecError
+
+_FIVE = "(observations, rewards, terminations, truncations, infos), each a dict by agent"
+
+
+class PettingZooAdapter(Adapter):
+    """One `pettingzoo.ParallelEnv`, or an `AECEnv` that can be made one.
+
+    Observations, rewards and flags that `reset` and `step` return are buffers of this adapter, written again by the
+    next call. Where `PettingZooFactory(return_state=True)` built the env, `state` at the root is its `state()`.
+
+    Args:
+        env: what the factory returned; it is reset once here.
+
+    Attributes:
+        env: the parallel env (of an AEC env, the one that `aec_to_parallel` made of it).
+        info: the infos by agent, as the env gave them (VIEW).
+
+    Raises:
+        SpecError: no `possible_agents`, an AEC env that cannot be made parallel, spaces without a fixed shape,
+            agents that cannot be grouped as the factory says.
+    """
+
+    family: ClassVar[str] = "pettingzoo"
+
+    def __init__(self, env: Any) -> None:
+        options = getattr(env, "envherd_options", None)
+        self.env = env = _as_parallel(env)
+        self.info: Mapping[Any, Any] = {}
+        self._turns = _turn_based(env)
+        agents = _possible_agents(env)
+        _, infos = _checked_reset(env.reset(seed=None, options=None))
+        read = [read_agent(a, env.observation_space(a), env.action_space(a), infos.get(a)) for a in agents]
+        self._groups = make_groups(read, None if options is None else options.group_map)
+        self._seats: dict[Agent, Seat] = {seat.agent: seat for group in self._groups for seat in group.seats}
+        self._values = [value for group in self._groups for value in group.values]
+        self._rewards = [group.reward for group in self._groups]
+        self._done_values = [value for group in self._groups for value in group.done_values]
+        has_state = options is not None and options.return_state
+        self._state = _state_leaf(env) if has_state else None
+        self._needs_reset = True
+        self.spec = self._make_spec()
+
+    def reset(
+        self,
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
+        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
+    ) -> list[Any]:
+        """Start a new episode; see `Adapter.reset`.
+
+        Args:
+            seed: handed to the env; None leaves its generator as it is.
+            options: `{"options": {...}}`, of which the env gets a copy of its own, or nothing.
+            mask: not used.
+
+        Raises:
+            TypeError: another keyword than `options`.
+            SpecError: the env returned anything but `(observations, infos)`, or has no agents.
+        """
+        self._needs_reset = True
+        observations, self.info = _checked_reset(self.env.reset(seed=seed, options=_env_options(options)))
+        if not self.env.agents:
+            raise SpecError("reset failed: expected a PettingZoo env with agents, got one that has none. Fix the env.")
+        for seat in self._seats.values():
+            seat.end = (False, False)
+        self._observe(observations)
+        self._needs_reset = False
+        return self._all_values()
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition; see `Adapter.step`.
+
+        Raises:
+            ResetNeeded: no agent is left, or no episode has begun; the env was not touched.
+            SpecError: the env returned no five dicts, left out an agent that acts, or named an unknown one.
+        """
+        if self._needs_reset:
+            raise ResetNeeded("step failed: expected an episode under way, got a PettingZoo env that needs a reset.")
+        acting = list(self.env.agents)
+        result = self.env.step(self._actions(action, acting))
+        if not (isinstance(result, (tuple, list)) and len(result) == 5 and all(isinstance(d, Mapping) for d in result)):
+            raise SpecError(f"step failed: expected {_FIVE}, got {_outline(result)}. Return them from env.step.")
+        observations, rewards, terminations, truncations, self.info = result
+        self._observe(observations)
+        for agent, seat in self._seats.items():
+            self._take_reward(seat, rewards.get(agent))
+            self._take_end(seat, terminations.get(agent), truncations.get(agent), has_acted=agent in acting)
+        terminated, truncated = self._end_episode()
+        self._needs_reset = terminated or truncated
+        return self._all_values(), list(self._rewards), terminated, truncated
+
+    def done_values(self) -> list[Any]:
+        """Return done, terminated and truncated of each group, bool `[A, 1]`."""
+        return self._done_values
+
+    def render(self) -> Any:
+        """Return what `env.render()` draws, uint8 `[H, W, 3]`, if its render mode is "rgb_array", else None."""
+        return self.env.render() if getattr(self.env, "render_mode", None) == "rgb_array" else None
+
+    def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
+        """Return the actions of the agents that act."""
+        start, parts = 0, {}
+        for group in self._groups:
+            parts[group.name] = action[start : start + len(group.action)]
+            start += len(group.action)
+        actions = {}
+        for agent in acting:
+            seat = self._seat(agent)
+            actions[agent] = seat.build([values[seat.index] for values in parts[seat.group.name]])
+        return actions
+
+    def _observe(self, observations: Mapping[Agent, Any]) -> None:
+        present = self.env.agents
+        acting = present if self._turns is None or not present else [self._turns.agent_selection]
+        for agent in present:
+            if agent not in observations:
+                self._seat(agent)
+                raise SpecError(
+                    f"reading observations failed: expected one of every agent in env.agents, got none of {agent}. "
+                    f"Fix the env: agents that are left have an observation."
+                )
+        for agent in observations:
+            self._seat(agent)
+        for agent, seat in self._seats.items():
+            if agent in observations:
+                seat.observe(observations[agent], self.info.get(agent), is_acting=agent in acting)
+            else:
+                seat.blank()
+
+    def _take_reward(self, seat: Seat, reward: Any) -> None:
+        value = 0.0 if reward is None else as_float(reward, f"reward of {seat.agent}")
+        seat.group.reward[seat.index, 0] = value
+
+    def _take_end(self, seat: Seat, terminated: Any, truncated: Any, *, has_acted: bool) -> None:
+        """Keep how an agent has ended."""
+        if terminated is not None or truncated is not None:
+            seat.end = (
+                terminated is not None and as_flag(terminated, f"terminations[{seat.agent!r}]"),
+                truncated is not None and as_flag(truncated, f"truncations[{seat.agent!r}]"),
+            )
+        elif seat.agent in self.env.agents:
+            seat.end = (False, False)
+        elif has_acted:
+            seat.end = (True, False)
+
+    def _end_episode(self) -> tuple[bool, bool]:
+        """Return whether the episode has terminated, and whether it was truncated; if so, all agents are done."""
+        if not all(any(self._seats[agent].end) for agent in self.env.agents):
+            return False, False
+        ends = [seat.end for seat in self._seats.values() if any(seat.end)]
+        terminated = all(end[0] for end in ends)
+        truncated = not terminated or (bool(ends) and all(end[1] for end in ends))
+        for seat in self._seats.values():
+            if not any(seat.end):
+                seat.end = (terminated, truncated)
+        return terminated, truncated
+
+    def _seat(self, agent: Agent) -> Seat:
+        seat = self._seats.get(agent)
+        if seat is None:
+            raise SpecError(
+                f"reading observations failed: expected agents among {', '.join(map(str, self._seats))}, "
+                f"got {agent!r}. Name all agents that may ever appear in env.possible_agents."
+            )
+        return seat
+
+    def _all_values(self) -> list[Any]:
+        return [*self._values, self.env.state()] if self._state is not None else list(self._values)
+
+    def _make_spec(self) -> EnvSpec:
+        groups, env = self._groups, self.env
+        state = () if self._state is None else (self._state,)
+        return EnvSpec(
+            observation=(*(leaf for group in groups for leaf in group.observation), *state),
+            action=tuple(leaf for group in groups for leaf in group.action),
+            reward=tuple(LeafSpec((group.name, "reward"), (group.size, 1), "float32") for group in groups),
+            done=done_leaves(groups=tuple(((group.name,), (group.size, 1)) for group in groups)),
+            groups=tuple(((group.name,), (group.size,)) for group in groups),
+            family=self.family,
+            metadata=_metadata(env, groups),
+        )
+
+
+def _as_parallel(env: Any) -> Any:
+    """Return the parallel env that an env is or can be made."""
+    if not any(f"{cls.__module__}.{cls.__qualname__}" == "pettingzoo.utils.env.AECEnv" for cls in type(env).__mro__):
+        return env
+    from pettingzoo.utils.conversions import aec_to_parallel
+
+    if not env.metadata.get("is_parallelizable", False):
+        raise SpecError(
+            f"reading the env failed: expected a PettingZoo parallel env, got the AEC env {env}, whose agents do not "
+            f"act at the same time. If they take turns, return pettingzoo.utils.conversions."
+            f"turn_based_aec_to_parallel(env) from the factory; if all act before the env changes, set "
+            f'metadata["is_parallelizable"] = True in it.'
+        )
+    return aec_to_parallel(env)
+
+
+def _turn_based(env: Any) -> Any:
+    """Return the AEC env inside an env in which agents take turns; None for other envs."""
+    while type(env).__name__ != "turn_based_aec_to_parallel_wrapper":
+        inner = getattr(env, "__dict__", {}).get("env")
+        if inner is None:
+            return None
+        env = inner
+    return env.aec_env
+
+
+def _possible_agents(env: Any) -> list[Agent]:
+    agents = list(getattr(env, "possible_agents", ()))
+    if not agents:
+        raise SpecError(
+            f"reading the env failed: expected possible_agents, got none from {type(env).__name__}. "
+            f"Name all agents that may ever appear in env.possible_agents, so that their rows have a place."
+        )
+    return agents
+
+
+def _checked_reset(result: Any) -> tuple[Mapping[Agent, Any], Mapping[Any, Any]]:
+    if not (isinstance(result, (tuple, list)) and len(result) == 2 and all(isinstance(d, Mapping) for d in result)):
+        raise SpecError(
+            f"reset failed: expected (observations, infos), both dicts by agent, got {_outline(result)}. "
+            f"PettingZoo before 1.23 returned observations alone: return both from env.reset."
+        )
+    return result[0], result[1]
+
+
+def _env_options(options: Mapping[str, Any] | None) -> Any:
+    """Return the env's own copy of what the caller gave as `options`."""
+    if not options:
+        return None
+    unknown = [name for name in options if name != "options"]
+    if unknown:
+        raise TypeError(
+            f"reset failed: expected no keyword but `options` for a PettingZoo env, got `{unknown[0]}`. "
+            f"Put it into reset(options={{{unknown[0]!r}: ...}}), which the env receives."
+        )
+    return copy.deepcopy(options["options"])
+
+
+def _state_leaf(env: Any) -> LeafSpec:
+    """Return the spec of the env's state, from its space where it has one, else from its state now."""
+    space = getattr(env, "state_space", None)
+    like = np.asarray(env.state()) if space is None or space.shape is None else np.empty(space.shape, space.dtype)
+    return LeafSpec(("state",), like.shape, like.dtype.name)
+
+
+def _outline(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        return f"{len(result)} values ({', '.join(type(item).__name__ for item in result[:8])})"
+    return type(result).__name__
+
+
+def _metadata(env: Any, groups: list[AgentGroup]) -> dict[str, Any]:
+    native = getattr(env, "metadata", None) or {}
+    names = {group.name: [str(seat.agent) for seat in group.seats] for group in groups}
+    facts: dict[str, Any] = {
+        "env_id": str(native.get("name") or type(env.unwrapped).__qualname__),
+        "render_mode": getattr(env, "render_mode", None),
+        "group_map": names,
+        "agent_names": [name for members in names.values() for name in members],
+        "agent_count": sum(group.size for group in groups),
+    }
+    fps = native.get("render_fps")
+    if isinstance(fps, (int, float)):
+        facts["render_fps"] = fps
+    return facts

@@ -1,0 +1,1 @@
+"""Simulators that step a batch of envs on tensors."""

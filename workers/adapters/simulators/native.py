@@ -1,0 +1,367 @@
+"""Batched simulators with Gymnasium's methods and torch's tensors: IsaacLab, and what is made like it.
+
+`step(actions)` takes a tensor `[B, ...]` and gives `(observations, rewards, terminated, truncated, extras)`, tensors
+`[B, ...]` or nested dicts of them; `reset(seed=, options=)` gives `(observations, extras)`; `num_envs` is B.
+
+How such a simulator deals with rows that end, and what is made of it:
+- It resets them within `step` and calls `_reset_idx` for that (IsaacLab, mjlab): the last observation is taken before
+  (see `torch_resets`), and the first one of the next episode is kept until the caller resets the row.
+- It resets them within `step`, says so (`metadata["autoreset_mode"]` SAME_STEP), and gives `final_obs`.
+- It never resets by itself (autoreset mode DISABLED, or `cfg.auto_reset` False; ManiSkill).
+- It says nothing: refused, with what to declare. A reset observation is never taken for a last one.
+The caller sees one protocol: a row that has ended keeps its last observation and stays ended until it is reset, and
+resetting it shows the first observation of its episode; rows that had not ended are reset in the simulator then.
+
+Observation keys are the simulator's (`policy`, `critic`), or `observation` for a single tensor. The simulator is reset
+once here, to learn the shapes and dtypes of what it really gives.
+Does not tell: whether observations are within the bounds of their spaces, which are not looked at.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+
+from envherd.shm.specs import Discrete, Domain, EnvSpec, Key, LeafSpec, MultiDiscrete, done_leaves
+from envherd.workers.adapters.common.tree import RESERVED_NAMES, interval
+from envherd.workers.adapters.simulators.batch import (
+    Leaves,
+    Stepped,
+    TorchBatchAdapter,
+    check_keys,
+    choose,
+    torch_dtype_name,
+)
+from envherd.workers.adapters.simulators.native_resets import FINAL_KEYS, ResetWatch, published_final, reset_rows
+from envherd.workers.adapters.torchrl.reading import to_plain
+from envherd.workers.errors import FactoryError, SpecError
+
+#: When a simulator resets rows that have ended by itself: in the step in which they end, or never.
+Resets = Literal["same_step", "never"]
+
+
+class TorchNativeAdapter(TorchBatchAdapter):
+    """One batched simulator; see the module.
+
+    A factory may return the adapter itself, to declare what the simulator does not say.
+
+    Args:
+        env: the simulator, perhaps in Gymnasium wrappers.
+        resets: whether it resets rows that have ended within `step`; None goes by what it says of itself.
+        final_observation: simulator (without wrappers) -> its observations now, for simulators that reset through
+            `_reset_idx`; None goes by `final_obs`, `observation_manager` or `_get_observations`.
+        keeps_actions: whether it holds on to the action tensors it is given; None finds out.
+
+    Raises:
+        FactoryError: it does not say when it resets, does so in the next step, or is of several agents.
+        SpecError: no `num_envs`, no action space of a fixed shape, or observations that are no tensors `[B, ...]`.
+    """
+
+    family: ClassVar[str] = "torch"
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        resets: Resets | None = None,
+        final_observation: Callable[[Any], Any] | None = None,
+        keeps_actions: bool | None = None,
+    ) -> None:
+        self._inner = inner = getattr(env, "unwrapped", env)
+        num_rows = getattr(inner, "num_envs", None)
+        if not isinstance(num_rows, int) or num_rows < 1:
+            raise SpecError(
+                f"reading the env failed: expected a torch simulator with `num_envs`, got {num_rows!r} in "
+                f"{type(inner).__name__}. Leave env_type at 'auto' for an env that is no batch."
+            )
+        super().__init__(env, num_rows, getattr(inner, "device", None) or "cpu", keeps_actions=keeps_actions)
+        self._resets: Resets = resets or _resets_of(inner)
+        if self._resets not in get_args(Resets):
+            raise FactoryError(f"TorchNativeAdapter failed: expected resets in {get_args(Resets)}, got {resets!r}.")
+        has_watch = self._resets == "same_step" and callable(getattr(inner, "_reset_idx", None))
+        self._watch = ResetWatch(inner, num_rows, final_observation) if has_watch else None
+        self._takes_ids = "env_ids" in inspect.signature(inner.reset).parameters
+        self._reads_env_idx = _reads_option(type(inner), "env_idx")
+        #: Rows that the simulator has reset and the caller has not, and their first observations.
+        self._waiting: torch.Tensor | None = None
+        self._fresh: Leaves = []
+        self._extras: Any = {}
+        with self._on_stage():
+            observations = self._unpack(self.env.reset())
+        self._paths, leaves = _read_structure(observations, num_rows)
+        check_keys(leaves, RESERVED_NAMES, "observations")
+        self.spec = EnvSpec(
+            observation=leaves,
+            action=(_action_leaf(inner, num_rows),),
+            reward=(LeafSpec(("reward",), (num_rows, 1), "float32"),),
+            done=done_leaves((num_rows,)),
+            batch_shape=(num_rows,),
+            family=self.family,
+            metadata={
+                "env": f"{type(inner).__module__}.{type(inner).__qualname__}",
+                "device": str(self.device),
+                "resets_itself": self._resets == "same_step",
+            },
+        )
+
+    @property
+    def info(self) -> Mapping[str, Any]:  # type: ignore[override]  # made when asked for, as few ask
+        """What the simulator said beside its values (`extras`), with arrays (copies) for tensors."""
+        return {key: to_plain(value) for key, value in dict(self._extras).items() if key not in FINAL_KEYS}
+
+    def render(self) -> Any:
+        """Return what `env.render()` draws, if its render mode is "rgb_array", else None."""
+        return self.env.render() if getattr(self.env, "render_mode", None) == "rgb_array" else None
+
+    def _reset_all(self, seed: int | None, options: dict[str, Any]) -> Leaves:
+        self._waiting = None
+        return self._flatten(self._unpack(self.env.reset(seed=seed, **_known(options))))
+
+    def _reset_rows(self, rows: torch.Tensor, options: dict[str, Any]) -> Leaves:
+        waiting = torch.zeros_like(rows) if self._waiting is None else self._waiting & rows
+        left = rows & ~waiting
+        if options and bool(waiting.any()):
+            raise TypeError(
+                f"reset failed: expected no keyword arguments, got {next(iter(options))!r}: the simulator resets rows "
+                f"in the step in which they end. Give them with a reset of all rows."
+            )
+        if self._waiting is not None:
+            self._waiting &= ~rows
+        if not bool(left.any()):
+            return self._fresh
+        leaves = self._flatten(self._reset_in_simulator(left, _known(options)))
+        return choose(waiting, self._fresh, leaves) if bool(waiting.any()) else leaves
+
+    def _reset_in_simulator(self, rows: torch.Tensor, options: dict[str, Any]) -> Any:
+        """Reset rows that the simulator has not reset itself; return observations of all rows."""
+        inner = self._inner
+        dtype = torch.int64 if self._watch is None else self._watch.id_dtype
+        ids = rows.nonzero().view(-1).to(dtype)
+        if callable(getattr(inner, "_reset_idx", None)) and not options:
+            return reset_rows(inner, ids, rows)
+        if self._takes_ids:
+            return self._unpack(inner.reset(env_ids=ids, **options))
+        own = options.get("options") or {}
+        if self._reads_env_idx:
+            return self._unpack(self.env.reset(options={**own, "env_idx": ids}))
+        if _autoreset_mode(inner) == "DISABLED":
+            return self._unpack(self.env.reset(options={**own, "reset_mask": rows}))
+        raise SpecError(
+            f"reset failed: expected a simulator that can reset some rows ({int(rows.sum())} of {len(rows)} asked "
+            f"for), got {type(inner).__name__}, whose reset takes neither env_ids nor options['env_idx']. Reset all "
+            f"rows, or only those that have ended."
+        )
+
+    def _step(self, actions: Leaves) -> Stepped:
+        self._waiting = None
+        if self._watch is None:
+            stepped = self.env.step(self._native_action(actions[0]))
+        else:
+            with self._watch.stepping():
+                stepped = self.env.step(self._native_action(actions[0]))
+        if not isinstance(stepped, (tuple, list)) or len(stepped) != 5:
+            raise SpecError(
+                f"step failed: expected (observations, rewards, terminated, truncated, extras), got "
+                f"{type(stepped).__name__} of {len(stepped) if isinstance(stepped, (tuple, list)) else 1}. Fix the env."
+            )
+        observations, rewards, terminated, truncated, self._extras = stepped
+        leaves = self._flatten(observations)
+        if self._resets == "same_step":
+            leaves = self._undo_resets(leaves, (terminated | truncated).view(-1))
+        return leaves, [rewards.view(self._num_rows, 1)], terminated, truncated
+
+    def _undo_resets(self, leaves: Leaves, ended: torch.Tensor) -> Leaves:
+        """Return the observations with the last one in rows that have ended, and keep the first of the next episode."""
+        was_reset = ended if self._watch is None else self._watch.rows
+        if was_reset is None or not bool(was_reset.any()):
+            return leaves
+        if bool((was_reset & ~ended).any()):
+            row = int((was_reset & ~ended).nonzero()[0])
+            raise SpecError(
+                f"step failed: expected resets of rows that have ended only, got one of row {row}, which the simulator "
+                f"says is neither terminated nor truncated. Fix the env: nobody would know that its episode is over."
+            )
+        final = self._flatten(self._published() if self._watch is None else self._watch.final)
+        self._waiting = was_reset.clone()
+        self._fresh = [leaf.clone() for leaf in leaves]
+        for last, first in zip(final, leaves, strict=True):
+            if last.data_ptr() == first.data_ptr() and last.numel():
+                raise SpecError(
+                    "step failed: expected last observations in memory of their own, got those of the next episode: "
+                    "the simulator's final_obs is a view of its observation buffer. clone() it there."
+                )
+        return choose(self._waiting, final, leaves)
+
+    def _published(self) -> Any:
+        final = published_final(self._extras)
+        if final is None or not isinstance(final, (torch.Tensor, Mapping)):
+            raise SpecError(
+                f"step failed: expected the last observations of the rows that were reset in this step, as tensors "
+                f"[{self._num_rows}, ...] in extras['final_obs'], got {type(final).__name__}. They are lost: have the "
+                f"simulator publish them (IsaacLab: cfg.compute_final_obs = True), or turn its autoreset off."
+            )
+        return final
+
+    def _native_action(self, action: torch.Tensor) -> torch.Tensor:
+        domain = self.spec.action[0].domain
+        return action + domain.start if isinstance(domain, Discrete) and domain.start else action
+
+    def _unpack(self, result: Any) -> Any:
+        observations, self._extras = result if isinstance(result, tuple) else (result, {})
+        return observations
+
+    def _flatten(self, observations: Any) -> Leaves:
+        leaves = []
+        for path in self._paths:
+            value = observations
+            try:
+                for name in path:
+                    value = value[name]
+            except (KeyError, TypeError, IndexError):
+                raise SpecError(
+                    f"reading observations failed: expected {'/'.join(map(str, path))} as at the first reset, got "
+                    f"none. The env must give it at every reset and step."
+                ) from None
+            leaves.append(value)
+        return leaves
+
+
+class IsaacLabAdapter(TorchNativeAdapter):
+    """One IsaacLab `ManagerBasedRLEnv` or `DirectRLEnv`: there can be one in a process, and it resets within `step`.
+
+    Single actions of a `Discrete` space reach the simulator as `[B, 1]`, as IsaacLab samples them.
+    """
+
+    family: ClassVar[str] = "isaaclab"
+    is_alone = True
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        final_observation: Callable[[Any], Any] | None = None,
+        keeps_actions: bool | None = None,
+    ) -> None:
+        if hasattr(getattr(env, "unwrapped", env), "possible_agents"):
+            raise FactoryError(
+                f"the factory failed: expected an IsaacLab env with one action space, got "
+                f"{type(env.unwrapped).__name__} with several agents. Return "
+                f"isaaclab.envs.multi_agent_to_single_agent(env) from the factory."
+            )
+        super().__init__(env, final_observation=final_observation, keeps_actions=keeps_actions)
+
+    def _native_action(self, action: torch.Tensor) -> torch.Tensor:
+        native = super()._native_action(action)
+        return native.view(-1, 1) if native.ndim == 1 else native
+
+
+class ManiSkillAdapter(TorchNativeAdapter):
+    """One ManiSkill `BaseEnv`, as `gymnasium.make` wraps it, or a `ManiSkillVectorEnv` around it.
+
+    The env never resets by itself, and resets the rows `options["env_idx"]`; a vector env around it (with
+    `auto_reset`) resets rows in the step in which they end, and its `final_observation` is taken for their last one.
+    """
+
+    family: ClassVar[str] = "maniskill"
+
+    def __init__(self, env: Any, *, keeps_actions: bool | None = None) -> None:
+        resets_itself = bool(getattr(env, "auto_reset", False))
+        super().__init__(env, resets="same_step" if resets_itself else "never", keeps_actions=keeps_actions)
+
+    def render(self) -> Any:
+        """Return what the rows draw, side by side in a square, uint8 `[H, W, 3]`, or None if they draw no arrays."""
+        from envherd.workers.adapters.gymnasium.rows import mosaic  # which imports Gymnasium, as ManiSkill does
+
+        frames = super().render()
+        return None if frames is None else mosaic(to_plain(frames))
+
+
+def _reads_option(cls: type, name: str) -> bool:
+    """Return whether the `reset` of a class, or one that it goes on to, speaks of an option."""
+    codes = (getattr(vars(base).get("reset"), "__code__", None) for base in cls.__mro__)
+    return any(code is not None and name in code.co_consts for code in codes)
+
+
+def _resets_of(env: Any) -> Resets:
+    """Return when a simulator resets, by what it says of itself."""
+    mode = _autoreset_mode(env)
+    if mode == "NEXT_STEP":
+        raise FactoryError(
+            f"the factory failed: expected a simulator that does not reset in the step after an end, got "
+            f"{type(env).__name__} with autoreset_mode NEXT_STEP. Build it with autoreset_mode DISABLED."
+        )
+    if mode == "DISABLED" or getattr(getattr(env, "cfg", None), "auto_reset", None) is False:
+        return "never"
+    if mode == "SAME_STEP" or callable(getattr(env, "_reset_idx", None)):
+        return "same_step"
+    raise FactoryError(
+        f"the factory failed: expected a torch simulator that says when it resets rows that have ended, got "
+        f"{type(env).__name__} without metadata['autoreset_mode'] and without _reset_idx. Return "
+        f"envherd.workers.adapters.torch_native.TorchNativeAdapter(env, resets='never') from the factory, or "
+        f"resets='same_step' if it resets within step and gives extras['final_obs']."
+    )
+
+
+def _autoreset_mode(env: Any) -> str:
+    metadata = getattr(env, "metadata", None)
+    mode = metadata.get("autoreset_mode") if isinstance(metadata, Mapping) else None
+    return str(getattr(mode, "name", mode or ""))
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments for the simulator's reset: `options`, and nothing else."""
+    unknown = [name for name in options if name != "options"]
+    if unknown:
+        raise TypeError(
+            f"reset failed: expected no keyword but `options` for a torch simulator, got `{unknown[0]}`. "
+            f"Put it into reset(options={{{unknown[0]!r}: ...}})."
+        )
+    return dict(options)
+
+
+def _read_structure(observations: Any, num_rows: int) -> tuple[list[tuple[Any, ...]], tuple[LeafSpec, ...]]:
+    """Return where the leaves of observations are, and what they are."""
+    is_dict = isinstance(observations, Mapping)
+    paths, leaves = [], []
+    for path, value in _walk(observations, ()):
+        key: Key = tuple(map(str, path)) if is_dict else ("observation",)
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[0] != num_rows:
+            got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise SpecError(
+                f"reading observations failed: expected {'/'.join(key)} as a tensor [{num_rows}, ...], got {got}. "
+                f"Leave env_type at 'auto', or give 'numpy', for an env that gives arrays."
+            )
+        paths.append(path)
+        leaves.append(LeafSpec(key, tuple(value.shape), torch_dtype_name(value.dtype, "/".join(key))))
+    return paths, tuple(leaves)
+
+
+def _walk(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _walk(item, (*path, name))
+    else:
+        yield path, value
+
+
+def _action_leaf(env: Any, num_rows: int) -> LeafSpec:
+    """Describe the actions of all rows; spaces are read by what they have, so that no package need be imported."""
+    space: Any = getattr(env, "single_action_space", None)
+    domain: Domain
+    if hasattr(space, "nvec"):
+        nvec = tuple(int(n) for n in space.nvec.reshape(-1))
+        return LeafSpec(("action",), (num_rows, len(nvec)), "int64", MultiDiscrete((nvec,) * num_rows))
+    if hasattr(space, "n") and np.shape(space.n) == () and not getattr(space, "shape", ()):
+        return LeafSpec(("action",), (num_rows,), "int64", Discrete(int(space.n), int(getattr(space, "start", 0))))
+    if hasattr(space, "low") and hasattr(space, "high"):
+        dtype = np.dtype(space.dtype)
+        domain = interval(space.low, space.high, dtype)
+        return LeafSpec(("action",), (num_rows, *space.shape), dtype.name, domain)
+    raise SpecError(
+        f"reading the env failed: expected `single_action_space` to be a Box, Discrete or MultiDiscrete, got "
+        f"{type(space).__name__} in {type(env).__name__}. Flatten the actions in a wrapper around the env."
+    )

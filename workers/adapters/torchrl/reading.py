@@ -1,0 +1,134 @@
+"""Read a TorchRL tensordict: leaves as python and numpy data, and how an episode ended.
+
+Guarantees: nothing is copied that need not be (arrays are VIEWS of CPU tensors); a leaf that the env owes and
+does not give is a `SpecError` that names it. Handles tensors and tensordicts through their methods alone, so
+that nothing is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from envherd.workers.adapters.torchrl.specs import Member, Path, PlacedLeaf
+from envherd.workers.errors import SpecError
+
+#: From a tensordict to one value.
+Read = Callable[[Any], Any]
+
+#: The names that say at the root how an episode stands.
+END_NAMES = ("done", "terminated", "truncated")
+
+
+def topmost(done_leaves: list[PlacedLeaf]) -> list[Path]:
+    """Return where the done leaves lie that decide: those with no done leaf above them prevail over nested ones."""
+    prefixes = sorted({leaf.path[:-1] for leaf in done_leaves}, key=len)
+    return [path for path in prefixes if not any(path != other and path[: len(other)] == other for other in prefixes)]
+
+
+def ends_reader(done_leaves: list[PlacedLeaf], batch_shape: tuple[int, ...]) -> Callable[[Any], tuple[Any, Any]]:
+    """Return a reader of the root's `(terminated, truncated)`: bools, or bool arrays `[*batch_shape, 1]`.
+
+    An end that is neither terminated nor truncated in the env's own words counts as truncated.
+    """
+    flags: dict[str, list[Read]] = {name: [] for name in END_NAMES}
+    decisive = topmost(done_leaves)
+    for leaf in done_leaves:
+        if leaf.path[:-1] in decisive:
+            name = leaf.spec.key[-1] if leaf.spec.key[-1] in flags else "done"
+            flags[name].append(_flag_reader(leaf, batch_shape))
+    done, terminated, truncated = flags.values()
+    none = np.zeros((*batch_shape, 1), bool)
+
+    def read_rows(td: Any) -> tuple[Any, Any]:
+        ended = np.logical_or.reduce([none, *(read(td) for read in terminated)])
+        cut = np.logical_or.reduce([none, *(read(td) for read in truncated)])
+        over = np.logical_or.reduce([none, *(read(td) for read in done)])
+        return ended, cut | (over & ~ended)
+
+    def read_one(td: Any) -> tuple[Any, Any]:
+        ended = cut = over = False  # plain loops: this runs at every step
+        for read in terminated:
+            ended |= read(td)
+        for read in truncated:
+            cut |= read(td)
+        for read in done:
+            over |= read(td)
+        return ended, cut or (over and not ended)
+
+    return read_rows if batch_shape else read_one
+
+
+def reader(leaf: PlacedLeaf) -> Read:
+    """Return what reads a leaf: a VIEW as an array, a python number for scalars and single floats, else plain data."""
+    fetch = _fetcher(leaf)
+    if leaf.spec.is_side:
+        return lambda td: to_plain(fetch(td))
+    if leaf.spec.shape == () or (leaf.spec.shape == (1,) and leaf.spec.dtype in ("float32", "float64")):
+        return lambda td: fetch(td).item()
+    return lambda td: to_numpy(fetch(td))
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """Return a tensor as an array: a VIEW if it is on the CPU."""
+    if tensor.is_cpu and not tensor.requires_grad:
+        return tensor.numpy()
+    return tensor.detach().cpu().numpy()
+
+
+def to_plain(value: Any) -> Any:
+    """Return data with arrays (copies) in place of tensors and the content in place of non-tensor data.
+
+    bfloat16 becomes float32; a nested tensor becomes a list of arrays.
+    """
+    if hasattr(value, "is_nested"):
+        if value.is_nested:
+            return [to_plain(row) for row in value.unbind()]
+        return np.array(to_numpy(value.float() if str(value.dtype) == "torch.bfloat16" else value))
+    if type(value).__name__ in ("NonTensorData", "NonTensorStack"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_plain(item) for item in value)
+    return value
+
+
+def _flag_reader(leaf: PlacedLeaf, batch_shape: tuple[int, ...]) -> Read:
+    fetch = _fetcher(leaf)
+    if batch_shape:
+        return lambda td: to_numpy(fetch(td)).astype(bool).reshape(*batch_shape, -1).any(-1, keepdims=True)
+    if np.prod(leaf.spec.shape) == 1 and leaf.spec.dtype == "bool":
+        return lambda td: fetch(td).item()
+    return lambda td: bool(fetch(td).any())
+
+
+def _fetcher(leaf: PlacedLeaf) -> Read:
+    path, is_side = leaf.path, leaf.spec.is_side
+    key: Any = path[0] if len(path) == 1 else path
+
+    def fetch(td: Any) -> Any:
+        value = td.get(key, None)
+        if value is None and not is_side:
+            raise _missing(leaf)
+        return value
+
+    def fetch_member(td: Any) -> Any:
+        value = td
+        for step in path:
+            if value is not None:
+                value = value.unbind(step.dim)[step.index] if isinstance(step, Member) else value.get(step, None)
+        if value is None and not is_side:
+            raise _missing(leaf)
+        return value
+
+    return fetch_member if any(isinstance(step, Member) for step in path) else fetch
+
+
+def _missing(leaf: PlacedLeaf) -> SpecError:
+    return SpecError(
+        f"reading {'/'.join(leaf.spec.key)} failed: expected {leaf.spec}, got nothing. "
+        f"The env breaks its own spec: give the leaf at every reset and step, or take it out of the spec."
+    )

@@ -1,0 +1,1 @@
+"""The envs of one worker: commands carried out, rows written."""

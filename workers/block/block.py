@@ -1,0 +1,335 @@
+"""A block: the envs of one worker, and the rows of the slab that are theirs.
+
+Guarantees:
+- STEP is exactly one `env.step` and never a reset. A reset touches its own env alone.
+- The terminal observation is in the slab before the env is reset (envs reuse their buffers).
+- Every value is checked against the spec as it is written; what an env raises becomes a `Fault` of
+  that env, and the block goes on.
+Knows nothing of processes or doorbells: the worker's loop and `SerialEnv` drive it alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.slab import Slab, Storage
+from envherd.workers import seeding
+from envherd.workers.adapters.base import Adapter
+from envherd.workers.block.questions import answer
+from envherd.workers.block.slot import Sink, Slot, compile_step, store, wrong_count
+from envherd.workers.block.writers import Writer
+from envherd.workers.errors import InternalError, SpecError
+from envherd.workers.infos import packer
+from envherd.workers.messages import UNGUARDS, Ask, BlockOptions, Prepare
+from envherd.workers.protocol import RING, Flag, Op, Status, unpack
+from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
+
+#: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
+_MAX_REMEMBERED = 4096
+
+# As plain ints: comparing and storing enum members costs more than the step of a small env.
+_STEP_RESET, _RESET, _PREPARED = int(Op.STEP_RESET), int(Op.RESET), int(Flag.PREPARED)
+_OK, _FAILED, _SIDE = int(Status.OK), int(Status.FAILED), int(Status.SIDE)
+
+Report = Callable[[dict[str, Any]], None]
+
+
+class Block:
+    """The envs of one worker; see the module.
+
+    Args:
+        worker_id: whose words to write.
+        adapters: env id -> adapter, ascending by env id.
+        root_seed: see `workers.seeding`.
+        report: called with plain messages for the parent (faults, side values, notices).
+        options: see `BlockOptions`.
+
+    Attributes:
+        passes: exceptions that are the caller's and not an env's: a Ctrl-C, where the envs run in its process.
+    """
+
+    def __init__(
+        self,
+        worker_id: int,
+        adapters: Mapping[int, Adapter],
+        root_seed: int,
+        report: Report,
+        options: BlockOptions,
+    ) -> None:
+        self.passes: tuple[type[BaseException], ...] = ()
+        self.worker_id = worker_id
+        self.root_seed = root_seed
+        self.slots = {i: Slot(i, adapter, check_finite=options.check_finite) for i, adapter in adapters.items()}
+        if options.info_keys is not None:
+            for slot in self.slots.values():
+                slot.adapter.on_left_out = slot.leave_out
+        self._report = report
+        self._isolate_rng = options.isolate_rng
+        self._has_episode_seeds = options.episode_seeds
+        self._first_env_id = options.first_env_id
+        self._pack_info = packer(options.infos)
+        self._without_seed: set[Slot] = set()  # envs that have begun an episode since `draw_seeds`
+        self._words: dict[str, memoryview] = {}
+        self._unpacked: dict[int, tuple[int, int, int, int]] = {}
+
+    def attach(self, slab: Slab) -> None:
+        """Take these envs' rows of a slab."""
+        self._words = {name: array.data for name, array in slab.words.items()}
+        self._phase, self._env_steps = self._words["phase"], self._words["env_steps"]
+        for slot in self.slots.values():
+            group_index, row = slot.place = slab.plan.place(slot.env_id)
+            group = slab.groups[group_index]
+            slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
+            slot.bind_inputs(group.inputs, row)
+            self._compile(slot)
+
+    def attach_storage(self, target: int, storage: Storage) -> None:
+        """Take these envs' rows of a rollout storage, addressed as `target` from now on."""
+        for slot in self.slots.values():
+            slot.sinks[target] = Sink(slot, storage.of_row(*slot.place), root_follows=True)
+            self._compile(slot)
+
+    def _compile(self, slot: Slot) -> None:
+        """Give an env's sinks the quick step, where it can be used from now on."""
+        if not (slot.unwatched or self._isolate_rng or slot.spec.batch_shape):
+            for sink in slot.sinks.values():
+                sink.step = sink.step or compile_step(slot, sink, self._words)
+
+    def detach_storage(self, target: int) -> None:
+        """Forget a rollout storage."""
+        for slot in self.slots.values():
+            slot.sinks.pop(target, None)
+
+    def seed(self, root_seed: int) -> None:
+        """Use a new root seed; the next reset of every env is its episode 0."""
+        self.root_seed = root_seed
+        for env_id, slot in self.slots.items():
+            self._words["episode"][env_id] = 0
+            slot.rng_state = None
+            slot.adapter.reseeded()
+
+    def prepare(self, message: Prepare) -> None:
+        """Keep the extras of an env's next command."""
+        self.slots[message.env_id].prepared = message
+
+    def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
+        """Do something with envs that is not a step; return the plain answer."""
+        adapters = {env_id: slot.adapter for env_id, slot in self.slots.items()}
+        reply = answer(message, adapters, pickle_replies=pickle_replies, passes=self.passes)
+        for env_id in message.env_ids:
+            slot = self.slots[env_id]
+            if message.what in UNGUARDS:
+                slot.is_guarded = False
+            elif message.what == "load_state_dict" and not message.is_silent and reply["kind"] == "values":
+                slot.must_reset = slot.has_ended = False
+                slot.last_done = np.zeros(slot.spec.batch_shape, bool) if slot.spec.batch_shape else False
+        return reply
+
+    def lend(self, env_id: int, values: list[Any]) -> None:
+        """Have an env that takes tensors read these in its next step, one per input leaf, instead of the slab's."""
+        self.slots[env_id].lent = values
+
+    def settle(self, env_id: int, following: list[Writer], roots: list[Writer], rewards: list[Writer]) -> None:
+        """Have an env's tensors written to the ring by these, leaf by leaf, as they are; flags stay in the slab."""
+        slot = self.slots[env_id]
+        slot.adapter.gives_tensors = True
+        sink = slot.sinks[RING]
+        sink.next_observation, sink.root_observation, sink.reward = following, roots, rewards
+
+    def execute(self, env_id: int, command: int) -> int:
+        """Carry out one command for one env and say how it ended; what the env raises is reported."""
+        op, target, column, flags = self._unpacked.get(command) or self._unpack(command)
+        slot = self.slots[env_id]
+        if op == _RESET and not flags & _PREPARED:
+            slot.prepared = None
+        self._phase[self.worker_id] = slot.phase_words[op]
+        try:
+            self._carry_out(slot, slot.sinks[target], op, column)
+            return self._tell(slot) if slot.has_news or slot.has_side or slot.infos else _OK
+        except self.passes:
+            slot.prepared = None
+            slot.must_reset = True
+            raise
+        except BaseException as error:  # whatever it is, SystemExit too, it is this env's and not the worker's
+            slot.prepared = None
+            slot.must_reset = True
+            slot.infos.clear()
+            if isinstance(error, SpecError) and slot.adapter.origin:
+                error = SpecError(f"{error} Built by {slot.adapter.origin}.").with_traceback(error.__traceback__)
+            self._report(Fault.from_exception(env_id, slot.phase, error).to_plain())
+            return _FAILED
+
+    def _carry_out(self, slot: Slot, sink: Sink, op: int, column: int) -> None:
+        if op == _RESET:
+            self._reset(slot, sink, column, None if slot.must_reset else slot.reset_mask)  # a new instance, as a whole
+            return
+        if (slot.must_reset or slot.has_ended) and slot.is_guarded:
+            raise InternalError(
+                f"step failed: expected a running env, got env {slot.env_id} that has ended, has raised, or was never "
+                f"reset. It was not stepped."
+            )
+        slot.phase = "step"
+        step = sink.step
+        observation = self._step(slot, sink, column) if step is None else step(column)
+        if self._pack_info is not None:
+            self._note_info(slot, "next")
+        if op == _STEP_RESET and slot.has_ended:
+            if slot.has_side:  # the env may write to what it gave
+                slot.side["next"][:] = copy.deepcopy(slot.side["next"])
+            self._reset(slot, sink, column + sink.root_follows, slot.last_done if slot.spec.batch_shape else None)
+        elif sink.root_follows and (step is None or slot.has_ended) and column + 1 < sink.num_columns:
+            self._write_root(slot, sink, column + 1, observation)
+
+    def _tell(self, slot: Slot) -> int:
+        """Report what an env has for the parent besides its rows."""
+        if slot.infos:
+            self._report(Infos(slot.env_id, slot.infos.pop("next", None), slot.infos.pop("root", None)).to_plain())
+        if slot.has_side:
+            self._report(SideValues(slot.env_id, slot.side["next"], slot.side["root"]).to_plain())
+        if slot.left_out:
+            self._report(LeftOut(slot.env_id, slot.left_out).to_plain())
+            slot.left_out = {}
+        slot.has_news = False
+        return _SIDE
+
+    def _unpack(self, command: int) -> tuple[int, int, int, int]:
+        """Unpack a command, and remember it: the same few come again and again."""
+        if len(self._unpacked) > _MAX_REMEMBERED:
+            self._unpacked.clear()
+        unpacked = self._unpacked[command] = unpack(command)
+        return unpacked
+
+    def _step(self, slot: Slot, sink: Sink, column: int) -> list[Any]:
+        adapter = slot.adapter
+        action = [read() for read in slot.action_readers]
+        slot.prepared = None
+        if slot.unwatched or self._isolate_rng:
+            values = self._with_own_rng(slot, "step", lambda: adapter.step(action))
+        else:
+            values = adapter.step(action)
+        observation, reward, terminated, truncated = values
+        self._env_steps[slot.env_id] += 1
+        if len(observation) != len(sink.next_observation) or len(reward) != len(sink.reward):
+            raise wrong_count(slot.spec, observation, reward)
+        for write, value in zip(sink.next_observation, observation):  # noqa: B905  # lengths were compared
+            write(column, value)
+        for write, value in zip(sink.reward, reward):  # noqa: B905
+            write(column, value)
+        done, terminated_column, truncated_column = sink.next_done
+        terminated_column[column] = terminated
+        truncated_column[column] = truncated
+        done[column] = slot.last_done = terminated | truncated
+        slot.has_ended = bool(slot.last_done.any()) if slot.spec.batch_shape else slot.last_done
+        if slot.has_ended and slot.spec.batch_shape:
+            slot.last_ends = (np.array(terminated), np.array(truncated))
+        if sink.next_nested:
+            store(sink.next_nested, column, adapter.done_values(), "done")
+        if slot.has_ended:
+            self._words["ends"][slot.env_id] += 1
+        return observation
+
+    def _reset(self, slot: Slot, sink: Sink, column: int, mask: np.ndarray | None) -> None:
+        slot.phase = "reset"
+        self._phase[self.worker_id] = slot.phase_words[_RESET]
+        prepared, slot.prepared = slot.prepared, None
+        episodes = self._words["episode"]
+        episode = episodes[slot.env_id]
+        seed = self._seed_of(slot, episode)
+        if prepared is not None and prepared.has_seed:
+            seed = prepared.seed
+            slot.adapter.reseeded()
+        options = None if prepared is None else prepared.options
+        inner = None if mask is None or mask.all() else mask.copy()
+        episodes[slot.env_id] = episode + 1
+        observation = self._begin_episode(slot, seed, options, inner)
+        self._words["resets"][slot.env_id] += 1
+        slot.must_reset = False
+        if self._pack_info is not None:
+            self._note_info(slot, "root")
+        slot.last_done = False if inner is None else slot.last_done & ~inner
+        slot.has_ended = inner is not None and bool(slot.last_done.any())
+        if column < sink.num_columns:
+            self._write_root(slot, sink, column, observation)
+
+    def _seed_of(self, slot: Slot, episode: int) -> int | None:
+        """Return the seed of an episode, or None if envs' own generators go on."""
+        if not self._has_episode_seeds:
+            return None
+        root_seed, drawn_for, seed = slot.next_seed
+        self._without_seed.add(slot)
+        if (root_seed, drawn_for) == (self.root_seed, episode):
+            return seed
+        return seeding.episode_seed(self.root_seed, self._first_env_id + slot.env_id, episode)
+
+    def draw_seeds(self) -> None:
+        """Draw the seeds of next episodes (20 us each) before they begin, while nobody waits."""
+        for slot in self._without_seed:
+            episode = self._words["episode"][slot.env_id]
+            seed = seeding.episode_seed(self.root_seed, self._first_env_id + slot.env_id, episode)
+            slot.next_seed = (self.root_seed, episode, seed)
+        self._without_seed.clear()
+
+    def _begin_episode(
+        self, slot: Slot, seed: int | None, options: dict[str, Any] | None, mask: np.ndarray | None
+    ) -> list[Any]:
+        """Reset an env, or the rows of it that a mask names; return its observation."""
+        adapter = slot.adapter
+        observation: list[Any] = self._with_own_rng(slot, "reset", lambda: adapter.reset(seed, options, mask))
+        return observation
+
+    def _note_info(self, slot: Slot, section: str) -> None:
+        """Keep what the env said in the step or reset just made."""
+        assert self._pack_info is not None
+        slot.infos.pop(section, None)
+        info = slot.adapter.info
+        if info.__class__ is dict and not info:
+            return
+        packed, left_out = self._pack_info(info)
+        if packed is not None:
+            slot.infos[section] = packed
+        if left_out:
+            slot.leave_out(left_out)
+
+    def _write_root(self, slot: Slot, sink: Sink, column: int, observation: list[Any]) -> None:
+        store(sink.root_observation, column, observation, "observation")
+        for flag, source in zip(sink.root_done, self._root_flags(slot, sink, column), strict=True):
+            flag[column] = source
+        if sink.root_nested:
+            store(sink.root_nested, column, slot.adapter.done_values(), "done")
+
+    def _root_flags(self, slot: Slot, sink: Sink, column: int) -> list[Any]:
+        """Return done, terminated, truncated of a root: all False unless (part of) the env has ended."""
+        if not slot.has_ended:
+            return [False, False, False]
+        if sink.root_follows and column > 0:
+            return [flag[column - 1] & slot.last_done for flag in sink.next_done]
+        return [slot.last_done, *(ends & slot.last_done for ends in slot.last_ends)]
+
+    def _with_own_rng(self, slot: Slot, phase: str, call: Callable[[], Any]) -> Any:
+        """Call an env, its global generators' state swapped in (isolated) or watched (first call only)."""
+        is_watched = phase in slot.unwatched
+        if not (is_watched or self._isolate_rng):
+            return call()
+        slot.unwatched.discard(phase)
+        self._compile(slot)
+        outer = before = seeding.globals_state()
+        if self._isolate_rng:
+            if slot.rng_state is None:
+                seeding.seed_globals(seeding.build_seed(self.root_seed, self._first_env_id + slot.env_id))
+            else:
+                seeding.restore_globals(slot.rng_state)
+            before = seeding.globals_state()
+        result = call()
+        after = seeding.globals_state()
+        drawn = seeding.drawn_between(before, after)
+        if self._isolate_rng:
+            slot.rng_state = after
+            seeding.restore_globals(outer)
+        elif drawn:
+            slot.has_news = True
+            self._report(Notice(slot.env_id, phase, drawn).to_plain())
+        return result

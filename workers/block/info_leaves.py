@@ -1,0 +1,307 @@
+"""Chosen entries of an env's infos as leaves of its observation.
+
+    ParallelEnv(8, make_env, options=ExecutorOptions(info_keys=("lives",)))                # their shape is found out
+    ... info_keys={"lives": int, "position": np.zeros(3), ("episode", "r"): float}          # or said
+    ... info_keys="all"                                                                    # every number there is
+
+An entry `lives` becomes `("info", "lives")`, and `("info", "_lives")`, bool, says whether the env gave it;
+where it did not, the leaf is 0. An entry of a dict inside the info is a path, `("episode", "r")`, and
+becomes `("info", "episode", "r")` and `("info", "episode", "_r")`. The root has what a reset said, `next`
+what the step said.
+
+What is found out is found out in an env of its own, which is reset, stepped once and closed again, so that
+the envs themselves have done nothing when they are handed over. Entries that only come later (those of an
+episode's end), and envs of which a process may have only one, need the shape to be said.
+
+Guarantees: no info makes a step fail. A value that does not fit its leaf (another shape, a float where an
+int was, None, text) counts as not given, and is named once in the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from envherd.shm.specs import Binary, Discrete, EnvSpec, LeafSpec, Unbounded
+from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.block.writers import coerce
+from envherd.workers.errors import SpecError
+from envherd.workers.infos import explain
+from envherd.workers.random_values import draw
+
+Path = tuple[str, ...]
+#: "all", the names, or each name with a value (or a type) like those it will have.
+InfoKeys = Literal["all"] | Sequence[str | Path] | Mapping[str | Path, Any]
+
+_ROOT = "info"
+_DEEPEST = 6
+_MOST = 1000  # leaves; an info with more numbers is no record of a few
+
+
+@dataclass(frozen=True)
+class Field:
+    """One entry.
+
+    Attributes:
+        path: where it is in the info.
+        leaf: its leaf, also the shape and dtype of what is stored.
+        mask: the leaf that says whether it was there.
+    """
+
+    path: Path
+    leaf: LeafSpec
+    mask: LeafSpec
+
+
+class InfoLeaves(Adapter):
+    """Another adapter, with entries of its infos behind its observation.
+
+    Args:
+        inner: the adapter.
+        fields: from `declared_fields` or `find_fields`.
+
+    Raises:
+        SpecError: the env has an observation named `info` itself.
+    """
+
+    def __init__(self, inner: Adapter, fields: Iterable[Field]) -> None:
+        self.inner = inner
+        self.family = inner.family  # type: ignore[misc]  # one adapter for all families
+        self.origin = inner.origin
+        self.takes_tensors, self.is_alone = inner.takes_tensors, inner.is_alone
+        self.done_values = inner.done_values  # type: ignore[method-assign]
+        self.render = inner.render  # type: ignore[method-assign]
+        self.state_dict = inner.state_dict  # type: ignore[method-assign]
+        self.load_state_dict = inner.load_state_dict  # type: ignore[method-assign]
+        self.close = inner.close  # type: ignore[method-assign]
+        self._fields = tuple(fields)
+        if self._fields and any(leaf.key[0] == _ROOT for leaf in inner.spec.observation):
+            raise SpecError(
+                f"info_keys failed: expected an env without an observation named {_ROOT!r}, got one that has it. "
+                f"Rename it in a wrapper around the env."
+            )
+        leaves = tuple(leaf for field in self._fields for leaf in (field.leaf, field.mask))
+        self.unchecked = frozenset(leaf.key for leaf in leaves)
+        self.spec = replace(inner.spec, observation=(*inner.spec.observation, *leaves))
+        self._batch_shape = inner.spec.batch_shape
+        self._values: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    @property
+    def env(self) -> Any:
+        """The native env, which a family may build anew."""
+        return self.inner.env
+
+    @property
+    def info(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """What the env said in its last reset or step (VIEW)."""
+        return self.inner.info
+
+    def reseeded(self) -> None:
+        """See `Adapter.reseeded`."""
+        self.inner.reseeded()
+
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
+    ) -> list[Any]:
+        """Start a new episode; see `Adapter.reset`."""
+        observation = self.inner.reset(seed, options, mask)
+        self._read(None if mask is None else mask[..., 0])
+        return [*observation, *self._values]
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition; see `Adapter.step`."""
+        observation, reward, terminated, truncated = self.inner.step(action)
+        self._read(None)
+        return [*observation, *self._values], reward, terminated, truncated
+
+    def _read(self, rows: np.ndarray | None) -> None:
+        """Read the info into the values; `rows`, bool `[*batch_shape]`: only these, or None for all."""
+        info, values = self.inner.info, self._values
+        for index, field in enumerate(self._fields):
+            value, was_given = self._value_of(field, info)
+            if rows is not None:
+                value = np.where(rows.reshape(*rows.shape, *[1] * (value.ndim - rows.ndim)), value, values[2 * index])
+                was_given = np.where(rows, was_given, values[2 * index + 1])
+            values[2 * index], values[2 * index + 1] = value, was_given
+
+    def _value_of(self, field: Field, info: Any) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            found, holder = _look_up(info, field.path)
+            if found is None:
+                return self._nothing(field)
+            value = coerce(field.leaf, _as_array(found))
+            mask = np.ones(self._batch_shape, bool)
+            if self._batch_shape and f"_{field.path[-1]}" in holder:  # as vector envs say who gave it
+                mask = np.asarray(holder[f"_{field.path[-1]}"], bool).reshape(self._batch_shape)
+                value = np.where(mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)), value, value.dtype.type(0))
+            return value, mask
+        except Exception as error:  # an info may hold objects of the user's own, which may raise anything
+            if self.on_left_out is not None:
+                self.on_left_out({_show(field.path): explain(error)})
+            return self._nothing(field)
+
+    def _nothing(self, field: Field) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(field.leaf.shape, field.leaf.dtype), np.zeros(self._batch_shape, bool)
+
+
+def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[Field]:
+    """Return the fields of entries whose values are described; of each row, where the env is itself a batch."""
+    fields = []
+    for name, like in keys.items():
+        value = _like(name, like)
+        fields.append(_field(_as_path(name), np.broadcast_to(value, (*spec.batch_shape, *value.shape)), spec))
+    return fields
+
+
+def find_fields(adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]) -> list[Field]:
+    """Reset and step an env once, and return a field for each entry wanted.
+
+    Raises:
+        SpecError: a name is not among these infos, or its values are no numbers.
+    """
+    shape = adapter.spec.batch_shape
+    found: dict[Path, np.ndarray] = {}
+    adapter.reset(0)
+    _collect(adapter.info, (), found, shape)
+    failure = ""
+    try:
+        rng = np.random.default_rng(0)
+        adapter.step([_input(leaf, rng) for leaf in (*adapter.spec.action, *adapter.spec.state)])
+        _collect(adapter.info, (), found, shape)
+    except Exception as error:  # a random action may be one that the env refuses
+        failure = f" (its step raised {explain(error)})"
+    if keys == "all":
+        return [_field(path, array, adapter.spec) for path, array in found.items()]
+    fields: dict[Path, Field] = {}
+    for name in keys:
+        wanted = _as_path(name)
+        matching = {path: array for path, array in found.items() if path[: len(wanted)] == wanted}
+        if not matching:
+            raise SpecError(_not_found(wanted, sorted(map(_show, found)), failure))
+        fields.update({path: _field(path, array, adapter.spec) for path, array in matching.items()})
+    return list(fields.values())
+
+
+def _input(leaf: LeafSpec, rng: np.random.Generator) -> Any:
+    """Draw a value as adapters are given it."""
+    value = draw(leaf, rng)
+    return int(value) if isinstance(leaf.domain, Discrete) and leaf.shape == () else value
+
+
+def check_keys(keys: Any) -> None:
+    """Refuse what are no `InfoKeys`.
+
+    Raises:
+        ValueError: says what was expected.
+    """
+    if keys is None or keys == "all":
+        return
+    problem = None
+    if isinstance(keys, str) or not isinstance(keys, (Sequence, Mapping)):
+        problem = f"{keys!r}." + (f" Write ({keys!r},)." if isinstance(keys, str) else "")
+    else:
+        bad = [name for name in keys if not _is_path(_as_path(name))]
+        problem = f"the name {bad[0]!r}." if bad else None
+    if problem is not None:
+        raise ValueError(
+            f'ExecutorOptions failed: expected info_keys to be None, "all", names, or a dict of names and values like '
+            f"theirs, got {problem}"
+        )
+    if isinstance(keys, Mapping):
+        for name, like in keys.items():
+            try:
+                _like(name, like)
+            except SpecError as error:
+                raise ValueError(f"ExecutorOptions failed: {error}") from None
+
+
+def _is_path(path: Path) -> bool:
+    return bool(path) and all(isinstance(part, str) and part for part in path)
+
+
+def _like(name: str | Path, like: Any) -> np.ndarray:
+    """Return an array of the shape and dtype that a declaration says: a value, a type, or a numpy dtype."""
+    try:
+        is_type = isinstance(like, (type, np.dtype))
+        array = np.zeros((), like) if is_type else _as_array(like)
+    except Exception as error:
+        raise SpecError(f"info_keys[{name!r}]: {explain(error)}.") from None
+    if array.dtype.kind not in "biufc":
+        raise SpecError(
+            f"info_keys[{name!r}]: expected a number, an array of numbers, or int, float, bool or a numpy dtype, "
+            f"got {type(like).__name__}."
+        )
+    return array
+
+
+def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> Field:
+    domain = Binary() if array.dtype.kind == "b" else Unbounded()
+    leaf = LeafSpec((_ROOT, *path), array.shape, array.dtype.name, domain)
+    return Field(path, leaf, LeafSpec((_ROOT, *path[:-1], f"_{path[-1]}"), spec.batch_shape, "bool", Binary()))
+
+
+def _collect(info: Any, path: Path, found: dict[Path, np.ndarray], batch_shape: tuple[int, ...]) -> None:
+    """Add the numbers of an info (of one env, or of a batch) to those found before, which stay as they are."""
+    if len(path) == _DEEPEST or not isinstance(info, Mapping):
+        return
+    for key, value in _items(info):
+        if not isinstance(key, str) or not key or len(found) >= _MOST:
+            continue
+        if isinstance(value, Mapping):
+            _collect(value, (*path, key), found, batch_shape)
+            continue
+        if key.startswith("_") and batch_shape and key[1:] in info:
+            continue  # a vector env's own mask
+        array = _number(value)
+        if array is not None and array.shape[: len(batch_shape)] == batch_shape:
+            found.setdefault((*path, key), array)
+
+
+def _items(info: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    try:
+        yield from list(info.items())
+    except Exception:  # a mapping of the user's own
+        return
+
+
+def _number(value: Any) -> np.ndarray | None:
+    if isinstance(value, (str, bytes)) or value is None:
+        return None
+    try:
+        array = _as_array(value)
+    except Exception:  # ragged, or an object's own code
+        return None
+    return array if array.dtype.kind in "biufc" and array.size else None
+
+
+def _as_array(value: Any) -> np.ndarray:
+    if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
+        value = value.detach().cpu()
+    return np.asarray(value)
+
+
+def _look_up(info: Any, path: Path) -> tuple[Any, Any]:
+    """Return the value at a path, or None, and the mapping that holds it."""
+    for name in path[:-1]:
+        info = info.get(name) if isinstance(info, Mapping) else None
+    return (info.get(path[-1]), info) if isinstance(info, Mapping) else (None, {})
+
+
+def _as_path(name: Any) -> Path:
+    return tuple(name) if isinstance(name, (tuple, list)) else (name,)
+
+
+def _show(path: Path) -> str:
+    return "/".join(path)
+
+
+def _not_found(wanted: Path, known: list[str], failure: str) -> str:
+    has = f"numbers called {', '.join(known[:20])}" if known else "no numbers at all"
+    name = wanted[0] if len(wanted) == 1 else wanted
+    return (
+        f"info_keys failed: expected {_show(wanted)!r} in the infos of the first reset and step, which have {has}"
+        f"{failure}. If it comes later (or is None at first), say what it will be: info_keys={{{name!r}: float}}."
+    )

@@ -1,0 +1,219 @@
+"""A slot: one env with its adapter, where it reads its inputs from, and where it writes.
+
+Guarantees: a `Sink` writes one env's rows and no others, and checks every value against the spec as it
+does. `compile_step` gives the same rows, words and errors as the general way in `Block`, for envs that
+are not a batch themselves; it exists because a small env's step costs less than looking all that up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.layout import Name
+from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
+from envherd.workers.adapters.base import Adapter
+from envherd.workers.block.writers import Writer, writer_for
+from envherd.workers.errors import SpecError
+from envherd.workers.messages import Prepare
+from envherd.workers.protocol import Op, pack_phase
+
+#: Column -> the observation values of one `env.step`, which are written there.
+Step = Callable[[int], list[Any]]
+
+
+class Sink:
+    """Where one env writes: a writer per leaf, all indexed by column (of the ring or of a storage)."""
+
+    def __init__(self, slot: Slot, arrays: Mapping[Name, np.ndarray], *, root_follows: bool) -> None:
+        spec = slot.spec
+        self.root_follows = root_follows
+        self.num_columns = len(arrays["next", "done"])
+        self.next_observation = [slot.writer(leaf, arrays, "next", i) for i, leaf in enumerate(spec.observation)]
+        self.root_observation = [slot.writer(leaf, arrays, "root", i) for i, leaf in enumerate(spec.observation)]
+        self.reward = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.reward]
+        self.next_done = [_flags(spec, arrays["next", *leaf.key]) for leaf in spec.done[:3]]
+        self.root_done = [_flags(spec, arrays["root", *leaf.key]) for leaf in spec.done[:3]]
+        self.next_nested = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.done[3:]]
+        self.root_nested = [slot.writer(leaf, arrays, "root", -1) for leaf in spec.done[3:]]
+        self.step: Step | None = None
+
+
+def _flags(spec: EnvSpec, array: np.ndarray) -> np.ndarray:
+    """Return a root done leaf so that a single env stores one bool per column."""
+    return array if spec.batch_shape else array[:, 0]
+
+
+class Slot:
+    """One env with its adapter, its inputs and its sinks."""
+
+    def __init__(self, env_id: int, adapter: Adapter, *, check_finite: bool) -> None:
+        self.env_id = env_id
+        self.adapter = adapter
+        self.spec = adapter.spec
+        self.check_finite = check_finite
+        self.place = (0, 0)
+        self.sinks: dict[int, Sink] = {}
+        self.action_readers: list[Callable[[], Any]] = []
+        self.reset_mask: np.ndarray | None = None
+        self.prepared: Prepare | None = None
+        self.lent: list[Any] | None = None
+        self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
+        self.rng_state: tuple[Any, ...] | None = None
+        self.next_seed: tuple[int, int, int | None] = (0, -1, None)  # root seed, episode, and the seed they give
+        self.unwatched = {"reset", "step"}
+        self.last_done: Any = False
+        self.last_ends: tuple[Any, Any] = (False, False)  # terminated, truncated of the latest step in which any did
+        self.has_ended = False
+        self.must_reset = True  # never reset since it was built, or since it raised
+        self.is_guarded = True  # a step is refused if the env must be reset, or has ended
+        self.has_news = False
+        self.phase = "step"
+        self.infos: dict[str, bytes] = {}
+        self.left_out: dict[str, str] = {}
+        self.told: set[str] = set()
+        self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
+        self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
+
+    def writer(self, leaf: LeafSpec, arrays: Mapping[Name, np.ndarray], section: str, index: int) -> Writer:
+        """Return the writer of a leaf: into its array, or into the side values."""
+        if leaf.is_side and index < 0:
+            raise SpecError(f"attach failed: expected rewards and done flags of fixed shape, got {leaf}.")
+        if leaf.is_side:
+            values = self.side[section]
+
+            def write(_column: int, value: Any) -> None:
+                values[index] = value
+
+            return write
+        check_finite = self.check_finite and leaf.key not in self.adapter.unchecked
+        return writer_for(leaf, arrays[section, *leaf.key], check_finite=check_finite)
+
+    def leave_out(self, entries: Mapping[str, str]) -> None:
+        """Note entries of an info that are not handed on, as name -> why, unless the parent has been told of them."""
+        for name, why in entries.items():
+            if name not in self.told:
+                self.told.add(name)
+                self.left_out[name] = why
+                self.has_news = True
+
+    def bind_inputs(self, inputs: Mapping[Name, np.ndarray], row: int) -> None:
+        """Prepare to read this env's action and state."""
+        self.action_readers = []
+        side_index = 0
+        for leaf in (*self.spec.action, *self.spec.state):
+            if leaf.is_side:
+                self.action_readers.append(_side_reader(self, side_index))
+                side_index += 1
+            elif self.adapter.takes_tensors:
+                index = len(self.action_readers)
+                self.action_readers.append(_lent_reader(self, index, inputs["input", *leaf.key][row]))
+            else:
+                self.action_readers.append(_input_reader(leaf, inputs["input", *leaf.key], row))
+        mask = inputs.get(("reset_mask",))
+        self.reset_mask = None if mask is None else mask[row]
+
+
+def _input_reader(leaf: LeafSpec, array: np.ndarray, row: int) -> Callable[[], Any]:
+    if isinstance(leaf.domain, Discrete) and leaf.shape == ():
+        values = array.data
+        return lambda: values[row]
+    source = array[row]
+    return source.copy if leaf.shape else lambda: array[row]
+
+
+def _lent_reader(slot: Slot, index: int, source: np.ndarray) -> Callable[[], Any]:
+    return lambda: source if slot.lent is None else slot.lent[index]
+
+
+def _side_reader(slot: Slot, index: int) -> Callable[[], Any]:
+    def read() -> Any:
+        if slot.prepared is None or slot.prepared.side is None:
+            raise SpecError("step failed: expected a value for a non-tensor action, got none.")
+        return slot.prepared.side[index]
+
+    return read
+
+
+def compile_step(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Step:
+    """Return the function that steps an env once and writes its `next` to a column of a sink (1 us)."""
+    env_id, step, readers, done_values = slot.env_id, slot.adapter.step, slot.action_readers, slot.adapter.done_values
+    env_steps, ends = words["env_steps"], words["ends"]
+    observe, give_reward, nested = sink.next_observation, sink.reward, sink.next_nested
+    num_observations, num_rewards = len(observe), len(give_reward)
+    done, terminated_flags, truncated_flags = (flags.data for flags in sink.next_done)
+    read_only = readers[0] if len(readers) == 1 else None
+    observe_only = observe[0] if num_observations == 1 else None
+    reward_only = give_reward[0] if num_rewards == 1 else None
+
+    follow = _follower(slot, sink) if sink.root_follows else None
+
+    def run(column: int) -> list[Any]:
+        action = [read() for read in readers] if read_only is None else [read_only()]
+        slot.prepared = None
+        observation, reward, terminated, truncated = step(action)
+        env_steps[env_id] += 1
+        if len(observation) != num_observations or len(reward) != num_rewards:
+            raise wrong_count(slot.spec, observation, reward)
+        if observe_only is None:
+            for write, value in zip(observe, observation):  # noqa: B905  # lengths were compared
+                write(column, value)
+        else:
+            observe_only(column, observation[0])
+        if reward_only is None:
+            for write, value in zip(give_reward, reward):  # noqa: B905
+                write(column, value)
+        else:
+            reward_only(column, reward[0])
+        terminated_flags[column] = terminated
+        truncated_flags[column] = truncated
+        done[column] = slot.last_done = slot.has_ended = ended = terminated or truncated
+        if nested:
+            store(nested, column, done_values(), "done")
+        if ended:
+            ends[env_id] += 1
+        elif follow is not None:
+            follow(column + 1, observation)
+        return observation
+
+    return run
+
+
+def _follower(slot: Slot, sink: Sink) -> Callable[[int, list[Any]], None]:
+    """Return the function that writes the root after a step that ended nothing."""
+    observe, nested, num_columns = sink.root_observation, sink.root_nested, sink.num_columns
+    done, terminated, truncated = (flags.data for flags in sink.root_done)
+    observe_only = observe[0] if len(observe) == 1 else None
+    done_values = slot.adapter.done_values
+
+    def follow(column: int, observation: list[Any]) -> None:
+        if column == num_columns:
+            return
+        if observe_only is None:
+            for write, value in zip(observe, observation):  # noqa: B905  # lengths were compared
+                write(column, value)
+        else:
+            observe_only(column, observation[0])
+        done[column] = terminated[column] = truncated[column] = False
+        if nested:
+            store(nested, column, done_values(), "done")
+
+    return follow
+
+
+def wrong_count(spec: EnvSpec, observation: list[Any], reward: list[Any]) -> SpecError:
+    """Return the error for an adapter that gave too few or too many values."""
+    return SpecError(
+        f"step failed: expected {len(spec.observation)} observation and {len(spec.reward)} reward values from the "
+        f"adapter, got {len(observation)} and {len(reward)}."
+    )
+
+
+def store(writers: list[Writer], column: int, values: list[Any], group: str) -> None:
+    """Write one value per writer to a column."""
+    if len(values) != len(writers):
+        raise SpecError(f"writing {group} failed: expected {len(writers)} values, got {len(values)}.")
+    for write, value in zip(writers, values):  # noqa: B905  # lengths were compared
+        write(column, value)

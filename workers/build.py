@@ -1,0 +1,243 @@
+"""Factories: refused at once if they cannot work, pickled by value, called in the worker.
+
+In the parent, `pickle_factory` refuses an env instance and whatever cannot be pickled, naming the
+captured variable and the object. In the worker, `build_adapter` calls the factory and refuses what
+is no env, or an env that the factory did not build itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import pickle
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+
+from envherd.workers import seeding
+from envherd.workers.adapters import Adapter, find_adapter, is_env_like
+from envherd.workers.adapters.registry import EnvType
+from envherd.workers.block.info_leaves import Field, InfoKeys, InfoLeaves, declared_fields, find_fields
+from envherd.workers.errors import FactoryError, SpecError
+
+Factory = Callable[..., Any]
+
+
+def describe(factory: Any) -> str:
+    """Name a factory for messages: its qualified name and where it was defined."""
+    code = getattr(factory, "__code__", None)
+    name = getattr(factory, "__qualname__", None) or type(factory).__qualname__
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else str(name)
+
+
+def check_factory(factory: Any) -> None:
+    """Refuse what is not a factory.
+
+    Raises:
+        FactoryError: an env instance (callable or not), or something that cannot be called.
+    """
+    if is_env_like(factory):
+        name = _type_name(factory)
+        raise FactoryError(
+            f"make_env failed: expected a callable that builds an env, got an env: {name}. Envs are built inside "
+            f"their worker, so pass a function, e.g. make_env=lambda: {type(factory).__name__}(...)."
+        )
+    if not callable(factory):
+        raise FactoryError(
+            f"make_env failed: expected a callable that builds an env, got {_type_name(factory)}. "
+            f"Pass a function, e.g. make_env=lambda: gymnasium.make('CartPole-v1')."
+        )
+
+
+def pickle_factory(factory: Factory) -> bytes:
+    """Return a factory as bytes; what is defined in `__main__` travels by value.
+
+    Raises:
+        FactoryError: it cannot be pickled; the message names the captured variable and the object.
+    """
+    check_factory(factory)
+    try:
+        return cloudpickle.dumps(factory)
+    except Exception as error:
+        raise FactoryError(_pickle_message(factory, error)) from error
+
+
+def _pickle_message(factory: Factory, error: Exception) -> str:
+    culprit = re.search(r"'([\w.]+)' object", str(error))
+    found = next(_unpicklable_captures(factory), None)
+    if found is None:
+        what = f"cannot be pickled: {error}"
+    else:
+        variable, value = found
+        inside = culprit.group(1) if culprit else _type_name(value)
+        holder = "" if inside == _type_name(value) else f" {_type_name(value)}, which holds a"
+        what = f"captured the variable `{variable}`, a{holder} {inside} that cannot be pickled"
+        if isinstance(value, type):
+            what = f"uses the class {value.__name__}, which was defined here and cannot be pickled ({error})"
+    if found is not None and isinstance(found[1], type):
+        advice = f"Put {found[1].__name__} into a module of its own, which workers import: from my_module import ..."
+    else:
+        advice = "Build it inside the factory instead: make_env=lambda: make_the_env(...), with only "
+        advice += "names and numbers captured."
+    return f"make_env failed: the factory {describe(factory)} {what}. {advice}"
+
+
+def captures(factory: Any) -> Iterator[tuple[str, Any]]:
+    """Yield `(variable name, value)` of what a callable carries: closure, globals used, defaults, bound objects."""
+    if isinstance(factory, functools.partial):
+        yield from ((f"argument {i}", value) for i, value in enumerate(factory.args))
+        yield from factory.keywords.items()
+        yield from captures(factory.func)
+        return
+    if inspect.ismethod(factory):
+        yield "self", factory.__self__
+        return
+    if not isinstance(factory, types.FunctionType):
+        yield from getattr(factory, "__dict__", {}).items()
+        return
+    closure = inspect.getclosurevars(factory)
+    yield from closure.nonlocals.items()
+    yield from closure.globals.items()
+    defaults = inspect.signature(factory).parameters.values()
+    yield from ((p.name, p.default) for p in defaults if p.default is not p.empty)
+
+
+def _unpicklable_captures(factory: Any) -> Iterator[tuple[str, Any]]:
+    for variable, value in captures(factory):
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            inner = next(_unpicklable_captures(value), None) if isinstance(value, types.FunctionType) else None
+            yield inner or (variable, value)
+
+
+def modules_of(factory: Any) -> list[str]:
+    """Return the modules that a factory refers to, by which a helper can import them before it forks."""
+    modules: dict[str, None] = {}
+    for _, value in [("", factory), *captures(factory)]:
+        name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+        if isinstance(name, str) and name not in ("__main__", "builtins"):
+            modules[name] = None
+    modules.update(dict.fromkeys(getattr(factory, "preload", ())))
+    return list(modules)
+
+
+class Builder:
+    """Builds the envs of one worker, and remembers which it has seen.
+
+    Args:
+        info_keys: entries of the envs' infos that are to be leaves; see `adapters.info_leaves`.
+        env_type: what the envs take and give; see `adapters.find_adapter`.
+    """
+
+    def __init__(self, info_keys: InfoKeys | None = None, env_type: EnvType = "auto") -> None:
+        self._info_keys = info_keys
+        self._env_type = env_type
+        self._alone: Any = None
+        self._factories: dict[bytes, Factory] = {}
+        self._built: list[Any] = []
+        self._found: list[tuple[Factory, Mapping[str, Any], list[Field]]] = []
+
+    def build(self, pickled: bytes, kwargs: Mapping[str, Any]) -> Adapter:
+        """Call a pickled factory and return its env's adapter.
+
+        Raises:
+            FactoryError: it returned no env, or an env that it had not built itself.
+        """
+        if pickled not in self._factories:
+            self._factories[pickled] = pickle.loads(pickled)
+        return self.adopt(self._factories[pickled], kwargs)
+
+    def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
+        """Call a factory and return its env's adapter, which the factory may have made already; see `build`."""
+        adapter = self._adopt(factory, kwargs)
+        if self._info_keys is None:
+            return adapter
+        if isinstance(self._info_keys, Mapping):
+            return InfoLeaves(adapter, declared_fields(self._info_keys, adapter.spec))
+        return InfoLeaves(adapter, self._found_fields(factory, kwargs, self._info_keys))
+
+    def _found_fields(self, factory: Factory, kwargs: Mapping[str, Any], keys: Any) -> list[Field]:
+        """Return the fields that an env of its own shows, once for each factory and its arguments."""
+        for known, its_kwargs, fields in self._found:
+            if known is factory and _are_equal(its_kwargs, kwargs):
+                return fields
+        state = seeding.caller_state()
+        probe = self._adopt(factory, kwargs)
+        self._built.pop()
+        self._alone = None
+        try:
+            fields = find_fields(probe, keys)
+        except SpecError as error:
+            raise SpecError(f"{error} Built by {probe.origin}.") from None
+        finally:
+            probe.close()
+            seeding.restore_caller(state)
+        self._found.append((factory, kwargs, fields))
+        return fields
+
+    def _adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
+        self._refuse_second(factory)
+        made = factory(**kwargs)
+        env = made.env if isinstance(made, Adapter) else made
+        self._refuse_shared(factory, env)
+        if env is None or (inspect.isroutine(env) or isinstance(env, type)):
+            raise FactoryError(
+                f"make_env failed: the factory {describe(factory)} returned {_describe_result(env)}, expected an env. "
+                f"Call what it returns, or return the env that it builds."
+            )
+        # every family's constructor takes the env
+        adapter = made if isinstance(made, Adapter) else find_adapter(env, self._env_type)(env)  # type: ignore[call-arg]
+        adapter.origin = describe(factory)
+        self._built.append(env)
+        if adapter.is_alone:
+            self._alone = env
+        return adapter
+
+    def _refuse_second(self, factory: Factory) -> None:
+        """Refuse to build an env beside one that must be alone in its process."""
+        if self._alone is not None:
+            raise FactoryError(
+                f"make_env failed: expected one simulator in a process, got a second from the factory "
+                f"{describe(factory)} beside a {_type_name(self._alone)}. Give each a worker of its own: "
+                f"ParallelEnv(..., num_workers=) as many as num_envs; or let one simulator have more rows (IsaacLab: "
+                f"cfg.scene.num_envs). SerialEnv can run one."
+            )
+
+    def _refuse_shared(self, factory: Factory, env: Any) -> None:
+        if any(env is built for built in self._built) and is_env_like(env):
+            raise FactoryError(
+                f"make_env failed: the factory {describe(factory)} returned the same {_type_name(env)} twice. "
+                f"Every call must build a new env: make_env=lambda: {type(env).__name__}(...)."
+            )
+        captured = next((variable for variable, value in captures(factory) if value is env), None)
+        if captured is not None and is_env_like(env):
+            raise FactoryError(
+                f"make_env failed: the factory {describe(factory)} returned the captured variable `{captured}`, "
+                f"a {_type_name(env)} that was built elsewhere. Build it inside: lambda: {type(env).__name__}(...)."
+            )
+
+
+def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    try:
+        return bool(one == other)
+    except ValueError:  # arrays: not comparable as a whole; then they are taken to differ
+        return False
+
+
+def _describe_result(env: Any) -> str:
+    return "None" if env is None else f"{env!r}"[:80]
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def closest(name: str, known: list[str]) -> str:
+    """Return ` Did you mean ...?` for a misspelt name, or an empty string."""
+    matches = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    return f" Did you mean {', '.join(matches)}?" if matches else ""

@@ -1,0 +1,1 @@
+"""A worker as a process: how it starts, and its loop."""

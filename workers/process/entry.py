@@ -1,0 +1,259 @@
+"""What a worker process is, from its first instruction to its last.
+
+Guarantees:
+- It dies with its owner, whatever killed the owner and wherever the worker is stuck: the kernel sends
+  SIGKILL when the lifeline's write end closes (`O_ASYNC` with `F_SETSIG`), which needs no python.
+- Ctrl-C never reaches it: a process group of its own, and SIGINT ignored.
+- Its stack can be read at any time: SIGUSR2 and every crash dump it into the worker's log, also while
+  C code holds the GIL.
+- What it prints goes to its log (a memfd that the owner holds too), kept short.
+- It never imports the user's `__main__`, nor torch or an RL package unless an env needs it.
+Platforms: Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.segment import Segment
+from envherd.shm.slab import Slab, Storage
+from envherd.shm.sync import Doorbell
+from envherd.workers import messages, seeding
+from envherd.workers.block.block import Block
+from envherd.workers.build import Builder
+from envherd.workers.process.ahead import AheadBlock, AheadLoop
+from envherd.workers.process.loop import Loop
+from envherd.workers.reply import Fault
+
+_F_SETSIG = 10  # fcntl.h; not in python's fcntl module
+_LOG_LIMIT = 1 << 20  # bytes of a worker's log before it is cut
+_LOG_KEPT = 1 << 16  # bytes that are kept then
+_FIRST_FD = 512  # of the worker's own descriptors
+_OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should take a worker, not the learner
+
+
+def main(sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, Any]) -> None:
+    """Be a worker until told to leave; never returns."""
+    _detach_from_terminal()
+    _arm_lifeline(lifeline_fd)
+    sock, log_fd = socket.socket(fileno=_out_of_the_way(sock.detach())), _out_of_the_way(log_fd)
+    if config.get("output") == "capture":
+        os.dup2(log_fd, 1)
+        os.dup2(log_fd, 2)
+    faulthandler.enable(file=log_fd, all_threads=True)
+    _listen_for_stack_requests(log_fd)
+    _apply(config)
+    try:
+        Worker(messages.WorkerChannel(sock), log_fd).serve()
+    except (EOFError, ConnectionError):
+        os._exit(1)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+def _detach_from_terminal() -> None:
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write(_OOM_SCORE)
+
+
+def _listen_for_stack_requests(log_fd: int) -> None:
+    """Have SIGUSR2 write the stacks of all threads to the log, whatever an env has made of that signal."""
+    faulthandler.unregister(signal.SIGUSR2)
+    faulthandler.register(signal.SIGUSR2, file=log_fd, all_threads=True)
+
+
+def _out_of_the_way(fd: int) -> int:
+    """Move a descriptor beyond the low numbers, which envs may close; it stays where there is no room."""
+    try:
+        moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
+    except OSError:  # the limit on open files is lower
+        return fd
+    os.close(fd)
+    return moved
+
+
+def _arm_lifeline(fd: int) -> None:
+    """Ask the kernel for SIGKILL when the owner's end closes."""
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # own file: own F_SETOWN
+    os.close(fd)
+    own = _out_of_the_way(own)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    poller = select.poll()
+    poller.register(own, select.POLLIN)
+    if poller.poll(0):  # the owner died before the line was armed
+        os._exit(1)
+
+
+def _apply(config: dict[str, Any]) -> None:
+    affinity = config.get("affinity")
+    if affinity:
+        os.sched_setaffinity(0, affinity)
+    if config.get("nice"):
+        os.nice(config["nice"])
+
+
+class Worker:
+    """One worker: a block of envs, its memory, and the socket to the parent."""
+
+    def __init__(self, channel: messages.WorkerChannel, log_fd: int) -> None:
+        self._channel = channel
+        self._log_fd = log_fd
+        self._fds: list[int] = []
+        self._block: Block | None = None
+        self._build: messages.Build | None = None
+        self._slab: Slab | None = None
+        self._loop: Loop | None = None
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            messages.Build: self._on_build,
+            messages.Attach: self._on_attach,
+            messages.AttachStorage: self._on_attach_storage,
+            messages.DetachStorage: self._on_detach_storage,
+            messages.Seed: self._on_seed,
+            messages.Prepare: self._on_prepare,
+            messages.Ask: self._on_ask,
+            messages.Probe: self._on_probe,
+        }
+
+    def serve(self) -> None:
+        """Handle messages, then commands and messages, until `Close`."""
+        while self._loop is None:
+            if self._read_mail() is None:
+                return
+        self._loop.run()
+
+    def _read_mail(self) -> int | None:
+        """Handle one message; return its number, or None to leave."""
+        message, fds = self._channel.receive_message()
+        number = self._channel.number
+        if isinstance(message, messages.Close):
+            self._close()
+            return None
+        self._fds = fds
+        self._handlers[type(message)](message)
+        self._trim_log()
+        return number
+
+    def _on_build(self, message: messages.Build) -> None:
+        self._build = message
+        builder = Builder(message.block.info_keys, message.block.env_type)
+        adapters = {}
+        for env_id, factory, kwargs in zip(message.env_ids, message.factories, message.env_kwargs, strict=True):
+            seeding.seed_globals(seeding.build_seed(message.root_seed, message.block.first_env_id + env_id))
+            try:
+                adapters[env_id] = builder.build(factory, kwargs)
+            except BaseException as error:  # a factory may raise anything; the parent decides
+                self._channel.send_plain(Fault.from_exception(env_id, "build", error).to_plain())
+                return
+        kind = AheadBlock if message.block.reset_ahead else Block
+        self._block = kind(
+            message.worker_id,
+            adapters,
+            message.root_seed,
+            self._channel.send_plain,
+            message.block,
+        )
+        _listen_for_stack_requests(self._log_fd)  # what envs import may have taken the signal
+        specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
+        self._channel.send_plain({"kind": "specs", "specs": specs})
+
+    def _on_attach(self, message: messages.Attach) -> None:
+        assert self._block is not None
+        buffer = _map(message.nbytes, self._fds, message.name)
+        self._slab = Slab(message.plan, buffer)
+        self._block.attach(self._slab)
+        self._slab.words["pid"][self._block.worker_id] = os.getpid()
+        self._slab.words["starts"][self._block.worker_id] += 1
+        done = Doorbell.attach(buffer, message.plan.bells_offset)
+        go = Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id))
+        kind = AheadLoop if isinstance(self._block, AheadBlock) else Loop
+        self._loop = kind(self._block, self._slab, (go, done), self._read_mail, self._trim_log, self._channel.number)
+        self._channel.send_plain({"kind": "attached"})
+
+    def _on_attach_storage(self, message: messages.AttachStorage) -> None:
+        assert self._block is not None
+        self._block.attach_storage(message.target, Storage(message.plan, _map(message.nbytes, self._fds, message.name)))
+
+    def _on_detach_storage(self, message: messages.DetachStorage) -> None:
+        assert self._block is not None
+        self._block.detach_storage(message.target)
+
+    def _on_seed(self, message: messages.Seed) -> None:
+        assert self._block is not None
+        self._block.seed(message.root_seed)
+
+    def _on_prepare(self, message: messages.Prepare) -> None:
+        assert self._block is not None
+        self._block.prepare(message)
+
+    def _on_ask(self, message: messages.Ask) -> None:
+        assert self._block is not None
+        assert self._build is not None
+        reply = self._block.ask(message, pickle_replies=self._build.pickle_replies)
+        if not message.is_silent:
+            self._channel.send_plain(reply)
+        elif isinstance(self._block, AheadBlock):
+            self._block.forget_ahead()
+
+    def _on_probe(self, message: messages.Probe) -> None:
+        from envherd.workers.probing.probe import Prober  # here: other workers have no use for it
+
+        Prober(message, self._channel.send_plain).run()
+
+    def _trim_log(self) -> None:
+        """Keep the log short: an env may print for days."""
+        with contextlib.suppress(OSError):
+            size = os.fstat(self._log_fd).st_size
+            if size > _LOG_LIMIT:
+                tail = os.pread(self._log_fd, _LOG_KEPT, size - _LOG_KEPT)
+                os.ftruncate(self._log_fd, 0)
+                os.write(self._log_fd, tail)
+
+    def _close(self) -> None:
+        if self._block is None:
+            return
+        for env_id, slot in self._block.slots.items():
+            try:
+                slot.adapter.close()
+            except BaseException as error:  # an env that cannot close must not keep the others open
+                self._channel.send_plain(Fault.from_exception(env_id, "close", error).to_plain())
+
+
+def _map(nbytes: int, fds: list[int], name: str | None) -> np.ndarray:
+    segment = Segment.attach(nbytes, fd=fds[0] if fds else -1, name=name)
+    buffer = segment.array()
+    segment.close()  # the views keep the mapping; the descriptor has done its work
+    return buffer
+
+
+def exec_main(arguments: list[str]) -> None:
+    """Entry of an exec'd worker: descriptors by number, then the configuration as JSON."""
+    sock_fd, lifeline_fd, log_fd = map(int, arguments[:3])
+    main(socket.socket(fileno=sock_fd), lifeline_fd, log_fd, json.loads(arguments[3]))
+
+
+if __name__ == "__main__":
+    exec_main(sys.argv[1:])

@@ -1,0 +1,138 @@
+"""The worker's loop: wait for the doorbell, look which envs have a new command, carry it out.
+
+Guarantees: a command is carried out once (its number is compared with the last one done); numbers are
+written after the rows they announce; the parent is woken after that. Mail is read before any command
+that was given after it.
+Assumes: 8-byte aligned words are written whole, and stores become visible in program order (x86-64)
+or with the doorbell that follows them (everywhere).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from envherd.shm.slab import NUM_BINS, Slab, bin_of
+from envherd.shm.sync import Doorbell
+from envherd.shm.tally import Counter
+from envherd.workers.block.block import Block
+from envherd.workers.processes import move_to
+from envherd.workers.protocol import Flag, unpack_seat
+
+_EACH = Flag.EACH << 4
+_TIDY_EVERY = 64  # wakes; a look at the log costs a microsecond, and an env may print a megabyte per step
+
+
+class Loop:
+    """Serves one block.
+
+    Args:
+        block: carries commands out.
+        slab: where commands are read and answers are written.
+        bells: `go`, which wakes this loop, and `done`, which wakes the parent.
+        read_mail: handles one message and returns its number, or None to leave.
+        tidy: called now and then.
+        mail_read: number of the latest message that was read.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        slab: Slab,
+        bells: tuple[Doorbell, Doorbell],
+        read_mail: Callable[[], int | None],
+        tidy: Callable[[], None],
+        mail_read: int = 0,
+    ) -> None:
+        self._block = block
+        self._go, self._done = bells
+        self._read_mail = read_mail
+        self._tidy = tidy
+        self._is_leaving = False
+        self._words = {name: array.data for name, array in slab.words.items()}
+        self._counter = Counter(self._words, block.worker_id)
+        replies = self._words["reply_seq"]
+        self._latest = {env_id: replies[env_id] for env_id in block.slots}
+        self._mail_read = mail_read
+        self._num_scans = 0
+
+    def run(self) -> None:
+        """Serve until a message says to leave."""
+        wait, worker_id, draw_seeds = self._go.wait, self._block.worker_id, self._block.draw_seeds
+        since, phase, busy = (self._words[name] for name in ("since_ns", "phase", "busy_ns"))
+        num_wakes = 0
+        seats = self._words["seat"]
+        seat = seats[worker_id]
+        while not self._is_leaving:
+            wait()
+            if seats[worker_id] != seat:
+                seat = seats[worker_id]
+                move_to(unpack_seat(seat)[1])
+            num_wakes += 1
+            if num_wakes % _TIDY_EVERY == 0:
+                self._tidy()
+            began = time.perf_counter_ns()
+            since[worker_id] = began
+            if self._check_mail():  # one look per token is enough: every command and message is followed by one
+                self._scan()
+            phase[worker_id] = 0
+            since[worker_id] = ended = time.perf_counter_ns()
+            busy[worker_id] += ended - began
+            draw_seeds()
+
+    def _check_mail(self) -> bool:
+        sent = self._words["mail_seq"]
+        worker_id = self._block.worker_id
+        while self._mail_read < sent[worker_id]:
+            number = self._read_mail()
+            if number is None:
+                self._is_leaving = True
+                return False
+            self._mail_read = number
+        return True
+
+    def _scan(self) -> None:
+        """Carry out the commands that are there."""
+        words, latest = self._words, self._latest
+        numbers, commands, replies, status = (
+            words["command_seq"], words["command"], words["reply_seq"], words["status"]
+        )  # fmt: skip
+        owes_ring, execute = False, self._block.execute
+        pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
+        if len(pending) > 1 and commands[pending[0]] & _EACH:
+            pending.sort(key=numbers.__getitem__)  # sent one by one: the longest waiting first
+        # What came by mail for these commands was sent before their numbers were written.
+        if self._mail_read < self._words["mail_seq"][self._block.worker_id] and not self._check_mail():
+            return
+        if not pending:
+            return
+        self._num_scans += 1
+        sampled = pending[self._num_scans % len(pending)]  # one in a scan is timed: 0.2 us, however many envs there are
+        for env_id in pending:
+            number, command = numbers[env_id], commands[env_id]
+            if env_id == sampled:
+                status[env_id] = self._execute_timed(env_id, command, len(pending))
+            else:
+                status[env_id] = execute(env_id, command)
+            latest[env_id] = number
+            replies[env_id] = number
+            if command & _EACH:
+                if self._counter.add():
+                    self._done.ring()
+            else:
+                owes_ring = True
+        if owes_ring:
+            self._done.ring()
+
+    def _execute_timed(self, env_id: int, command: int, weight: int) -> int:
+        """Carry out a command, and note how long it took for itself and the `weight` that it stands for."""
+        words, worker_id = self._words, self._block.worker_id
+        resets = words["resets"]
+        before, began = resets[env_id], time.perf_counter_ns()
+        status = self._block.execute(env_id, command)
+        took = time.perf_counter_ns() - began
+        if resets[env_id] == before:
+            words["step_bins"][worker_id * NUM_BINS + bin_of(took)] += 1
+        else:
+            words["reset_ns"][worker_id] += took * weight
+        return status
