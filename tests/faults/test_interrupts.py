@@ -18,7 +18,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import envherd.executor.protocol.engine
+import envherd.executor
 import envherd.workers.messages
 from envherd.executor import ParallelEnv, ResetNeeded, SerialEnv
 from envherd.workers.testing import CountingEnv
@@ -26,7 +26,7 @@ from envherd.workers.testing import CountingEnv
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 NUM_ENVS = 3
-EXECUTOR = str(Path(envherd.executor.protocol.engine.__file__).parent)
+EXECUTOR = str(Path(envherd.executor.__file__).parent)
 MESSAGES = envherd.workers.messages.__file__
 FINALIZERS = ("_come_back", "take_back", "__del__")  # python itself drops what is raised in them
 
