@@ -14,6 +14,7 @@ from typing import Any, Literal
 import cloudpickle
 import numpy as np
 
+from envherd.shm.interrupts import uninterrupted
 from envherd.workers import plain
 
 #: What becomes of infos: they stay in the worker, come back as plain data (entries that are not plain are
@@ -44,12 +45,17 @@ def packer(policy: InfoPolicy) -> Pack | None:
 
 def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:
     """Return the info that was packed, in memory of its own; empty, and logged, where it cannot be unpickled here."""
+    load: Callable[[bytes], dict[str, Any]] = pickle.loads if policy == "pickle" else plain.decode
     try:
-        info: dict[str, Any] = pickle.loads(data) if policy == "pickle" else plain.decode(data)
+        return load(data)
     except _ANY as error:
-        _LOG.warning("an info was lost, for it could not be unpickled in this process (%s).", explain(error))
-        return {}
-    return info
+        with uninterrupted():
+            try:
+                load(data)
+            except _ANY:
+                _LOG.warning("an info was lost, for it could not be unpickled in this process (%s).", explain(error))
+                return {}
+        raise  # the info can be loaded: a signal handler of this program has raised this
 
 
 def _pack_plain(info: Any) -> Packed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import threading
 
 import gymnasium
@@ -12,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.workers.infos import packer, unpack
 
 pytestmark = pytest.mark.preloads()
 
@@ -45,6 +47,13 @@ class Telling(gymnasium.Env):
         if self.what == "lock":
             info = {"fine": 1, "lock": threading.Lock()}
         return np.full(1, self.count, np.float32), 0.0, self.count == 3, False, info
+
+
+class Ringing:
+    """Has its process sent SIGALRM when it is unpickled."""
+
+    def __reduce__(self):
+        return signal.raise_signal, (signal.SIGALRM,)
 
 
 def actions():
@@ -148,3 +157,25 @@ def test_seeds_are_the_callers_alone_if_asked(make):
             env.step_and_maybe_reset(actions())
         env.reset()
         assert env.get("seeds") == [[5, None, None], [None, None, None], [7, None, None]]
+
+
+def test_what_a_signal_handler_raises_while_an_info_is_unpacked_is_raised():
+    class TooLateError(Exception):
+        pass
+
+    def ring(*_):
+        if is_armed:
+            is_armed.clear()
+            raise TooLateError
+
+    is_armed = []
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        packed, left_out = packer("pickle")({"count": 1, "ringing": Ringing()})
+        is_armed.append(True)
+        with pytest.raises(TooLateError):
+            unpack(packed, "pickle")
+        assert unpack(packed, "pickle") == {"count": 1, "ringing": None}
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not left_out
