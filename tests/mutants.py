@@ -29,7 +29,6 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ("shm", "workers", "executor", "benchmarks")
 _PR_SET_CHILD_SUBREAPER = 36
 
 _STEPS = ("executor/test_stepping.py", "executor/test_exchange.py")
@@ -62,6 +61,7 @@ TESTS = {
         "executor/test_stepping.py",
         "executor/test_rollout.py",
         "faults/test_env_raises.py",
+        "workers/test_gymnasium_vector.py",
         "executor/test_lifetime.py",
     ),
     "workers/process/loop.py": ("workers/test_loop.py", "workers/test_ahead.py", *_STEPS, "executor/test_watching.py"),
@@ -190,12 +190,9 @@ def copy_tree(folder: Path) -> None:
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():  # the links of `envherd/` too, which stay links
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    (folder / "build/path/envherd").mkdir(parents=True)
-    for layer in LAYERS:
-        (folder / "build/path/envherd" / layer).symlink_to(folder / layer)
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
 
 
 def run_tests(folder: Path, path: str, limit_s: float | None) -> tuple[str, float]:
@@ -216,7 +213,7 @@ def run_tests(folder: Path, path: str, limit_s: float | None) -> tuple[str, floa
     ]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
-        environment = {**os.environ, "PYTHONPATH": str(folder / "build/path"), "PYTHONDONTWRITEBYTECODE": ""}
+        environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
         process = subprocess.Popen(
             [*command, *tests], cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
         )
