@@ -348,6 +348,20 @@ def test_out_is_filled(make):
         assert mine["observation"][..., 1].tolist() == [[0, 1, 2, 3]] * 2
 
 
+@pytest.mark.slow
+def test_workers_write_straight_into_an_out_that_an_earlier_rollout_returned():
+    seen = []
+
+    def policy(td):
+        seen.append(td["observation"].data_ptr())
+        return ones(td)
+
+    with ParallelEnv(2, long_env, num_workers=2) as env:
+        out = env.rollout(4, ones)
+        env.rollout(4, policy, out=out)
+    assert seen == [out["observation"][:, step].data_ptr() for step in range(4)]
+
+
 @both
 def test_a_part_of_a_rollout_is_filled_and_what_is_around_it_stays(make):
     with make(3, long_env, seed=0) as env:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 
 import numpy as np
 import pytest
@@ -175,6 +176,17 @@ def test_of_a_refused_reset_nothing_is_kept(make, refused, message):
         other.reset()
         assert torch.equal(env.rollout(2, act)["observation"], other.rollout(2, act)["observation"])
         assert env.get("options") == other.get("options")
+
+
+@pytest.mark.slow
+def test_of_a_reset_with_an_argument_that_cannot_be_sent_nothing_is_kept():
+    with ParallelEnv(2, long_env, num_workers=2, seed=7) as env, SerialEnv(2, long_env, seed=7) as other:
+        env.reset()
+        with pytest.raises(TypeError, match="pickle"):  # after env 0's arguments were sent
+            env.reset(seed=[1, 2], list_of_kwargs=[{"level": 1}, {"level": threading.Lock()}])
+        other.reset()
+        assert torch.equal(env.rollout(2, act)["observation"], other.rollout(2, act)["observation"])
+        assert env.get("options") == other.get("options") == [None] * 2
 
 
 @both

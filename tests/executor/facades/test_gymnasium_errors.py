@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-from envherd.executor import EnvError, ExecutorOptions, FactoryError, ResetNeeded, WorkerLost
+from envherd.executor import EnvError, ExecutorOptions, FactoryError, ResetNeeded, WorkerLost, WorkerTimeout
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
-from tests.executor.facades.gymnasium_envs import ERRORS, Failing, Odd, Slow
+from tests.executor.facades.gymnasium_envs import ERRORS, Failing, Odd, Particular, Slow
 from tests.gates import Gate, interrupt
 
 ACTIONS = np.zeros(3, np.int64)
@@ -52,6 +52,7 @@ def test_what_an_env_raises_is_of_its_own_type_and_ours(make, name):
     assert str(ERRORS[name]) in str(error)
     assert "in step" in error.remote_traceback
     assert "in the worker" in str(error.__cause__)
+    assert envs.executor.statistics().env_errors == 1
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert (str(again), again.context) == (str(error), error.context)
@@ -230,6 +231,71 @@ def test_a_lost_worker_is_an_error_or_a_truncation():
         assert observations.tolist() == ([[0.0]] * 3 if mode == "NextStep" else [[1.0]] * 3)
         assert "interrupted" not in envs.step(ACTIONS)[4]
         envs.close()
+
+
+def kill(envs, env_id):
+    os.kill(envs.executor.statistics().workers[env_id].pid, signal.SIGKILL)
+
+
+@pytest.mark.broken_pool
+@pytest.mark.slow
+def test_a_step_that_one_worker_did_not_survive_has_been_made_by_the_others():
+    envs = AsyncVectorEnv([Failing] * 3, num_workers=3)
+    envs.reset()
+    kill(envs, 1)
+    with pytest.raises(WorkerLost):
+        envs.step(ACTIONS)
+    others = envs.executor.current([0, 2])
+    assert others["observation", "0"].tolist() == [[1.0]] * 2
+    assert not others["done"].any()
+    observations, _ = envs.reset(options={"reset_mask": np.array([True, False, False])})
+    assert observations[[0, 2]].tolist() == [[0.0], [1.0]]
+    envs.close()
+
+
+@pytest.mark.broken_pool
+@pytest.mark.slow
+def test_a_wait_for_others_than_a_lost_worker_runs_out_of_time_too():
+    envs = AsyncVectorEnv([Slow] * 3, num_workers=3, options=ExecutorOptions(on_worker_loss="restart"))
+    envs.reset()
+    envs.set_attr("pause", [0.0, 2.0, 2.0])
+    envs.step_async(ACTIONS)
+    kill(envs, 1)
+    with pytest.raises(multiprocessing.TimeoutError):
+        envs.step_wait(timeout=0.5)
+    envs.reset()
+    envs.set_attr("pause", 0.0)
+    assert envs.step(ACTIONS)[0].tolist() == [[1.0]] * 3
+    envs.close()
+
+
+@pytest.mark.broken_pool
+@pytest.mark.slow
+def test_a_step_is_interrupted_once_though_envs_have_infos():
+    envs = AsyncVectorEnv(
+        [Particular] * 2, num_workers=2, autoreset_mode="SameStep", options=ExecutorOptions(on_worker_loss="restart")
+    )
+    envs.reset()
+    kill(envs, 1)
+    assert envs.step(ACTIONS[:2])[4]["interrupted"].tolist() == [False, True]
+    assert "interrupted" not in envs.step(ACTIONS[:2])[4]
+    envs.close()
+
+
+@pytest.mark.broken_pool
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["step_timeout_s", "reset_timeout_s"])
+def test_steps_and_resets_have_limits_of_their_own(limit):
+    envs = AsyncVectorEnv([Slow], options=ExecutorOptions(**{limit: 0.3}))
+    calls = {"step_timeout_s": lambda: envs.step(ACTIONS[:1]), "reset_timeout_s": envs.reset}
+    envs.reset()
+    envs.set_attr("pause", 1.0)
+    late = calls.pop(limit)
+    for in_time in calls.values():
+        in_time()
+    with pytest.raises(WorkerTimeout):
+        late()
+    envs.close()
 
 
 def test_arguments_that_cannot_be():
