@@ -13,6 +13,7 @@ import pytest
 PACKAGES = {
     "all": ("moviepy",),
     "atari": ("ale_py",),
+    "bench": ("matplotlib", "stable_baselines3", "torchrl"),
     "box2d": ("Box2D", "pygame"),
     "cli": ("typer", "rich"),
     "dm-control": ("dm_control",),

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 
-from tests.extras import skip_without
+from tests.extras import needs, skip_without
 
 skip_without("cli")
 
@@ -145,6 +145,7 @@ def run(tmp_path_factory):
     return done, path
 
 
+@needs("bench")
 @pytest.mark.slow
 def test_a_tiny_run_measures_everyone(run):
     done, path = run
@@ -163,6 +164,7 @@ def test_a_tiny_run_measures_everyone(run):
     assert "at least 0.9 of the measured ideal" in done.stdout
 
 
+@needs("bench")
 @pytest.mark.slow
 def test_pictures_are_drawn(run):
     _, path = run
@@ -171,6 +173,7 @@ def test_pictures_are_drawn(run):
         assert (path.parent / name).stat().st_size > 10_000
 
 
+@needs("bench")
 @pytest.mark.slow
 def test_the_page_says_what_was_measured_and_what_was_not(run):
     results = load(run[1])
@@ -185,6 +188,7 @@ def test_the_page_says_what_was_measured_and_what_was_not(run):
     assert "The gate never opened" in text or "passed the gate" in text
 
 
+@needs("bench")
 @pytest.mark.slow
 def test_a_run_goes_on_where_it_was(run):
     _, path = run
@@ -195,6 +199,7 @@ def test_a_run_goes_on_where_it_was(run):
     assert results == before
 
 
+@needs("bench")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 
-from tests.extras import skip_without
+from tests.extras import needs, skip_without
 
 skip_without("cli")
 
@@ -72,6 +72,7 @@ for address in (sys.argv[1], None):
 """
 
 
+@needs("ray")
 def test_without_a_cluster_or_without_ray_it_is_said():
     with socket.socket() as listener:  # bound and not listening: nothing answers there
         listener.bind(("127.0.0.1", 0))

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from tests.extras import skip_without
+
+skip_without("media")
+
 import numpy as np
 import pytest
 from PIL import Image
