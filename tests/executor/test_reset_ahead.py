@@ -25,6 +25,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.executor.pools import ahead_pool
 from envherd.executor.pools.ahead_pool import AheadPool
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, TextEnv
@@ -281,6 +282,19 @@ class TestOrdinaryResets:
         assert counted.recycled >= 2
         assert (counted.worker_losses, counted.interrupted) == (0, 0)
 
+    def test_recycling_after_one_episode(self):
+        with ahead(functools.partial(CountingEnv, 1), 1, ExecutorOptions(reset_ahead=True, recycle_after=1)) as env:
+            root = env.reset()
+            wait_for(lambda: is_ready(env, 1))
+            env.step_and_maybe_reset(act(root))
+            assert env.statistics().recycled == 1
+
+    def test_memory_that_is_shared_recycles_nobody(self, monkeypatch):
+        monkeypatch.setattr(ahead_pool, "process_figures", lambda _: (100, 1 << 40, 0.0))
+        with ahead(CountingEnv, 1, ExecutorOptions(reset_ahead=True, max_worker_memory=200)) as env:
+            fused(env, 8)
+            assert env.statistics().recycled == 0
+
     def test_recycling_by_memory(self):
         make = functools.partial(LeakyEnv, 30 << 20, 2)
         options = ExecutorOptions(reset_ahead=True, max_worker_memory=100 << 20)
@@ -446,6 +460,34 @@ class TestLosses:
             assert ended == {0: True, 1: False}
             assert env.current()["observation"][:, 1].tolist() == [0, 1]
             assert env.statistics().workers[0].pid == spare.pid
+
+    def test_of_both_instances_of_an_env_that_was_sent(self):
+        with ahead(ENDLESS, 3, RESTART) as env:
+            root = env.step_and_maybe_reset(act(env.reset()))[1]
+            wait_for(lambda: is_ready(env, 1, 1))
+            counted = env.statistics()
+            for worker in (counted.spares[0], counted.workers[0], counted.workers[1]):
+                kill(worker.pid)
+            env.send(act(root))
+            td = env.recv()
+            ended = dict(zip(td["env_ids"].tolist(), td["next", "interrupted"].flatten().tolist(), strict=True))
+            assert ended == {0: True, 1: True, 2: False}
+            root = env.current()["observation"]
+            assert root[:, 1].tolist() == [0, 0, 2]
+            assert root[:2, 0].tolist() == [episode_seed(ROOT_SEED, env_id, 1) for env_id in (0, 1)]
+            assert env.statistics().worker_losses == 3
+
+    def test_of_a_spare_for_which_no_process_can_be_started(self, monkeypatch):
+        def refuse(worker_id: int) -> None:
+            raise WorkerLost("no process can be started")
+
+        with serial(CountingEnv) as env:
+            expected = fused(env, 30)
+        with ahead(CountingEnv, options=RESTART) as env:
+            monkeypatch.setattr(env._pool.crew, "replace", refuse)
+            kill(env.statistics().spares[1].pid)
+            assert_equal(uninterrupted(fused(env, 30)), expected)
+            assert env.statistics().worker_losses == 1
 
 
 class TestRefusals:
