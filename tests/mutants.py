@@ -43,6 +43,7 @@ TESTS = {
         "executor/test_quick_step.py",
         "executor/test_recovery.py",
         "executor/test_infos.py",
+        "executor/test_rollout.py",
     ),
     "executor/rollouts/rollout.py": ("executor/test_rollout.py", "executor/test_collector.py", *_LOSSES),
     "executor/protocol/commands.py": (

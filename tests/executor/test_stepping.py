@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
-from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, SerialEnv, SpecError
+from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, SpecError
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
 from tests.faults.envs import HaltingEnv
@@ -52,6 +52,21 @@ def test_a_step_never_resets_and_fused_does(make):
         assert td["next", "done"].squeeze(-1).tolist() == [True, False, False]
         assert not root["done"].any()
         assert env.statistics().resets_per_env == (2, 1, 1)
+
+
+@both
+def test_the_end_of_one_of_different_tasks_is_noted(make):
+    with make(2, [functools.partial(CountingEnv, 2), functools.partial(long_env, size=3)], seed=0) as env:
+        actions = TensorDict({"action": torch.ones(2, dtype=torch.int64)}, [2])
+        env.reset()
+        env.step_and_maybe_reset(actions)
+        td, root = env.step_and_maybe_reset(actions)
+        assert (counters(td["next"]), counters(root)) == ([2, 2], [0, 2])
+        env.step(actions)
+        env.step(actions)
+        with pytest.raises(ResetNeeded) as caught:
+            env.step(actions)
+        assert caught.value.env_ids == (0,)
 
 
 @both
