@@ -111,6 +111,13 @@ def test_a_policy_that_returns_a_new_batch(make):
 
 
 @both
+def test_ids_of_envs_are_no_data_of_the_policys(make):
+    with make(2, long_env, seed=0) as env:
+        data = env.rollout(2, lambda _: ones(env.current([0, 1])))
+    assert "env_ids" not in data.keys()  # noqa: SIM118  # a batch is no dict
+
+
+@both
 def test_a_policy_without_an_action_stops_nobody_for_long(make):
     with make(2, long_env, seed=0) as env:
         with pytest.raises(ActionError, match=r"expected a key \('action',\)"):
