@@ -45,7 +45,12 @@ TESTS = {
         "executor/test_infos.py",
         "executor/test_rollout.py",
     ),
-    "executor/rollouts/rollout.py": ("executor/test_rollout.py", "executor/test_collector.py", *_LOSSES),
+    "executor/rollouts/rollout.py": (
+        "executor/test_rollout.py",
+        "executor/test_collector.py",
+        *_LOSSES,
+        "executor/test_reset_ahead.py",
+    ),
     "executor/protocol/commands.py": (
         "executor/facades/test_gymnasium_equality.py",
         "executor/facades/test_gymnasium_errors.py",

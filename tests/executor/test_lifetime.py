@@ -241,6 +241,16 @@ def test_isolated_generators_do_not_depend_on_the_worker():
     assert (data[0] == data[2]).all()
 
 
+@both
+def test_isolated_generators_begin_anew_with_a_root_seed(make):
+    with make(2, GlobalRandomEnv, options=ExecutorOptions(isolate_rng=True)) as env:
+        draws = []
+        for _ in range(2):
+            env.set_seed(5)
+            draws.append(env.rollout(3, lambda td: td.set("action", torch.zeros(2, dtype=torch.int64)))["draws"])
+    assert torch.equal(*draws)
+
+
 def test_the_caller_keeps_its_generators():
     torch.manual_seed(3)
     expected = torch.rand(1)
