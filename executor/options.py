@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from envherd.workers.adapters.registry import EnvType
-from envherd.workers.block.info_leaves import InfoKeys, check_keys
-from envherd.workers.infos import InfoPolicy
-from envherd.workers.messages import BlockOptions
+from envherd.workers.block.info_leaves import check_keys
+from envherd.workers.options import BlockOptions, EnvType, InfoKeys, InfoPolicy
 
 StartMethod = Literal["zygote", "spawn", "fork"]
 LossPolicy = Literal["raise", "restart"]

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from envherd.executor import MeltingPotFactory, ParallelEnv
+from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
 from envherd.workers.adapters.named import DmControlFactory, GymnasiumFactory, PettingZooFactory
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
+from tests.workers.own_substrate import build_substrate
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("shm", "workers", "executor", "benchmarks")
@@ -97,6 +98,12 @@ def test_a_file_imports_only_what_its_layer_may(file):
     assert set(imported_packages(ROOT / file)) <= allowed | {"_multiprocessing"}
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("workers/process/")])
+def test_a_worker_process_names_no_family(file):
+    source = (ROOT / file).read_text().lower()
+    assert [family for family in FAMILIES if f"adapters.{family}" in source] == []
+
+
 def module_name(file: str) -> str:
     """Return the module that a source file is."""
     return "envherd." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -156,11 +163,23 @@ def test_an_adapter_loads_only_its_family(adapter, loaded):
     ids=["plain", "gymnasium", "dm_control", "meltingpot", "pettingzoo"],
 )
 def test_a_running_worker_has_no_torch_tensorflow_or_jax(factory):
-    with ParallelEnv(1, factory, num_workers=1, seed=0) as env:
+    assert_light(factory)
+    assert "libtorch" in Path("/proc/self/maps").read_text(), "this is how it would show"
+
+
+@needs("meltingpot")
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["zygote", "spawn", "fork"])
+def test_a_function_that_builds_a_substrate_itself_does_not_load_tensorflow_or_jax(start_method):
+    assert_light(build_substrate, start_method=start_method)
+
+
+def assert_light(factory, **options):
+    """Run an env in a worker and look for heavy libraries in the worker's memory."""
+    with ParallelEnv(1, factory, num_workers=1, seed=0, options=ExecutorOptions(**options)) as env:
         env.rollout(3)
         pid = env.statistics().workers[0].pid
         libraries = Path(f"/proc/{pid}/maps").read_text()
     assert "numpy" in libraries
-    assert "libtorch" in Path("/proc/self/maps").read_text(), "this is how it would show"
     for library in ("libtorch", "tensorflow", "jaxlib"):
         assert library not in libraries

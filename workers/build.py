@@ -20,9 +20,9 @@ import cloudpickle
 
 from envherd.workers import seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
-from envherd.workers.adapters.registry import EnvType
-from envherd.workers.block.info_leaves import Field, InfoKeys, InfoLeaves, declared_fields, find_fields
+from envherd.workers.block.info_leaves import Field, InfoLeaves, declared_fields, find_fields
 from envherd.workers.errors import FactoryError, SpecError
+from envherd.workers.options import EnvType, InfoKeys
 
 Factory = Callable[..., Any]
 

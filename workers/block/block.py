@@ -24,7 +24,8 @@ from envherd.workers.block.slot import Sink, Slot, compile_step, store, wrong_co
 from envherd.workers.block.writers import Writer
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.infos import packer
-from envherd.workers.messages import UNGUARDS, Ask, BlockOptions, Prepare
+from envherd.workers.messages import UNGUARDS, Ask, Prepare
+from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
 from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
 

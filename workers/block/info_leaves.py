@@ -33,8 +33,6 @@ from envherd.workers.infos import explain
 from envherd.workers.random_values import draw
 
 Path = tuple[str, ...]
-#: "all", the names, or each name with a value (or a type) like those it will have.
-InfoKeys = Literal["all"] | Sequence[str | Path] | Mapping[str | Path, Any]
 
 _ROOT = "info"
 _DEEPEST = 6
