@@ -22,7 +22,7 @@ def doctor(
     from rich.text import Text
 
     from envherd.executor.cli import EXIT_FAILED
-    from envherd.executor.monitor.doctor import Finding, examine
+    from envherd.executor.doctor import Finding, examine
 
     console = Console()
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}

@@ -21,13 +21,13 @@ from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.block.questions import answer
 from envherd.workers.block.slot import Sink, Slot, compile_step, store, wrong_count
-from envherd.workers.block.writers import Writer
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.infos import packer
 from envherd.workers.messages import UNGUARDS, Ask, Prepare
 from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
 from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
+from envherd.workers.writers import Writer
 
 #: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
 _MAX_REMEMBERED = 4096

@@ -27,10 +27,10 @@ import numpy as np
 
 from envherd.shm.specs import Binary, Discrete, EnvSpec, LeafSpec, Unbounded
 from envherd.workers.adapters.base import Adapter, StepValues
-from envherd.workers.block.writers import coerce
 from envherd.workers.errors import SpecError
 from envherd.workers.infos import explain
 from envherd.workers.random_values import draw
+from envherd.workers.writers import coerce
 
 Path = tuple[str, ...]
 

@@ -15,10 +15,10 @@ import numpy as np
 from envherd.shm.layout import Name
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter
-from envherd.workers.block.writers import Writer, writer_for
 from envherd.workers.errors import SpecError
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import Op, pack_phase
+from envherd.workers.writers import Writer, writer_for
 
 #: Column -> the observation values of one `env.step`, which are written there.
 Step = Callable[[int], list[Any]]
