@@ -21,7 +21,7 @@ def doctor(
     from rich.console import Console
     from rich.text import Text
 
-    from envherd.executor.cli import EXIT_FAILED
+    from envherd.executor.cli.exit_codes import EXIT_FAILED
     from envherd.executor.doctor import Finding, examine
 
     console = Console()

@@ -347,5 +347,5 @@ def between_episodes(engine: Engine) -> AheadResets | Recycler | None:
     if isinstance(engine.pool, AheadPool):
         return AheadResets(engine)
     if engine.options.recycles and isinstance(engine.pool, WorkerPool):
-        return Recycler(engine)
+        return Recycler(engine, engine.pool)
     return None
