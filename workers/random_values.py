@@ -38,8 +38,8 @@ def drawer(leaf: LeafSpec) -> Draw | None:
         return lambda rng, shape: rng.integers(0, domain.n, shape, dtype=dtype)
     if isinstance(domain, MultiDiscrete):
         nvec = np.asarray(domain.nvec)
-        # Contiguous: of uint64, numpy 2 reads the bounds of a broadcast array in another order than it writes the values.
-        return lambda rng, shape: rng.integers(0, np.broadcast_to(nvec, shape), dtype=dtype)
+        # A copy: for uint64, numpy reads a broadcast array of bounds in another order than it writes the values.
+        return lambda rng, shape: rng.integers(0, np.broadcast_to(nvec, shape).copy(), dtype=dtype)
     if isinstance(domain, Binary):
         return lambda rng, shape: rng.integers(0, 2, shape).astype(dtype)
     if isinstance(domain, OneHot):
