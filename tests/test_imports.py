@@ -73,7 +73,7 @@ ORDER = {
         *("block", "build", "adapters.hosts", "probing", "process", "testing"),
     ),
     "executor": (
-        *("options", "machine", "monitor", "batches", "pools", "protocol", "rollouts"),
+        *("options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),
         *("batched", "exporting", "policy", "collector", "serial", "fixed", "sizing", "parallel", "__init__"),
         *("doctor", "facades", "cluster", "cli"),
     ),

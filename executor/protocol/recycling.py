@@ -16,12 +16,12 @@ from typing import Protocol
 
 import numpy as np
 
-from envherd.executor.monitor.statistics import process_figures
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.rows import Rows
 from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import EnvherdError
+from envherd.workers.processes import memory_of
 
 
 @dataclass
@@ -171,7 +171,7 @@ class Recycler:
             return True
         if options.max_worker_memory is None:
             return False
-        num_bytes = process_figures(self._pool.pid_of(worker_id))[0]
+        num_bytes = memory_of(self._pool.pid_of(worker_id))["uss"]
         self._engine.memory.note(worker_id, self._pool.generation_of(worker_id), resets, num_bytes)
         return num_bytes > options.max_worker_memory
 
