@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from envherd.workers.adapters.registry import EnvType
-from envherd.workers.block.info_leaves import InfoKeys, check_keys
-from envherd.workers.infos import InfoPolicy
-from envherd.workers.messages import BlockOptions
+from envherd.workers.block.info_leaves import check_keys
+from envherd.workers.options import BlockOptions, EnvType, InfoKeys, InfoPolicy
 
 StartMethod = Literal["zygote", "spawn", "fork"]
 LossPolicy = Literal["raise", "restart"]
@@ -45,7 +43,8 @@ class ExecutorOptions:
         restart_window_s: seconds.
         recycle_after: episodes of an env after which its worker is replaced by a new one, where that interrupts no row
             (see `executor.recycling`); for envs that leak. None: never.
-        max_worker_memory: bytes of a worker's own memory (USS) beyond which it is replaced likewise. None: no limit.
+        max_worker_memory: bytes of memory (USS) of a worker and of what its envs have started beyond which it is
+            replaced likewise. None: no limit.
         check_actions: "strict" refuses values outside the spec, NaN and infinities; "finite" refuses
             only NaN, infinities and illegal indices; "off" checks shape and dtype alone.
         check_finite: also refuse NaN and infinities in observations and rewards (costs a pass over

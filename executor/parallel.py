@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.transfer import as_device
+from envherd.executor.fixed import FixedParallelEnv
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.agreement import check_agreement
-from envherd.executor.pools.ahead_pool import AheadPool
-from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, choose_apart, choose_workers, draw
-from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv
 
 
-class ParallelEnv(BatchedEnv):
+class ParallelEnv(FixedParallelEnv):
     """N envs in worker processes, stepped as one batch over shared memory.
 
     Args:
@@ -49,25 +46,18 @@ class ParallelEnv(BatchedEnv):
         copy: bool = True,
         options: ExecutorOptions | None = None,
     ) -> None:
-        options = options or ExecutorOptions()
-        where = as_device(device)
-        if options.reset_ahead:
-            num_envs = num_workers = choose_apart(num_envs, num_workers)
+        where = as_device(device)  # refused before anything is measured
         if isinstance(num_envs, str) or isinstance(num_workers, str):
-            from envherd.executor.sizing.recommending import resolve  # here: it is made of this class
+            from envherd.executor.sizing.recommending import resolve  # here: a program that names numbers needs none
 
-            num_envs, num_workers = resolve(num_envs, num_workers, make_env, env_kwargs, options)
-        factories = as_factories(num_envs, make_env)
-        if options.reset_ahead:
-            blueprint = draw(factories, env_kwargs, num_envs, seed, options)
-            pool: WorkerPool = AheadPool(blueprint, options)
-        else:
-            blueprint = draw(factories, env_kwargs, choose_workers(num_envs, num_workers), seed, options)
-            pool = WorkerPool(blueprint, options)
-        pool.start()
-        try:
-            check_agreement(pool.specs, factories, blueprint.env_kwargs)
-            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
-        except BaseException:
-            pool.close(timeout_s=0)
-            raise
+            num_envs, num_workers = resolve(num_envs, num_workers, make_env, env_kwargs, options or ExecutorOptions())
+        super().__init__(
+            num_envs,
+            make_env,
+            num_workers=num_workers,
+            env_kwargs=env_kwargs,
+            seed=seed,
+            device=where,
+            copy=copy,
+            options=options,
+        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import importlib
 import subprocess
 import sys
@@ -12,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from envherd.executor import MeltingPotFactory, ParallelEnv
+from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
 from envherd.workers.adapters.named import DmControlFactory, GymnasiumFactory, PettingZooFactory
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
+from tests.workers.own_substrate import build_substrate
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("shm", "workers", "executor", "benchmarks")
@@ -57,6 +60,29 @@ ALLOWED = {
     "benchmarks/plots.py": {"matplotlib"},
     "benchmarks/cores.py": {"matplotlib"},
 }
+#: The parts of each layer, packages and single modules: each imports only itself and what stands before it.
+ORDER = {
+    "shm": ("interrupts", "specs", "layout", "sync", "tally", "cgroups", "segment", "slab", "__init__"),
+    "workers": (
+        *("__init__", "errors", "plain", "options", "infos", "messages", "protocol", "reply", "seeding"),
+        *("random_values", "processes", "writers"),
+        *("adapters.base", "adapters.registry", "adapters.common"),
+        *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
+        *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
+        *("adapters.torch_native", "adapters.named", "adapters.named_batches", "adapters"),
+        *("block", "build", "adapters.hosts", "probing", "process", "testing"),
+    ),
+    "executor": (
+        *("options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),
+        *("batched", "exporting", "policy", "collector", "serial", "fixed", "sizing", "parallel", "__init__"),
+        *("doctor", "facades", "cluster", "cli"),
+    ),
+}
+#: (module, module that it imports against the order) -> why.
+AGAINST_ORDER = {
+    ("executor.pools.ahead_pool", "executor.protocol.recycling"): "AheadResets does a Recycler's work for this pool",
+    ("executor.pools.ahead_pool", "executor.protocol.engine"): "AheadResets resets through the engine",
+}
 #: Imported by an adapter of their family when an env of it is there, and by nothing else.
 HEAVY = {
     "dm_control",
@@ -97,9 +123,61 @@ def test_a_file_imports_only_what_its_layer_may(file):
     assert set(imported_packages(ROOT / file)) <= allowed | {"_multiprocessing"}
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("workers/process/")])
+def test_a_worker_process_names_no_family(file):
+    source = (ROOT / file).read_text().lower()
+    assert [family for family in FAMILIES if f"adapters.{family}" in source] == []
+
+
 def module_name(file: str) -> str:
     """Return the module that a source file is."""
     return "envherd." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+MODULES = {module_name(file).removeprefix("envherd."): ROOT / file for file in FILES}
+
+
+def part_of(module: str) -> tuple[str, str]:
+    """Return a module's layer and its part of it, as in `ORDER`."""
+    layer, _, rest = module.partition(".")
+    parts = rest.split(".")
+    return layer, ".".join(parts[:2]) if parts[0] == "adapters" else parts[0] or "__init__"
+
+
+@functools.cache
+def imported_modules(module: str) -> set[str]:
+    """Return which modules of envherd a module imports, anywhere in its file."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("envherd.") in MODULES else str(node.module) for name in inside]
+        else:
+            continue
+        found |= {name.removeprefix("envherd.") for name in names if name.startswith("envherd.")}
+    return found & MODULES.keys()
+
+
+def against_order(module: str) -> set[tuple[str, str]]:
+    """Return what a module imports of its own layer that does not stand before it."""
+    layer, part = part_of(module)
+    order = ORDER[layer]
+    own = ((other, part_of(other)[1]) for other in imported_modules(module) if part_of(other)[0] == layer)
+    return {(module, other) for other, its_part in own if order.index(its_part) > order.index(part)}
+
+
+ORDERED = [module for module in MODULES if part_of(module)[0] in ORDER]
+
+
+def test_the_parts_of_a_layer_import_one_way():
+    assert set().union(*map(against_order, ORDERED)) == AGAINST_ORDER.keys()
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {one: {other for other in imported_modules(one) if (one, other) not in AGAINST_ORDER} for one in ORDERED}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of one
 
 
 def heavy_after_importing(modules: list[str]) -> set[str]:
@@ -156,11 +234,23 @@ def test_an_adapter_loads_only_its_family(adapter, loaded):
     ids=["plain", "gymnasium", "dm_control", "meltingpot", "pettingzoo"],
 )
 def test_a_running_worker_has_no_torch_tensorflow_or_jax(factory):
-    with ParallelEnv(1, factory, num_workers=1, seed=0) as env:
+    assert_light(factory)
+    assert "libtorch" in Path("/proc/self/maps").read_text(), "this is how it would show"
+
+
+@needs("meltingpot")
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["zygote", "spawn", "fork"])
+def test_a_function_that_builds_a_substrate_itself_does_not_load_tensorflow_or_jax(start_method):
+    assert_light(build_substrate, start_method=start_method)
+
+
+def assert_light(factory, **options):
+    """Run an env in a worker and look for heavy libraries in the worker's memory."""
+    with ParallelEnv(1, factory, num_workers=1, seed=0, options=ExecutorOptions(**options)) as env:
         env.rollout(3)
         pid = env.statistics().workers[0].pid
         libraries = Path(f"/proc/{pid}/maps").read_text()
     assert "numpy" in libraries
-    assert "libtorch" in Path("/proc/self/maps").read_text(), "this is how it would show"
     for library in ("libtorch", "tensorflow", "jaxlib"):
         assert library not in libraries

@@ -20,9 +20,9 @@ import cloudpickle
 
 from envherd.workers import seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
-from envherd.workers.adapters.registry import EnvType
-from envherd.workers.block.info_leaves import Field, InfoKeys, InfoLeaves, declared_fields, find_fields
+from envherd.workers.block.info_leaves import Field, InfoLeaves, declared_fields, find_fields
 from envherd.workers.errors import FactoryError, SpecError
+from envherd.workers.options import EnvType, InfoKeys
 
 Factory = Callable[..., Any]
 
@@ -164,7 +164,7 @@ class Builder:
     def _found_fields(self, factory: Factory, kwargs: Mapping[str, Any], keys: Any) -> list[Field]:
         """Return the fields that an env of its own shows, once for each factory and its arguments."""
         for known, its_kwargs, fields in self._found:
-            if known is factory and _are_equal(its_kwargs, kwargs):
+            if known is factory and are_equal(its_kwargs, kwargs):
                 return fields
         state = seeding.caller_state()
         probe = self._adopt(factory, kwargs)
@@ -222,7 +222,8 @@ class Builder:
             )
 
 
-def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether the keyword arguments of two factory calls are equal, as far as that can be seen."""
     try:
         return bool(one == other)
     except ValueError:  # arrays: not comparable as a whole; then they are taken to differ

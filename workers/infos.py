@@ -9,17 +9,14 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import cloudpickle
 import numpy as np
 
 from envherd.shm.interrupts import uninterrupted
 from envherd.workers import plain
-
-#: What becomes of infos: they stay in the worker, come back as plain data (entries that are not plain are
-#: left out), or come back as they are, by pickle.
-InfoPolicy = Literal["drop", "plain", "pickle"]
+from envherd.workers.options import InfoPolicy
 
 #: (the info's bytes or None where it says nothing, entries left out: name -> why)
 Packed = tuple[bytes | None, dict[str, str]]

@@ -26,38 +26,11 @@ import cloudpickle
 from envherd.shm.interrupts import uninterrupted as uninterrupted  # noqa: PLC0414  # re-exported
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
-from envherd.workers.adapters.registry import EnvType
-from envherd.workers.block.info_leaves import InfoKeys
-from envherd.workers.infos import InfoPolicy
+from envherd.workers.options import BlockOptions
 
 _HEAD = struct.Struct("<QQI")
 _MAX_FDS = 4
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL  # SIGPIPE would end a program that leaves it at its default
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockOptions:
-    """How a worker runs its envs.
-
-    Attributes:
-        isolate_rng: swap the global generators' state in and out around every call of an env.
-        check_finite: refuse NaN and infinities in observations and rewards.
-        infos: what becomes of the envs' infos.
-        info_keys: entries of the infos that are leaves; see `adapters.info_leaves`.
-        episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
-        env_type: what the envs take and give; see `adapters.find_adapter`.
-        first_env_id: what seeds call env 0, where these envs are a share of a larger batch.
-        reset_ahead: the worker is one of the two that an env has; see `workers.ahead`.
-    """
-
-    isolate_rng: bool = False
-    check_finite: bool = False
-    infos: InfoPolicy = "drop"
-    info_keys: InfoKeys | None = None
-    episode_seeds: bool = True
-    env_type: EnvType = "auto"
-    first_env_id: int = 0
-    reset_ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-_MEMORY_FIELDS = {"Private_Clean": "clean", "Private_Dirty": "dirty", "Pss": "pss"}
+_MEMORY_FIELDS = {"Private_Clean": "clean", "Private_Dirty": "dirty", "Private_Hugetlb": "dirty", "Pss": "pss"}
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -22,17 +22,21 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def memory_of(pid: int) -> dict[str, int]:
-    """Return bytes of memory of a process and its descendants.
+def memory_of(pid: int, *, is_alone: bool = False) -> dict[str, int]:
+    """Return bytes of memory of a process and its descendants (0.5 ms for a small process, 14 ms for one with torch).
 
     RSS is not among them: it counts shared pages once for every process that maps them.
+
+    Args:
+        pid: of the process.
+        is_alone: leave its descendants out.
 
     Returns:
         "uss": theirs alone; the sum of "dirty", which is data, and "clean", which is files (libraries) that another
         process could share; "pss": uss and their part of what is shared.
     """
     sums = {"uss": 0, "pss": 0, "dirty": 0, "clean": 0}
-    for one in descendants(pid):
+    for one in [pid] if is_alone else descendants(pid):
         for line in _text(f"/proc/{one}/smaps_rollup").splitlines():
             name = _MEMORY_FIELDS.get(line.partition(":")[0])
             if name is not None:
@@ -61,7 +65,13 @@ def resident_bytes(pid: int) -> int:
 
 def children_cpu_ns(pid: int) -> int:
     """Return nanoseconds of processor time of what a process has started and still runs, in steps of 10 ms."""
-    return sum(map(_coarse_cpu_ns, descendants(pid)[1:]))
+    return sum(map(cpu_ns, descendants(pid)[1:]))
+
+
+def cpu_ns(pid: int) -> int:
+    """Return nanoseconds of processor time of a process, without its descendants, in steps of 10 ms."""
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int((int(fields[11]) + int(fields[12])) * 1e9 / _TICKS_PER_S) if len(fields) > 12 else 0
 
 
 def run_delay_ns() -> int:
@@ -111,11 +121,6 @@ def move_to(cpu: int) -> None:
 def num_threads(pid: int) -> int:
     """Return how many threads a process and its descendants have."""
     return sum(len(_entries(f"/proc/{one}/task")) for one in descendants(pid))
-
-
-def _coarse_cpu_ns(pid: int) -> int:
-    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return int((int(fields[11]) + int(fields[12])) * 1e9 / _TICKS_PER_S) if len(fields) > 12 else 0
 
 
 def _entries(path: str) -> list[str]:

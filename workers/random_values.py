@@ -1,30 +1,86 @@
-"""Legal actions, drawn from a spec."""
+"""Legal values of a leaf, uniformly drawn: random actions of the executor, of probes and of contract tests."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from envherd.shm.specs import Box, Discrete, LeafSpec, MultiDiscrete, OneHot
+from envherd.shm.specs import Binary, Box, Discrete, LeafSpec, MultiDiscrete, OneHot
 
-_WIDEST = 1e3  # of a float leaf without bounds: far enough out for tests, and finite
+#: Width of the interval sampled where a Box has no bound on a side.
+_UNBOUNDED_WIDTH = 2.0
+
+Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
-def draw(leaf: LeafSpec, rng: np.random.Generator) -> Any:
-    """Return a legal value of an action leaf, uniformly drawn."""
+def draw(leaf: LeafSpec, rng: np.random.Generator) -> np.ndarray:
+    """Return a legal value of an action leaf, uniformly drawn.
+
+    Raises:
+        ValueError: the leaf has no uniform distribution.
+    """
+    draw_values = drawer(leaf)
+    if draw_values is None:
+        raise ValueError(f"drawing an action failed: {leaf} has no uniform distribution. Give `actions`.")
+    return draw_values(rng, leaf.shape)
+
+
+def drawer(leaf: LeafSpec) -> Draw | None:
+    """Return a function that draws legal values of a leaf: `draw(rng, shape) -> array [*shape]`.
+
+    None for a leaf that has no uniform distribution, because its values have no fixed shape.
+    """
+    dtype = np.dtype(leaf.dtype) if leaf.dtype else np.dtype(object)
     domain = leaf.domain
     if isinstance(domain, Discrete):
-        return rng.integers(domain.n, size=leaf.shape)
+        return lambda rng, shape: rng.integers(0, domain.n, shape, dtype=dtype)
     if isinstance(domain, MultiDiscrete):
-        return rng.integers(np.broadcast_to(np.asarray(domain.nvec), leaf.shape))
+        nvec = np.asarray(domain.nvec)
+        # A copy: for uint64, numpy reads a broadcast array of bounds in another order than it writes the values.
+        return lambda rng, shape: rng.integers(0, np.broadcast_to(nvec, shape).copy(), dtype=dtype)
+    if isinstance(domain, Binary):
+        return lambda rng, shape: rng.integers(0, 2, shape).astype(dtype)
     if isinstance(domain, OneHot):
-        return np.eye(domain.n, dtype=leaf.dtype)[rng.integers(domain.n, size=leaf.shape[:-1])]
+        return lambda rng, shape: np.eye(domain.n, dtype=dtype)[rng.integers(0, domain.n, shape[:-1])]
     if leaf.is_side:
-        raise ValueError(f"drawing an action failed: {leaf} has no uniform distribution. Give `actions`.")
-    if np.dtype(leaf.dtype).kind in "iub":
-        least, most = (domain.low, domain.high) if isinstance(domain, Box) else (np.array(0), np.array(1))
-        return rng.integers(least, most, endpoint=True, size=leaf.shape).astype(leaf.dtype)
-    low, high = (domain.low, domain.high) if isinstance(domain, Box) else (np.array(-1.0), np.array(1.0))
-    low, high = np.maximum(low, -_WIDEST, dtype=np.float64), np.minimum(high, _WIDEST, dtype=np.float64)
-    return rng.uniform(low, high, size=leaf.shape).astype(leaf.dtype)
+        return None
+    if isinstance(domain, Box):
+        return _box_drawer(domain, dtype)
+    return lambda rng, shape: rng.uniform(-1.0, 1.0, shape).astype(dtype)
+
+
+def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
+    if dtype.kind in "iu":
+        return _integer_drawer(domain, dtype)
+    low, high = (np.asarray(bound, np.float64) for bound in (domain.low, domain.high))
+    has_low, has_high = np.isfinite(low), np.isfinite(high)
+    safe_low: Any = np.where(has_low, low, np.where(has_high, high - _UNBOUNDED_WIDTH, -_UNBOUNDED_WIDTH / 2))
+    safe_high: Any = np.where(has_high, high, np.where(has_low, low + _UNBOUNDED_WIDTH, _UNBOUNDED_WIDTH / 2))
+    low_cast, high_cast = safe_low.astype(dtype), safe_high.astype(dtype)
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(safe_high - safe_low).all()
+    if is_finite:
+        return lambda rng, shape: np.clip(rng.uniform(safe_low, safe_high, shape).astype(dtype), low_cast, high_cast)
+    half_low, half_high = safe_low / 2, safe_high / 2  # numpy takes no interval wider than the largest float
+    return lambda rng, shape: np.clip((2 * rng.uniform(half_low, half_high, shape)).astype(dtype), low_cast, high_cast)
+
+
+def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
+    """Return the drawer of a Box of integers, exact up to the ends of a wide dtype."""
+    wide = np.dtype(np.uint64 if dtype == np.uint64 else np.int64)
+    low, high = np.broadcast_arrays(domain.low, domain.high)
+    if low.dtype.kind == "f" or high.dtype.kind == "f":  # perhaps without a bound
+        pairs = [_integer_bounds(*ends, np.iinfo(dtype)) for ends in zip(low.flat, high.flat, strict=True)]
+        low, high = (np.array([pair[side] for pair in pairs], wide).reshape(low.shape) for side in (0, 1))
+    lowest, highest = low.astype(wide), high.astype(wide)
+    return lambda rng, shape: rng.integers(lowest, highest, shape, dtype=wide.type, endpoint=True).astype(dtype)
+
+
+def _integer_bounds(low: Any, high: Any, limits: Any) -> tuple[int, int]:
+    """Return bounds as python's integers; what is infinite lies `_UNBOUNDED_WIDTH` from the other, or about 0."""
+    width = int(_UNBOUNDED_WIDTH)
+    first = int(low) if np.isfinite(low) else int(high) - width if np.isfinite(high) else -width // 2
+    last = int(high) if np.isfinite(high) else first + width
+    return max(first, limits.min), min(last, limits.max)

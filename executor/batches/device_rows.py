@@ -19,8 +19,8 @@ from envherd.shm.layout import Name
 from envherd.shm.slab import GroupSlab
 from envherd.shm.specs import LeafSpec
 from envherd.workers.adapters import Adapter
-from envherd.workers.block.writers import Writer
 from envherd.workers.errors import SpecError
+from envherd.workers.writers import Writer
 
 
 class RowWriters(NamedTuple):

@@ -6,7 +6,7 @@ actions are drawn for holds it, only what it allows is drawn; where it allows no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,10 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
-from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, Key, LeafSpec, MultiDiscrete, OneHot
+from envherd.shm.specs import Discrete, EnvSpec, Key, LeafSpec
+from envherd.workers.random_values import Draw, drawer
 
-#: Width of the interval sampled where a Box has no bound on a side.
-_UNBOUNDED_WIDTH = 2.0
 _STREAM = 2**32 - 2  # spawn_key of the sampler's generator: apart from those of envs (workers.seeding)
-
-Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
 class ActionSampler:
@@ -33,7 +30,7 @@ class ActionSampler:
         self._kinds = [specs.index(spec) for spec in specs]
         self._is_uniform = not any(self._kinds)
         self._draws = {
-            kind: [(leaf, drawer(leaf), _mask_key(specs[kind], leaf)) for leaf in specs[kind].action]
+            kind: [(leaf, _drawer(leaf), _mask_key(specs[kind], leaf)) for leaf in specs[kind].action]
             for kind in set(self._kinds)
         }
 
@@ -92,27 +89,9 @@ def _mask_key(spec: EnvSpec, leaf: LeafSpec) -> Key | None:
     return key if any(seen.key == key and seen.shape == shape for seen in spec.observation) else None
 
 
-def drawer(leaf: LeafSpec) -> Draw:
-    """Return a function that draws legal values of a leaf: `draw(rng, shape) -> array [*shape]`.
-
-    That of a leaf of the side channel raises ValueError: an env may have such actions, and they cannot be drawn.
-    """
-    dtype = np.dtype(leaf.dtype) if leaf.dtype else np.dtype(object)
-    domain = leaf.domain
-    if isinstance(domain, Discrete):
-        return lambda rng, shape: rng.integers(0, domain.n, shape, dtype=dtype)
-    if isinstance(domain, MultiDiscrete):
-        nvec = np.asarray(domain.nvec)
-        return lambda rng, shape: rng.integers(0, np.broadcast_to(nvec, shape), dtype=dtype)
-    if isinstance(domain, Binary):
-        return lambda rng, shape: rng.integers(0, 2, shape).astype(dtype)
-    if isinstance(domain, OneHot):
-        return lambda rng, shape: np.eye(domain.n, dtype=dtype)[rng.integers(0, domain.n, shape[:-1])]
-    if leaf.is_side:
-        return _refuser(leaf)
-    if isinstance(domain, Box):
-        return _box_drawer(domain, dtype)
-    return lambda rng, shape: rng.uniform(-1.0, 1.0, shape).astype(dtype)
+def _drawer(leaf: LeafSpec) -> Draw:
+    """Return what draws a leaf's values; that of a leaf without a uniform distribution raises ValueError."""
+    return drawer(leaf) or _refuser(leaf)
 
 
 def _refuser(leaf: LeafSpec) -> Draw:
@@ -120,38 +99,3 @@ def _refuser(leaf: LeafSpec) -> Draw:
         raise ValueError(f"rand_action failed: {leaf} has no uniform distribution. Give the action yourself.")
 
     return refuse
-
-
-def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
-    if dtype.kind in "iu":
-        return _integer_drawer(domain, dtype)
-    low, high = (np.asarray(bound, np.float64) for bound in (domain.low, domain.high))
-    has_low, has_high = np.isfinite(low), np.isfinite(high)
-    safe_low: Any = np.where(has_low, low, np.where(has_high, high - _UNBOUNDED_WIDTH, -_UNBOUNDED_WIDTH / 2))
-    safe_high: Any = np.where(has_high, high, np.where(has_low, low + _UNBOUNDED_WIDTH, _UNBOUNDED_WIDTH / 2))
-    low_cast, high_cast = safe_low.astype(dtype), safe_high.astype(dtype)
-    with np.errstate(over="ignore"):
-        is_finite = np.isfinite(safe_high - safe_low).all()
-    if is_finite:
-        return lambda rng, shape: np.clip(rng.uniform(safe_low, safe_high, shape).astype(dtype), low_cast, high_cast)
-    half_low, half_high = safe_low / 2, safe_high / 2  # numpy takes no interval wider than the largest float
-    return lambda rng, shape: np.clip((2 * rng.uniform(half_low, half_high, shape)).astype(dtype), low_cast, high_cast)
-
-
-def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
-    """Return the drawer of a Box of integers, exact up to the ends of a wide dtype."""
-    wide = np.dtype(np.uint64 if dtype == np.uint64 else np.int64)
-    low, high = np.broadcast_arrays(domain.low, domain.high)
-    if low.dtype.kind == "f" or high.dtype.kind == "f":  # perhaps without a bound
-        pairs = [_integer_bounds(*ends, np.iinfo(dtype)) for ends in zip(low.flat, high.flat, strict=True)]
-        low, high = (np.array([pair[side] for pair in pairs], wide).reshape(low.shape) for side in (0, 1))
-    lowest, highest = low.astype(wide), high.astype(wide)
-    return lambda rng, shape: rng.integers(lowest, highest, shape, dtype=wide.type, endpoint=True).astype(dtype)
-
-
-def _integer_bounds(low: Any, high: Any, limits: Any) -> tuple[int, int]:
-    """Return bounds as python's integers; what is infinite lies `_UNBOUNDED_WIDTH` from the other, or about 0."""
-    width = int(_UNBOUNDED_WIDTH)
-    first = int(low) if np.isfinite(low) else int(high) - width if np.isfinite(high) else -width // 2
-    last = int(high) if np.isfinite(high) else first + width
-    return max(first, limits.min), min(last, limits.max)

@@ -83,18 +83,26 @@ class LendingIntake(GroupIntake):
         return is_alike and (self._checks[index] is None or is_legal(leaf, value, self._level))
 
 
+#: Integers that torch cannot compare.
+_NOT_COMPARED = frozenset({torch.uint16, torch.uint32, torch.uint64})
+
+
 def is_legal(leaf: LeafSpec, value: torch.Tensor, level: ActionCheck) -> bool:
     """Return whether all values are surely legal, found out where they are; the rest is for `intake` to say."""
     if level == "off":
         return True
     domain = leaf.domain
+    if value.dtype in _NOT_COMPARED:
+        return False
     if isinstance(domain, Discrete):
-        return bool(((value >= 0) & (value < domain.n)).all())
+        return bool(((value >= 0) & (value <= domain.n - 1)).all())  # n itself may be too large for the dtype
     if isinstance(domain, MultiDiscrete):
         return bool(((value >= 0) & (value < torch.as_tensor(domain.nvec, device=value.device))).all())
     if not value.dtype.is_floating_point:
         return False
     if isinstance(domain, Box) and level == "strict":
-        low, high = (torch.as_tensor(bound, device=value.device) for bound in (domain.low, domain.high))
+        bounds = (np.asarray(domain.low), np.asarray(domain.high))
+        # With a dimension: torch would round a bound without one to the dtype of the values.
+        low, high = (torch.as_tensor(bound, device=value.device).reshape(bound.shape or (1,)) for bound in bounds)
         return bool(((value >= low) & (value <= high)).all())
     return bool(torch.isfinite(value).all())

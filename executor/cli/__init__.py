@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import sys
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
+from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
 
 
 def main() -> None:

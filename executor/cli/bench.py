@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from envherd.executor.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
 #: What the suite itself cannot do without, besides what the package needs.
 _NEEDED = {"gymnasium": "gymnasium", "matplotlib": "matplotlib"}

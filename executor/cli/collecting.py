@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
@@ -22,6 +22,7 @@ from envherd.executor.cli.returns import ReturnMeter, ReturnSummary
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.monitor.statistics import Statistics
 from envherd.workers.errors import EnvherdError
+from envherd.workers.processes import memory_of
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 #: Seconds between two updates of the progress bar, so that it costs fast envs nothing.
@@ -99,7 +100,7 @@ class Collector:
                 if num_done == 0:
                     raise
                 failure = error
-        memory = psutil.Process().memory_full_info()
+        memory = memory_of(os.getpid(), is_alone=True)
         return Collected(
             steps_done=num_done,
             collect_s=collect_s,
@@ -108,8 +109,8 @@ class Collector:
             failure=failure,
             returns=meter.summary(),
             statistics=env.statistics(),
-            parent_uss_bytes=int(memory.uss),
-            parent_pss_bytes=int(getattr(memory, "pss", memory.uss)),
+            parent_uss_bytes=memory["uss"],
+            parent_pss_bytes=memory["pss"],
         )
 
     def _keep(self, step: int, td: TensorDictBase, meter: ReturnMeter) -> None:

@@ -21,8 +21,8 @@ def doctor(
     from rich.console import Console
     from rich.text import Text
 
-    from envherd.executor.cli import EXIT_FAILED
-    from envherd.executor.monitor.doctor import Finding, examine
+    from envherd.executor.cli.exit_codes import EXIT_FAILED
+    from envherd.executor.doctor import Finding, examine
 
     console = Console()
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}

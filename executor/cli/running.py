@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.collecting import Collected, Collector
 from envherd.executor.cli.env_names import Factory, callable_at, factory_for
+from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.figures import Figures, table
 from envherd.executor.cli.media import FrameLog, MediaError, require_pillow, write_contact_sheet, write_gif
 from envherd.executor.cli.storing import RolloutStore, StoreError

@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from envherd.executor.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.env_names import Factory, factory_for
+from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.running import complain
 from envherd.executor.cli.sizing_report import plain_report, table, yaml_text
 from envherd.executor.machine.gpus import Gpu

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from envherd.executor.cli import EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.sizing_report import size_text
 from envherd.executor.monitor.running import listings
 from envherd.executor.monitor.watching import ExecutorView, Watch, WorkerView, stack_of

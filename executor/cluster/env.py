@@ -82,6 +82,7 @@ class RayParallelEnv(BatchedEnv):
         blueprint = draw(factories, env_kwargs, 1, seed, options)
         need_ray("RayParallelEnv")
         from envherd.executor.cluster.fleet import Fleet
+        from envherd.executor.cluster.pool import ClusterPool
 
         fleet = Fleet(address, node_timeout_s)
         try:
@@ -89,7 +90,7 @@ class RayParallelEnv(BatchedEnv):
                 lambda free: bundles_for(free, num_envs, num_nodes, resources_per_node),
                 (strategy, placement_timeout_s, runtime_env),
             )
-            pool = fleet.build(blueprint, options, num_workers)
+            pool = ClusterPool(fleet.build(blueprint, options, num_workers), fleet.shares, options, fleet)
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
             like = cast("Pool", pool)  # it has the methods of a `WorkerPool`
             super().__init__(like, seed=blueprint.root_seed, device=where, copy=copy, options=options)

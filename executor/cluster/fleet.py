@@ -1,4 +1,4 @@
-"""The hosts of one executor, from a connection to the cluster to a pool that commands them, and back."""
+"""The hosts of one executor, from a connection to the cluster to hosts that have built their envs, and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import ray
 
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.orders import Built, Report, Share, Survey
-from envherd.executor.cluster.pool import ClusterPool
 from envherd.executor.cluster.ray_cluster import COME_UP_S, GONE, Connection, Places, call, living_nodes, take_reports
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.cluster.shares import Resources, divide
@@ -81,8 +80,8 @@ class Fleet:
         self._hosts = [self._places.start_host(index) for index in range(len(self.bundles))]
         return take_reports(self._hosts, COME_UP_S)
 
-    def build(self, blueprint: Blueprint, options: ExecutorOptions, num_workers: int | None) -> ClusterPool:
-        """Start the hosts and have them build their envs.
+    def build(self, blueprint: Blueprint, options: ExecutorOptions, num_workers: int | None) -> Blueprint:
+        """Start the hosts and let them build their envs; return the blueprint with the blocks of all hosts' workers.
 
         Args:
             blueprint: of the whole batch; its blocks are not used.
@@ -119,8 +118,7 @@ class Fleet:
             for one in self.shares
             for block in spread(one.num_envs, len(one.worker_ids))
         )
-        whole = dataclasses.replace(blueprint, blocks=blocks)
-        return ClusterPool(whole, self.shares, options, self)
+        return dataclasses.replace(blueprint, blocks=blocks)
 
     def ping(self, index: int) -> None:
         """Wait for a sign of life of a host that has been started."""

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
@@ -25,6 +25,7 @@ import torch
 from envherd.executor.batches.device_rows import Residence
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.cluster.facts import WorkerFacts
+from envherd.executor.cluster.fleet import Fleet
 from envherd.executor.cluster.orders import Order, Reply
 from envherd.executor.cluster.post import Post
 from envherd.executor.cluster.recovery import Recovery
@@ -38,9 +39,6 @@ from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RING, Flag, Op
-
-if TYPE_CHECKING:
-    from envherd.executor.cluster.fleet import Fleet
 
 
 class ClusterPool(WorkerFacts):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import psutil
 
 from envherd.executor.monitor.loads import read_loads
 from envherd.shm.specs import EnvSpec
-from envherd.workers.processes import place_of
+from envherd.workers.processes import cpu_ns, memory_of, place_of
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class WorkerStatistics:
         generation: how often it was replaced.
         busy_s: seconds it spent on commands since it was started.
         busy_share: of the time since the executor was ready, 0..1.
-        uss_bytes: memory that is its own and would be free if it ended.
+        uss_bytes: memory that would be free if it ended, that of processes which its envs have started included (not
+            for a `SerialEnv`).
         pss_bytes: the same plus its share of what it shares with others.
-        cpu_s: processor seconds, user and system.
+        cpu_s: processor seconds, user and system, of the worker alone.
         env_steps: `env.step` calls of its envs that returned.
         resets: of its envs.
         reset_share: of the time since the executor was ready, spent on commands with a reset; estimated from samples.
@@ -122,7 +123,7 @@ def count(engine: Any) -> Statistics:
     workers = []
     for load, env_ids in zip(read_loads(words, blocks, time.monotonic_ns()), blocks, strict=True):
         pid = pool.pid_of(load.worker_id)
-        uss, pss, cpu_s = process_figures(pid) if elsewhere is None else elsewhere[load.worker_id]
+        uss, pss, cpu_s = _process_figures(pid) if elsewhere is None else elsewhere[load.worker_id]
         generation = pool.generation_of(load.worker_id)
         engine.memory.note(load.worker_id, generation, load.resets, uss)
         busy_share = min(1.0, load.busy_s / wall_s)
@@ -192,12 +193,8 @@ def num_agents(spec: EnvSpec) -> int:
     return sum(math.prod(shape[inner:]) for key, shape in spec.groups if len(key) == 1) or 1
 
 
-def process_figures(pid: int) -> tuple[int, int, float]:
-    """Return `(uss bytes, pss bytes, cpu seconds)` of a process; zeros if it has gone."""
-    try:
-        process = psutil.Process(pid)
-        memory = process.memory_full_info()
-        times = process.cpu_times()
-    except psutil.Error:
-        return 0, 0, 0.0
-    return int(memory.uss), int(getattr(memory, "pss", memory.uss)), float(times.user + times.system)
+def _process_figures(pid: int) -> tuple[int, int, float]:
+    """Return `(uss bytes, pss bytes, cpu seconds)` of a worker; zeros if it has gone."""
+    is_serial = pid == os.getpid()  # which of what this process has started is an env's is not known
+    memory = memory_of(pid, is_alone=is_serial)
+    return memory["uss"], memory["pss"], cpu_ns(pid) / 1e9

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envherd.shm.specs import EnvSpec
-from envherd.workers.build import Factory, describe
+from envherd.workers.build import Factory, are_equal, describe
 from envherd.workers.errors import SpecError
 
 
@@ -22,7 +22,7 @@ def check_agreement(specs: Sequence[EnvSpec], factories: Sequence[Factory], kwar
     first: dict[int, int] = {}
     for env_id, (spec, factory) in enumerate(zip(specs, factories, strict=True)):
         other = first.setdefault(id(factory), env_id)
-        if spec != specs[other] and _equal(kwargs[env_id], kwargs[other]):
+        if spec != specs[other] and are_equal(kwargs[env_id], kwargs[other]):
             raise SpecError(
                 f"make_env failed: the factory {describe(factory)} gave different specs for envs {other} and {env_id}: "
                 f"{specs[other].difference(spec)}. Give a list of factories if the tasks are meant to differ.",
@@ -34,10 +34,3 @@ def check_agreement(specs: Sequence[EnvSpec], factories: Sequence[Factory], kwar
                 f"{spec.batch_shape} for env {env_id}: their rows cannot be stacked. Make one executor for each shape.",
                 env_ids=(0, env_id),
             )
-
-
-def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    try:
-        return bool(one == other)
-    except ValueError:  # arrays: not comparable as a whole; then the arguments are taken to differ
-        return False

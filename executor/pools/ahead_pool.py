@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envherd.executor.monitor.statistics import process_figures
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import log
@@ -30,6 +29,7 @@ from envherd.executor.protocol.recycling import Recycler, keeping_steps
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, InternalError, SpecError, WorkerTimeout
 from envherd.workers.process.ahead import pack_turn, unpack_turn
+from envherd.workers.processes import memory_of
 from envherd.workers.protocol import Op, unpack
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class AheadPool(WorkerPool):
         if options.recycle_after is not None and self._episodes[worker_id] >= options.recycle_after:
             return True
         limit = options.max_worker_memory
-        return limit is not None and process_figures(self.pid_of(worker_id))[0] > limit
+        return limit is not None and memory_of(self.pid_of(worker_id))["uss"] > limit
 
     # ---- mail --------------------------------------------------------------------------------
 
@@ -347,5 +347,5 @@ def between_episodes(engine: Engine) -> AheadResets | Recycler | None:
     if isinstance(engine.pool, AheadPool):
         return AheadResets(engine)
     if engine.options.recycles and isinstance(engine.pool, WorkerPool):
-        return Recycler(engine)
+        return Recycler(engine, engine.pool)
     return None

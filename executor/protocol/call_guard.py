@@ -10,12 +10,9 @@ import os
 import sys
 import weakref
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from envherd.workers.errors import Busy, Closed, EnvherdError
-
-if TYPE_CHECKING:
-    from envherd.executor.protocol.engine import Engine
 
 _turns: weakref.WeakSet[Turn] = weakref.WeakSet()
 
@@ -28,13 +25,29 @@ def _disown_in_fork() -> None:
 os.register_at_fork(after_in_child=_disown_in_fork)
 
 
+class Guarded(Protocol):
+    """What a call guard asks of the engine that it guards.
+
+    Attributes:
+        is_dirty: a call was broken off; the guard sets it, and `recover` clears it.
+        is_rolling: the policy or the callback of a rollout runs, which may make calls.
+    """
+
+    is_dirty: bool
+    is_rolling: bool
+
+    def recover(self) -> None:
+        """Bring the engine into a known state after a call that was broken off."""
+        ...
+
+
 class Turn:
     """Holds the engine for one call: refuses a second thread, a call inside a call, a closed executor, a forked copy.
 
     The frame of the call is what holds it. The policy and the callback of a rollout may make calls inside that call.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Guarded) -> None:
         self._engine = engine
         self._holder: dict[str, FrameType] = {}
         self.is_closed = False

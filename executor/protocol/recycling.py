@@ -12,17 +12,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-from envherd.executor.monitor.statistics import process_figures
+from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.protocol.rows import Rows
+from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import EnvherdError
-
-if TYPE_CHECKING:
-    from envherd.executor.protocol.engine import Engine
-    from envherd.executor.protocol.rows import Rows
+from envherd.workers.processes import memory_of
 
 
 @dataclass
@@ -83,13 +82,26 @@ def keeping_steps(rows: Rows, env_ids: np.ndarray, columns: np.ndarray) -> Itera
                 rows.infos["next"][env_id] = infos[env_id]
 
 
+class Resetting(Protocol):
+    """What a `Recycler` uses of the engine whose workers it replaces; see `Engine`."""
+
+    rows: Rows
+    options: ExecutorOptions
+    specs: tuple[EnvSpec, ...]
+    memory: MemoryLog
+    in_flight: np.ndarray | None
+
+    def reset_at(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
+        """Reset envs into columns of the ring."""
+        ...
+
+
 class Recycler:
     """Replaces the workers of an engine that are due (its options say when), where that interrupts nothing."""
 
-    def __init__(self, engine: Engine) -> None:
-        assert isinstance(engine.pool, WorkerPool)
+    def __init__(self, engine: Resetting, pool: WorkerPool) -> None:
         self._engine = engine
-        self._pool = engine.pool
+        self._pool = pool
         self._began = np.zeros(self._pool.num_workers, np.int64)  # resets of each worker's envs when it came
         self.num_recycled = 0
 
@@ -159,7 +171,7 @@ class Recycler:
             return True
         if options.max_worker_memory is None:
             return False
-        num_bytes = process_figures(self._pool.pid_of(worker_id))[0]
+        num_bytes = memory_of(self._pool.pid_of(worker_id))["uss"]
         self._engine.memory.note(worker_id, self._pool.generation_of(worker_id), resets, num_bytes)
         return num_bytes > options.max_worker_memory
 

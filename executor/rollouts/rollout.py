@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -25,10 +25,17 @@ from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.protocol import Op
 
 if TYPE_CHECKING:
-    from envherd.executor.batched import BatchedEnv
     from envherd.executor.protocol.engine import Engine
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class Actor(Protocol):
+    """What a rollout asks of the executor where it has no policy."""
+
+    def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
+        """Return `td` (or a new batch) with random actions."""
+        ...
 
 
 class RolloutRunner:
@@ -46,7 +53,7 @@ class RolloutRunner:
 
     def run(  # noqa: PLR0913  # the arguments of TorchRL's rollout
         self,
-        env: BatchedEnv,
+        env: Actor,
         max_steps: int,
         policy: Policy | None = None,
         *,

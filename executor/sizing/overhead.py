@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.fixed import FixedParallelEnv
 from envherd.executor.machine.machine import Machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.parallel import ParallelEnv
 from envherd.executor.serial import SerialEnv
 from envherd.executor.sizing.driving import Driver, median_batch_s
 from envherd.executor.sizing.modes import Mode
@@ -120,7 +120,7 @@ def measure_overhead(
 
         def open_one(workers: int, envs: int, factory: EchoFactory) -> _Runner:
             env: BatchedEnv = (
-                ParallelEnv(envs, factory, num_workers=workers, seed=0, options=plain)
+                FixedParallelEnv(envs, factory, num_workers=workers, seed=0, options=plain)
                 if workers
                 else SerialEnv(envs, factory, seed=0, options=plain)
             )

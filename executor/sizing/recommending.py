@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from envherd.executor.fixed import FixedParallelEnv
 from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pools.blueprint import MakeEnv, as_factories, draw
+from envherd.executor.pools.blueprint import MakeEnv, as_factories, choose_apart, draw
 from envherd.executor.sizing.comparing import compare_modes
 from envherd.executor.sizing.deciding import Advice, decide
 from envherd.executor.sizing.limits import Goal
@@ -93,8 +93,10 @@ def measure(
     if len(modes) == 1:
         return measured, overhead
 
-    def open_env(num_envs: int, num_workers: int) -> ParallelEnv:
-        return ParallelEnv(num_envs, make_env, num_workers=num_workers, seed=0, env_kwargs=env_kwargs, options=options)
+    def open_env(num_envs: int, num_workers: int) -> FixedParallelEnv:
+        return FixedParallelEnv(
+            num_envs, make_env, num_workers=num_workers, seed=0, env_kwargs=env_kwargs, options=options
+        )
 
     model = Model(measured, overhead, read_machine(), num_frames=options.num_frames)
     return compare_modes(open_env, model, limits, partial(progress, "modes"))
@@ -141,8 +143,12 @@ def resolve(
 ) -> tuple[int, int | None]:
     """Return the numbers that `ParallelEnv` was given, `"auto"` replaced by what is measured and decided.
 
-    With a list of factories the first is measured, and their number is the number of envs.
+    With a list of factories the first is measured, and their number is the number of envs. With `reset_ahead`, the
+    number of workers is that of the envs, and nothing is measured.
     """
+    if options.reset_ahead:
+        num_envs = choose_apart(num_envs, num_workers)
+        return num_envs, num_envs
     if num_envs != "auto" and num_workers != "auto":
         return num_envs, num_workers
     for name, value in (("num_envs", num_envs), ("num_workers", num_workers)):

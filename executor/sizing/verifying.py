@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import psutil
 
+from envherd.executor.fixed import FixedParallelEnv
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.parallel import ParallelEnv
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.model import Model, Prediction, Setting
@@ -88,7 +88,9 @@ class Trial:
     ) -> None:
         self._setting, self._predicted = setting, predicted
         began = time.monotonic()
-        self._env = ParallelEnv(setting.num_envs, make_env, num_workers=setting.num_workers, seed=0, options=options)
+        self._env = FixedParallelEnv(
+            setting.num_envs, make_env, num_workers=setting.num_workers, seed=0, options=options
+        )
         try:
             self._driver = Driver(self._env, setting.mode, policy_s)
             self._start_s = time.monotonic() - began

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from envherd.executor import doctor
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.machine import read_machine
-from envherd.executor.monitor import doctor
 from tests.extras import needs
 
 

@@ -1,4 +1,4 @@
-"""The compiled step of a slot and the short intake do what the general ways do."""
+"""A step with isolated generators and the short intake do what the plain ways do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENVS = {
 
 
 def transitions(make_env, **options):
-    """Return what 12 steps and two rollouts give; `isolate_rng` keeps every step on the general way."""
+    """Return what 12 steps and two rollouts give; `isolate_rng` swaps the global generators around every step."""
     with SerialEnv(NUM_ENVS, make_env, seed=3, options=ExecutorOptions(**options)) as env:
         root, seen = env.reset(), []
         for _ in range(12):
@@ -40,12 +40,12 @@ def transitions(make_env, **options):
 
 
 @pytest.mark.parametrize("name", ENVS)
-def test_compiled_and_general_steps_agree(name):
-    quick, quick_counts = transitions(ENVS[name])
-    general, general_counts = transitions(ENVS[name], isolate_rng=True)
-    assert quick_counts == general_counts
-    assert any(bool(one["next", "done"].any()) for one in general)
-    for ours, theirs in zip(quick, general, strict=True):
+def test_plain_and_isolated_steps_agree(name):
+    plain, plain_counts = transitions(ENVS[name])
+    isolated, isolated_counts = transitions(ENVS[name], isolate_rng=True)
+    assert plain_counts == isolated_counts
+    assert any(bool(one["next", "done"].any()) for one in isolated)
+    for ours, theirs in zip(plain, isolated, strict=True):
         assert set(ours.keys(include_nested=True)) == set(theirs.keys(include_nested=True))
         for key in ours.keys(include_nested=True, leaves_only=True):
             if isinstance(ours[key], torch.Tensor):

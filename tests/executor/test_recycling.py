@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -63,6 +65,25 @@ def test_memory_is_bounded_and_its_growth_is_seen():
     assert counted.recycled >= 2
     assert counted.interrupted == 0
     assert data["next", "observation"][0, :, 1].tolist() == [1, 2, 3] * 20
+
+
+class Helped(CountingEnv):
+    """Starts a process that holds memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        code = f"held = b'x' * {64 * MB}; print(flush=True); input()"
+        self.helper = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.helper.stdout.readline()
+
+
+@pytest.mark.parametrize("reset_ahead", [False, True])
+def test_memory_of_what_an_env_has_started_counts(reset_ahead):
+    options = ExecutorOptions(max_worker_memory=64 * MB, reset_ahead=reset_ahead)
+    with ParallelEnv(1, Helped, seed=0, options=options) as env:
+        assert env.statistics().workers[0].uss_bytes > 64 * MB
+        env.rollout(12, act, break_when_any_done=False)
+        assert env.statistics().recycled >= 1
 
 
 def test_an_env_that_does_not_leak_does_not_grow():

@@ -12,8 +12,8 @@ from gymnasium import spaces
 from tensordict import TensorDict
 
 from envherd.executor import SerialEnv
-from envherd.executor.batches.random_actions import drawer
 from envherd.shm.specs import Box, LeafSpec
+from envherd.workers.random_values import drawer
 from tests.extras import needs
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from envherd.shm.specs import Binary, Box, Discrete, Key, LeafSpec, MultiDiscrete
-from envherd.workers.block.writers import writer_for
+from envherd.workers.writers import writer_for
 
 
 def stored(leaves: tuple[LeafSpec, ...], values: list[Any]) -> dict[Key, Any]:

@@ -11,7 +11,8 @@ import pytest
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
-from envherd.workers.messages import BlockOptions, Prepare
+from envherd.workers.messages import Prepare
+from envherd.workers.options import BlockOptions
 from envherd.workers.process.ahead import AheadBlock, AheadLoop, pack_turn, unpack_turn
 from envherd.workers.protocol import RING, Flag, Op, Status, pack
 from envherd.workers.seeding import episode_seed

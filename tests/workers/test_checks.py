@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from envherd.shm.specs import LeafSpec
-from envherd.workers.block.writers import writer_for
 from envherd.workers.errors import SpecError
+from envherd.workers.writers import writer_for
 
 
 def written(leaf, value, **options):

@@ -13,7 +13,7 @@ from envherd.shm.segment import Segment
 from envherd.shm.slab import NUM_BINS, Slab, plan_slab
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.workers.block.block import Block
-from envherd.workers.messages import BlockOptions
+from envherd.workers.options import BlockOptions
 from envherd.workers.process import loop as loop_module
 from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import RING, Flag, Op, pack

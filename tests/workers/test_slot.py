@@ -17,7 +17,7 @@ from envherd.workers.errors import SpecError
 from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv, PairEnv
 from envherd.workers.testing.envs import PlainAdapter, action_leaf
 
-#: The quick step and the general one.
+#: The step alone, and with the global generators swapped around it.
 BOTH_WAYS = pytest.mark.parametrize("isolate_rng", [False, True])
 
 

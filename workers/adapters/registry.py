@@ -8,10 +8,11 @@ module is imported only when it is needed. Users add their own families with `re
 from __future__ import annotations
 
 import importlib
-from typing import Any, Literal
+from typing import Any
 
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.errors import FactoryError
+from envherd.workers.options import EnvType
 
 _PACKAGE = "envherd.workers.adapters"
 
@@ -46,8 +47,9 @@ _TABLE: dict[str, str | type[Adapter]] = {
     ),
 }
 
-#: What an env takes and gives: tensors, arrays and numbers, or whatever its class is known for.
-EnvType = Literal["torch", "numpy", "auto"]
+#: `module:function` of each family whose packages are imported in another way in workers. A worker calls these
+#: functions before it imports anything for an env, because a factory may import any family's packages by itself.
+_IMPORT_HOOKS = (f"{_PACKAGE}.meltingpot.light_import:install_lazy_import",)
 
 _TORCH = {_GENERIC_TORCH, _MANISKILL, _ISAAC, _VMAS}
 
@@ -63,6 +65,12 @@ def register(env_class: str | type, adapter: type[Adapter] | str) -> None:
     """
     name = env_class if isinstance(env_class, str) else _qualified_name(env_class)
     _TABLE[name] = adapter
+
+
+def install_import_hooks() -> None:
+    """Install the import hooks of all families in this process; calling it again changes nothing."""
+    for hook in _IMPORT_HOOKS:
+        _imported(hook)()
 
 
 def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
@@ -150,6 +158,11 @@ def _qualified_name(cls: type) -> str:
 def _load(adapter: str | type[Adapter]) -> type[Adapter]:
     if isinstance(adapter, type):
         return adapter
-    module, _, name = adapter.partition(":")
-    loaded: type[Adapter] = getattr(importlib.import_module(module), name)
+    loaded: type[Adapter] = _imported(adapter)
     return loaded
+
+
+def _imported(path: str) -> Any:
+    """Return what `module:name` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

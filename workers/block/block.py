@@ -18,15 +18,16 @@ import numpy as np
 
 from envherd.shm.slab import Slab, Storage
 from envherd.workers import seeding
-from envherd.workers.adapters.base import Adapter
+from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.questions import answer
-from envherd.workers.block.slot import Sink, Slot, compile_step, store, wrong_count
-from envherd.workers.block.writers import Writer
+from envherd.workers.block.slot import Sink, Slot, compile_step, store
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.infos import packer
-from envherd.workers.messages import UNGUARDS, Ask, BlockOptions, Prepare
+from envherd.workers.messages import UNGUARDS, Ask, Prepare
+from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
 from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
+from envherd.workers.writers import Writer
 
 #: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
 _MAX_REMEMBERED = 4096
@@ -79,25 +80,31 @@ class Block:
     def attach(self, slab: Slab) -> None:
         """Take these envs' rows of a slab."""
         self._words = {name: array.data for name, array in slab.words.items()}
-        self._phase, self._env_steps = self._words["phase"], self._words["env_steps"]
+        self._phase = self._words["phase"]
         for slot in self.slots.values():
             group_index, row = slot.place = slab.plan.place(slot.env_id)
             group = slab.groups[group_index]
             slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
             slot.bind_inputs(group.inputs, row)
-            self._compile(slot)
+            self._compile(slot, slot.sinks[RING])
 
     def attach_storage(self, target: int, storage: Storage) -> None:
         """Take these envs' rows of a rollout storage, addressed as `target` from now on."""
         for slot in self.slots.values():
-            slot.sinks[target] = Sink(slot, storage.of_row(*slot.place), root_follows=True)
-            self._compile(slot)
+            sink = slot.sinks[target] = Sink(slot, storage.of_row(*slot.place), root_follows=True)
+            self._compile(slot, sink)
 
-    def _compile(self, slot: Slot) -> None:
-        """Give an env's sinks the quick step, where it can be used from now on."""
-        if not (slot.unwatched or self._isolate_rng or slot.spec.batch_shape):
-            for sink in slot.sinks.values():
-                sink.step = sink.step or compile_step(slot, sink, self._words)
+    def _compile(self, slot: Slot, sink: Sink) -> None:
+        """Compile the step of an env to a sink; it looks after the global generators only where it must."""
+        adapter = slot.adapter
+        step = adapter.step
+        if slot.unwatched or self._isolate_rng:
+
+            def step(action: list[Any]) -> StepValues:
+                values: StepValues = self._with_own_rng(slot, "step", lambda: adapter.step(action))
+                return values
+
+        sink.step = compile_step(slot, sink, self._words, step)
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""
@@ -139,6 +146,7 @@ class Block:
         slot.adapter.gives_tensors = True
         sink = slot.sinks[RING]
         sink.next_observation, sink.root_observation, sink.reward = following, roots, rewards
+        self._compile(slot, sink)
 
     def execute(self, env_id: int, command: int) -> int:
         """Carry out one command for one env and say how it ended; what the env raises is reported."""
@@ -173,15 +181,14 @@ class Block:
                 f"reset. It was not stepped."
             )
         slot.phase = "step"
-        step = sink.step
-        observation = self._step(slot, sink, column) if step is None else step(column)
+        observation = sink.step(column)
         if self._pack_info is not None:
             self._note_info(slot, "next")
         if op == _STEP_RESET and slot.has_ended:
             if slot.has_side:  # the env may write to what it gave
                 slot.side["next"][:] = copy.deepcopy(slot.side["next"])
             self._reset(slot, sink, column + sink.root_follows, slot.last_done if slot.spec.batch_shape else None)
-        elif sink.root_follows and (step is None or slot.has_ended) and column + 1 < sink.num_columns:
+        elif sink.root_follows and slot.has_ended and column + 1 < sink.num_columns:
             self._write_root(slot, sink, column + 1, observation)
 
     def _tell(self, slot: Slot) -> int:
@@ -202,35 +209,6 @@ class Block:
             self._unpacked.clear()
         unpacked = self._unpacked[command] = unpack(command)
         return unpacked
-
-    def _step(self, slot: Slot, sink: Sink, column: int) -> list[Any]:
-        adapter = slot.adapter
-        action = [read() for read in slot.action_readers]
-        slot.prepared = None
-        if slot.unwatched or self._isolate_rng:
-            values = self._with_own_rng(slot, "step", lambda: adapter.step(action))
-        else:
-            values = adapter.step(action)
-        observation, reward, terminated, truncated = values
-        self._env_steps[slot.env_id] += 1
-        if len(observation) != len(sink.next_observation) or len(reward) != len(sink.reward):
-            raise wrong_count(slot.spec, observation, reward)
-        for write, value in zip(sink.next_observation, observation):  # noqa: B905  # lengths were compared
-            write(column, value)
-        for write, value in zip(sink.reward, reward):  # noqa: B905
-            write(column, value)
-        done, terminated_column, truncated_column = sink.next_done
-        terminated_column[column] = terminated
-        truncated_column[column] = truncated
-        done[column] = slot.last_done = terminated | truncated
-        slot.has_ended = bool(slot.last_done.any()) if slot.spec.batch_shape else slot.last_done
-        if slot.has_ended and slot.spec.batch_shape:
-            slot.last_ends = (np.array(terminated), np.array(truncated))
-        if sink.next_nested:
-            store(sink.next_nested, column, adapter.done_values(), "done")
-        if slot.has_ended:
-            self._words["ends"][slot.env_id] += 1
-        return observation
 
     def _reset(self, slot: Slot, sink: Sink, column: int, mask: np.ndarray | None) -> None:
         slot.phase = "reset"
@@ -315,7 +293,9 @@ class Block:
         if not (is_watched or self._isolate_rng):
             return call()
         slot.unwatched.discard(phase)
-        self._compile(slot)
+        if is_watched and not slot.unwatched:
+            for sink in slot.sinks.values():
+                self._compile(slot, sink)
         outer = before = seeding.globals_state()
         if self._isolate_rng:
             if slot.rng_state is None:

@@ -27,14 +27,12 @@ import numpy as np
 
 from envherd.shm.specs import Binary, Discrete, EnvSpec, LeafSpec, Unbounded
 from envherd.workers.adapters.base import Adapter, StepValues
-from envherd.workers.block.writers import coerce
 from envherd.workers.errors import SpecError
 from envherd.workers.infos import explain
 from envherd.workers.random_values import draw
+from envherd.workers.writers import coerce
 
 Path = tuple[str, ...]
-#: "all", the names, or each name with a value (or a type) like those it will have.
-InfoKeys = Literal["all"] | Sequence[str | Path] | Mapping[str | Path, Any]
 
 _ROOT = "info"
 _DEEPEST = 6

@@ -1,8 +1,7 @@
 """A slot: one env with its adapter, where it reads its inputs from, and where it writes.
 
 Guarantees: a `Sink` writes one env's rows and no others, and checks every value against the spec as it
-does. `compile_step` gives the same rows, words and errors as the general way in `Block`, for envs that
-are not a batch themselves; it exists because a small env's step costs less than looking all that up.
+does. A step is compiled for each sink: a small env's step costs less than looking up what it is made of.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import numpy as np
 
 from envherd.shm.layout import Name
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
-from envherd.workers.adapters.base import Adapter
-from envherd.workers.block.writers import Writer, writer_for
-from envherd.workers.errors import SpecError
+from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import Op, pack_phase
+from envherd.workers.writers import Writer, writer_for
 
 #: Column -> the observation values of one `env.step`, which are written there.
 Step = Callable[[int], list[Any]]
@@ -38,7 +37,11 @@ class Sink:
         self.root_done = [_flags(spec, arrays["root", *leaf.key]) for leaf in spec.done[:3]]
         self.next_nested = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.done[3:]]
         self.root_nested = [slot.writer(leaf, arrays, "root", -1) for leaf in spec.done[3:]]
-        self.step: Step | None = None
+        self.step: Step = _not_compiled
+
+
+def _not_compiled(_column: int) -> list[Any]:
+    raise InternalError("step failed: expected a compiled step, got a sink without one.")
 
 
 def _flags(spec: EnvSpec, array: np.ndarray) -> np.ndarray:
@@ -137,17 +140,29 @@ def _side_reader(slot: Slot, index: int) -> Callable[[], Any]:
     return read
 
 
-def compile_step(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Step:
-    """Return the function that steps an env once and writes its `next` to a column of a sink (1 us)."""
-    env_id, step, readers, done_values = slot.env_id, slot.adapter.step, slot.action_readers, slot.adapter.done_values
+def compile_step(
+    slot: Slot, sink: Sink, words: Mapping[str, memoryview], step: Callable[[list[Any]], StepValues]
+) -> Step:
+    """Return the function that steps an env once and writes its `next` to a column of a sink (1 us).
+
+    It also writes the root that follows in a storage, unless the env has ended.
+
+    Args:
+        slot: of the env; its inputs are bound.
+        sink: where it writes.
+        words: of the slab.
+        step: steps the env, given the values of its action.
+    """
+    env_id, readers = slot.env_id, slot.action_readers
     env_steps, ends = words["env_steps"], words["ends"]
-    observe, give_reward, nested = sink.next_observation, sink.reward, sink.next_nested
+    observe, give_reward = sink.next_observation, sink.reward
     num_observations, num_rewards = len(observe), len(give_reward)
-    done, terminated_flags, truncated_flags = (flags.data for flags in sink.next_done)
+    done, terminated_flags, truncated_flags = _storable(slot, sink.next_done)
     read_only = readers[0] if len(readers) == 1 else None
     observe_only = observe[0] if num_observations == 1 else None
     reward_only = give_reward[0] if num_rewards == 1 else None
 
+    note_ends = _ends_noter(slot, sink) if sink.next_nested or slot.spec.batch_shape else None
     follow = _follower(slot, sink) if sink.root_follows else None
 
     def run(column: int) -> list[Any]:
@@ -169,9 +184,10 @@ def compile_step(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Ste
             reward_only(column, reward[0])
         terminated_flags[column] = terminated
         truncated_flags[column] = truncated
-        done[column] = slot.last_done = slot.has_ended = ended = terminated or truncated
-        if nested:
-            store(nested, column, done_values(), "done")
+        if note_ends is None:
+            done[column] = slot.last_done = slot.has_ended = ended = terminated or truncated
+        else:
+            ended = note_ends(column, terminated, truncated)
         if ended:
             ends[env_id] += 1
         elif follow is not None:
@@ -181,10 +197,35 @@ def compile_step(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Ste
     return run
 
 
+def _ends_noter(slot: Slot, sink: Sink) -> Callable[[int, Any, Any], bool]:
+    """Return the function that writes what follows from an env's ends, where there are done leaves of agents or rows.
+
+    It takes a column and what the env returned as terminated and truncated, and returns whether (part of) it has ended.
+    """
+    is_batch, nested, done_values = bool(slot.spec.batch_shape), sink.next_nested, slot.adapter.done_values
+    done = _storable(slot, sink.next_done)[0]
+
+    def note(column: int, terminated: Any, truncated: Any) -> bool:
+        done[column] = slot.last_done = terminated | truncated
+        slot.has_ended = bool(slot.last_done.any()) if is_batch else slot.last_done
+        if is_batch and slot.has_ended:
+            slot.last_ends = (np.array(terminated), np.array(truncated))
+        if nested:
+            store(nested, column, done_values(), "done")
+        return slot.has_ended
+
+    return note
+
+
+def _storable(slot: Slot, flags: list[np.ndarray]) -> list[Any]:
+    """Return what takes an env's flags by column: the quicker memoryviews, unless the env is a batch itself."""
+    return list(flags) if slot.spec.batch_shape else [array.data for array in flags]
+
+
 def _follower(slot: Slot, sink: Sink) -> Callable[[int, list[Any]], None]:
     """Return the function that writes the root after a step that ended nothing."""
     observe, nested, num_columns = sink.root_observation, sink.root_nested, sink.num_columns
-    done, terminated, truncated = (flags.data for flags in sink.root_done)
+    done, terminated, truncated = _storable(slot, sink.root_done)
     observe_only = observe[0] if len(observe) == 1 else None
     done_values = slot.adapter.done_values
 

@@ -31,6 +31,7 @@ from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages, seeding
+from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
 from envherd.workers.process.ahead import AheadBlock, AheadLoop
@@ -251,6 +252,7 @@ def _map(nbytes: int, fds: list[int], name: str | None) -> np.ndarray:
 
 def exec_main(arguments: list[str]) -> None:
     """Entry of an exec'd worker: descriptors by number, then the configuration as JSON."""
+    install_import_hooks()
     sock_fd, lifeline_fd, log_fd = map(int, arguments[:3])
     main(socket.socket(fileno=sock_fd), lifeline_fd, log_fd, json.loads(arguments[3]))
 

@@ -97,11 +97,11 @@ def _ended_with_owner(sock: socket.socket) -> Iterator[None]:
 
 
 def _preload(names: list[str]) -> dict[str, str]:
-    from envherd.workers.adapters.meltingpot.light_import import install_lazy_import
+    from envherd.workers.adapters.registry import install_import_hooks
     from envherd.workers.process import entry
 
     assert entry is not None
-    install_lazy_import()
+    install_import_hooks()
     failed = {}
     for name in names:
         try:
@@ -290,6 +290,5 @@ def _children() -> list[int]:
 
 _EXEC = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[4])['path']; "
-    "from envherd.workers.adapters.meltingpot.light_import import install_lazy_import; install_lazy_import(); "
     "from envherd.workers.process.entry import exec_main; exec_main(sys.argv[1:])"
 )

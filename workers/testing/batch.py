@@ -13,7 +13,8 @@ from envherd.workers import plain, seeding
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
 from envherd.workers.errors import EnvError
-from envherd.workers.messages import BlockOptions, Prepare
+from envherd.workers.messages import Prepare
+from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RING, Op, pack
 
 #: One env's leaves: copies of arrays, and side-channel values.

@@ -11,7 +11,6 @@ Does not tell: whether values are inside their space (shape and dtype are checke
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import as_flag, as_float
 from envherd.workers.adapters.common.tree import Leaf, builder, flattener, is_bare, leaf_specs
 from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
@@ -91,7 +91,7 @@ class GymnasiumAdapter(Adapter):
             TypeError: another keyword than `options`.
             SpecError: the env returned anything but `(observation, info)`.
         """
-        result = self.env.reset(seed=seed, options=_env_options(options))
+        result = self.env.reset(seed=seed, options=own_options(options, "gymnasium env"))
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
             raise SpecError(
                 f"reset failed: expected (observation, info dict), got {_outline(result)}. "
@@ -136,19 +136,6 @@ class GymnasiumAdapter(Adapter):
             super().load_state_dict(state)
         else:
             load(state)
-
-
-def _env_options(options: Mapping[str, Any] | None) -> Any:
-    """Return the env's own copy of what the caller gave as `options`."""
-    if not options:
-        return None
-    unknown = [name for name in options if name != "options"]
-    if unknown:
-        raise TypeError(
-            f"reset failed: expected no keyword but `options` for a gymnasium env, got `{unknown[0]}`. "
-            f"Put it into reset(options={{{unknown[0]!r}: ...}}), which the env receives."
-        )
-    return copy.deepcopy(options["options"])
 
 
 def _wrong_arity(result: Any) -> SpecError:

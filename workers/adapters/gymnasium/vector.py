@@ -36,6 +36,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
 from envherd.workers.adapters.gymnasium import rows as gymnasium_rows
 from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
@@ -379,16 +380,8 @@ def _disable_autoreset(native: Any) -> str:
 
 
 def _own_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the env's own copy of what the caller gave as `options`."""
-    if not options:
-        return None
-    unknown = [name for name in options if name != "options"]
-    if unknown:
-        raise TypeError(
-            f"reset failed: expected no keyword but `options` for a gymnasium vector env, got `{unknown[0]}`. "
-            f"Put it into reset(options={{{unknown[0]!r}: ...}}), which the env receives."
-        )
-    own = copy.deepcopy(options["options"])
+    """Return the env's own copy of what the caller gave as `options`, which must not hold a mask."""
+    own: dict[str, Any] | None = own_options(options, "gymnasium vector env")
     if own is not None and "reset_mask" in own:
         raise TypeError("reset failed: expected a '_reset' mask in the tensordict, got a reset_mask among the options.")
     return own

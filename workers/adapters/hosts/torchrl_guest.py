@@ -29,6 +29,7 @@ from torchrl.envs.common import EnvMetaData
 
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.registry import register
 from envherd.workers.adapters.torchrl.gym import DirectGym, direct_gym, refuse_late_resets
@@ -110,7 +111,8 @@ class Guest:
         self.direct: DirectGym | None = None
         self.reset_names = [*env.observation_keys, *env.done_keys]
         self.step_names = [*self.reset_names, *env.reward_keys]
-        self.generator = OwnGenerator() if has_own_generator else None
+        torchs = torch.default_generator
+        self.generator = OwnGenerators(torchs.get_state, torchs.set_state) if has_own_generator else None
 
     def perform(self, request: bytes) -> bytes:
         """Call one of the methods below by name; what it raises is the answer, too."""
@@ -240,21 +242,6 @@ class Guest:
     def close(self) -> None:
         """Close the env."""
         self.env.close(raise_if_closed=False)
-
-
-class OwnGenerator:
-    """Swaps an env's own state of torch's CPU generator in and out: 2 us (2-core x86, 2026-11)."""
-
-    def __init__(self) -> None:
-        self._inner = self._outer = torch.default_generator.get_state()
-
-    def __enter__(self) -> None:
-        self._outer = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._inner)
-
-    def __exit__(self, *error: object) -> None:
-        self._inner = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._outer)
 
 
 def check_worker_env(env: EnvBase) -> None:

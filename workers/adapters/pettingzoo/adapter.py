@@ -21,7 +21,6 @@ Does not tell: whether values are inside their spaces (shape and dtype are check
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -29,6 +28,7 @@ import numpy as np
 
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import as_flag, as_float
 from envherd.workers.adapters.pettingzoo.groups import AgentGroup, Seat, make_groups
 from envherd.workers.adapters.pettingzoo.spaces import Agent, read_agent
@@ -93,7 +93,8 @@ class PettingZooAdapter(Adapter):
             SpecError: the env returned anything but `(observations, infos)`, or has no agents.
         """
         self._needs_reset = True
-        observations, self.info = _checked_reset(self.env.reset(seed=seed, options=_env_options(options)))
+        own = own_options(options, "PettingZoo env")
+        observations, self.info = _checked_reset(self.env.reset(seed=seed, options=own))
         if not self.env.agents:
             raise SpecError("reset failed: expected a PettingZoo env with agents, got one that has none. Fix the env.")
         for seat in self._seats.values():
@@ -259,19 +260,6 @@ def _checked_reset(result: Any) -> tuple[Mapping[Agent, Any], Mapping[Any, Any]]
             f"PettingZoo before 1.23 returned observations alone: return both from env.reset."
         )
     return result[0], result[1]
-
-
-def _env_options(options: Mapping[str, Any] | None) -> Any:
-    """Return the env's own copy of what the caller gave as `options`."""
-    if not options:
-        return None
-    unknown = [name for name in options if name != "options"]
-    if unknown:
-        raise TypeError(
-            f"reset failed: expected no keyword but `options` for a PettingZoo env, got `{unknown[0]}`. "
-            f"Put it into reset(options={{{unknown[0]!r}: ...}}), which the env receives."
-        )
-    return copy.deepcopy(options["options"])
 
 
 def _state_leaf(env: Any) -> LeafSpec:

@@ -40,8 +40,8 @@ from envherd.workers.adapters.pettingzoo.spaces import (
     common_mask,
     stacked,
 )
-from envherd.workers.block.writers import writer_for
 from envherd.workers.errors import SpecError
+from envherd.workers.writers import writer_for
 
 
 class AgentGroup:

@@ -27,6 +27,7 @@ import torch
 from envherd.shm.specs import LeafSpec
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.torchrl.reading import to_numpy
 from envherd.workers.errors import ResetNeeded, SpecError
 
@@ -62,7 +63,7 @@ class TorchBatchAdapter(Adapter):
         self.device = torch.device(device)
         self._num_rows = num_rows
         self._lender = _Lender(self.device, keeps_actions=keeps_actions)
-        self._generators = OwnGenerators()
+        self._generators = OwnGenerators(seeding.caller_state, seeding.restore_caller)
         self._latest: Leaves | None = None
 
     def reset(
@@ -82,7 +83,7 @@ class TorchBatchAdapter(Adapter):
         with self._on_stage():
             if mask is None or self._latest is None:
                 if seed is not None:
-                    self._generators.seed(seed)
+                    _seed_generators(seed)
                 latest = self._reset_all(seed, kwargs)
             else:
                 rows = torch.from_numpy(mask.reshape(-1)).to(self.device)
@@ -146,28 +147,13 @@ def choose(rows: torch.Tensor, leaves: Sequence[torch.Tensor], others: Sequence[
     ]
 
 
-class OwnGenerators:
-    """An env's own state of python's, numpy's and torch's (CPU) global generators: swapped in and out."""
-
-    def __init__(self) -> None:
-        self._inner = self._outer = seeding.caller_state()
-
-    def __enter__(self) -> None:
-        self._outer = seeding.caller_state()
-        seeding.restore_caller(self._inner)
-
-    def __exit__(self, *error: object) -> None:
-        self._inner = seeding.caller_state()
-        seeding.restore_caller(self._outer)
-
-    @staticmethod
-    def seed(seed: int) -> None:
-        """Seed them while they are swapped in; generators of other devices stay as they are."""
-        has_devices = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        before = torch.cuda.get_rng_state_all() if has_devices else None
-        seeding.seed_globals(seed)
-        if before is not None:
-            torch.cuda.set_rng_state_all(before)
+def _seed_generators(seed: int) -> None:
+    """Seed the global generators; those of other devices stay as they are."""
+    has_devices = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    before = torch.cuda.get_rng_state_all() if has_devices else None
+    seeding.seed_globals(seed)
+    if before is not None:
+        torch.cuda.set_rng_state_all(before)
 
 
 class _Lender:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from envherd.shm.specs import Discrete, Domain, EnvSpec, Key, LeafSpec, MultiDiscrete, done_leaves
+from envherd.workers.adapters.common.reset_options import check_keywords
 from envherd.workers.adapters.common.tree import RESERVED_NAMES, interval
 from envherd.workers.adapters.simulators.batch import (
     Leaves,
@@ -314,12 +315,7 @@ def _autoreset_mode(env: Any) -> str:
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for the simulator's reset: `options`, and nothing else."""
-    unknown = [name for name in options if name != "options"]
-    if unknown:
-        raise TypeError(
-            f"reset failed: expected no keyword but `options` for a torch simulator, got `{unknown[0]}`. "
-            f"Put it into reset(options={{{unknown[0]!r}: ...}})."
-        )
+    check_keywords(options, "torch simulator")
     return dict(options)
 
 

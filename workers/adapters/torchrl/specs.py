@@ -70,11 +70,6 @@ class PlacedLeaf:
     path: Path
     tensor_dtype: str
 
-    @property
-    def is_dense_side(self) -> bool:
-        """Whether it is a tensor that goes over the side channel."""
-        return self.spec.is_side and bool(self.tensor_dtype)
-
 
 def place_leaves(composite: Any) -> list[PlacedLeaf]:
     """Return the leaves of a `Composite`, sorted by depth and name.

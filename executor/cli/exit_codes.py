@@ -1,0 +1,5 @@
+"""Exit codes of the commands; 0 is done."""
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130

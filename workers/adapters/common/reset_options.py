@@ -1,0 +1,39 @@
+"""The `options` of a reset, as envs with Gymnasium's signature take them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+
+def own_options(options: Mapping[str, Any] | None, kind: str) -> Any:
+    """Return an env's own copy of what the caller gave a reset as `options`; None if the caller gave nothing.
+
+    Args:
+        options: keyword arguments of the reset.
+        kind: of env, for the message.
+
+    Raises:
+        TypeError: a keyword other than `options`.
+    """
+    if not options:
+        return None
+    check_keywords(options, kind, ", which the env receives")
+    return copy.deepcopy(options["options"])
+
+
+def check_keywords(options: Mapping[str, Any], kind: str, effect: str = "") -> None:
+    """Refuse keyword arguments of a reset other than `options`.
+
+    Args:
+        options: keyword arguments of the reset.
+        kind: of env, for the message.
+        effect: what becomes of `options`, for the message.
+    """
+    unknown = [name for name in options if name != "options"]
+    if unknown:
+        raise TypeError(
+            f"reset failed: expected no keyword but `options` for a {kind}, got `{unknown[0]}`. "
+            f"Put it into reset(options={{{unknown[0]!r}: ...}}){effect}."
+        )

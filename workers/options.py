@@ -1,0 +1,42 @@
+"""How a worker runs its envs: the options of a block, and the names of their choices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+#: What an env takes and gives: tensors, arrays and numbers, or whatever its class is known for.
+EnvType = Literal["torch", "numpy", "auto"]
+
+#: What becomes of infos: they stay in the worker, come back as plain data (entries that are not plain are
+#: left out), or come back as they are, by pickle.
+InfoPolicy = Literal["drop", "plain", "pickle"]
+
+#: Entries of infos that are leaves: "all", the names, or each name with a value (or a type) like those it will have.
+InfoKeys = Literal["all"] | Sequence[str | tuple[str, ...]] | Mapping[str | tuple[str, ...], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions:
+    """How a worker runs its envs.
+
+    Attributes:
+        isolate_rng: swap the global generators' state in and out around every call of an env.
+        check_finite: refuse NaN and infinities in observations and rewards.
+        infos: what becomes of the envs' infos.
+        info_keys: entries of the infos that are leaves; see `block.info_leaves`.
+        episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
+        env_type: what the envs take and give; see `adapters.find_adapter`.
+        first_env_id: what seeds call env 0, where these envs are a share of a larger batch.
+        reset_ahead: the worker is one of the two that an env has; see `process.ahead`.
+    """
+
+    isolate_rng: bool = False
+    check_finite: bool = False
+    infos: InfoPolicy = "drop"
+    info_keys: InfoKeys | None = None
+    episode_seeds: bool = True
+    env_type: EnvType = "auto"
+    first_env_id: int = 0
+    reset_ahead: bool = False
