@@ -434,6 +434,29 @@ class TestLosses:
             wait_for(lambda: is_ready(env, 3))
             assert sum(worker.generation for worker in (*env.statistics().workers, *env.statistics().spares)) == 1
 
+    @pytest.mark.parametrize("way", ["fused", "sent", "rollout"])
+    def test_of_a_server_leaves_the_last_true_text_in_its_row(self, way):
+        """The instance that takes over has made steps of an earlier episode, whose text it still has."""
+        make = functools.partial(TextEnv, 2)
+        with ahead(make, 1, RESTART) as env:
+            root = env.reset()
+            for _ in range(5):  # three episodes: the other instance has served one
+                root = env.step_and_maybe_reset(act(root))[1]
+            wait_for(lambda: is_ready(env, 3))
+            kill(env.statistics().workers[0].pid)
+            text = root["text"]
+            assert text == [f"{episode_seed(ROOT_SEED, 0, 2)}:1"]
+            if way == "fused":
+                row = env.step_and_maybe_reset(act(root))[0]["next"]
+            elif way == "sent":
+                env.send(act(root))
+                row = env.recv()["next"]
+            else:
+                row = env.rollout(2, act, auto_reset=False, break_when_any_done=False)["next"][:, 0]
+            assert row["interrupted"].all()
+            assert row["text"] == text
+            assert env.current()["text"] != text
+
     def test_of_a_server_that_was_sent(self, tmp_path):
         make = [functools.partial(FaultyEnv, "kill", step=1, flag=str(tmp_path / "flag")), ENDLESS]
         with ahead(make, options=RESTART) as env:
