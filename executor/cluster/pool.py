@@ -68,6 +68,7 @@ class ClusterPool(WorkerFacts):
         self.lost: dict[int, EnvherdError] = {}
         self.forfeited = np.zeros(self.num_envs, bool)
         self.num_losses = 0
+        self.is_recyclable = False
         self.outcome = Outcome()
         self.lenders: dict[int, Lend] = {}  # hosts read their inputs from the slab
         self.specs = [spec for share in shares for spec in share.specs]

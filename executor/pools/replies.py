@@ -54,12 +54,15 @@ class Outcome:
                 kept.pop(env_id, None)
 
     def take(self, frame: Frame) -> None:
-        """Keep a message that came with rows."""
+        """Keep a message that came with rows. That of a reset adds to that of the step before it."""
+        env_id = frame.get("env_id", -1)
         if frame["kind"] == "fault":
-            self.faults[frame["env_id"]] = frame
+            self.faults[env_id] = frame
         elif frame["kind"] == "side":
-            self.side[frame["env_id"]] = frame
+            is_of_reset = env_id in self.side and all(value is None for value in frame["next"])
+            self.side[env_id] = {**frame, "next": self.side[env_id]["next"]} if is_of_reset else frame
         elif frame["kind"] == "infos":
-            self.infos[frame["env_id"]] = frame
+            is_of_reset = env_id in self.infos and frame["next"] is None
+            self.infos[env_id] = {**frame, "next": self.infos[env_id]["next"]} if is_of_reset else frame
         else:
             log_notice(frame)

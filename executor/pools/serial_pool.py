@@ -53,6 +53,7 @@ class SerialPool:
         self.num_envs = len(factories)
         self.num_workers = 0
         self.num_losses = 0
+        self.is_recyclable = False
         self.worker_of = np.zeros(self.num_envs, np.int64)
         self.forfeited = np.zeros(self.num_envs, bool)
         self.outcome = Outcome()

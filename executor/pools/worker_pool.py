@@ -45,7 +45,11 @@ _FAREWELL_S = 1.0
 
 
 class WorkerPool:
-    """Worker processes over one slab; `start` brings it up, `close` takes it down."""
+    """Worker processes over one slab; `start` brings it up, `close` takes it down.
+
+    Attributes:
+        is_recyclable: whether an engine may `recycle` workers between the episodes of their envs.
+    """
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint, self.options = blueprint, options
@@ -65,6 +69,7 @@ class WorkerPool:
         self._all_ids = np.arange(self.num_envs)
         self._lost_at = 0.0
         self.num_losses = self._number = self._asked = 0
+        self.is_recyclable = True
         self._is_hailed, self._looked_at = False, 0.0
         self._is_reading = False  # a worker is writing more than its socket holds
         self._rebuilding: dict[int, float] = {}
@@ -101,6 +106,7 @@ class WorkerPool:
         words = self.slab.words
         self._command, self._command_seq = words["command"], words["command_seq"]
         self._reply_seq, self._status = words["reply_seq"], words["status"]
+        self._order = self._command_seq  # int `[N]`, by which the envs that have answered are sorted
         self._no_status = bytes(self._status.nbytes)
         self.crew.hand_over(self.plan, segment, self._knock)
 
@@ -149,14 +155,21 @@ class WorkerPool:
         is_all = len(env_ids) == self.num_envs
         worker_ids = self.serving if is_all else set(self.worker_of[env_ids].tolist())
         self._revive(worker_ids)
-        self._number += 1
-        self._command[env_ids] = pack_each(op, target, columns, flags, self.plan.num_frames)
-        self.forfeited[env_ids] = False
-        self._command_seq[env_ids] = self._number
+        self._write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         for worker_id in worker_ids:
             self._rings[worker_id]()
         if self.lost:
             self._answer_for_lost()
+
+    def _write(self, env_ids: np.ndarray, commands: np.ndarray) -> None:
+        """Write some envs' next commands, int64 `[k]`, under one number; the caller rings."""
+        self._number += 1
+        self._command[env_ids] = commands
+        self.forfeited[env_ids] = False
+        self._command_seq[env_ids] = self._number
+
+    def _follow_up(self) -> None:
+        """Give the commands that the answers so far require; called before the numbers are compared."""
 
     def await_workers(self, env_ids: np.ndarray) -> None:
         """Make sure that the workers of some envs serve, before anything is sent or changed for a call.
@@ -182,7 +195,7 @@ class WorkerPool:
     def _forfeit(self, worker_id: int) -> bool:
         """Take what a lost worker's envs owe as answered; return whether they owed anything."""
         env_ids = np.array(self.blueprint.blocks[worker_id])
-        owing = env_ids[self._command_seq[env_ids] != self._reply_seq[env_ids]]
+        owing = env_ids[~self._has_answered()[env_ids]]
         self.forfeited[owing] = True  # first: an interrupt must not leave an answer that no worker gave
         self.outcome.forget_rows(owing)
         self._status[owing] = 0
@@ -191,14 +204,15 @@ class WorkerPool:
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, for envs of a worker that is being rebuilt: its successor finds the commands when it comes."""
-        self._number += 1
-        self._command[env_ids] = [pack(op, target, column, flags) for column in columns.tolist()]
-        self.forfeited[env_ids] = False
-        self._command_seq[env_ids] = self._number
+        self._write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
+
+    def _has_answered(self) -> np.ndarray:
+        """Return which envs owe no answer, bool `[N]`."""
+        return np.asarray(self._command_seq == self._reply_seq)
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer, int `[k]`."""
-        return np.flatnonzero(self._command_seq != self._reply_seq)
+        return np.flatnonzero(~self._has_answered())
 
     def is_idle(self) -> bool:
         """Return whether no env owes an answer."""
@@ -217,7 +231,11 @@ class WorkerPool:
         """
         self._place()
         wait, num_tokens = self._done.wait, 0
-        while num_tokens < self.num_workers or not self.is_idle():
+        while True:
+            if num_tokens >= self.num_workers:
+                self._follow_up()
+                if self.is_idle():
+                    break
             if not wait(_LOOK_S):
                 self._wait_slowly(self._all_ids, self.num_envs, timeout_s, more_for_resets_s)
                 break
@@ -249,6 +267,7 @@ class WorkerPool:
             self._look_around()
         while self._done.try_wait():
             pass  # tokens are hints; those of answers that no thread waited for must not pile up
+        self._follow_up()
         ready = self._ready(env_ids)
         if len(ready) < count:
             self._wait_slowly(
@@ -256,10 +275,10 @@ class WorkerPool:
             )
             ready = self._ready(env_ids)
         self._collect()
-        return ready[self._command_seq[ready].argsort(kind="stable")]
+        return ready[self._order[ready].argsort(kind="stable")]
 
     def _ready(self, env_ids: np.ndarray) -> np.ndarray:
-        return env_ids[(self._command_seq == self._reply_seq)[env_ids]]
+        return env_ids[self._has_answered()[env_ids]]
 
     def _wait_slowly(  # the kinds of waits
         self,
@@ -282,6 +301,7 @@ class WorkerPool:
         while True:
             while self._done.try_wait():
                 pass
+            self._follow_up()
             total, missing = self._tally.total(), count - len(self._ready(env_ids))
             if missing <= 0 or self._is_hailed:
                 return
@@ -332,8 +352,8 @@ class WorkerPool:
         self._is_hailed = False
 
     def _owing(self) -> list[int]:
-        """Return the ids of workers that owe answers."""
-        return sorted(set(self.worker_of[self.outstanding()].tolist()))
+        """Return the ids of workers that have a command to carry out."""
+        return sorted(set(self.worker_of[self._command_seq != self._reply_seq].tolist()))
 
     def _look_around(self) -> None:
         """Notice deaths and successors, and read what workers have written so that none blocks on a full socket."""

@@ -24,7 +24,6 @@ from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.monitor.running import announce
 from envherd.executor.monitor.statistics import Statistics, count
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.ahead_pool import AheadPool, AheadResets, between_episodes
 from envherd.executor.pools.error_messages import env_error, first_fault
 from envherd.executor.pools.serial_pool import SerialPool
 from envherd.executor.pools.worker_pool import WorkerPool
@@ -52,8 +51,7 @@ class Engine:
         is_rolling: a rollout is in progress; its policy and callback may ask the envs things, but not step them.
         ready_at: monotonic seconds.
         memory: what is known of the workers' growth.
-        recycler: replaces workers between episodes, or hands envs over to their spares, if the options ask for it.
-        resets_apart: whether a STEP_RESET only steps, and the envs that have ended are reset by commands of their own.
+        recycler: replaces workers between episodes, if the options ask for it and the pool does not do it itself.
         known: keys of the envs' leaves, without `next`.
         side_inputs: env id -> the inputs of its latest step that did not go through the slab, one per side leaf.
         end_sent: deals with envs that were sent, and lost while something else was waited for.
@@ -86,9 +84,7 @@ class Engine:
         #: Takes this executor off the list that `envherd top` reads.
         self.withdraw = self._announce()
         self.memory = MemoryLog()
-        self.resets_apart = isinstance(pool, AheadPool)
-        self._fused_op = None if self.resets_apart else Op.STEP_RESET
-        self.recycler = between_episodes(self)
+        self.recycler = Recycler(self) if options.recycles and pool.is_recyclable else None
         self.use_seed(seed)
 
     @property
@@ -244,18 +240,14 @@ class Engine:
                 rows.forget_infos()
         if cut is not None:
             self.note_interrupted(cut)
-        ended = rows.stepped_all_and_reset(column) if op == self._fused_op else rows.stepped_all(column)
+        ended = rows.stepped_all_and_reset(column) if op == Op.STEP_RESET else rows.stepped_all(column)
         self.in_flight = None
         if self.recycler is not None and ended is not None and op == Op.STEP_RESET:
             self._follow_up(self.recycler, ended, column)
         return ended
 
-    def _follow_up(self, recycler: Recycler | AheadResets, ended: np.ndarray, column: int) -> None:
+    def _follow_up(self, recycler: Recycler, ended: np.ndarray, column: int) -> None:
         """Do what is to be done between the episodes of envs that a step of all has ended."""
-        is_lost = self.rows.interrupted[ended, 0]  # and was reset in a successor
-        if self.resets_apart and is_lost.any():
-            self.rows.were_reset(ended[is_lost], column)
-            ended = ended[~is_lost]
         try:
             recycler.after_steps(ended, np.full(len(ended), column))
         except EnvherdError as error:
@@ -373,13 +365,7 @@ class Engine:
         ended = self.rows.stepped_all(column)
         self.rows.were_reset(was_reset, column)
         if op == Op.STEP_RESET and ended is not None:
-            reset_ids = ended[~np.isin(ended, [*dead, *was_reset])]
-            columns = np.full(len(reset_ids), column)
-            if not self.resets_apart:
-                self.rows.were_reset(reset_ids, columns)
-            elif self.recycler is not None:
-                with contextlib.suppress(EnvherdError):  # the first error is what is raised; these need a reset
-                    self.recycler.after_steps(reset_ids, columns)
+            self.rows.were_reset(ended[~np.isin(ended, [*dead, *was_reset])], column)
         self.rows.mark_ended(dead)
 
     def envs_of(self, worker_ids: Any) -> np.ndarray:

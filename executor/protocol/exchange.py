@@ -52,7 +52,6 @@ class Exchange:
         self._ops = np.zeros(engine.num_envs, np.int64)
         self._only_op: int | None = 0  # if all of them are this one
         self._columns = np.zeros(engine.num_envs, np.int64)
-        self._numbers = np.zeros(engine.num_envs, np.int64)  # of the steps
         self._side: dict[int, Any] = {}
         self._infos: dict[int, Any] = {}
         self._sending: tuple[np.ndarray, int] | None = None
@@ -134,8 +133,6 @@ class Exchange:
             engine.rows.interrupted[env_ids] = False  # what was said of a step of all that was lost
         self._note_op(env_ids, int(op))
         self._columns[env_ids] = columns
-        if engine.resets_apart:
-            self._numbers[env_ids] = engine.pool.number + 1
         self._sending = env_ids, engine.pool.number
         engine.pending[env_ids] = True
         engine.num_pending += len(env_ids)
@@ -197,8 +194,6 @@ class Exchange:
             if pool.outcome or pool.num_losses != self._num_settled:
                 self._settle()
                 ready = ready[~np.isin(ready, pool.outstanding())]
-            if self._engine.resets_apart:
-                ready = self._reset_ended(ready)
             if len(ready) >= wanted:
                 return ready
             if end is None or time.monotonic() < end:
@@ -210,30 +205,12 @@ class Exchange:
                 )
             end = time.monotonic() + (deadline or 0.0)  # who was late is gone; its successor has as long again
 
-    def _reset_ended(self, ready: np.ndarray) -> np.ndarray:
-        """Begin to reset the envs that their steps have ended; return those that need no reset, or have had it."""
-        engine = self._engine
-        is_stepped = (self._ops[ready] == _STEP_RESET) & ~engine.pool.was_given(ready, self._numbers[ready])
-        places = zip(ready.tolist(), self._columns[ready].tolist(), strict=True)
-        is_due = is_stepped & np.array([engine.rows.ring_row(*place)["next", "done"].any() for place in places], bool)
-        if not is_due.any():
-            return ready
-        ended = ready[is_due]
-        try:
-            engine.pool.submit(ended, Op.RESET, RING, self._columns[ended], Flag.EACH)
-        except EnvherdError:
-            engine.rows.mark_ended(ended)
-            self._forget(ended)
-            raise
-        return ready[~is_due]
-
     def _settle(self) -> None:
         """Deal with what happened to envs that were sent: raise, or let a successor reset what was lost."""
         engine = self._engine
         outcome = engine.pool.take_outcome()
-        for kept, said in ((self._infos, outcome.infos), (self._side, outcome.side)):  # not yet where the envs are
-            for env_id, frame in said.items():  # a reset after the step says nothing of the step
-                kept[env_id] = {**frame, "next": kept[env_id]["next"]} if env_id in kept else frame
+        self._infos |= outcome.infos  # not yet where the envs are
+        self._side |= outcome.side
         engine.num_errors += len(outcome.faults)
         num_losses = engine.pool.num_losses
         lost = engine.envs_of(outcome.losses)
@@ -310,7 +287,7 @@ class Exchange:
         if has_true(ended) and has_true(resets := ended & (self._ops[ready] == _STEP_RESET)):
             leaves = None
             rows.were_reset(ready[resets], columns[resets])
-            if engine.recycler is not None and not engine.resets_apart:
+            if engine.recycler is not None:
                 engine.recycler.after_steps(ready[resets], columns[resets])
         engine.in_flight = None
         set_ids(td, ready)

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 import envherd.executor
 import envherd.workers.messages
-from envherd.executor import ParallelEnv, ResetNeeded, SerialEnv
+from envherd.executor import ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
 from envherd.workers.testing import CountingEnv
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -87,26 +87,39 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)], ids=["serial", "parallel"])
 def test_at_every_line(make, name):
-    call, stride = CALLS[name]
     with make(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0) as env:
-        env.reset()
-        line = 0
-        while True:
-            line += stride
-            for env_id in _ended(env):
-                env.reset(only(env_id))
-            interrupt = Interrupt(line)
-            sys.settrace(interrupt)
-            try:
-                call(env)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
-            _check(env, f"interrupted at {interrupt.where}")
-            if not interrupt.where:
-                break
-        assert line > 20 * stride
+        interrupt_every_line(env, name)
+
+
+@pytest.mark.parametrize("name", ["fused", "send and receive"])
+def test_at_every_line_with_resets_ahead(name):
+    """Every step ends an episode, and the pool gives a reset of its own."""
+    options = ExecutorOptions(reset_ahead=True)
+    with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 1), seed=0, options=options) as env:
+        interrupt_every_line(env, name)
+
+
+def interrupt_every_line(env: Any, name: str) -> None:
+    """Make a call again and again, interrupted at a later line each time, and check the envs after each."""
+    call, stride = CALLS[name]
+    env.reset()
+    line = 0
+    while True:
+        line += stride
+        for env_id in _ended(env):
+            env.reset(only(env_id))
+        interrupt = Interrupt(line)
+        sys.settrace(interrupt)
+        try:
+            call(env)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        _check(env, f"interrupted at {interrupt.where}")
+        if not interrupt.where:
+            break
+    assert line > 20 * stride
 
 
 class Late(Exception):
