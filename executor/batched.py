@@ -26,7 +26,8 @@ from envherd.executor.batches.actions import reset_mask
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
 from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.protocol.engine import Engine, Pool
+from envherd.executor.pools.base import Pool
+from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import RolloutRunner

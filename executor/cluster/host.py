@@ -362,7 +362,7 @@ class NodeHost:
         return None
 
     def ask(self, what: str, env_ids: list[int], question: dict[str, Any]) -> dict[int, Any] | EnvherdError:
-        """Ask envs for something that is not a step; see `WorkerPool.ask`."""
+        """Ask envs for something that is not a step; see `Pool.ask`."""
         with self._turn():
             try:
                 return self._pool.ask(what, env_ids, **question)

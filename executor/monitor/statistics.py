@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -14,6 +14,9 @@ import psutil
 from envherd.executor.monitor.loads import read_loads
 from envherd.shm.specs import EnvSpec
 from envherd.workers.processes import place_of
+
+if TYPE_CHECKING:
+    from envherd.executor.protocol.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,10 @@ class Statistics:
     spares: tuple[WorkerStatistics, ...] = ()
 
 
-def count(engine: Any) -> Statistics:
+def count(engine: Engine) -> Statistics:
     """Read the counters of an engine's pool, and the machine's view of its processes (kept in its `MemoryLog`)."""
-    pool, recycler = engine.pool, engine.recycler
-    elsewhere = pool.figures() if hasattr(pool, "figures") else None  # of processes on other machines
+    pool = engine.pool
+    figures = pool.figures()  # first: it brings the words of workers on other machines up to date
     words = {name: array.copy() for name, array in pool.slab.words.items()}
     wall_s = max(time.monotonic() - engine.ready_at, 1e-9)
     agents = np.array([num_agents(spec) for spec in engine.specs])
@@ -122,7 +125,7 @@ def count(engine: Any) -> Statistics:
     workers = []
     for load, env_ids in zip(read_loads(words, blocks, time.monotonic_ns()), blocks, strict=True):
         pid = pool.pid_of(load.worker_id)
-        uss, pss, cpu_s = process_figures(pid) if elsewhere is None else elsewhere[load.worker_id]
+        uss, pss, cpu_s, cpu = figures[load.worker_id]
         generation = pool.generation_of(load.worker_id)
         engine.memory.note(load.worker_id, generation, load.resets, uss)
         busy_share = min(1.0, load.busy_s / wall_s)
@@ -146,13 +149,13 @@ def count(engine: Any) -> Statistics:
                 phase=load.phase,
                 phase_env_id=load.phase_env_id,
                 phase_s=load.phase_s,
-                cpu=cpu_of(pid) if elsewhere is None else None,
+                cpu=cpu,
                 stacked_share=load.stacked_share,
                 moves=load.moves,
                 growth_per_reset=engine.memory.growth_per_reset(load.worker_id),
             )
         )
-    serving, spares = split(workers, getattr(pool, "serving", range(len(workers))))
+    serving, spares = split(workers, pool.serving)
     return Statistics(
         env_steps=int(steps.sum()),
         agent_steps=int((steps * agents).sum()),
@@ -165,9 +168,9 @@ def count(engine: Any) -> Statistics:
         resets_per_env=tuple(words["resets"].tolist()),
         wall_s=wall_s,
         workers=serving,
-        recycled=getattr(pool, "num_recycled", 0) if recycler is None else recycler.num_recycled,
-        resets_ahead=getattr(pool, "num_ahead", 0),
-        resets_missed=getattr(pool, "num_missed", 0),
+        recycled=pool.num_recycled,
+        resets_ahead=pool.num_ahead,
+        resets_missed=pool.num_missed,
         spares=spares,
     )
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from envherd.executor.monitor.statistics import process_figures
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import RecyclablePool
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import log, worker_late
 from envherd.executor.pools.replies import Outcome
@@ -48,20 +49,13 @@ class AheadPool(WorkerPool):
     Args:
         blueprint: with one env in each block.
         options: of the executor.
-
-    Attributes:
-        num_ahead: resets whose episode was ready when it was asked for.
-        num_missed: all other resets.
-        num_recycled: workers that were replaced between episodes.
     """
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
         super().__init__(dataclasses.replace(blueprint, blocks=blueprint.blocks * 2), options)
         num_envs = self.num_workers = self.num_envs
-        self.is_recyclable = False  # it replaces workers by itself
         self.worker_of = np.arange(num_envs)
         self.serving: list[int] = list(range(num_envs))
-        self.num_ahead = self.num_missed = self.num_recycled = 0
         self._gone: set[int] = set()  # spares that are not replaced
         self._was_handed = np.zeros(num_envs, bool)  # whether the latest reset has gone to the other one
         self._is_stale = np.ones(num_envs, bool)  # whether the next reset is not the one that was prepared
@@ -94,6 +88,11 @@ class AheadPool(WorkerPool):
         for env_id in range(self.num_envs):
             self._turn[env_id] = pack_turn(env_id, None)
 
+    @property
+    def recyclable(self) -> RecyclablePool | None:
+        """None: it replaces workers by itself, when they have been relieved."""
+        return None
+
     # ---- commands ----------------------------------------------------------------------------
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
@@ -106,7 +105,7 @@ class AheadPool(WorkerPool):
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
-        """Give some envs a command each; those that are to be reset may change hands. See `WorkerPool.submit`."""
+        """Give some envs a command each; those that are to be reset may change hands. See `Pool.submit`."""
         for worker_id in list(self._rebuilding):
             if self._is_spare(worker_id) and worker_id not in self._leaving and self.crew.has_answered(worker_id):
                 self._take_up(worker_id)
@@ -285,7 +284,6 @@ class AheadPool(WorkerPool):
         if not self._is_there(worker_id):
             return
         if self._is_due(worker_id):
-            self.num_recycled += 1
             with contextlib.suppress(EnvherdError):  # no further process can be started: see `_give_up_on`
                 self.recycle(worker_id)  # its successor prepares it
         else:

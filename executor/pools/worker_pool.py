@@ -21,7 +21,9 @@ import torch
 
 from envherd.executor.batches.device_rows import Residence
 from envherd.executor.batches.tensor_actions import Lend
+from envherd.executor.monitor.statistics import cpu_of, process_figures
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import RecyclablePool, WorkerFigures
 from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.error_messages import env_error, log, log_stall, merge_answers, worker_late, worker_lost
 from envherd.executor.pools.placement import Placement
@@ -45,11 +47,7 @@ _FAREWELL_S = 1.0
 
 
 class WorkerPool:
-    """Worker processes over one slab; `start` brings it up, `close` takes it down.
-
-    Attributes:
-        is_recyclable: whether an engine may `recycle` workers between the episodes of their envs.
-    """
+    """Worker processes over one slab; `start` brings it up, `close` takes it down. See `Pool`."""
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint, self.options = blueprint, options
@@ -69,7 +67,8 @@ class WorkerPool:
         self._all_ids = np.arange(self.num_envs)
         self._lost_at = 0.0
         self.num_losses = self._number = self._asked = 0
-        self.is_recyclable = True
+        self.num_ahead = self.num_missed = self.num_recycled = 0
+        self.holds_storages = False
         self._is_hailed, self._looked_at = False, 0.0
         self._is_reading = False  # a worker is writing more than its socket holds
         self._rebuilding: dict[int, float] = {}
@@ -114,14 +113,24 @@ class WorkerPool:
         self.slab.words["mail_seq"][worker_id] = self.crew.workers[worker_id].channel.num_queued
         self._rings[worker_id]()
 
-    def was_given(self, env_ids: np.ndarray, since: int | np.ndarray) -> np.ndarray:
-        """Return which envs were given a command after that of number `since` (of each, int `[k]`), bool `[k]`."""
+    def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
+        """Return which envs were given a command after that of number `since`, bool `[k]`."""
         return np.asarray(self._command_seq[env_ids] > since)
 
     @property
     def number(self) -> int:
         """Number of the latest command."""
         return self._number
+
+    @property
+    def segment(self) -> Segment | None:
+        """The slab's memory."""
+        return self.crew.segment
+
+    @property
+    def recyclable(self) -> RecyclablePool | None:
+        """This pool: the engine knows when the envs of a worker are between episodes."""
+        return self
 
     # ---- commands ----------------------------------------------------------------------------
 
@@ -493,14 +502,12 @@ class WorkerPool:
         """Leave nothing on a device: what workers give goes through the slab."""
         return {}
 
-    def allocate(self, nbytes: int) -> Segment:
-        """Return memory for a rollout storage; its pages are touched by the workers that write them."""
-        return Segment.create(nbytes, "envherd-rollout", is_prefaulted=False)
-
-    def attach_storage(self, target: int, plan: StoragePlan, segment: Segment) -> None:
-        """Make every worker map a rollout storage as `target`."""
+    def attach_storage(self, target: int, plan: StoragePlan) -> Segment:
+        """Make every worker map a new rollout storage as `target`; its pages are touched by those that write them."""
         self._refuse_lost(self.worker_ids)
+        segment = Segment.create(plan.nbytes, "envherd-rollout", is_prefaulted=False)
         self.crew.attach_storage(target, plan, segment)
+        return segment
 
     def detach_storage(self, target: int) -> None:
         """Make every worker forget a rollout storage."""
@@ -519,6 +526,15 @@ class WorkerPool:
     def generation_of(self, worker_id: int) -> int:
         """Return how often a worker was replaced."""
         return self.crew.workers[worker_id].generation
+
+    def is_alive(self, worker_id: int) -> bool:
+        """Return whether a worker's process runs."""
+        return not self.crew.workers[worker_id].has_exited()
+
+    def figures(self) -> list[WorkerFigures]:
+        """Return what the machine says of each worker."""
+        pids = [self.pid_of(worker_id) for worker_id in self.worker_ids]
+        return [WorkerFigures(*process_figures(pid), cpu_of(pid)) for pid in pids]
 
     # ---- losses and the end ------------------------------------------------------------------
 
@@ -543,6 +559,7 @@ class WorkerPool:
 
     def recycle(self, worker_id: int) -> None:
         """Close the envs of a worker that has nothing to do, and begin to replace it."""
+        self.num_recycled += 1
         self._leave(worker_id)
         self.crew.dismiss(worker_id, self.options.close_timeout_s)
         self._succeed(worker_id)

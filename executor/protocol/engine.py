@@ -24,9 +24,8 @@ from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.monitor.running import announce
 from envherd.executor.monitor.statistics import Statistics, count
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import Pool
 from envherd.executor.pools.error_messages import env_error, first_fault
-from envherd.executor.pools.serial_pool import SerialPool
-from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.call_guard import Turn
 from envherd.executor.protocol.recycling import MemoryLog, Recycler
 from envherd.executor.protocol.rows import Rows
@@ -35,8 +34,6 @@ from envherd.workers import messages
 from envherd.workers.errors import Busy, EnvherdError, InternalError, ResetNeeded
 from envherd.workers.protocol import RING, Flag, Op
 from envherd.workers.seeding import draw_root_seed
-
-Pool = WorkerPool | SerialPool
 
 
 class Engine:
@@ -84,7 +81,8 @@ class Engine:
         #: Takes this executor off the list that `envherd top` reads.
         self.withdraw = self._announce()
         self.memory = MemoryLog()
-        self.recycler = Recycler(self) if options.recycles and pool.is_recyclable else None
+        recyclable = pool.recyclable if options.recycles else None
+        self.recycler = None if recyclable is None else Recycler(self, recyclable)
         self.use_seed(seed)
 
     @property
@@ -310,7 +308,7 @@ class Engine:
         self.is_dirty = False
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Ask envs for something that is not a step; see `WorkerPool.ask`."""
+        """Ask envs for something that is not a step; see `Pool.ask`."""
         try:
             return self.pool.ask(what, env_ids=env_ids, **question)
         except EnvherdError:
@@ -571,12 +569,10 @@ class Engine:
         self.pool.seed(self.seed)
 
     def _announce(self) -> Callable[[], Any]:
-        crew = getattr(self.pool, "crew", None)  # what runs in this process, or on other machines, has none
-        if crew is None or crew.segment is None:
+        segment = self.pool.segment
+        if segment is None:
             return _nothing
-        blocks = self.pool.blueprint.blocks
-        withdraw: Callable[[], Any] = announce(self, crew.segment, self.pool.plan, blocks, self.specs[0].family)
-        return withdraw
+        return announce(self, segment, self.pool.plan, self.pool.blueprint.blocks, self.specs[0].family)
 
     def statistics(self) -> Statistics:
         """Return what was done so far."""

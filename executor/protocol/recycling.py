@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from envherd.executor.monitor.statistics import process_figures
-from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.pools.base import RecyclablePool
 from envherd.workers.errors import EnvherdError
 
 if TYPE_CHECKING:
@@ -86,12 +86,10 @@ def keeping_steps(rows: Rows, env_ids: np.ndarray, columns: np.ndarray) -> Itera
 class Recycler:
     """Replaces the workers of an engine that are due (its options say when), where that interrupts nothing."""
 
-    def __init__(self, engine: Engine) -> None:
-        assert isinstance(engine.pool, WorkerPool)
+    def __init__(self, engine: Engine, pool: RecyclablePool) -> None:
         self._engine = engine
-        self._pool = engine.pool
+        self._pool = pool
         self._began = np.zeros(self._pool.num_workers, np.int64)  # resets of each worker's envs when it came
-        self.num_recycled = 0
 
     def before_resets(self, env_ids: np.ndarray) -> None:
         """Replace the workers that are due and all of whose envs are about to be reset."""
@@ -168,6 +166,5 @@ class Recycler:
         return int(self._pool.slab.words["resets"][ids].max())
 
     def _replace(self, worker_id: int) -> None:
-        self.num_recycled += 1
         self._began[worker_id] = self._resets(worker_id)
         self._pool.recycle(worker_id)
