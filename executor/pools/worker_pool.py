@@ -25,10 +25,18 @@ from envherd.executor.monitor.statistics import cpu_of, process_figures
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool, WorkerFigures
 from envherd.executor.pools.crew import Blueprint, Crew
-from envherd.executor.pools.error_messages import env_error, log, log_stall, merge_answers, worker_late, worker_lost
+from envherd.executor.pools.error_messages import (
+    Frame,
+    env_error,
+    log,
+    log_stall,
+    merge_answers,
+    worker_late,
+    worker_lost,
+)
+from envherd.executor.pools.losses import Restarts
 from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.replies import Outcome
-from envherd.executor.pools.worker_process import Restarts
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
@@ -60,8 +68,7 @@ class WorkerPool:
         self.outcome = Outcome()
         self.lenders: dict[int, Lend] = {}  # workers read their inputs from the slab
         self.specs: list[EnvSpec] = []
-        self.crew = Crew(blueprint, options)
-        self.crew.on_row_frame = lambda frame: self.outcome.take(frame)  # noqa: PLW0108  # whichever is there then
+        self.crew = Crew(blueprint, options, self._take_frame)
         #: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
         self.forfeited = np.zeros(self.num_envs, bool)
         self._all_ids = np.arange(self.num_envs)
@@ -424,6 +431,9 @@ class WorkerPool:
             if worker_id not in self._rebuilding:
                 self.crew.drain(worker_id)
         self._status[announced] = 0
+
+    def _take_frame(self, frame: Frame) -> None:
+        self.outcome.take(frame)
 
     def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
         """Return what happened since the last call, and forget it.
