@@ -28,7 +28,7 @@ from envherd.executor.monitor.statistics import process_figures
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool
 from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.error_messages import log, worker_late
+from envherd.executor.pools.error_messages import Frame, log, worker_late
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.workers import messages
@@ -180,6 +180,13 @@ class AheadPool(WorkerPool):
         is_answered = self._has_answered()
         super()._collect()
         self._following[is_answered] = _NONE
+
+    def _take_frame(self, frame: Frame) -> None:
+        env_id = frame.get("env_id")
+        if env_id is not None and self._following[env_id] == self._command_seq[env_id]:
+            self.outcome.take_reset(frame)
+        else:
+            self.outcome.take(frame)
 
     def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
         """As `WorkerPool.take_outcome`, but keep what was reported of an answer of which a part is still to come."""

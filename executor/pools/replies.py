@@ -54,15 +54,17 @@ class Outcome:
                 kept.pop(env_id, None)
 
     def take(self, frame: Frame) -> None:
-        """Keep a message that came with rows. That of a reset adds to that of the step before it."""
-        env_id = frame.get("env_id", -1)
+        """Keep a message that came with rows."""
         if frame["kind"] == "fault":
-            self.faults[env_id] = frame
+            self.faults[frame["env_id"]] = frame
         elif frame["kind"] == "side":
-            is_of_reset = env_id in self.side and all(value is None for value in frame["next"])
-            self.side[env_id] = {**frame, "next": self.side[env_id]["next"]} if is_of_reset else frame
+            self.side[frame["env_id"]] = frame
         elif frame["kind"] == "infos":
-            is_of_reset = env_id in self.infos and frame["next"] is None
-            self.infos[env_id] = {**frame, "next": self.infos[env_id]["next"]} if is_of_reset else frame
+            self.infos[frame["env_id"]] = frame
         else:
             log_notice(frame)
+
+    def take_reset(self, frame: Frame) -> None:
+        """As `take`, for a reset that completes the answer of a step: what the step has reported stays."""
+        of_step = {"side": self.side, "infos": self.infos}.get(frame["kind"], {}).get(frame.get("env_id", -1))
+        self.take(frame if of_step is None else {**frame, "next": of_step["next"]})
