@@ -196,7 +196,7 @@ def _watched(env: ParallelEnv, *, is_first_k: bool) -> _Clocks:
         clocks.watch(engine.rows.batches[0], "next_at", "TensorDicts")
         clocks.watch(engine.rows, "stepped", "noting")
     else:
-        clocks.watch(engine, "begin_step", "command")
+        clocks.watch(engine.flights, "begin", "command")
         clocks.watch(engine.pool, "wait_all", "waiting")
         clocks.watch(engine.rows, "draft", "TensorDicts")
         clocks.watch(engine.rows, "stepped_all_and_reset", "noting")

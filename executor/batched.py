@@ -26,7 +26,9 @@ from envherd.executor.batches.actions import reset_mask
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
 from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.protocol.engine import Engine, Pool
+from envherd.executor.pools.base import Pool
+from envherd.executor.protocol.engine import Engine
+from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import RolloutRunner
@@ -157,15 +159,15 @@ class BatchedEnv:
             engine.refuse_rolling()
             mask = reset_mask(td, tuple(self.batch_size))
             env_ids = engine.all_ids if mask is None else np.flatnonzero(mask.reshape(self.num_envs, -1).any(1))
-            engine.refuse_pending(env_ids)
+            engine.refuse_under_way(env_ids)
             if isinstance(seed, (int, np.integer)):
-                engine.prepare_resets(env_ids, None, list_of_kwargs, kwargs)
+                extras = engine.extras_of(env_ids, None, list_of_kwargs, kwargs)
                 engine.set_seed(int(seed))
             else:
-                engine.prepare_resets(env_ids, seed, list_of_kwargs, kwargs)
+                extras = engine.extras_of(env_ids, seed, list_of_kwargs, kwargs)
             if len(env_ids):
                 engine.write_reset_masks(mask)
-                engine.reset_envs(env_ids)
+                engine.reset_envs(env_ids, extras)
             return self._rows.current(engine.all_ids)
 
     def step(self, td: TensorDictBase) -> TensorDictBase:
@@ -296,7 +298,7 @@ class BatchedEnv:
             if env_ids is not None and (td := self._exchange.recall(env_ids)) is not None:
                 return td
             ids = self._exchange.as_ids(env_ids)
-            self._engine.refuse_pending(ids)
+            self._engine.refuse_under_way(ids)
             td = self._rows.current(ids)
             return td if env_ids is None else set_ids(td, ids)
 
@@ -341,9 +343,9 @@ class BatchedEnv:
         """
         engine = self._engine
         with self._turn:
-            engine.refuse_pending(engine.all_ids)
+            engine.refuse_under_way(engine.all_ids)
             states: dict[str, Any] = {f"env{i}": state for i, state in enumerate(self._ask("state_dict", None))}
-            states["executor"] = {"roots": self._rows.roots(), "ended": self._rows.ended.tolist()}
+            states["executor"] = {"roots": self._rows.roots(), "ended": engine.states.needs_reset.tolist()}
             return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -361,19 +363,21 @@ class BatchedEnv:
         engine, rows = self._engine, self._rows
         with self._turn:
             engine.refuse_rolling()
-            engine.refuse_pending(engine.all_ids)
+            engine.refuse_under_way(engine.all_ids)
             missing = [i for i in range(self.num_envs) if f"env{i}" not in state]
             if missing:
                 raise ValueError(f"load_state_dict failed: expected a state of each env, got none of env {missing[0]}.")
             kept = state.get("executor")
             if kept is not None:
                 rows.check_roots(kept["roots"])
-            rows.mark_ended(engine.all_ids)  # should anything break this off
+            engine.states.move(engine.all_ids, Event.IS_BROKEN_OFF)  # should anything break this off
             self._ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
             if kept is None:
                 rows.mark_running()
+                engine.states.move(engine.all_ids, Event.IS_ALLOWED)
             else:
-                rows.put_roots(kept["roots"], kept["ended"])
+                rows.put_roots(kept["roots"])
+                engine.states.restore(engine.all_ids, np.array(kept["ended"], bool))
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
         """Return what each env said beside its observation in its latest command; empty where it said nothing.

@@ -51,11 +51,15 @@ TESTS = {
         *_LOSSES,
         "executor/test_reset_ahead.py",
     ),
-    "executor/protocol/commands.py": (
+    "executor/protocol/env_states.py": ("faults/test_env_model.py", *_STEPS, *_LOSSES),
+    "executor/protocol/flight.py": (
+        *_STEPS,
+        *_LOSSES,
+        "executor/test_rollout.py",
         "executor/facades/test_gymnasium_equality.py",
         "executor/facades/test_gymnasium_errors.py",
-        "executor/test_recovery.py",
     ),
+    "executor/protocol/losses.py": (*_LOSSES, "executor/test_losses.py", "executor/test_exchange.py"),
     "executor/pools/ahead_pool.py": ("executor/test_reset_ahead.py",),
     "executor/batches/actions.py": (
         "executor/test_intake.py",

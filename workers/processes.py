@@ -74,6 +74,12 @@ def cpu_ns(pid: int) -> int:
     return int((int(fields[11]) + int(fields[12])) * 1e9 / _TICKS_PER_S) if len(fields) > 12 else 0
 
 
+def cpu_of(pid: int) -> int | None:
+    """Return the processor that a process runs on, or ran on last; None if it has gone."""
+    _, cpu = place_of(pid)
+    return None if cpu < 0 else cpu
+
+
 def run_delay_ns() -> int:
     """Return nanoseconds that the calling thread has waited for a processor that others used (5 us)."""
     fields = _text("/proc/thread-self/schedstat").split()

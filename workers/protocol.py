@@ -36,6 +36,11 @@ class Op(IntEnum):
     RESET = 3
 
 
+#: The ops for arrays. Of a member of an enum, numpy looks up attributes that it lacks: in Python code, which takes ten
+#: times as long, and in which numpy drops what a signal handler raises.
+STEP, STEP_RESET, RESET = int(Op.STEP), int(Op.STEP_RESET), int(Op.RESET)
+
+
 class Status(IntEnum):
     """How a command ended."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.transfer import as_device
@@ -17,7 +17,6 @@ from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, d
 if TYPE_CHECKING:
     from envherd.executor.cluster.remote_rollouts import RemoteRollouts
     from envherd.executor.policy import Policy
-    from envherd.executor.protocol.engine import Pool
 
 Strategy = Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"]
 
@@ -92,8 +91,7 @@ class RayParallelEnv(BatchedEnv):
             )
             pool = ClusterPool(fleet.build(blueprint, options, num_workers), fleet.shares, options, fleet)
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
-            like = cast("Pool", pool)  # it has the methods of a `WorkerPool`
-            super().__init__(like, seed=blueprint.root_seed, device=where, copy=copy, options=options)
+            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
         except BaseException:
             fleet.give_back()
             raise

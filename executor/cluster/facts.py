@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from envherd.executor.cluster.remote_share import RemoteShare
+from envherd.executor.pools.base import WorkerFigures
 from envherd.shm.slab import Slab
+from envherd.workers.errors import EnvherdError
 
 
 class WorkerFacts:
     """The part of a `ClusterPool` that answers questions about workers, by asking their hosts where it must.
 
     Attributes:
+        lost: worker id -> the error that describes its loss.
         shares: one per host.
         slab: of the driver.
     """
 
+    lost: dict[int, EnvherdError]
     shares: list[RemoteShare]
     slab: Slab
 
@@ -48,14 +52,18 @@ class WorkerFacts:
         """How often workers were replaced between episodes, as of the latest `figures`."""
         return sum(share.num_recycled for share in self.shares)
 
-    def figures(self) -> list[tuple[int, int, float]]:
-        """Return `(uss bytes, pss bytes, cpu seconds)` of each worker, asked from their hosts; zeros for lost ones."""
-        found: list[tuple[int, int, float]] = []
+    def is_alive(self, worker_id: int) -> bool:
+        """Return whether a worker's loss has not been noticed."""
+        return worker_id not in self.lost
+
+    def figures(self) -> list[WorkerFigures]:
+        """Return what the workers' hosts say of them; zeros for lost ones."""
+        found: list[WorkerFigures] = []
         for share in self.shares:
             if share.is_gone:
-                found += [(0, 0, 0.0)] * len(share.worker_ids)
+                found += [WorkerFigures(0, 0, 0.0, None)] * len(share.worker_ids)
                 continue
             figures = self.request(share, "act", "figures")
             share.note_figures(self.slab.words, figures)
-            found += figures.processes
+            found += [WorkerFigures(uss, pss, cpu_s, None) for uss, pss, cpu_s in figures.processes]
         return found

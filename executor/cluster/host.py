@@ -15,7 +15,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,15 @@ from envherd.executor.pools.blueprint import spread
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.protocol.env_states import Event
+from envherd.executor.protocol.flight import Flight
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.executor.sizing.probing import ProbeLimits, Subject
 from envherd.executor.sizing.recommending import PROBE_MEMORY_SHARE, measure_subject
 from envherd.shm.cgroups import read_word
 from envherd.shm.slab import WORDS
 from envherd.workers.errors import EnvherdError
-from envherd.workers.protocol import RING, Flag, Op
+from envherd.workers.protocol import RESET, Flag, Op
 
 _NOBODY = np.zeros(0, np.int64)
 _STREAM = 2**32 - 3  # spawn_key of a host's own generators: apart from envs' and from the driver's sampler
@@ -129,13 +131,12 @@ class NodeHost:
         self._share = share
         self._pool = pool
         self._env = BatchedEnv(pool, seed=share.root_seed, device=None, copy=True, options=options)
-        self._rows = self._env.engine.rows
+        self._flights = self._env.engine.flights
+        self._rows = self._flights.rows
         self._end = End(pool.slab, pool.plan)
         self._all_ids = np.arange(pool.num_envs)
         self._is_sent = np.zeros(pool.num_envs, bool)
         self._numbers = np.zeros(pool.num_envs, np.int64)
-        self._ops = np.zeros(pool.num_envs, np.int64)
-        self._columns = np.zeros(pool.num_envs, np.int64)
         self._sent_at = 0.0
         self._seed_own_generators(share.root_seed)
         self._is_built.set()
@@ -167,64 +168,39 @@ class NodeHost:
         """Carry out an order and wait for all of its answers."""
         with self._turn():
             try:
-                columns = self._begin(order)
-                ids = self._all_ids if order.ids is None else order.ids
-                self._wait_for(ids, order)
-                return self._answer(order.ids, columns, uniform_op=None if order.ids is not None else order)
+                flight = self._begin(order)
+                self._wait_for(flight, order)
+                return self._answer(flight)
             except EnvherdError as error:
                 self._pool.outcome.losses.clear()
                 return Reply(failure=error)
 
-    def _begin(self, order: Order, flags: int = 0) -> int | np.ndarray:
-        pool, rows = self._pool, self._rows
-        self._recycle_before(order)
-        for extra in order.extras:
-            pool.prepare(extra)
-        if order.extras:
-            flags |= Flag.PREPARED
+    def _begin(self, order: Order, flags: Flag = Flag(0)) -> Flight:  # noqa: B008  # an immutable value
+        """Give the envs of an order its commands. The driver knows which are legal."""
+        flights = self._flights
         if order.inputs is not None:
             self._end.unpack_inputs(order.inputs, order.ids)
-        if order.ids is None:
-            column = rows.next_column()
-            if order.reset_ids is not None:
-                rows.blank_steps(column, order.reset_ids)
-            pool.submit_all(order.op, RING, column, order.reset_ids)
-            return column
-        columns = rows.next_columns(order.ids)
-        self._ops[order.ids] = order.op
-        self._columns[order.ids] = columns
-        give: Callable[..., None] = pool.submit_later if order.is_late else pool.submit
-        give(order.ids, order.op, RING, columns, flags)
-        if order.is_late:
-            pool.nudge()  # this may be the successor already, with no worker left to rebuild
-        return columns
+        if not flights.states.are_running():
+            ids = self._all_ids if order.ids is None else order.ids
+            flights.states.move(ids, Event.IS_BROKEN_OFF)  # answers that the driver does not wait for any more
+            flights.states.move(ids, Event.IS_ALLOWED)
+        extras = {extra.env_id: extra for extra in order.extras}
+        return flights.begin(
+            Op(order.op),
+            order.ids,
+            resets=order.reset_ids,
+            extras=extras,
+            is_parked=bool(flags),
+            flags=flags,
+            is_late=order.is_late,
+        )
 
-    def _recycle_before(self, order: Order) -> None:
-        """Replace the workers that are due and all of whose envs an order resets."""
-        recycler, ids = self._env.engine.recycler, order.reset_ids
-        if order.ids is not None:
-            ids = order.ids[np.broadcast_to(np.asarray(order.op) == Op.RESET, len(order.ids))]
-        if recycler is not None and ids is not None and not order.is_late:
-            recycler.before_resets(ids)
-
-    def _recycle_after(self, ended: np.ndarray, columns: np.ndarray) -> None:
-        """Replace the workers that are due and all of whose envs were reset by the steps that ended them."""
-        recycler = self._env.engine.recycler
-        if recycler is None or not len(ended):
-            return
-        with self._hailing:
-            self._is_renewing = True
-            self._pool.unhail()
-        try:
-            recycler.after_steps(ended, columns)
-        finally:
-            self._is_renewing = False
-
-    def _wait_for(self, ids: np.ndarray, order: Order) -> None:
-        if order.ids is None:
-            self._pool.wait_all(order.timeout_s, self._pool.options.reset_timeout_s)
+    def _wait_for(self, flight: Flight, order: Order) -> None:
+        reset_s = self._pool.options.reset_timeout_s
+        if flight.is_all:
+            self._pool.wait_all(order.timeout_s, reset_s)
         else:
-            self._pool.wait_some(ids, len(ids), order.timeout_s, self._pool.options.reset_timeout_s)
+            self._pool.wait_some(flight.ids, len(flight.ids), order.timeout_s, reset_s)
 
     def submit(self, order: Order) -> EnvherdError | None:
         """Begin an order whose answers `collect` brings, env by env."""
@@ -264,73 +240,48 @@ class NodeHost:
         numbers = self._numbers[ready]
         self._is_sent[ready] = False
         try:
-            return self._answer(ready, self._columns[ready], uniform_op=None, numbers=numbers)
+            return self._answer(self._flights.open_delivery(ready), numbers)
         except EnvherdError as error:  # a successor that a worker was to be replaced by
             self._pool.outcome.losses.clear()
             self._is_sent[:] = False
             return Reply(ids=_NOBODY, numbers=_NOBODY, failure=error)
 
-    def _answer(
-        self,
-        ids: np.ndarray | None,
-        columns: Any,
-        *,
-        uniform_op: Order | None,
-        numbers: np.ndarray | None = None,
-    ) -> Reply:
-        """Note where envs are after commands, and tell it."""
-        pool = self._pool
-        asked = self._all_ids if ids is None else ids
-        outcome = pool.take_outcome(asked) if pool.outcome else None
-        lost = self._env.engine.envs_of(outcome.losses) if outcome is not None else _NOBODY
-        faulty = np.array([*outcome.faults], np.int64) if outcome is not None else _NOBODY
-        if ids is None and not len(lost) and not len(faulty):
-            assert uniform_op is not None
-            root_ids = self._note_all(uniform_op, columns)
-            rows = self._end.pack_rows(None, columns, root_ids, columns)
-            return self._reply(rows, (None, None, root_ids), outcome)
-        if ids is None:
-            assert uniform_op is not None
-            self._ops[:] = uniform_op.op
-            self._ops[uniform_op.reset_ids if uniform_op.reset_ids is not None else _NOBODY] = Op.RESET
-            self._columns[:] = columns
-        alive = ~np.isin(asked, lost)
-        told = asked[alive]
-        root_ids = self._note_some(told, faulty)
-        if len(lost):
-            self._rows.mark_ended(lost)
-            self._is_sent[lost] = False
-        next_ids = told[self._ops[told] != Op.RESET]
-        packed = self._end.pack_rows(next_ids, self._columns[next_ids], root_ids, self._columns[root_ids])
+    def _answer(self, flight: Flight, numbers: np.ndarray | None = None) -> Reply:
+        """Note where envs are after commands, and report it.
+
+        Args:
+            flight: all of whose envs have answered.
+            numbers: int64 `[k]`, of their orders, if these were submitted.
+        """
+        flights = self._flights
+        with self._renewing():
+            outcome = flights.report(flight)
+        if outcome is None and flight.is_all and flight.op != Op.RESET:
+            root_ids = _NOBODY if flight.was_reset is None else flight.was_reset
+            return self._reply(self._end.pack_rows(None, flight.at, root_ids, flight.at), (None, None, root_ids), None)
+        lost = flights.losses.envs_of(outcome.losses) if outcome is not None else _NOBODY
+        self._is_sent[lost] = False
+        alive = ~np.isin(flight.ids, lost)
+        told, root_ids = flight.ids[alive], _NOBODY if flight.was_reset is None else flight.was_reset
+        next_ids = told[flights.states.ops[told] != RESET]
+        columns = flights.states.columns
+        packed = self._end.pack_rows(next_ids, columns[next_ids], root_ids, columns[root_ids])
         reply = self._reply(packed, (told, next_ids, root_ids), outcome)
         return reply if numbers is None else dataclasses.replace(reply, numbers=numbers[alive])
 
-    def _note_all(self, order: Order, column: int) -> np.ndarray:
-        rows = self._rows
-        if order.op == Op.STEP_RESET:
-            ended = rows.stepped_all_and_reset(column)
-            if ended is not None:
-                self._recycle_after(ended, np.full(len(ended), column))
-        else:
-            rows.stepped_all(column, order.reset_ids)
-            ended = order.reset_ids
-        return _NOBODY if ended is None else ended
-
-    def _note_some(self, ids: np.ndarray, faulty: np.ndarray) -> np.ndarray:
-        """Note what became of envs that have answered; return which were reset."""
-        rows, ops = self._rows, self._ops[ids]
-        stepped = ops != Op.RESET
-        ended = np.zeros(len(ids), bool)
-        if stepped.any():
-            ended[stepped] = rows.stepped(ids[stepped], self._columns[ids[stepped]])
-        resets = (~stepped | ended & (ops == Op.STEP_RESET)) & ~np.isin(ids, faulty)
-        root_ids: np.ndarray = ids[resets]
-        rows.were_reset(root_ids, self._columns[root_ids])
-        if len(faulty):
-            rows.mark_ended(faulty)
-        fresh = root_ids[self._ops[root_ids] == Op.STEP_RESET]
-        self._recycle_after(fresh, self._columns[fresh])
-        return root_ids
+    @contextlib.contextmanager
+    def _renewing(self) -> Iterator[None]:
+        """Let nobody break off what may replace a worker between episodes."""
+        if not self._pool.options.recycles:
+            yield
+            return
+        with self._hailing:
+            self._is_renewing = True
+            self._pool.unhail()
+        try:
+            yield
+        finally:
+            self._is_renewing = False
 
     def _reply(
         self,
@@ -362,7 +313,7 @@ class NodeHost:
         return None
 
     def ask(self, what: str, env_ids: list[int], question: dict[str, Any]) -> dict[int, Any] | EnvherdError:
-        """Ask envs for something that is not a step; see `WorkerPool.ask`."""
+        """Ask envs for something that is not a step; see `Pool.ask`."""
         with self._turn():
             try:
                 return self._pool.ask(what, env_ids, **question)
@@ -427,10 +378,9 @@ class NodeHost:
                 load_weights(policy, weights)
                 self._versions[order.policy_id] = order.version
         engine = self._env.engine
-        before = self._pool.num_losses, engine.num_interrupted
+        before = self._pool.num_losses, engine.flights.losses.num_interrupted
         with self._turn():
-            if order.ended.any():
-                self._rows.mark_ended(np.flatnonzero(order.ended))
+            engine.states.restore(self._all_ids, order.ended)
             try:
                 data = self._env.rollout(order.num_steps, policy, **order.kwargs)
             except EnvherdError as error:
@@ -450,7 +400,7 @@ class NodeHost:
             version=order.version,
             reply=reply,
             worker_losses=self._pool.num_losses - before[0],
-            interrupted=engine.num_interrupted - before[1],
+            interrupted=engine.flights.losses.num_interrupted - before[1],
             wall_s=time.monotonic() - began,
         )
 

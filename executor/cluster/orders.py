@@ -114,7 +114,7 @@ class Order:
         inputs: uint8, see `End.pack_inputs`; None where nothing is stepped.
         extras: to be sent ahead, for resets and side inputs.
         timeout_s: for the answers, in seconds; None for no deadline.
-        is_late: the workers concerned are being replaced; see `WorkerPool.submit_later`.
+        is_late: the workers concerned are being replaced; see `Pool.submit_later`.
     """
 
     number: int

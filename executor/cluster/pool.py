@@ -1,6 +1,6 @@
 """The pool whose workers are on other machines: what an executor gives commands to and waits for.
 
-It has the methods of `WorkerPool`, so that everything above it is the same code as on one machine. Its slab is memory
+It is a `Pool`, so that everything above it is the same code as on one machine. Its slab is memory
 of the driver's own; inputs go from it to the hosts, and rows come back into it, one buffer per host and order.
 
 Guarantees:
@@ -66,6 +66,10 @@ class ClusterPool(WorkerFacts):
         self.lost: dict[int, EnvherdError] = {}
         self.forfeited = np.zeros(self.num_envs, bool)
         self.num_losses = 0
+        self.num_ahead = self.num_missed = 0
+        self.holds_storages = False
+        self.serving = range(self.num_workers)
+        self.segment = self.recyclable = None  # the hosts announce themselves, and recycle
         self.outcome = Outcome()
         self.lenders: dict[int, Lend] = {}  # hosts read their inputs from the slab
         self.specs = [spec for share in shares for spec in share.specs]
@@ -121,7 +125,7 @@ class ClusterPool(WorkerFacts):
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
-        """Give some envs a command each, at ring columns of their own; see `WorkerPool.submit`."""
+        """Give some envs a command each, at ring columns of their own; see `Pool.submit`."""
         assert target == RING
         self.await_workers(env_ids)
         if not flags & Flag.PREPARED:  # what is kept was for resets that were refused
@@ -223,7 +227,7 @@ class ClusterPool(WorkerFacts):
         return bool(len(owing))
 
     def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
-        """Return what happened since the last call, and forget it; see `WorkerPool.take_outcome`."""
+        """Return what happened since the last call, and forget it; see `Pool.take_outcome`."""
         outcome, self.outcome = self.outcome.hand_out(env_ids)
         return outcome
 
@@ -248,7 +252,7 @@ class ClusterPool(WorkerFacts):
         self._raise_failure()
         return True
 
-    def wait_some(  # as of `WorkerPool`
+    def wait_some(  # as of `Pool`
         self,
         env_ids: np.ndarray,
         count: int,
@@ -412,7 +416,7 @@ class ClusterPool(WorkerFacts):
                 raise error
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Ask envs for something that is not a step; see `WorkerPool.ask`."""
+        """Ask envs for something that is not a step; see `Pool.ask`."""
         return self.answers(self.question(what, env_ids, **question), what)
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
@@ -442,7 +446,7 @@ class ClusterPool(WorkerFacts):
         self.recovery.await_place(share)
         return self.post.get(share, share.call(group, method, *args))
 
-    def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:  # noqa: ARG002  # as of `WorkerPool`
+    def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:  # noqa: ARG002  # as of `Pool`
         """Wait for the answers to a question."""
         return merge_answers(asked, lambda share_id: self._answer(self.shares[share_id], asked[share_id]))
 
@@ -458,13 +462,11 @@ class ClusterPool(WorkerFacts):
         """Leave nothing on a device: what hosts give goes through the slab."""
         return {}
 
-    def allocate(self, nbytes: int) -> DriverMemory:
-        """Return memory for a rollout storage."""
-        return DriverMemory(nbytes)
-
-    def attach_storage(self, target: int, plan: StoragePlan, memory: DriverMemory) -> None:
-        """Write to a rollout storage as `target`."""
+    def attach_storage(self, target: int, plan: StoragePlan) -> DriverMemory:
+        """Write to a new rollout storage as `target`."""
+        memory = DriverMemory(plan.nbytes)
         self._storages[target] = Storage(plan, memory.array())
+        return memory
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""

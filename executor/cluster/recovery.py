@@ -16,6 +16,7 @@ from envherd.executor.cluster.post import Post
 from envherd.executor.cluster.ray_cluster import check_versions
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.losses import Restarts
 from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import EnvherdError, InternalError
 
@@ -51,7 +52,7 @@ class Recovery:
     def __init__(self, pool: ShareOwner, fleet: Fleet) -> None:
         self._pool = pool
         self._fleet = fleet
-        self._restarts: dict[int, list[float]] = {}
+        self._restarts = Restarts(pool.options)
         self._moving: dict[int, tuple[RemoteShare, EnvherdError]] = {}
         self._held: dict[int, list[Callable[[], None]]] = {}
         self._refused: dict[int, EnvherdError] = {}  # searches that found nothing, which nobody has been told
@@ -71,12 +72,8 @@ class Recovery:
         refused = self._refused.pop(share.share_id, None)
         if refused is not None:
             raise refused
-        options = self._pool.options
-        now = time.monotonic()
-        recent = [t for t in self._restarts.get(share.share_id, []) if now - t < options.restart_window_s]
-        if len(recent) >= options.max_restarts:
+        if self._restarts.next_delay_s(share.share_id) is None:  # without the delay: a search takes longer
             raise loss
-        self._restarts[share.share_id] = [*recent, now]
         if not self._fleet.begin_move(share):
             raise share.no_room(loss)
         share.is_moving = True

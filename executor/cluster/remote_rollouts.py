@@ -25,6 +25,7 @@ from envherd.executor.cluster.host import weights_of
 from envherd.executor.cluster.orders import Rolled, RollOrder
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.policy import Placed, Policy
+from envherd.executor.protocol.env_states import Event
 from envherd.shm.specs import Key
 from envherd.workers.errors import EnvherdError, WorkerLost, WorkerTimeout
 
@@ -195,7 +196,7 @@ class RemoteRollouts:
     def _begin(self, policy: Any) -> None:
         engine = self._engine
         engine.refuse_rolling()
-        engine.refuse_pending(engine.all_ids)
+        engine.refuse_under_way(engine.all_ids)
         policy = policy.policy if isinstance(policy, Placed) else policy
         if policy is not self._policy:
             self._policy, self._stamp, self._weights = policy, None, None
@@ -247,7 +248,7 @@ class RemoteRollouts:
             num_steps=max_steps,
             policy_id=self._policy_id,
             version=self.version,
-            ended=self._engine.rows.ended[share.env_ids].copy(),
+            ended=self._engine.states.needs_reset[share.env_ids],
             kwargs={**kwargs, **own},
         )
         self._done.pop(share.share_id, None)
@@ -279,7 +280,7 @@ class RemoteRollouts:
         result = self._done.pop(share_id)
         share = pool.shares[share_id]
         if isinstance(result, EnvherdError):
-            self._engine.rows.mark_ended(share.env_ids)
+            self._engine.states.move(share.env_ids, Event.IS_BROKEN_OFF)
             if isinstance(result, (WorkerLost, WorkerTimeout)):
                 pool.fail(share, result)
             raise result
@@ -288,14 +289,14 @@ class RemoteRollouts:
 
     def _restore(self, share: RemoteShare) -> None:
         """Replace what a share has lost, or raise its loss."""
-        pool, rows = self._pool, self._engine.rows
+        pool, flights = self._pool, self._engine.flights
         lost = [worker_id for worker_id in share.worker_ids if worker_id in pool.lost]
         if self._engine.options.on_worker_loss != "restart":
             pool.outcome.losses.clear()
-            rows.mark_lost(self._engine.envs_of(lost))
+            flights.losses.lose(flights.losses.envs_of(lost))
             raise pool.lost[lost[0]]
         for worker_id in lost:
-            rows.mark_lost(self._engine.envs_of([worker_id]))
+            flights.losses.lose(flights.losses.envs_of([worker_id]))
             pool.begin_restart(worker_id)
 
     def _settle(self, share: RemoteShare, rolled: Rolled) -> None:
@@ -304,9 +305,9 @@ class RemoteRollouts:
         columns = rows.next_columns(share.env_ids)
         share.write(rolled.reply, columns, None)
         share.note_words(pool.slab.words, rolled.reply)
-        rows.were_reset(share.env_ids, columns)
+        self._engine.flights.put(share.env_ids, columns)
         pool.num_losses += rolled.worker_losses
-        self._engine.num_interrupted += rolled.interrupted
+        self._engine.flights.losses.num_interrupted += rolled.interrupted
 
     def _drain(self) -> None:
         """Wait for what is under way, note where envs are, and forget the data."""
@@ -319,8 +320,8 @@ class RemoteRollouts:
             result = self._done.pop(share.share_id, None)
             if isinstance(result, Rolled):
                 self._settle(share, result)
-            else:
-                self._engine.rows.mark_ended(share.env_ids) if result is not None or share.is_gone else None
+            elif result is not None or share.is_gone:
+                self._engine.states.move(share.env_ids, Event.IS_BROKEN_OFF)
 
     def _join(self, parts: list[Rolled]) -> TensorDictBase:
         """Return rollouts as one batch, in memory of its own."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from envherd.executor.monitor.loads import read_loads
+from envherd.executor.monitor.memory_log import MemoryLog
+from envherd.executor.pools.base import Pool
 from envherd.shm.specs import EnvSpec
-from envherd.workers.processes import cpu_ns, memory_of, place_of
 
 
 @dataclass(frozen=True)
@@ -111,21 +111,34 @@ class Statistics:
     spares: tuple[WorkerStatistics, ...] = ()
 
 
-def count(engine: Any) -> Statistics:
-    """Read the counters of an engine's pool, and the machine's view of its processes (kept in its `MemoryLog`)."""
-    pool, recycler = engine.pool, engine.recycler
-    elsewhere = pool.figures() if hasattr(pool, "figures") else None  # of processes on other machines
+class Tally(NamedTuple):
+    """What the caller's side has counted.
+
+    Attributes:
+        env_errors: exceptions of envs.
+        interrupted: rows that a loss has ended.
+        ready_at: monotonic seconds.
+    """
+
+    env_errors: int
+    interrupted: int
+    ready_at: float
+
+
+def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
+    """Read the counters of a pool, and the machine's view of its processes (kept in the log)."""
+    figures = pool.figures()  # first: it brings the words of workers on other machines up to date
     words = {name: array.copy() for name, array in pool.slab.words.items()}
-    wall_s = max(time.monotonic() - engine.ready_at, 1e-9)
-    agents = np.array([num_agents(spec) for spec in engine.specs])
+    wall_s = max(time.monotonic() - tally.ready_at, 1e-9)
+    agents = np.array([num_agents(spec) for spec in pool.specs])
     steps = words["env_steps"]
     blocks = pool.blueprint.blocks
     workers = []
     for load, env_ids in zip(read_loads(words, blocks, time.monotonic_ns()), blocks, strict=True):
         pid = pool.pid_of(load.worker_id)
-        uss, pss, cpu_s = _process_figures(pid) if elsewhere is None else elsewhere[load.worker_id]
+        uss, pss, cpu_s, cpu = figures[load.worker_id]
         generation = pool.generation_of(load.worker_id)
-        engine.memory.note(load.worker_id, generation, load.resets, uss)
+        memory.note(load.worker_id, generation, load.resets, uss)
         busy_share = min(1.0, load.busy_s / wall_s)
         workers.append(
             WorkerStatistics(
@@ -147,36 +160,30 @@ def count(engine: Any) -> Statistics:
                 phase=load.phase,
                 phase_env_id=load.phase_env_id,
                 phase_s=load.phase_s,
-                cpu=cpu_of(pid) if elsewhere is None else None,
+                cpu=cpu,
                 stacked_share=load.stacked_share,
                 moves=load.moves,
-                growth_per_reset=engine.memory.growth_per_reset(load.worker_id),
+                growth_per_reset=memory.growth_per_reset(load.worker_id),
             )
         )
-    serving, spares = split(workers, getattr(pool, "serving", range(len(workers))))
+    serving, spares = split(workers, pool.serving)
     return Statistics(
         env_steps=int(steps.sum()),
         agent_steps=int((steps * agents).sum()),
         resets=int(words["resets"].sum()),
         episodes=int(words["ends"].sum()),
-        env_errors=engine.num_errors,
+        env_errors=tally.env_errors,
         worker_losses=pool.num_losses,
-        interrupted=engine.num_interrupted,
+        interrupted=tally.interrupted,
         steps_per_env=tuple(steps.tolist()),
         resets_per_env=tuple(words["resets"].tolist()),
         wall_s=wall_s,
         workers=serving,
-        recycled=getattr(pool, "num_recycled", 0) if recycler is None else recycler.num_recycled,
-        resets_ahead=getattr(pool, "num_ahead", 0),
-        resets_missed=getattr(pool, "num_missed", 0),
+        recycled=pool.num_recycled,
+        resets_ahead=pool.num_ahead,
+        resets_missed=pool.num_missed,
         spares=spares,
     )
-
-
-def cpu_of(pid: int) -> int | None:
-    """Return the processor that a process runs on, or ran on last; None if it has gone."""
-    _, cpu = place_of(pid)
-    return None if cpu < 0 else cpu
 
 
 def split(
@@ -191,10 +198,3 @@ def num_agents(spec: EnvSpec) -> int:
     """Return how many agents act in an env: the rows of its groups, or 1."""
     inner = len(spec.batch_shape)
     return sum(math.prod(shape[inner:]) for key, shape in spec.groups if len(key) == 1) or 1
-
-
-def _process_figures(pid: int) -> tuple[int, int, float]:
-    """Return `(uss bytes, pss bytes, cpu seconds)` of a worker; zeros if it has gone."""
-    is_serial = pid == os.getpid()  # which of what this process has started is an env's is not known
-    memory = memory_of(pid, is_alone=is_serial)
-    return memory["uss"], memory["pss"], cpu_ns(pid) / 1e9

@@ -14,8 +14,7 @@ import numpy as np
 
 from envherd.executor.monitor.loads import Load, read_loads
 from envherd.executor.monitor.running import Listing
-from envherd.executor.monitor.statistics import cpu_of
-from envherd.workers.processes import memory_of, resident_bytes
+from envherd.workers.processes import cpu_of, memory_of, resident_bytes
 
 #: Seconds for a worker to have written its stack.
 _STACK_WAIT_S = 1.0

@@ -8,6 +8,8 @@ Guarantees:
 - A spare that dies, is replaced or cannot be brings no row to harm: its env is reset in the ordinary way meanwhile.
   With `on_worker_loss="restart"` it is replaced while the others go on; with "raise" the env does without. So does an
   env that `call`, `set` or `load_state_dict` has reached: a new instance would not be what the other has become.
+- An env that was given a STEP_RESET has answered when its step has, or, if that ended the episode, its reset too. What
+  both report is one answer, as that of a plain worker, and it is lost as one.
 - Of two instances the one that serves answers `get`, `render` and `state_dict`; what may change an env (`call`,
   `set`, `load_state_dict`) reaches both, and the answers are the serving one's.
 Assumes: one caller at a time, as the pool.
@@ -17,39 +19,37 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import time
+from typing import Any
 
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import RecyclablePool
 from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.error_messages import log
+from envherd.executor.pools.error_messages import Frame, log, worker_late
+from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.worker_pool import WorkerPool
-from envherd.executor.protocol.recycling import Recycler, keeping_steps
 from envherd.workers import messages
-from envherd.workers.errors import EnvherdError, InternalError, SpecError, WorkerTimeout
+from envherd.workers.errors import EnvherdError, SpecError, WorkerTimeout
 from envherd.workers.process.ahead import pack_turn, unpack_turn
 from envherd.workers.processes import memory_of
-from envherd.workers.protocol import Op, unpack
-
-if TYPE_CHECKING:
-    from envherd.executor.protocol.engine import Engine
+from envherd.workers.protocol import RESET, RING, STEP, STEP_RESET, Op, Status, pack, unpack
 
 #: Questions that may change an env.
 _CHANGES = ("call", "each", "set", "load_state_dict")
+_NONE = -1  # number of no command
+_OK, _FAILED = int(Status.OK), int(Status.FAILED)  # for arrays; see `workers.protocol.STEP`
 
 
 class AheadPool(WorkerPool):
-    """A pool with two workers per env, `e` and `N + e`; a STEP_RESET steps only: `AheadResets` asks for the resets.
+    """A pool with two workers per env, `e` and `N + e`.
+
+    A STEP_RESET is given as a STEP; if that ends the episode, the pool gives the RESET, which may change hands.
 
     Args:
         blueprint: with one env in each block.
         options: of the executor.
-
-    Attributes:
-        num_ahead: resets whose episode was ready when it was asked for.
-        num_missed: all other resets.
-        num_recycled: workers that were replaced between episodes.
     """
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
@@ -57,12 +57,17 @@ class AheadPool(WorkerPool):
         num_envs = self.num_workers = self.num_envs
         self.worker_of = np.arange(num_envs)
         self.serving: list[int] = list(range(num_envs))
-        self.num_ahead = self.num_missed = self.num_recycled = 0
         self._gone: set[int] = set()  # spares that are not replaced
         self._was_handed = np.zeros(num_envs, bool)  # whether the latest reset has gone to the other one
         self._is_stale = np.ones(num_envs, bool)  # whether the next reset is not the one that was prepared
         self._is_changed = np.zeros(num_envs, bool)  # whether instances may not be as they were built
         self._episodes = [0] * len(self.worker_ids)  # that workers have begun since they came
+        self._fused = np.full(num_envs, _NONE)  # number of the STEP that may call for a RESET
+        self._following = np.full(num_envs, _NONE)  # number of the RESET after it, until its messages are read
+        self._resets = np.zeros(num_envs, np.int64)  # what to give then
+        self._num_ends = np.zeros(num_envs, np.int64)  # before the STEP
+        self._followed_at = np.zeros(num_envs)  # monotonic seconds
+        self._reset_limit_s: float | None = None  # for such a RESET, in the wait under way
 
     def _make_slab(self) -> None:
         specs, self.specs = self.specs, self.specs[: self.num_envs]
@@ -79,34 +84,49 @@ class AheadPool(WorkerPool):
                 )
         super()._make_slab()
         self._turn, self._prepared = self.slab.words["turn"], self.slab.words["ready"]
-        self._episode = self.slab.words["episode"]
+        self._episode, self._ends = self.slab.words["episode"], self.slab.words["ends"]
+        self._order = np.zeros(self.num_envs, np.int64)  # numbers of what the caller has asked for
         for env_id in range(self.num_envs):
             self._turn[env_id] = pack_turn(env_id, None)
+
+    @property
+    def recyclable(self) -> RecyclablePool | None:
+        """None: it replaces workers by itself, when they have been relieved."""
+        return None
 
     # ---- commands ----------------------------------------------------------------------------
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Give every env the same command, but some (int `[k]`) a RESET."""
-        ops = np.full(self.num_envs, op, np.int64)
+        ops = np.full(self.num_envs, int(op), np.int64)
         if reset_ids is not None:
-            ops[reset_ids] = Op.RESET
+            ops[reset_ids] = RESET
         self.submit(self._all_ids, ops, target, np.full(self.num_envs, column))
 
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
-        """Give some envs a command each; those that are to be reset may change hands. See `WorkerPool.submit`."""
+        """Give some envs a command each; those that are to be reset may change hands. See `Pool.submit`."""
         for worker_id in list(self._rebuilding):
             if self._is_spare(worker_id) and worker_id not in self._leaving and self.crew.has_answered(worker_id):
                 self._take_up(worker_id)
         self.await_workers(env_ids)
-        ops = np.where(np.equal(op, Op.STEP_RESET), Op.STEP, op) + np.zeros(len(env_ids), np.int64)
-        reset_ids = env_ids[ops == Op.RESET].tolist()
+        ops = _plain(op) + np.zeros(len(env_ids), np.int64)
+        reset_ids = env_ids[ops == RESET].tolist()
         for env_id in reset_ids:
             self._hand_over(env_id)
-        super().submit(env_ids, ops, target, columns, flags)
+        self._note_order(env_ids, ops, pack(RESET, target, columns + (target != RING), int(flags)))
+        super().submit(env_ids, np.where(ops == STEP_RESET, STEP, ops), target, columns, flags)
         for env_id in reset_ids:
             self._send_off(self._spare_of(env_id))
+
+    def _note_order(self, env_ids: np.ndarray, op: Op | np.ndarray, resets: np.ndarray | int) -> None:
+        """Note what the next command of some envs is for, and the command to give if a STEP_RESET ends the episode."""
+        self._resets[env_ids], self._num_ends[env_ids] = resets, self._ends[env_ids]
+        number = self._order[env_ids] = self._number + 1
+        self._fused[env_ids] = np.where(
+            np.equal(_plain(op), STEP_RESET), number, _NONE
+        )  # once the command has this number
 
     def await_workers(self, env_ids: np.ndarray) -> None:
         """Raise the loss of a worker of some envs that stays lost; others may be replaced by the env's other worker."""
@@ -118,6 +138,7 @@ class AheadPool(WorkerPool):
         if is_served.any():
             self.submit(env_ids[is_served], op, target, columns[is_served], flags)
         if not is_served.all():
+            self._note_order(env_ids[~is_served], op, 0)
             super().submit_later(env_ids[~is_served], op, target, columns[~is_served], flags)
 
     def nudge(self) -> None:
@@ -125,6 +146,102 @@ class AheadPool(WorkerPool):
         for env_id, turn in enumerate(self._turn.tolist()):
             self._note_server(env_id, unpack_turn(turn)[0])
         super().nudge()
+
+    # ---- resets after steps ------------------------------------------------------------------
+
+    def _follow_up(self) -> None:
+        """Give a RESET to the envs whose STEP was one of a STEP_RESET and has ended their episode."""
+        is_stepped = (self._fused == self._command_seq) & (self._command_seq == self._reply_seq)
+        if not is_stepped.any():
+            return
+        has_ended = (self._ends != self._num_ends) & (self._status != _FAILED) & ~self.forfeited
+        if (is_stepped & has_ended).any():
+            self._reset_ended(np.flatnonzero(is_stepped & has_ended))
+        self._fused[is_stepped & ~has_ended] = _NONE
+
+    def _reset_ended(self, env_ids: np.ndarray) -> None:
+        """Reset envs whose steps have ended their episodes. Until the numbers are written, it can be begun again."""
+        for env_id in env_ids[self._status[env_ids] != _OK].tolist():
+            self.crew.drain(int(self.worker_of[env_id]))  # what the step has reported, before that of the reset
+            self._status[env_id] = _OK
+        for env_id in env_ids.tolist():
+            self._hand_over(env_id)
+        self._following[env_ids], self._followed_at[env_ids] = self._number + 1, time.monotonic()
+        self._write(env_ids, self._resets[env_ids])
+        for env_id in env_ids.tolist():
+            self._rings[int(self.worker_of[env_id])]()
+            self._send_off(self._spare_of(env_id))
+
+    def _has_answered(self) -> np.ndarray:
+        return np.asarray(super()._has_answered() & (self._fused != self._command_seq))
+
+    def is_idle(self) -> bool:
+        """Return whether no env owes an answer."""
+        return bool(self._has_answered().all())
+
+    def _collect(self) -> None:
+        is_answered = self._has_answered()
+        super()._collect()
+        self._following[is_answered] = _NONE
+
+    def _take_frame(self, frame: Frame) -> None:
+        env_id = frame.get("env_id")
+        if env_id is not None and self._following[env_id] == self._command_seq[env_id]:
+            self.outcome.take_reset(frame)
+        else:
+            self.outcome.take(frame)
+
+    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
+        """As `WorkerPool.take_outcome`, but keep what was reported of an answer of which a part is still to come."""
+        is_kept = (self._fused == self._command_seq) | (self._following == self._command_seq)
+        if is_kept.any():
+            taken = self._all_ids if env_ids is None else env_ids
+            env_ids = taken[~is_kept[taken]]
+        return super().take_outcome(env_ids)
+
+    def _wait_slowly(  # as of `WorkerPool`
+        self,
+        env_ids: np.ndarray,
+        count: int,
+        timeout_s: float | None,
+        more_for_resets_s: float | None,
+        *,
+        kill_late: bool = True,
+        through_losses: bool = False,
+    ) -> None:
+        self._reset_limit_s = more_for_resets_s if kill_late and more_for_resets_s else None
+        try:
+            super()._wait_slowly(
+                env_ids, count, timeout_s, more_for_resets_s, kill_late=kill_late, through_losses=through_losses
+            )
+        finally:
+            self._reset_limit_s = None
+
+    def _is_following_up(self) -> np.ndarray:
+        """Return which envs owe the answer to a RESET that the pool has given by itself, bool `[N]`."""
+        return np.asarray((self._following == self._command_seq) & (self._command_seq != self._reply_seq))
+
+    def _look_around(self) -> None:
+        super()._look_around()
+        limit = self._reset_limit_s
+        if limit is None:
+            return
+        is_late = self._is_following_up() & (self._followed_at < time.monotonic() - limit)
+        for env_id in np.flatnonzero(is_late).tolist():
+            worker_id = int(self.worker_of[env_id])
+            if self.is_serving(worker_id):
+                error = worker_late(self.crew.workers[worker_id], (env_id,), "reset", limit, env_id)
+                self._declare_lost(worker_id, error)
+
+    def _that_reset(self, num_resets: np.ndarray) -> set[int]:
+        return super()._that_reset(num_resets) | set(self.worker_of[self._is_following_up()].tolist())
+
+    def _forfeit(self, worker_id: int) -> bool:
+        has_owed = super()._forfeit(worker_id)
+        if has_owed:
+            env_id = worker_id % self.num_envs
+            self._fused[env_id] = self._following[env_id] = _NONE
+        return has_owed
 
     # ---- turns -------------------------------------------------------------------------------
 
@@ -177,8 +294,8 @@ class AheadPool(WorkerPool):
         if not self._is_there(worker_id):
             return
         if self._is_due(worker_id):
-            self.num_recycled += 1
-            self.recycle(worker_id)  # its successor prepares it
+            with contextlib.suppress(EnvherdError):  # no further process can be started: see `_give_up_on`
+                self.recycle(worker_id)  # its successor prepares it
         else:
             self._rings[worker_id]()
 
@@ -301,51 +418,6 @@ class AheadPool(WorkerPool):
             super()._give_up_on(worker_id, error)
 
 
-class AheadResets:
-    """Resets the envs that a step has ended, for an engine whose pool is an `AheadPool`.
-
-    It has the place of a `Recycler`, whose work the pool does itself there.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        if not isinstance(engine.pool, AheadPool):
-            raise InternalError("AheadResets needs an AheadPool")
-        self._engine = engine
-        self._pool = engine.pool
-
-    @property
-    def num_recycled(self) -> int:
-        """Workers that were replaced between episodes."""
-        return self._pool.num_recycled
-
-    def before_resets(self, env_ids: np.ndarray) -> None:
-        """Do nothing: the pool hands envs over as it gives the commands."""
-
-    def after_steps(self, env_ids: np.ndarray, columns: np.ndarray) -> list[int]:
-        """Reset the envs that have ended.
-
-        Args:
-            env_ids: int `[k]`.
-            columns: int `[k]`, ring columns that their roots go to.
-
-        Returns:
-            The envs that were reset: all of them.
-
-        Raises:
-            EnvError, WorkerLost, WorkerTimeout: the envs concerned are not reset, the others are.
-        """
-        if len(env_ids):
-            rows = self._engine.rows
-            rows.mark_ended(env_ids)  # should anything break this off
-            with keeping_steps(rows, env_ids, columns):
-                self._engine.reset_at(env_ids, columns)
-        return env_ids.tolist()
-
-
-def between_episodes(engine: Engine) -> AheadResets | Recycler | None:
-    """Return what an engine is to call between the episodes of its envs."""
-    if isinstance(engine.pool, AheadPool):
-        return AheadResets(engine)
-    if engine.options.recycles and isinstance(engine.pool, WorkerPool):
-        return Recycler(engine, engine.pool)
-    return None
+def _plain(op: Op | np.ndarray) -> int | np.ndarray:
+    """Return an op as arrays take it; see `workers.protocol.STEP`."""
+    return op if isinstance(op, np.ndarray) else int(op)

@@ -51,18 +51,22 @@ class Blueprint:
 class Crew:
     """The workers of one pool.
 
+    Args:
+        blueprint: what the workers run.
+        options: of the executor.
+        on_row_frame: called with frames that belong to rows (faults of steps and resets, side values).
+
     Attributes:
         workers: by worker id.
         root_seed: what a replaced worker starts with.
-        on_row_frame: called with frames that belong to rows (faults of steps and resets, side values).
     """
 
-    def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
+    def __init__(self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[Frame], None]) -> None:
         self.blueprint = blueprint
         self.options = options
         self.root_seed = blueprint.root_seed
         self.workers: list[WorkerProcess] = []
-        self.on_row_frame: Callable[[Frame], None] = lambda _: None
+        self._on_row_frame = on_row_frame
         self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
         self._zygote: Zygote | None = None
         self._is_closing = self._has_left = False
@@ -226,7 +230,7 @@ class Crew:
         inbox = self._inbox[worker_id]
         is_fault = frame["kind"] == "fault" and frame["phase"] in ("reset", "step")
         if is_fault or frame["kind"] in _ROW_KINDS:
-            self.on_row_frame(frame)
+            self._on_row_frame(frame)
         elif not inbox or inbox[-1] is not frame:
             inbox.append(frame)
 

@@ -63,3 +63,8 @@ class Outcome:
             self.infos[frame["env_id"]] = frame
         else:
             log_notice(frame)
+
+    def take_reset(self, frame: Frame) -> None:
+        """As `take`, for a reset that completes the answer of a step: what the step has reported stays."""
+        of_step = {"side": self.side, "infos": self.infos}.get(frame["kind"], {}).get(frame.get("env_id", -1))
+        self.take(frame if of_step is None else {**frame, "next": of_step["next"]})

@@ -17,6 +17,7 @@ import torch
 from envherd.executor.batches.device_rows import Residence, lives_on
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import WorkerFigures
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import env_error, log_close_fault
 from envherd.executor.pools.replies import Outcome
@@ -40,9 +41,6 @@ class PrivateMemory:
         """Return the bytes as uint8 `[nbytes]`, a VIEW."""
         return self._array[:]
 
-    def close(self) -> None:
-        """Nothing to give back: the array goes when its last view does."""
-
 
 class SerialPool:
     """One block in this process; commands are carried out as they are submitted."""
@@ -53,11 +51,14 @@ class SerialPool:
         self.num_envs = len(factories)
         self.num_workers = 0
         self.num_losses = 0
+        self.num_ahead = self.num_missed = self.num_recycled = 0
+        self.holds_storages = True  # in the block
+        self.serving = range(1)
+        self.segment = self.recyclable = None
         self.worker_of = np.zeros(self.num_envs, np.int64)
         self.forfeited = np.zeros(self.num_envs, bool)
         self.outcome = Outcome()
         self.lost: dict[int, EnvherdError] = {}
-        self.workers: list[Any] = []
         self._factories = factories
         self._number = 0
         self._adapters: dict[int, Adapter] = {}
@@ -168,7 +169,7 @@ class SerialPool:
         """Return True: everything submitted is done already."""
         return True
 
-    def wait_some(  # as of `WorkerPool`
+    def wait_some(  # as of `Pool`
         self,
         env_ids: np.ndarray,
         count: int,
@@ -186,7 +187,7 @@ class SerialPool:
         return np.zeros(0, np.int64)
 
     def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
-        """Return what happened since the last call, and forget it; see `WorkerPool.take_outcome`."""
+        """Return what happened since the last call, and forget it; see `Pool.take_outcome`."""
         outcome, self.outcome = self.outcome.hand_out(env_ids)
         return outcome
 
@@ -199,20 +200,30 @@ class SerialPool:
         self._block.seed(root_seed)
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """See `WorkerPool.ask`."""
+        """See `Pool.ask`."""
         message = messages.Ask(what=what, env_ids=tuple(env_ids), **question)
         reply = self._block.ask(message, pickle_replies=self.options.pickle_replies)
         if reply["kind"] == "fault":
             raise env_error([reply], 0, os.getpid())
         return dict(zip(env_ids, reply["values"], strict=True))
 
-    def allocate(self, nbytes: int) -> PrivateMemory:
-        """Return memory for a rollout storage."""
-        return PrivateMemory(nbytes)
+    def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
+        """Ask as `ask` does: the envs answer at once."""
+        return self.ask(what, env_ids, **question)
 
-    def attach_storage(self, target: int, plan: StoragePlan, segment: PrivateMemory) -> None:
-        """Write to a rollout storage as `target`."""
-        self._block.attach_storage(target, Storage(plan, segment.array()))
+    def has_answered(self, asked: dict[int, Any]) -> bool:
+        """Return True."""
+        return True
+
+    def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:
+        """Return the answers, which `question` has returned."""
+        return asked
+
+    def attach_storage(self, target: int, plan: StoragePlan) -> PrivateMemory:
+        """Write to a new rollout storage as `target`."""
+        memory = PrivateMemory(plan.nbytes)
+        self._block.attach_storage(target, Storage(plan, memory.array()))
+        return memory
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""
@@ -234,7 +245,17 @@ class SerialPool:
         """Return 0: nothing is ever replaced."""
         return 0
 
-    def close(self) -> None:
+    def is_alive(self, worker_id: int) -> bool:
+        """Return True: it is this process."""
+        return True
+
+    def figures(self) -> list[WorkerFigures]:
+        """Return what the machine says of this process."""
+        return [
+            WorkerFigures.of(os.getpid(), is_alone=True)
+        ]  # which of what this process has started is an env's is not known
+
+    def close(self, timeout_s: float | None = None) -> None:  # nobody can end an env that is in a call
         """Close the envs; what they raise is logged."""
         adapters, self._adapters = self._adapters, {}
         for env_id, adapter in adapters.items():

@@ -22,11 +22,20 @@ import torch
 from envherd.executor.batches.device_rows import Residence
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import RecyclablePool, WorkerFigures
 from envherd.executor.pools.crew import Blueprint, Crew
-from envherd.executor.pools.error_messages import env_error, log, log_stall, merge_answers, worker_late, worker_lost
+from envherd.executor.pools.error_messages import (
+    Frame,
+    env_error,
+    log,
+    log_stall,
+    merge_answers,
+    worker_late,
+    worker_lost,
+)
+from envherd.executor.pools.losses import Restarts
 from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.replies import Outcome
-from envherd.executor.pools.worker_process import Restarts
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
@@ -45,7 +54,7 @@ _FAREWELL_S = 1.0
 
 
 class WorkerPool:
-    """Worker processes over one slab; `start` brings it up, `close` takes it down."""
+    """Worker processes over one slab; `start` brings it up, `close` takes it down. See `Pool`."""
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint, self.options = blueprint, options
@@ -58,13 +67,14 @@ class WorkerPool:
         self.outcome = Outcome()
         self.lenders: dict[int, Lend] = {}  # workers read their inputs from the slab
         self.specs: list[EnvSpec] = []
-        self.crew = Crew(blueprint, options)
-        self.crew.on_row_frame = lambda frame: self.outcome.take(frame)  # noqa: PLW0108  # whichever is there then
+        self.crew = Crew(blueprint, options, self._take_frame)
         #: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
         self.forfeited = np.zeros(self.num_envs, bool)
         self._all_ids = np.arange(self.num_envs)
         self._lost_at = 0.0
         self.num_losses = self._number = self._asked = 0
+        self.num_ahead = self.num_missed = self.num_recycled = 0
+        self.holds_storages = False
         self._is_hailed, self._looked_at = False, 0.0
         self._is_reading = False  # a worker is writing more than its socket holds
         self._rebuilding: dict[int, float] = {}
@@ -101,6 +111,7 @@ class WorkerPool:
         words = self.slab.words
         self._command, self._command_seq = words["command"], words["command_seq"]
         self._reply_seq, self._status = words["reply_seq"], words["status"]
+        self._order = self._command_seq  # int `[N]`, by which the envs that have answered are sorted
         self._no_status = bytes(self._status.nbytes)
         self.crew.hand_over(self.plan, segment, self._knock)
 
@@ -108,14 +119,24 @@ class WorkerPool:
         self.slab.words["mail_seq"][worker_id] = self.crew.workers[worker_id].channel.num_queued
         self._rings[worker_id]()
 
-    def was_given(self, env_ids: np.ndarray, since: int | np.ndarray) -> np.ndarray:
-        """Return which envs were given a command after that of number `since` (of each, int `[k]`), bool `[k]`."""
+    def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
+        """Return which envs were given a command after that of number `since`, bool `[k]`."""
         return np.asarray(self._command_seq[env_ids] > since)
 
     @property
     def number(self) -> int:
         """Number of the latest command."""
         return self._number
+
+    @property
+    def segment(self) -> Segment | None:
+        """The slab's memory."""
+        return self.crew.segment
+
+    @property
+    def recyclable(self) -> RecyclablePool | None:
+        """This pool: the engine knows when the envs of a worker are between episodes."""
+        return self
 
     # ---- commands ----------------------------------------------------------------------------
 
@@ -149,14 +170,21 @@ class WorkerPool:
         is_all = len(env_ids) == self.num_envs
         worker_ids = self.serving if is_all else set(self.worker_of[env_ids].tolist())
         self._revive(worker_ids)
-        self._number += 1
-        self._command[env_ids] = pack_each(op, target, columns, flags, self.plan.num_frames)
-        self.forfeited[env_ids] = False
-        self._command_seq[env_ids] = self._number
+        self._write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         for worker_id in worker_ids:
             self._rings[worker_id]()
         if self.lost:
             self._answer_for_lost()
+
+    def _write(self, env_ids: np.ndarray, commands: np.ndarray) -> None:
+        """Write some envs' next commands, int64 `[k]`, under one number; the caller rings."""
+        self._number += 1
+        self._command[env_ids] = commands
+        self.forfeited[env_ids] = False
+        self._command_seq[env_ids] = self._number
+
+    def _follow_up(self) -> None:
+        """Give the commands that the answers so far require; called before the numbers are compared."""
 
     def await_workers(self, env_ids: np.ndarray) -> None:
         """Make sure that the workers of some envs serve, before anything is sent or changed for a call.
@@ -182,7 +210,7 @@ class WorkerPool:
     def _forfeit(self, worker_id: int) -> bool:
         """Take what a lost worker's envs owe as answered; return whether they owed anything."""
         env_ids = np.array(self.blueprint.blocks[worker_id])
-        owing = env_ids[self._command_seq[env_ids] != self._reply_seq[env_ids]]
+        owing = env_ids[~self._has_answered()[env_ids]]
         self.forfeited[owing] = True  # first: an interrupt must not leave an answer that no worker gave
         self.outcome.forget_rows(owing)
         self._status[owing] = 0
@@ -191,14 +219,15 @@ class WorkerPool:
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, for envs of a worker that is being rebuilt: its successor finds the commands when it comes."""
-        self._number += 1
-        self._command[env_ids] = [pack(op, target, column, flags) for column in columns.tolist()]
-        self.forfeited[env_ids] = False
-        self._command_seq[env_ids] = self._number
+        self._write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
+
+    def _has_answered(self) -> np.ndarray:
+        """Return which envs owe no answer, bool `[N]`."""
+        return np.asarray(self._command_seq == self._reply_seq)
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer, int `[k]`."""
-        return np.flatnonzero(self._command_seq != self._reply_seq)
+        return np.flatnonzero(~self._has_answered())
 
     def is_idle(self) -> bool:
         """Return whether no env owes an answer."""
@@ -217,7 +246,11 @@ class WorkerPool:
         """
         self._place()
         wait, num_tokens = self._done.wait, 0
-        while num_tokens < self.num_workers or not self.is_idle():
+        while True:
+            if num_tokens >= self.num_workers:
+                self._follow_up()
+                if self.is_idle():
+                    break
             if not wait(_LOOK_S):
                 self._wait_slowly(self._all_ids, self.num_envs, timeout_s, more_for_resets_s)
                 break
@@ -249,6 +282,7 @@ class WorkerPool:
             self._look_around()
         while self._done.try_wait():
             pass  # tokens are hints; those of answers that no thread waited for must not pile up
+        self._follow_up()
         ready = self._ready(env_ids)
         if len(ready) < count:
             self._wait_slowly(
@@ -256,10 +290,10 @@ class WorkerPool:
             )
             ready = self._ready(env_ids)
         self._collect()
-        return ready[self._command_seq[ready].argsort(kind="stable")]
+        return ready[self._order[ready].argsort(kind="stable")]
 
     def _ready(self, env_ids: np.ndarray) -> np.ndarray:
-        return env_ids[(self._command_seq == self._reply_seq)[env_ids]]
+        return env_ids[self._has_answered()[env_ids]]
 
     def _wait_slowly(  # the kinds of waits
         self,
@@ -282,6 +316,7 @@ class WorkerPool:
         while True:
             while self._done.try_wait():
                 pass
+            self._follow_up()
             total, missing = self._tally.total(), count - len(self._ready(env_ids))
             if missing <= 0 or self._is_hailed:
                 return
@@ -332,8 +367,8 @@ class WorkerPool:
         self._is_hailed = False
 
     def _owing(self) -> list[int]:
-        """Return the ids of workers that owe answers."""
-        return sorted(set(self.worker_of[self.outstanding()].tolist()))
+        """Return the ids of workers that have a command to carry out."""
+        return sorted(set(self.worker_of[self._command_seq != self._reply_seq].tolist()))
 
     def _look_around(self) -> None:
         """Notice deaths and successors, and read what workers have written so that none blocks on a full socket."""
@@ -395,6 +430,9 @@ class WorkerPool:
             if worker_id not in self._rebuilding:
                 self.crew.drain(worker_id)
         self._status[announced] = 0
+
+    def _take_frame(self, frame: Frame) -> None:
+        self.outcome.take(frame)
 
     def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
         """Return what happened since the last call, and forget it.
@@ -473,14 +511,12 @@ class WorkerPool:
         """Leave nothing on a device: what workers give goes through the slab."""
         return {}
 
-    def allocate(self, nbytes: int) -> Segment:
-        """Return memory for a rollout storage; its pages are touched by the workers that write them."""
-        return Segment.create(nbytes, "envherd-rollout", is_prefaulted=False)
-
-    def attach_storage(self, target: int, plan: StoragePlan, segment: Segment) -> None:
-        """Make every worker map a rollout storage as `target`."""
+    def attach_storage(self, target: int, plan: StoragePlan) -> Segment:
+        """Make every worker map a new rollout storage as `target`; its pages are touched by those that write them."""
         self._refuse_lost(self.worker_ids)
+        segment = Segment.create(plan.nbytes, "envherd-rollout", is_prefaulted=False)
         self.crew.attach_storage(target, plan, segment)
+        return segment
 
     def detach_storage(self, target: int) -> None:
         """Make every worker forget a rollout storage."""
@@ -499,6 +535,15 @@ class WorkerPool:
     def generation_of(self, worker_id: int) -> int:
         """Return how often a worker was replaced."""
         return self.crew.workers[worker_id].generation
+
+    def is_alive(self, worker_id: int) -> bool:
+        """Return whether a worker's process runs."""
+        return not self.crew.workers[worker_id].has_exited()
+
+    def figures(self) -> list[WorkerFigures]:
+        """Return what the machine says of each worker."""
+        pids = [self.pid_of(worker_id) for worker_id in self.worker_ids]
+        return [WorkerFigures.of(pid) for pid in pids]
 
     # ---- losses and the end ------------------------------------------------------------------
 
@@ -523,6 +568,7 @@ class WorkerPool:
 
     def recycle(self, worker_id: int) -> None:
         """Close the envs of a worker that has nothing to do, and begin to replace it."""
+        self.num_recycled += 1
         self._leave(worker_id)
         self.crew.dismiss(worker_id, self.options.close_timeout_s)
         self._succeed(worker_id)

@@ -38,7 +38,6 @@ _FAREWELL_S = 5.0  # for the helper to kill what is left and end
 _RECEIVE_S = 0.02  # between looks at whether an answer has been taken
 _STACK_WAIT_S = 1.0  # for a stuck worker to have written its stack; it takes well under a millisecond
 _LAST_LINES = 60
-_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.1, 10.0
 _LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
 #: Descriptors of the owner: for each worker (socket, log, pidfd), and once per executor (the helper's socket,
 #: lifeline and log; the slab; what starting a process takes meanwhile).
@@ -402,27 +401,6 @@ class Zygote:
         answer: dict[str, Any] = json.loads(data)
         if answer["number"] in self._awaited:
             self._answers[answer["number"]] = answer
-
-
-class Restarts:
-    """When workers were replaced after a loss: a crash loop slows down, and ends."""
-
-    def __init__(self, options: ExecutorOptions) -> None:
-        self._options = options
-        self._times: dict[int, list[float]] = {}
-
-    def next_delay_s(self, worker_id: int) -> float | None:
-        """Return how long to wait before a worker is replaced once more, and note it; None if it may not be.
-
-        The first replacement within `restart_window_s` is made at once, the next after `_BACK_OFF_S`, and each after
-        twice as long as the one before, up to `_LONGEST_BACK_OFF_S`.
-        """
-        now = time.monotonic()
-        recent = [t for t in self._times.get(worker_id, ()) if now - t < self._options.restart_window_s]
-        if len(recent) >= self._options.max_restarts:
-            return None
-        self._times[worker_id] = [*recent, now]
-        return min(_BACK_OFF_S * 2 ** (len(recent) - 1), _LONGEST_BACK_OFF_S) if recent else 0.0
 
 
 def _dumped(log_fd: int, request: Callable[[], Any]) -> str:

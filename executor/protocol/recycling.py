@@ -10,49 +10,19 @@ when they end together or are all reset. Until then it waits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
+from envherd.executor.monitor.memory_log import MemoryLog
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.pools.base import RecyclablePool
 from envherd.executor.protocol.rows import Rows
-from envherd.shm.specs import EnvSpec
-from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import memory_of
 
-
-@dataclass
-class _Samples:
-    generation: int
-    first_resets: int
-    first_bytes: int
-    resets: int
-    num_bytes: int
-
-
-class MemoryLog:
-    """How the workers' own memory grows with the resets of their envs, as far as anybody has looked."""
-
-    def __init__(self) -> None:
-        self._samples: dict[int, _Samples] = {}
-
-    def note(self, worker_id: int, generation: int, resets: int, num_bytes: int) -> None:
-        """Keep a look at a worker: after so many resets it had so many bytes. Those of predecessors are forgotten."""
-        kept = self._samples.get(worker_id)
-        if kept is None or kept.generation != generation:
-            self._samples[worker_id] = _Samples(generation, resets, num_bytes, resets, num_bytes)
-        elif resets > kept.resets:
-            kept.resets, kept.num_bytes = resets, num_bytes
-
-    def growth_per_reset(self, worker_id: int) -> float | None:
-        """Return bytes per reset between the first and the latest look; None if there was no reset in between."""
-        kept = self._samples.get(worker_id)
-        if kept is None or kept.resets == kept.first_resets:
-            return None
-        return (kept.num_bytes - kept.first_bytes) / (kept.resets - kept.first_resets)
+#: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace`, and resets the envs.
+Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
 
 
 @contextlib.contextmanager
@@ -62,12 +32,12 @@ def keeping_steps(rows: Rows, env_ids: np.ndarray, columns: np.ndarray) -> Itera
     Args:
         rows: of the engine.
         env_ids: int `[k]`.
-        columns: int `[k]`, of the ring: where their steps are.
+        columns: int `[k]`, where their steps are.
     """
     side, infos = dict(rows.side_next), dict(rows.infos["next"])
     flags: list[np.ndarray] = []
     for env_id, column in zip(env_ids.tolist(), columns.tolist(), strict=True):
-        row = rows.ring_row(env_id, column)
+        row = rows.row_at(env_id, column)
         flags += [row["next", *leaf.key] for leaf in rows.batches[rows.group_of[env_id]].spec.done]
     ends = [flag.copy() for flag in flags]
     try:
@@ -82,28 +52,13 @@ def keeping_steps(rows: Rows, env_ids: np.ndarray, columns: np.ndarray) -> Itera
                 rows.infos["next"][env_id] = infos[env_id]
 
 
-class Resetting(Protocol):
-    """What a `Recycler` uses of the engine whose workers it replaces; see `Engine`."""
-
-    rows: Rows
-    options: ExecutorOptions
-    specs: tuple[EnvSpec, ...]
-    memory: MemoryLog
-    in_flight: np.ndarray | None
-
-    def reset_at(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
-        """Reset envs into columns of the ring."""
-        ...
-
-
 class Recycler:
     """Replaces the workers of an engine that are due (its options say when), where that interrupts nothing."""
 
-    def __init__(self, engine: Resetting, pool: WorkerPool) -> None:
-        self._engine = engine
+    def __init__(self, pool: RecyclablePool, rows: Rows, options: ExecutorOptions, memory: MemoryLog) -> None:
+        self._rows, self._options, self._memory = rows, options, memory
         self._pool = pool
         self._began = np.zeros(self._pool.num_workers, np.int64)  # resets of each worker's envs when it came
-        self.num_recycled = 0
 
     def before_resets(self, env_ids: np.ndarray) -> None:
         """Replace the workers that are due and all of whose envs are about to be reset."""
@@ -111,39 +66,25 @@ class Recycler:
             if self._is_due(worker_id, num_begun=0) and self._are_reset_whole(worker_id):
                 self._replace(worker_id)
 
-    def after_steps(self, env_ids: np.ndarray, columns: np.ndarray) -> list[int]:
+    def after_steps(self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew) -> None:
         """Replace the workers that are due and all of whose envs were just reset by the steps that ended them.
 
         Args:
             env_ids: int `[k]`, which were reset.
-            columns: int `[k]`, ring columns: where their roots are, or go to; the successors' are written there.
-
-        Returns:
-            The envs of the workers that were replaced.
+            columns: int `[k]`, where their steps are.
+            renew: has envs whose instances are replaced begin their episodes again.
         """
-        replaced: list[int] = []
         column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
-        with keeping_steps(self._engine.rows, env_ids, columns):
+        with keeping_steps(self._rows, env_ids, columns):
             for worker_id in self._whole_workers(env_ids):
                 if self._is_due(worker_id, num_begun=1) and not self._has_batches(worker_id):
                     ids = np.array(self._pool.blueprint.blocks[worker_id])
-                    self._renew(worker_id, ids, np.array([column_of[i] for i in ids.tolist()]))
-                    replaced += ids.tolist()
-        return replaced
+                    renew(ids, np.array([column_of[i] for i in ids.tolist()]), partial(self._replace_anew, worker_id))
 
-    def _renew(self, worker_id: int, ids: np.ndarray, columns: np.ndarray) -> None:
-        """Replace a worker, and have its successor begin again the episodes that were begun."""
-        engine = self._engine
-        before = engine.in_flight
-        engine.in_flight = ids if before is None else before  # an interrupt from here on leaves them to be reset
-        try:
-            self._replace(worker_id)
-            self._pool.slab.words["episode"][ids] -= 1
-            engine.reset_at(ids, columns)
-        except EnvherdError:
-            engine.in_flight = before
-            raise
-        engine.in_flight = before
+    def _replace_anew(self, worker_id: int) -> None:
+        """Replace a worker whose envs have just begun their episodes; its successor begins the same ones."""
+        self._replace(worker_id)
+        self._pool.slab.words["episode"][list(self._pool.blueprint.blocks[worker_id])] -= 1
 
     def _whole_workers(self, env_ids: np.ndarray) -> list[int]:
         """Return the workers in service all of whose envs are among these."""
@@ -153,11 +94,11 @@ class Recycler:
 
     def _has_batches(self, worker_id: int) -> bool:
         """Return whether an env of a worker is a batch: where a part of it has ended, the rest is in mid-episode."""
-        return any(self._engine.specs[env_id].batch_shape for env_id in self._pool.blueprint.blocks[worker_id])
+        return any(self._pool.specs[env_id].batch_shape for env_id in self._pool.blueprint.blocks[worker_id])
 
     def _are_reset_whole(self, worker_id: int) -> bool:
         """Return whether the reset to come begins all episodes of a worker's envs, where an env is a batch."""
-        rows = self._engine.rows
+        rows = self._rows
         for env_id in self._pool.blueprint.blocks[worker_id]:
             mask = rows.slab.groups[rows.group_of[env_id]].inputs.get(("reset_mask",))
             if mask is not None and not mask[rows.row_of[env_id]].all():
@@ -165,14 +106,14 @@ class Recycler:
         return True
 
     def _is_due(self, worker_id: int, num_begun: int) -> bool:
-        options, resets = self._engine.options, self._resets(worker_id)
+        options, resets = self._options, self._resets(worker_id)
         num_ended = resets - self._began[worker_id] - num_begun
         if options.recycle_after is not None and num_ended >= options.recycle_after:
             return True
         if options.max_worker_memory is None:
             return False
         num_bytes = memory_of(self._pool.pid_of(worker_id))["uss"]
-        self._engine.memory.note(worker_id, self._pool.generation_of(worker_id), resets, num_bytes)
+        self._memory.note(worker_id, self._pool.generation_of(worker_id), resets, num_bytes)
         return num_bytes > options.max_worker_memory
 
     def _resets(self, worker_id: int) -> int:
@@ -180,6 +121,5 @@ class Recycler:
         return int(self._pool.slab.words["resets"][ids].max())
 
     def _replace(self, worker_id: int) -> None:
-        self.num_recycled += 1
         self._began[worker_id] = self._resets(worker_id)
         self._pool.recycle(worker_id)

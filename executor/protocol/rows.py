@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from envherd.executor.batches.actions import GroupIntake, has_true, to_numpy
+from envherd.executor.batches.actions import GroupIntake, to_numpy
 from envherd.executor.batches.device_rows import Residence, ResidentBatch
 from envherd.executor.batches.hand_out import GroupBatch, Leaves, Members, add_side, poison, stack_groups
 from envherd.executor.batches.tensor_actions import Lend, LendingIntake
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.protocol.columns import Columns, ring_columns
 from envherd.shm.layout import Name
 from envherd.shm.slab import Slab
 from envherd.workers.infos import unpack
@@ -40,17 +41,16 @@ class Rows:
     """The rows of all envs; see the module.
 
     Attributes:
-        ended: bool `[N]`, whether the env must be reset before it can be stepped.
         interrupted: bool `[N, 1]`, rows of the last step that a loss has ended.
         is_plain: one group of equal envs on the cpu, with nothing besides the slab's leaves.
         root_shell, _next_shell, _root_shell_over_next: for all envs of that group.
         infos: "next" and "root" -> what envs said in the step and in the reset of their latest command.
-        rolled_roots: set while a rollout keeps the rows in its storage: `(group, rows [k])` -> where these are now, as
-            fresh arrays `[k, ...]`, one per key of `root_keys`. None: the ring says.
+        ring: the frames of the ring.
+        where: the columns that hold the latest rows: the ring's, or those of a rollout in progress.
+        is_moving: set while that changes.
         side_next, side_root: env id -> values of side-channel leaves, as of the latest row.
     """
 
-    rolled_roots: Callable[[int, np.ndarray], list[np.ndarray]] | None = None
     _reset_there: np.ndarray | None = None  # those that were reset at `_stepped_to`
 
     def __init__(
@@ -88,12 +88,12 @@ class Rows:
         for index, (batch, intake) in enumerate(zip(self.batches, self.intakes, strict=True)):
             if batch.spec.state:
                 intake.present = functools.partial(self._present, index)
+        self.ring = self.where = ring_columns(slab)
+        self.is_moving = False
         self._columns = np.zeros(self.num_envs, np.int64)
         self._following = (np.arange(self.num_frames) + 1) % self.num_frames
         self._in_root = np.ones(self.num_envs, bool)
         self._stepped_to: int | None = None  # a column that all envs were stepped to, which the two do not say yet
-        self.ended = np.ones(self.num_envs, bool)
-        self.has_ended = True
         self.interrupted = np.zeros((self.num_envs, 1), bool)
         # Of an env that was never reset: None for each leaf, as its numbers are 0.
         blank = {
@@ -113,11 +113,9 @@ class Rows:
         self._column = 0
         self._is_mixed = False  # whether latest rows may be in several columns
         self._is_poisoning = options.poison
-        self._next_done = [group.columns["next", "done"] for group in slab.groups]
-        self._only_done = self._next_done[0] if self._is_one_group else None
+        self._only_done = self.ring.next_done[0] if self._is_one_group else None
         #: One group of envs that are not batches themselves: their flags are one column.
-        self._is_flat = self._only_done is not None and not self.batches[0].spec.batch_shape
-        self._root_done = [group.columns["root", "done"] for group in slab.groups]
+        self._is_flat = self._is_one_group and not self.batches[0].spec.batch_shape
 
     def _make_mover(self) -> Mover | None:
         """Return what takes batches to the device, which all groups share; None on the cpu."""
@@ -131,7 +129,7 @@ class Rows:
 
     @property
     def columns(self) -> np.ndarray:
-        """int64 `[N]`, the ring column of each env's latest row."""
+        """int64 `[N]`, which of the columns `where` has each env's latest row."""
         self._catch_up()
         return self._columns
 
@@ -147,6 +145,7 @@ class Rows:
             self._in_root[:] = False
             if self._reset_there is not None:
                 self._in_root[self._reset_there] = True
+                self._columns[self._reset_there] += self.where.root_ahead
             self._stepped_to = None
 
     def rows_of(self, env_ids: np.ndarray) -> np.ndarray:
@@ -176,7 +175,7 @@ class Rows:
 
         Roots of the ring are never handed out as views, so this changes nothing that a caller holds.
         """
-        place = self.ring_row(env_id, column)
+        place = self.row_at(env_id, column)
         for key, array in self.latest_root(env_id).items():
             if ("root", *key) in place:  # a root has no reward
                 place["root", *key][...] = array
@@ -220,9 +219,62 @@ class Rows:
 
     def _roots_of(self, group: int, env_ids: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """Return where some envs of a group are now, as fresh arrays `[k, ...]`."""
-        if self.rolled_roots is not None:
-            return self.rolled_roots(group, rows)
-        return self.batches[group].gather_roots(self.columns[env_ids], self.in_root[env_ids], rows)
+        columns, in_root = self.columns[env_ids], self.in_root[env_ids]
+        if self.where is self.ring:
+            return self.batches[group].gather_roots(columns, in_root, rows)
+        arrays, gathered = self.where.groups[group], []
+        for key in self.batches[group].root_keys:
+            latest = arrays["next", *key][columns, rows]
+            if in_root.any():
+                latest[in_root] = arrays["root", *key][columns[in_root], rows[in_root]]
+            gathered.append(latest)
+        return gathered
+
+    # ---- a rollout's columns -----------------------------------------------------------------
+
+    def move_to(self, where: Columns) -> None:
+        """Copy where all envs are to the root of column 0 of a rollout's storage; the next commands write there."""
+        self.is_moving = True
+        for index, (batch, arrays) in enumerate(zip(self.batches, where.groups, strict=True)):
+            ids = np.array(batch.slab.plan.env_ids)
+            for key, roots in zip(batch.root_keys, self._roots_of(index, ids, self.row_of[ids]), strict=True):
+                arrays["root", *key][0] = roots
+        for env_id in np.flatnonzero(~self.in_root).tolist() if self.has_side else ():
+            self.side_root[env_id] = self.side_next[env_id]
+        self._be_at(where, 0)
+
+    def move_back(self) -> None:
+        """Copy where all envs are back to the ring, unless an interrupt has ended a move; see `abandon`."""
+        if self.where is self.ring or self.is_moving:
+            return
+        self.is_moving = True
+        column = self._column
+        for index, batch in enumerate(self.batches):
+            ids = np.array(batch.slab.plan.env_ids)
+            for key, roots in zip(batch.root_keys, self._roots_of(index, ids, self.row_of[ids]), strict=True):
+                batch.slab.columns["root", *key][column] = roots
+        if self.has_side:
+            self.side_root = self.latest_side()
+        self._be_at(self.ring, column)
+
+    def _be_at(self, where: Columns, column: int) -> None:
+        """Note that all envs are at the root of a column."""
+        self._stepped_to = None
+        self._columns[:] = column
+        self._in_root[:] = True
+        self._is_mixed = False
+        self._only_done = where.next_done[0] if self._is_one_group else None
+        self.where = where
+        self.is_moving = False
+
+    def abandon(self) -> None:
+        """Be back at the ring after an interrupt has ended a move; all envs must be reset."""
+        self._be_at(self.ring, self._column)
+
+    def latest_side(self) -> dict[int, list[Any]]:
+        """Return of each env the values of side-channel leaves where it is now; a fresh dict."""
+        root, following = self.side_root, self.side_next
+        return {i: root[i] if is_root else following[i] for i, is_root in enumerate(self.in_root.tolist())}
 
     # ---- after a command ---------------------------------------------------------------------
 
@@ -235,32 +287,25 @@ class Rows:
         """
         self._stepped_to, self._reset_there = column, reset_ids
         self._is_mixed = False
-        ended = self._find_ended(column)
-        if ended is not None:
-            self.ended[:] = False
-            self.ended[ended] = True
-            self.has_ended = True
-        elif self.has_ended:
-            self.ended[:] = False
-            self.has_ended = False
-        if reset_ids is not None and not self._has_clean_roots(column):
-            self.were_reset(reset_ids, column)
-        return ended
+        return self._find_ended(column)
 
     def stepped_all_and_reset(self, column: int) -> np.ndarray | None:
         """Note that all envs were stepped to a column, and those that ended reset there; return them, or None."""
         self._stepped_to, self._is_mixed = column, False
         self._reset_there = ended = self._find_ended(column)
-        if self.has_ended:
-            self.ended[:] = False
-            self.has_ended = False
-        if ended is not None and not self._has_clean_roots(column):
-            self.were_reset(ended, column)
         return ended
 
-    def _has_clean_roots(self, column: int) -> bool:
-        """Return whether no root at a column says that its episode is over (as some envs' resets do)."""
-        return self._is_flat and b"\x01" not in self._root_done[0][column].tobytes()
+    def over_at_once(self, env_ids: np.ndarray | None, column: int) -> np.ndarray | None:
+        """Return which of some envs that were just reset, int `[k]`, have roots that say done (some resets do).
+
+        Args:
+            env_ids: int `[k]`; None for none.
+            column: of their roots, where these are in one column.
+        """
+        if env_ids is None or (self._is_flat and b"\x01" not in self.where.root_done[0][column].tobytes()):
+            return None
+        over = env_ids[self._done_of(self.where.root_done, env_ids, self.columns[env_ids])]
+        return over if len(over) else None
 
     def _find_ended(self, column: int) -> np.ndarray | None:
         """Return the ids of the envs whose `next` at a column says done, ascending; None if there are none.
@@ -270,9 +315,9 @@ class Rows:
         if self._only_done is not None and b"\x01" not in self._only_done[column].tobytes():
             return None
         if self._is_flat:
-            return np.asarray(self._next_done[0][column, :, 0].nonzero()[0])
+            return np.asarray(self.where.next_done[0][column, :, 0].nonzero()[0])
         ended = None
-        for batch, done in zip(self.batches, self._next_done, strict=True):
+        for batch, done in zip(self.batches, self.where.next_done, strict=True):
             if b"\x01" in done[column].tobytes():
                 rows = done[column].reshape(batch.num_rows, -1).any(1)
                 if ended is None:
@@ -301,28 +346,14 @@ class Rows:
         self._columns[env_ids] = columns
         self._in_root[env_ids] = False
         if ended is None:
-            ended = self._done_of(self._next_done, env_ids, columns)
-        if self.has_ended or has_true(ended):
-            self.ended[env_ids] = ended
-            self.has_ended = has_true(self.ended)
+            ended = self._done_of(self.where.next_done, env_ids, columns)
         return ended
 
-    def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> None:
-        """Note that some envs were reset, at one column or at columns of their own."""
+    def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
+        """Note that some envs were reset, at one column or at columns of their own; return whose roots say done."""
         self.columns[env_ids] = columns
         self.in_root[env_ids] = True
-        self.ended[env_ids] = self._done_of(self._root_done, env_ids, self.columns[env_ids])
-        self.has_ended = has_true(self.ended)
-
-    def mark_ended(self, env_ids: Any) -> None:
-        """Note that envs must be reset before they can be stepped, whatever their rows say."""
-        self.ended[env_ids] = True
-        self.has_ended = True
-
-    def allow_steps(self) -> None:
-        """Let envs be stepped whether or not they were reset, where a facade leaves that to the envs themselves."""
-        self.ended[:] = False
-        self.has_ended = False
+        return self._done_of(self.where.root_done, env_ids, self.columns[env_ids])
 
     def mark_lost(self, env_ids: np.ndarray) -> None:
         """Note that envs have lost their episodes: their present rows say truncated from now on.
@@ -334,7 +365,6 @@ class Rows:
             row = self.latest_root(env_id)
             for leaf in self.batches[self.group_of[env_id]].spec.done:
                 row[leaf.key][...] = leaf.key[-1] != "terminated"
-        self.mark_ended(env_ids)
 
     def mark_running(self) -> None:
         """Note that all envs are in the middle of an episode, whatever their rows say of that."""
@@ -343,7 +373,6 @@ class Rows:
             row = self.latest_root(env_id)
             for leaf in self.batches[self.group_of[env_id]].spec.done:
                 row[leaf.key][...] = False
-        self.allow_steps()
 
     def roots(self) -> list[dict[str, Any]]:
         """Return where each env is now, as nested dicts of tensors and side values, in memory of their own."""
@@ -364,11 +393,11 @@ class Rows:
                     got = "none" if value is None else f"shape {tuple(value.shape)}"
                     raise ValueError(f"load_state_dict failed: expected {leaf}, got {got} (root of env {env_id}).")
 
-    def put_roots(self, roots: Sequence[Mapping[str, Any]], ended: Sequence[bool]) -> None:
-        """Note where all envs are: what `roots` returned, and which had ended."""
+    def put_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Note where all envs are: what `roots` returned."""
         column = self._column
         for env_id, root in enumerate(roots):
-            group, place = int(self.group_of[env_id]), self.ring_row(env_id, column)
+            group, place = int(self.group_of[env_id]), self.row_at(env_id, column)
             residence, spec = self.residences.get(group), self.batches[group].spec
             self.side_root[env_id] = [_entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
             for leaf in (*spec.observation, *spec.done):
@@ -377,16 +406,17 @@ class Rows:
                 elif not leaf.is_side:
                     place["root", *leaf.key][...] = to_numpy(_entry(root, leaf.key))
         self.were_reset(np.arange(self.num_envs), column)
-        self.ended[:] = ended
-        self.has_ended = has_true(self.ended)
 
-    def ended_parts(self) -> np.ndarray | None:
-        """Return which parts of envs that are batches themselves are to be reset, bool `[N, *B]`; None for all."""
+    def ended_parts(self, needs_reset: np.ndarray) -> np.ndarray | None:
+        """Return which parts of envs that are batches themselves have ended, bool `[N, *B]`; None for no such envs.
+
+        Args:
+            needs_reset: bool `[N]`, which envs must be reset: as a whole, where no row of theirs says done.
+        """
         if not any(spec.batch_shape for spec in (batch.spec for batch in self.batches)):
             return None
         done = self.current(np.arange(self.num_envs))["done"].cpu().numpy()[..., 0]
-        is_unknown = self.ended & ~done.reshape(self.num_envs, -1).any(1)  # never reset, or lost
-        done[is_unknown] = True
+        done[needs_reset & ~done.reshape(self.num_envs, -1).any(1)] = True
         return done
 
     def _done_of(self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -544,14 +574,11 @@ class Rows:
 
     # ---- rows that a loss or a fault has left without an answer --------------------------------
 
-    def end_at(self, env_id: int, dest: Mapping[Name, np.ndarray], source: Mapping[Name, np.ndarray]) -> None:
-        """Write a row for an env whose answer was lost: its last true observation, reward 0, truncated.
-
-        Args:
-            env_id: whose row.
-            dest: `("next", *key)` -> the row to write.
-            source: `key` -> the env's last true root row.
-        """
+    def cut_off(self, env_id: int, column: int) -> None:
+        """Write the `next` of an env whose answer was lost: its last true observation, reward 0, truncated."""
+        self._repeat_resident(env_id, column)
+        source = {key: array.copy() for key, array in self.latest_root(env_id).items()}
+        dest = self.row_at(env_id, column)
         batch = self.batches[self.group_of[env_id]]
         for leaf in batch.spec.observation:
             if not leaf.is_side:
@@ -563,13 +590,11 @@ class Rows:
         if self.has_side:
             self.side_next[env_id] = self.side_root[env_id] if self.in_root[env_id] else self.side_next[env_id]
 
-    def ring_row(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
-        """Return the rows of an env at a ring column by name (VIEWS, also of scalars)."""
-        group = self.slab.groups[self.group_of[env_id]]
-        row = self.row_of[env_id]
-        return {name: array[column, row : row + 1].reshape(array.shape[2:]) for name, array in group.columns.items()}
+    def row_at(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
+        """Return the row of an env at a column by name (VIEWS, also of scalars)."""
+        return self.where.row(*self.places[env_id], column)
 
-    def repeat_resident(self, env_id: int, column: int) -> None:
+    def _repeat_resident(self, env_id: int, column: int) -> None:
         """Write a row of no step to a ring column, where its tensors are on a device."""
         residence = self.residences.get(int(self.group_of[env_id]))
         if residence is not None:
@@ -579,7 +604,7 @@ class Rows:
     def latest_root(self, env_id: int) -> dict[Name, np.ndarray]:
         """Return an env's present root row by key (VIEWS)."""
         section = "root" if self.in_root[env_id] else "next"
-        found = self.ring_row(env_id, int(self.columns[env_id]))
+        found = self.row_at(env_id, int(self.columns[env_id]))
         return {name[1:]: array for name, array in found.items() if name[0] == section}
 
 

@@ -51,15 +51,18 @@ class Carried:
             root: batch `[N]`.
             fresh: bool `[N]`, envs that were reset since the last step.
         """
-        state = self._state
-        if self._primer is not None:
-            if state is None or fresh.all():
-                state = self._primer
-            elif fresh.any():
-                state = _where(fresh, self._primer, state)
-            self._state = state
-        if state is not None:
-            root.update(state)
+        self.renew(fresh)
+        if self._state is not None:
+            root.update(self._state)
+
+    def renew(self, fresh: np.ndarray) -> None:
+        """Begin anew for envs that were reset since the last step, bool `[N]`."""
+        if self._primer is None:
+            return
+        if self._state is None or fresh.all():
+            self._state = self._primer
+        elif fresh.any():
+            self._state = _where(fresh, self._primer, self._state)
 
     def keep(self, acted: TensorDictBase) -> None:
         """Take the state out of what the policy returned, when its actions have been accepted."""

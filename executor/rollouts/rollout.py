@@ -17,11 +17,13 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_leaf_nontensor
 
 from envherd.executor.batches.hand_out import stack_groups
+from envherd.executor.protocol.columns import storage_columns
 from envherd.executor.rollouts.policy_state import Carried, check_acted, leaf_keys
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.executor.rollouts.storage import Lease, StorageShelf
 from envherd.shm.slab import input_leaves
 from envherd.shm.specs import EnvSpec, Key
+from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ class RolloutRunner:
 
         with engine.turn, torch.no_grad():
             engine.refuse_rolling()
-            engine.refuse_pending(engine.all_ids)
+            engine.refuse_under_way(engine.all_ids)
             act = self._checked(policy or env.rand_action)
             watch = None if callback is None else self._checked(functools.partial(callback, env))
             carried = Carried(engine.known, None if auto_reset else tensordict, primer)
@@ -129,11 +131,10 @@ class RolloutRunner:
             try:
                 with self._leaving(carried):
                     run.start(auto_reset=auto_reset)
-                    engine.rows.rolled_roots = run.roots_of
                     num_steps = run.go(max_steps)
                     data = run.result(num_steps)
             finally:
-                run.park()
+                engine.rows.move_back()
                 self._shelf.settle(lease)
         return finish(data)
 
@@ -188,9 +189,6 @@ class _Run:
         self._policy = policy
         self._callback = callback
         self._breaks = break_when_any_done
-        self._step = -1
-        self._section = "root"
-        self._is_under_way = False
         self._extra_keys: list[Any] | None = None
         self._extras: list[TensorDictBase] = []
         self._interrupted: list[np.ndarray] = []
@@ -200,7 +198,7 @@ class _Run:
         self._next_done = [group["next", "done"] for group in lease.storage.columns]
         self.carried = Carried(engine.known, None, None)
         self._fresh = np.ones(engine.num_envs, bool)
-        self._cut: np.ndarray | None = None  # see `Engine.step_all`
+        self._cut: np.ndarray | None = None  # see `Flight`
         #: Where the inputs of a step are kept, and where they are read from.
         self._kept_inputs = [
             (columns["input", *leaf.key], group.inputs["input", *leaf.key])
@@ -210,62 +208,38 @@ class _Run:
 
     def start(self, *, auto_reset: bool) -> None:
         """Reset what is to be reset, and fill column 0 of the root."""
-        engine = self._engine
-        self._fresh, self._cut = engine.reset_for_rollout(auto_reset=auto_reset)
-        for group, batch in zip(self._lease.storage.columns, self._rows.batches, strict=True):
-            ids = np.array(batch.slab.plan.env_ids)
-            arrays = batch.gather_roots(self._rows.columns[ids], self._rows.in_root[ids], self._rows.row_of[ids])
-            for key, array in zip(batch.root_keys, arrays, strict=True):
-                group["root", *key][:, 0] = array
-        for env_id in np.flatnonzero(~self._rows.in_root).tolist() if self._rows.has_side else ():
-            self._rows.side_root[env_id] = self._rows.side_next[env_id]
-        engine.in_flight = engine.all_ids
-        self._rows.in_root[:] = True  # from here on the storage says where the envs are; see `park`
-        self._step = 0
+        self._fresh, self._cut = self._engine.reset_for_rollout(auto_reset=auto_reset)
+        self._rows.move_to(storage_columns(self._lease.target, self._lease.storage))
 
     def go(self, num_steps: int) -> int:
         """Step until the end; return how many steps were made."""
+        rows = self._rows
         for step in range(num_steps):
-            self._step, self._section = step, "root"
             is_last = step == num_steps - 1
-            if self._rows.has_side:
-                self._side_roots.append(dict(self._rows.side_root))
+            if rows.has_side:
+                self._side_roots.append(rows.latest_side())
             with self._engine.rolling():
                 acted = self._act(step)
             op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
-            self._is_under_way = True
             cut, self._cut = self._cut, None
-            roots = {} if cut is None else {env_id: self._copy_root(env_id, step) for env_id in cut.tolist()}
-            self._engine.run_all(op, self._lease.target, step, cut)
-            for env_id, root in roots.items():
-                self._cut_off(env_id, root, step)
-            self._settle(op, step, cut, is_last=is_last)
-            self._note_place(op, step)
-            self._is_under_way = False
-            if self._rows.has_side:
-                self._side_nexts.append(dict(self._rows.side_next))
+            flight = self._engine.flights.begin(op, at=step, cut=cut)
+            try:
+                flight.land()
+            except EnvherdError:
+                self.carried.renew(flight.fresh)
+                raise
+            if rows.has_interrupted:
+                self._interrupted.append(rows.interrupted.copy())
+            if rows.has_side:
+                self._side_nexts.append(dict(rows.side_next))
             if self._callback is not None:
                 with self._engine.rolling():
                     self._callback(self._with_next(acted, step))
             if self.carried.is_in_use:
-                self._fresh = self._ended_at(step) & (op == Op.STEP_RESET)
+                self._fresh = flight.fresh
             if self._breaks and any(done[:, step].any() for done in self._next_done):
                 return step + 1
         return num_steps
-
-    def _note_place(self, op: Op, step: int) -> None:
-        """Note where in the storage the envs are after a step."""
-        if op == Op.STEP_RESET:
-            self._step, self._section = step + 1, "root"
-            return
-        self._section = "next"
-        if self._rows.has_side:
-            self._rows.side_root = dict(self._rows.side_next)
-
-    def roots_of(self, index: int, rows: np.ndarray) -> list[np.ndarray]:
-        """Return where some rows of a group are now, as fresh arrays `[k, ...]`; see `Rows.rolled_roots`."""
-        columns, section, step = self._lease.storage.columns[index], self._section, self._step
-        return [columns[section, *key][rows, step] for key in self._rows.batches[index].root_keys]
 
     def _with_next(self, acted: TensorDictBase, step: int) -> TensorDictBase:
         """Return a step's batch with its `next` (VIEWS), and what the policy had put there."""
@@ -278,13 +252,6 @@ class _Run:
         if self.carried.state is not None:
             next_td.update(self.carried.state)
         return acted.copy().set("next", next_td)
-
-    def _ended_at(self, step: int) -> np.ndarray:
-        """Return which envs ended at a step, bool `[N]`."""
-        ended = np.zeros(self._rows.num_envs, bool)
-        for batch, done in zip(self._rows.batches, self._next_done, strict=True):
-            ended[list(batch.slab.plan.env_ids)] = done[:, step].reshape(batch.num_rows, -1).any(1)
-        return ended
 
     def _act(self, step: int) -> TensorDictBase:
         root = self._root(step)
@@ -317,112 +284,6 @@ class _Run:
             rows.add_root_side(td, batch, batch.slab.plan.env_ids)
             tds.append(td)
         return stack_groups(tds, rows.places)
-
-    def _copy_root(self, env_id: int, step: int) -> dict[Any, np.ndarray]:
-        group, row = self._rows.places[env_id]
-        columns = self._lease.storage.columns[group]
-        return {name[1:]: _row(array, row, step).copy() for name, array in columns.items() if name[0] == "root"}
-
-    def _cut_off(self, env_id: int, root: dict[Any, np.ndarray], step: int) -> None:
-        """Write the interrupted row of an env that was reset in place of a step; see `Engine.step_all`."""
-        group, row = self._rows.places[env_id]
-        columns = self._lease.storage.columns[group]
-        for key, last in root.items():
-            array = columns["root", *key]
-            if step + 1 < array.shape[1]:
-                array[row, step + 1] = array[row, step]
-            array[row, step] = last
-        self._end_row(env_id, step)
-
-    def _settle(self, op: Op, step: int, cut: np.ndarray | None, *, is_last: bool) -> None:
-        """Deal with what happened besides the rows."""
-        engine, rows = self._engine, self._rows
-        if rows.has_interrupted:
-            rows.interrupted[:] = False
-        if cut is not None:
-            engine.note_interrupted(cut)
-        if engine.pool.outcome:
-            self._note_outcome(op, step, is_last=is_last)
-        elif engine.has_infos:
-            rows.forget_infos()
-        if op == Op.STEP_RESET and engine.recycler is not None:
-            self._section = "next"  # its rows are whole, whatever becomes of what follows
-            ended = np.flatnonzero(self._ended_at(step) & ~rows.interrupted[:, 0])
-            for env_id in engine.recycler.after_steps(ended, rows.next_columns(ended)):
-                self._write_root(env_id, step + 1)
-        if rows.has_interrupted:
-            self._interrupted.append(rows.interrupted.copy())
-
-    def _note_outcome(self, op: Op, step: int, *, is_last: bool) -> None:
-        engine, rows = self._engine, self._rows
-        outcome = engine.pool.take_outcome()
-        rows.note_side(outcome.side)
-        rows.note_infos(outcome.infos, engine.all_ids.tolist())
-        engine.num_errors += len(outcome.faults)
-        lost = engine.envs_of(outcome.losses)
-        for env_id in [*lost.tolist(), *outcome.faults]:
-            self._end_row(env_id, step)
-        self._section = "next"
-        error = engine.replace_lost(outcome.losses) or engine.fault_error(outcome.faults)
-        if error is not None:
-            raise error
-        if len(lost):
-            engine.note_interrupted(lost)
-            self._reset_lost(lost, op, step, is_last=is_last)
-
-    def _end_row(self, env_id: int, step: int) -> None:
-        group, row = self._rows.places[env_id]
-        columns = self._lease.storage.columns[group]
-        dest = {n: _row(a, row, step) for n, a in columns.items() if n[0] == "next"}
-        source = {n[1:]: _row(a, row, step) for n, a in columns.items() if n[0] == "root"}
-        self._rows.end_at(env_id, dest, source)
-        if self._side_roots:
-            self._rows.side_next[env_id] = self._side_roots[-1][env_id]
-
-    def _reset_lost(self, env_ids: np.ndarray, op: Op, step: int, *, is_last: bool) -> None:
-        """Put the reset observations of replaced envs where the next step's root is."""
-        rows = self._rows
-        if op == Op.STEP_RESET:
-            self._engine.reset_at(env_ids, rows.next_columns(env_ids))
-        else:
-            rows.mark_ended(env_ids)
-        if is_last:
-            return
-        for env_id in env_ids.tolist():
-            group, row = rows.places[env_id]
-            columns = self._lease.storage.columns[group]
-            if op == Op.STEP_RESET:
-                self._write_root(env_id, step + 1)
-                continue
-            for key in rows.latest_root(env_id):
-                columns["root", *key][row, step + 1] = columns["next", *key][row, step]
-
-    def _write_root(self, env_id: int, step: int) -> None:
-        """Put where an env is, in the ring, into the root of a step."""
-        group, row = self._rows.places[env_id]
-        columns = self._lease.storage.columns[group]
-        for key, value in self._rows.latest_root(env_id).items():
-            columns["root", *key][row, step] = value
-
-    def park(self) -> None:
-        """Note in the ring where the envs are now, so that steps and resets go on from there."""
-        rows = self._rows
-        rows.rolled_roots = None
-        if self._step < 0:
-            return
-        ids = self._engine.all_ids
-        columns = rows.reset_columns(ids)
-        section, step = self._section, self._step
-        for group, batch in zip(self._lease.storage.columns, rows.batches, strict=True):
-            for key in batch.root_keys:
-                batch.slab.columns["root", *key][columns[0]] = group[section, *key][:, step]
-        is_lost = self._is_under_way and section == "root"  # broken off before its answers were noted
-        rows.were_reset(ids, columns)
-        if rows.has_side and section == "next":
-            rows.side_root = dict(rows.side_next)
-        if is_lost:
-            rows.mark_ended(ids)
-        self._engine.in_flight = None
 
     def result(self, num_steps: int) -> TensorDictBase:
         """Return the collected batch `[N, num_steps]`."""
@@ -507,11 +368,6 @@ def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
             )
         elif place.data_ptr() != value.data_ptr():  # the workers have not written it there
             place.copy_(value)
-
-
-def _row(array: np.ndarray, row: int, column: int) -> np.ndarray:
-    """Return one env's row at a column (VIEW, also of scalars)."""
-    return array[row, column : column + 1].reshape(array.shape[2:])
 
 
 def _non_tensor(values: list[list[Any]]) -> Any:

@@ -62,7 +62,7 @@ class StepwiseRun:
             is_last = step == max_steps - 1
             root = self._step(root, Op.STEP if is_last or self._breaks else Op.STEP_RESET, cut)
             fresh = rows.in_root.copy()
-            if self._breaks and (rows.has_ended or cut is not None):
+            if self._breaks and (engine.states.needs_reset.any() or cut is not None):
                 break
             cut = None
         data: Any = torch.stack(self._steps, 1)
@@ -79,6 +79,7 @@ class StepwiseRun:
         except EnvherdError as error:
             if error.partial is not None:  # the others were stepped
                 self._carried.keep(acted)
+                self._carried.renew(engine.rows.in_root)
             raise
         self._carried.keep(acted)
         if after is None:

@@ -15,16 +15,16 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.shm.slab import Storage, plan_storage
+from envherd.shm.slab import Storage, StoragePlan, plan_storage
 
 if TYPE_CHECKING:
-    from envherd.executor.protocol.engine import Pool
+    from envherd.executor.pools.base import Pool, StorageMemory
 
 _MAX_ATTACHED = 4
 
@@ -51,7 +51,7 @@ class Lease:
         roots: per group, T tuples of the root's leaves `[n, ...]` (VIEWS), in the order of `root_leaves`.
     """
 
-    def __init__(self, target: int, num_columns: int, memory: Any, plan: Any) -> None:
+    def __init__(self, target: int, num_columns: int, memory: StorageMemory, plan: StoragePlan) -> None:
         self.target = target
         self.num_columns = num_columns
         self.memory = memory
@@ -99,7 +99,6 @@ class StorageShelf:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._is_serial = pool.num_workers == 0
         self._next_target = 1
         self._free: deque[Lease] = deque()
         self._lent: dict[int, Lease] = {}
@@ -134,23 +133,21 @@ class StorageShelf:
 
     def settle(self, lease: Lease) -> None:
         """The rollout is done: the caller's tensors alone keep the storage now."""
-        if self._is_serial:  # the block in this process would keep it for ever
+        if self._pool.holds_storages:  # for ever
             self._pool.detach_storage(lease.target)
             self._lent.pop(lease.address, None)
         lease.shut()
 
     def _make(self, num_columns: int) -> Lease:
         plan = plan_storage(self._pool.plan, num_columns)
-        memory = self._pool.allocate(plan.nbytes)
-        lease = Lease(self._next_target, num_columns, memory, plan)
+        target = self._next_target
         self._next_target += 1
-        self._pool.attach_storage(lease.target, plan, memory)  # type: ignore[arg-type]  # each pool takes its own kind
-        return lease
+        return Lease(target, num_columns, self._pool.attach_storage(target, plan), plan)
 
     def _track(self, lease: Lease, buffer: np.ndarray) -> None:
         address = lease.address
         self._lent[address], lease.lent_at = lease, _num_forks
-        if not self._is_serial:
+        if not self._pool.holds_storages:
             weakref.finalize(buffer, self._returned.append, (address, lease.target)).atexit = False
 
     def _take_back(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from envherd.executor.protocol.env_states import Event
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.errors import EnvError
 from envherd.workers.testing import (
@@ -116,7 +117,7 @@ class StepsTheEnded(ExecutorBatch):
         self.env.engine.allow_steps()
 
     def step(self, actions: Any, *, resets_ended: bool) -> Any:
-        self.env._rows.ended[:] = False
+        self.env.engine.states.move(self.env.engine.all_ids, Event.IS_ALLOWED)
         return super().step(actions, resets_ended=resets_ended)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from envherd.executor.protocol.commands import Commands
 from envherd.workers.protocol import Op
 
 
@@ -53,13 +52,11 @@ def sent(env: Any, num_steps: int) -> list[Any]:
 
 def commanded(env: Any, num_steps: int) -> list[Any]:
     """As the facades do it."""
-    commands, rows, engine = Commands(env.engine), [], env.engine
-    commands.start_resets(engine.all_ids)
-    commands.finish()
+    engine, rows = env.engine, []
+    engine.flights.begin(Op.RESET, engine.all_ids, is_parked=True).land()
     for _ in range(num_steps):
         engine.write_inputs(act(env.current()))
-        commands.start_steps(Op.STEP_RESET)
-        commands.finish()
+        engine.flights.begin(Op.STEP_RESET, is_parked=True).land()
         rows.append(env.current())
     return rows
 

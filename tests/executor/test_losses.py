@@ -28,6 +28,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.executor.protocol.env_states import Event
 from envherd.executor.rollouts.policy_state import Carried
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv, TextEnv
@@ -201,7 +202,7 @@ class TestRefusals:
     def test_no_worker_steps_an_env_that_was_never_reset(self):
         for make in (functools.partial(ParallelEnv, num_workers=1), SerialEnv):
             with make(2, ENDLESS) as env:
-                env.engine.rows.allow_steps()  # as a bug of the caller's side would
+                env.engine.states.move(env.engine.all_ids, Event.IS_ALLOWED)  # as a bug of the caller's side would
                 with pytest.raises(InternalError, match=r"was never reset\. It was not stepped"):
                     env.step(act(env))
                 assert env.get("num_steps") == [0, 0]

@@ -216,7 +216,7 @@ class TestHandOver:
             with pytest.raises(WorkerTimeout, match=r"reset failed.* 1 s") as caught:
                 env.step_and_maybe_reset(act(root))
             assert caught.value.env_ids == (0,)
-            assert caught.value.partial["observation"][:, 1].tolist() == [2, 2]
+            assert caught.value.partial["observation"][:, 1].tolist() == [1, 2]  # the step was lost with its reset
             assert caught.value.partial["done"].flatten().tolist() == [True, False]
             assert env.statistics().interrupted == 0
 
@@ -290,7 +290,7 @@ class TestOrdinaryResets:
             assert env.statistics().recycled == 1
 
     def test_memory_that_is_shared_recycles_nobody(self, monkeypatch):
-        monkeypatch.setattr(ahead_pool, "process_figures", lambda _: (100, 1 << 40, 0.0))
+        monkeypatch.setattr(ahead_pool, "memory_of", lambda _: {"uss": 100, "pss": 1 << 40})
         with ahead(CountingEnv, 1, ExecutorOptions(reset_ahead=True, max_worker_memory=200)) as env:
             fused(env, 8)
             assert env.statistics().recycled == 0
@@ -355,7 +355,7 @@ class TestFaults:
                 patched.setattr(AheadPool, "_note_server", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     env.step_and_maybe_reset(act(root))
-            plain.step(act(root))
+            plain.step_and_maybe_reset(act(root))  # as what was broken off, which is finished
             with pytest.raises(ResetNeeded):
                 env.step_and_maybe_reset(act(root))
             assert_equal(reset_by_hand(env, 7), reset_by_hand(plain, 7))
@@ -447,6 +447,29 @@ class TestLosses:
             env.rollout(2)
             wait_for(lambda: is_ready(env, 3))
             assert sum(worker.generation for worker in (*env.statistics().workers, *env.statistics().spares)) == 1
+
+    @pytest.mark.parametrize("way", ["fused", "sent", "rollout"])
+    def test_of_a_server_leaves_the_last_true_text_in_its_row(self, way):
+        """The instance that takes over has made steps of an earlier episode, whose text it still has."""
+        make = functools.partial(TextEnv, 2)
+        with ahead(make, 1, RESTART) as env:
+            root = env.reset()
+            for _ in range(5):  # three episodes: the other instance has served one
+                root = env.step_and_maybe_reset(act(root))[1]
+            wait_for(lambda: is_ready(env, 3))
+            kill(env.statistics().workers[0].pid)
+            text = root["text"]
+            assert text == [f"{episode_seed(ROOT_SEED, 0, 2)}:1"]
+            if way == "fused":
+                row = env.step_and_maybe_reset(act(root))[0]["next"]
+            elif way == "sent":
+                env.send(act(root))
+                row = env.recv()["next"]
+            else:
+                row = env.rollout(2, act, auto_reset=False, break_when_any_done=False)["next"][:, 0]
+            assert row["interrupted"].all()
+            assert row["text"] == text
+            assert env.current()["text"] != text
 
     def test_of_a_server_that_was_sent(self, tmp_path):
         make = [functools.partial(FaultyEnv, "kill", step=1, flag=str(tmp_path / "flag")), ENDLESS]

@@ -104,7 +104,7 @@ class Checked:
         """Do one thing, all envs being alive."""
         env = self.env
         root = env.current()
-        ended = [i for i in range(NUM_ENVS) if env._engine.rows.ended[i]]
+        ended = [i for i in range(NUM_ENVS) if env._engine.states.needs_reset[i]]
         if ended or deed == "reset":
             mask = torch.zeros(NUM_ENVS, dtype=torch.bool)
             mask[ended or [0, NUM_ENVS - 1]] = True
@@ -147,7 +147,7 @@ class Checked:
             self.follow(td[0], env_id)
             left[env_id] -= 1
             now = self.env.current([env_id])
-            if self.env._engine.rows.ended[env_id]:
+            if self.env._engine.states.needs_reset[env_id]:
                 left[env_id] = 0  # a bystander of a loss after its answer had come
                 self.at[env_id] = now["observation"][0].tolist()
                 continue

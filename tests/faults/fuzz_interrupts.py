@@ -177,7 +177,7 @@ class Interrupting(Session):
             self.ask_echo(self.num_asked)
         else:
             self.settle()
-        pending = self.executor.engine.pending
+        pending = self.executor.engine.states.under_way
         self.pending = {i: one for i, one in (self.pending | self.sending).items() if pending[i]}
         self.sending = {}
         for env_id in range(self.num_envs):

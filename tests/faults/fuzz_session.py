@@ -224,7 +224,8 @@ class Session:
 
     def _note_broken(self, env_ids: list[int], concerned: Any) -> None:
         """Note that a call raised: where its envs are is open."""
-        for env_id in [i for i in self.pending if not self.executor.engine.pending[i]]:
+        under_way = self.executor.engine.states.under_way
+        for env_id in [i for i in self.pending if not under_way[i]]:
             if env_id not in concerned and self.setting.restarts:
                 raise Violation(f"env {env_id} was sent and is dropped, the error names envs {concerned}")
             del self.pending[env_id]

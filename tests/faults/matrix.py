@@ -205,9 +205,9 @@ def _break_and_go_on(cell: Cell, env: Any) -> tuple[Any, float, str]:
 def _step_on(env: Any, env_ids: list[int]) -> str:
     """Step some envs twice, and demand that each row follows from the one before; return how they went on."""
     said = "go on"
-    while env._engine.num_pending:
+    while env._engine.states.under_way.any():
         env.recv(1)
-    ended = [i for i in env_ids if env._engine.rows.ended[i]]
+    ended = [i for i in env_ids if env._engine.states.needs_reset[i]]
     if ended:
         said = "go on after a reset"
         env.reset(only(*ended))
@@ -222,7 +222,7 @@ def _step_on(env: Any, env_ids: list[int]) -> str:
 
 def _send_and_receive(env: Any) -> None:
     env.send(actions())
-    while env._engine.num_pending:
+    while env._engine.states.under_way.any():
         env.recv(1)
 
 

@@ -88,6 +88,7 @@ class AheadBlock(Block):
     ) -> list[Any]:
         kept = self._kept
         self.forget_ahead()
+        slot.side["next"][:] = [None] * len(slot.side["next"])  # of an episode that it has served before the other one
         if kept is None or options or kept.seed != seed:
             return super()._begin_episode(slot, seed, options, mask)
         if kept.error is not None:

@@ -25,7 +25,7 @@ from envherd.executor.facades.gymnasium.errors import as_gymnasium
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import Description, batch, check_mode, describe_all
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.protocol.commands import Commands
+from envherd.executor.protocol.flight import Flight
 from envherd.workers.adapters.hosts.gymnasium_native import FINAL_OBSERVATION
 from envherd.workers.build import check_factory
 from envherd.workers.errors import EnvherdError
@@ -82,8 +82,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._turn = engine.turn
         self._actions = Actions(engine, first.action_space, self.action_space)
         self._observations = Observations(engine, first.observation_space, is_copy=self.copy)
-        self._commands = Commands(engine)
-        self._commands.take_for_running()
+        self._flight: Flight | None = None
+        engine.allow_steps()  # Gymnasium leaves it to the env whether it may be stepped before a reset
         group = engine.rows.slab.groups[0].columns
         self._rewards, self._terminations, self._truncations = (
             list(group["next", name][:, :, 0]) for name in ("reward", "terminated", "truncated")
@@ -119,6 +119,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         """Return what to raise for an error of ours."""
         return as_gymnasium(error)
 
+    @property
+    def _landing(self) -> Flight:
+        """The flight that was begun last."""
+        assert self._flight is not None
+        return self._flight
+
     # ---- reset -------------------------------------------------------------------------------
 
     def _seeds(self, seed: int | Sequence[int | None] | None) -> Sequence[int | None]:
@@ -142,8 +148,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             options = {key: value for key, value in options.items() if key != "reset_mask"}
         try:
             with self._turn:
-                self._engine.prepare_resets(env_ids, seeds, None, {"options": options})
-                self._commands.start_resets(env_ids)
+                extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
+                self._flight = self._engine.flights.begin(Op.RESET, env_ids, extras=extras, is_parked=True)
         except EnvherdError as error:
             raise self._fail(error) from error.__cause__
         self._resetting = env_ids
@@ -151,10 +157,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
         try:
             with self._turn:
-                try:
-                    self._commands.finish(timeout)
-                finally:  # not before: a reset that meets a loss is made again
-                    self._engine.prepare_resets(self._resetting, None, None, {})
+                self._landing.land(timeout)
         except EnvherdError as error:
             raise self._fail(error) from error.__cause__
         if self._ended is not None:
@@ -171,30 +174,29 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         engine, ended = self._engine, self._ended
         try:
             with self._turn:
-                if engine.rows.has_ended and ended is None:
-                    engine.refuse_ended(engine.all_ids)
+                engine.flights.check_steps(ended)
                 self._actions.take(actions)
-                self._commands.start_steps(self._step_op, ended)
+                self._flight = engine.flights.begin(self._step_op, resets=ended, is_parked=True)
         except EnvherdError as error:
             raise self._fail(error) from error.__cause__
 
     def _finish_step(self, timeout: float | None) -> StepResult:
-        commands, was_reset = self._commands, self._ended
+        flight, was_reset = self._landing, self._ended
         try:
             with self._turn:
-                commands.finish(timeout)
+                flight.land(timeout)
         except EnvherdError as error:
             self._note_failed_step()
             raise self._fail(error) from error.__cause__
         except BaseException:
             self._ended = None  # all of them need a reset of the caller's
             raise
-        column, ended = commands.column, commands.ended_ids
+        column, ended = flight.at, flight.ended
         if self._resets_next:
             self._ended = ended
             infos = self._infos(was_reset, None, column)
         else:
-            was_reset = ended if commands.has_resets else None
+            was_reset = ended if flight.was_reset is not None else None
             infos = self._infos(None, was_reset, column)
         return (
             self._observations.after(column, was_reset),
@@ -207,9 +209,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _note_failed_step(self) -> None:
         """Note which envs the next step has to reset, after a step that some envs did not survive."""
         if self._resets_next:
-            commands = self._commands
-            ended = self._terminations[commands.column] | self._truncations[commands.column]
-            ended[commands.dead] = False
+            flight = self._landing
+            ended = self._terminations[flight.at] | self._truncations[flight.at]
+            ended[flight.dead] = False
             self._ended = _some(np.flatnonzero(ended))
 
     def _infos(self, was_reset: np.ndarray | None, ended: np.ndarray | None, column: int) -> dict[str, Any]:

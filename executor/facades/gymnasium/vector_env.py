@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -26,8 +26,8 @@ from envherd.executor.facades.gymnasium.errors import CallTimeout, as_gymnasium
 from envherd.executor.facades.gymnasium.spaces import Description, has_custom
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
+from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import choose_workers
-from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.serial import SerialEnv
 from envherd.workers.adapters.hosts.gymnasium_native import NativeAdapter, NativeFactory, loads
 from envherd.workers.errors import EnvherdError
@@ -129,8 +129,8 @@ class AsyncVectorEnv(HostedVectorEnv):
             )
 
     @property
-    def _pool(self) -> WorkerPool:
-        return cast("WorkerPool", self._engine.pool)  # or one of a cluster, which has its methods
+    def _pool(self) -> Pool:
+        return self._engine.pool
 
     # ---- states ------------------------------------------------------------------------------
 
@@ -157,7 +157,8 @@ class AsyncVectorEnv(HostedVectorEnv):
 
     def _fail(self, error: EnvherdError) -> EnvherdError:
         """Report as Gymnasium does what envs raised; an env that raised can be reset here, and used again."""
-        faults = self._commands.faults if error.context.get("phase") in ("reset", "step") else {}
+        is_of_flight = self._flight is not None and error.context.get("phase") in ("reset", "step")
+        faults = self._landing.faults if is_of_flight else {}
         for env_id, fault in sorted(faults.items()):
             _log(f"Received the following error from Worker-{env_id} - Shutting it down")
             _log(fault["traceback"])

@@ -79,7 +79,6 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._compose = compose_for(observation_space)
         self._reader = Reader(self._rows, row_shapes(observation_space), self.num_agents)
         self._writer = Writer(self._rows, action_space, self.num_agents)
-        self._column = 0
         super().__init__(executor.num_envs * self.num_agents, observation_space, action_space)
         if self._is_gymnasium:
             self.metadata = self.get_attr("metadata", 0)[0]  # a VecVideoRecorder looks for the envs' own here
@@ -127,12 +126,12 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             raise Busy("step_async failed: the last step was not waited for. Call step_wait() first.")
         engine = self._engine
         with self._turn:
-            if self._rows.has_ended:
+            if not engine.states.are_running():
                 if self._was_reset:
-                    engine.refuse_ended(engine.all_ids)
+                    engine.flights.check_steps()
                 engine.allow_steps()  # envs that want to be reset first say so themselves
             self._write(actions)
-            self._column = engine.begin_step(Op.STEP_RESET)
+            self._flight = engine.flights.begin(Op.STEP_RESET, is_parked=True)
         self.waiting = True
 
     def _write(self, actions: Any) -> None:
@@ -149,12 +148,12 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             raise RuntimeError("step_wait failed: no step was begun. Call step_async(actions) first.")
         try:
             with self._turn:
-                ended = self._engine.end_step(Op.STEP_RESET, self._column)
+                self._flight.land()
         except EnvError as error:
             self._raise_for_env(error)
         finally:
             self.waiting = False
-        column, reader = self._column, self._reader
+        column, ended, reader = self._flight.at, self._flight.ended, self._reader
         leaves = [leaf.read(column) for leaf in reader.next]
         rewards = reader.rewards(column)
         infos = self._step_infos()
@@ -176,7 +175,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
 
     def _finish_episodes(self, ended: np.ndarray, leaves: list[np.ndarray], infos: list[Info]) -> np.ndarray:
         """Move the last observations of ended episodes to their infos, and put the first ones of new episodes there."""
-        column, reader, agents = self._column, self._reader, self.num_agents
+        column, reader, agents = self._flight.at, self._reader, self.num_agents
         terminated, truncated = (reader.flags[name].look(column) for name in ("terminated", "truncated"))
         has_interrupted, interrupted = self._rows.has_interrupted, self._rows.interrupted
         said = self._reset_said()

@@ -10,17 +10,19 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import choose_workers, draw
 from envherd.executor.pools.error_messages import env_error
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.engine import Engine
+from envherd.executor.protocol.env_states import Event
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.hosts.torchrl_guest import Guest, GuestFactory, own_env
 from envherd.workers.build import describe, modules_of, pickle_factory
@@ -63,6 +65,7 @@ class ProcessCrew:
     ) -> None:
         self.num_envs = len(factories)
         self._finalizer: Callable[[], Any]
+        self.pool: Pool
         by_id = {id(factory): _guest_factory(factory, options.worker_threads) for factory in factories}
         guests = [by_id[id(factory)] for factory in factories]
         if make_executor is None:
@@ -73,7 +76,7 @@ class ProcessCrew:
             )
             self._finalizer = weakref.finalize(self, executor.close)
             self._engine = executor.engine
-            self.pool = cast("WorkerPool", self._engine.pool)  # or one of a cluster, which has its methods
+            self.pool = self._engine.pool
         specs = self.pool.specs
         self.is_dense = bool(specs[0].metadata["is_dense"]) and all(spec == specs[0] for spec in specs)
 
@@ -108,7 +111,7 @@ class ProcessCrew:
                 faults.append({**value, "env_id": env_id})
             results.append(value)
         if faults:
-            self._engine.num_errors += len(faults)
+            self._engine.flights.num_errors += len(faults)
             worker_id = int(self.pool.worker_of[faults[0]["env_id"]])
             raise env_error(faults, worker_id, self.pool.pid_of(worker_id))
         return results
@@ -135,9 +138,8 @@ class ProcessCrew:
         """
         engine = self._engine
         with engine.turn:
-            if engine.rows.has_ended:  # TorchRL leaves it to the caller whether to step an env that has ended
-                engine.rows.ended[:] = False
-                engine.rows.has_ended = False
+            if not engine.states.are_running():  # TorchRL leaves it to the caller to reset envs that have ended
+                engine.states.move(engine.all_ids, Event.IS_ALLOWED)
             try:
                 following, root = engine.step_all(td, op)
             except ActionError:  # of another kind than the spec's, perhaps: TorchRL casts when it copies to its buffers
@@ -175,7 +177,7 @@ class ProcessCrew:
             engine.turn.is_closed = True
 
 
-def _close(pool: WorkerPool, owner: int) -> None:
+def _close(pool: Pool, owner: int) -> None:
     if os.getpid() == owner:
         pool.close()
 
@@ -222,12 +224,12 @@ class WorkerHandle:
         pid: its process id.
     """
 
-    def __init__(self, pool: WorkerPool, worker_id: int) -> None:
-        self._process = pool.crew.workers[worker_id] if isinstance(pool, WorkerPool) else None
+    def __init__(self, pool: Pool, worker_id: int) -> None:
         self._pool = pool
-        self._worker_id = worker_id
+        self._worker_id, self._generation = worker_id, pool.generation_of(worker_id)
         self.pid = pool.pid_of(worker_id)
 
     def is_alive(self) -> bool:
         """Return whether it runs; of one on another machine, whether its loss has not been noticed."""
-        return self._worker_id not in self._pool.lost if self._process is None else not self._process.has_exited()
+        is_this = self._pool.generation_of(self._worker_id) == self._generation
+        return is_this and self._pool.is_alive(self._worker_id)

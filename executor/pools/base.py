@@ -1,0 +1,331 @@
+"""What an executor needs of a pool: what `WorkerPool`, `SerialPool`, `AheadPool` and `ClusterPool` have in common.
+
+Words used here: an env *owes an answer* from the command that it is given until that is carried out, its rows are
+written, and it is counted as answered. Env ids are int64 `[k]` without duplicates, columns int64 `[k]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from envherd.executor.batches.device_rows import Residence
+from envherd.executor.batches.tensor_actions import Lend
+from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.replies import Outcome
+from envherd.shm.segment import Segment
+from envherd.shm.slab import Slab, SlabPlan, StoragePlan
+from envherd.shm.specs import EnvSpec
+from envherd.workers import messages
+from envherd.workers.errors import EnvherdError
+from envherd.workers.processes import cpu_ns, cpu_of, memory_of
+from envherd.workers.protocol import Op
+
+
+class WorkerFigures(NamedTuple):
+    """What the machine says of a worker process; zeros if it has gone.
+
+    Attributes:
+        uss_bytes: memory that is its own.
+        pss_bytes: the same plus its share of what it shares with others.
+        cpu_s: processor seconds, user and system.
+        cpu: the processor that it runs on, or ran on last; None if unknown.
+    """
+
+    uss_bytes: int
+    pss_bytes: int
+    cpu_s: float
+    cpu: int | None
+
+    @classmethod
+    def of(cls, pid: int, *, is_alone: bool = False) -> WorkerFigures:
+        """Read those of a process and, unless it `is_alone`, the memory of its descendants."""
+        memory = memory_of(pid, is_alone=is_alone)
+        return cls(memory["uss"], memory["pss"], cpu_ns(pid) / 1e9, cpu_of(pid))
+
+
+class StorageMemory(Protocol):
+    """Memory of a rollout storage."""
+
+    def array(self) -> np.ndarray:
+        """Return the bytes as uint8 `[nbytes]`, a VIEW."""
+        ...
+
+
+class Pool(Protocol):
+    """Envs that are given commands and waited for; one caller at a time.
+
+    Attributes:
+        blueprint: what it is made of; `blueprint.blocks[worker_id]` are the env ids of a worker.
+        num_envs: N.
+        num_workers: processes that run envs at any one time; 0 for none but the caller's.
+        worker_of: int `[N]`, which worker runs each env now.
+        specs: one per env.
+        plan: of the slab.
+        slab: inputs, rows and words of all envs.
+        lenders: group index -> what takes the inputs of an env's next step as tensors, for groups that read none
+            from the slab.
+        lost: worker id -> the error that describes its loss, for workers that are out of service.
+        forfeited: bool `[N]`, whether a loss has taken the answer to the latest command of an env. The engine writes
+            to it too.
+        outcome: what happened besides the rows since `take_outcome`.
+        num_losses: workers that were lost, ever.
+        num_ahead: resets whose episode was ready when it was asked for.
+        num_missed: all other resets, of a pool that prepares episodes; 0 for one that does not.
+        holds_storages: whether it keeps the memory of a rollout storage until that is detached.
+    """
+
+    blueprint: Blueprint
+    num_envs: int
+    num_workers: int
+    worker_of: np.ndarray
+    specs: list[EnvSpec]
+    plan: SlabPlan
+    slab: Slab
+    lenders: dict[int, Lend]
+    lost: dict[int, EnvherdError]
+    forfeited: np.ndarray
+    outcome: Outcome
+    num_losses: int
+    num_ahead: int
+    num_missed: int
+    holds_storages: bool
+
+    @property
+    def number(self) -> int:
+        """Number of the latest command; it only grows."""
+        ...
+
+    @property
+    def serving(self) -> Sequence[int]:
+        """The workers that run steps, in the order of their envs: all, unless envs have two instances."""
+        ...
+
+    @property
+    def segment(self) -> Segment | None:
+        """The slab's memory, if other processes of this machine may read it; else None."""
+        ...
+
+    @property
+    def num_recycled(self) -> int:
+        """Workers that were replaced between episodes, ever."""
+        ...
+
+    @property
+    def recyclable(self) -> RecyclablePool | None:
+        """This pool, if the engine is to replace its workers between episodes; else None."""
+        ...
+
+    # ---- commands ----------------------------------------------------------------------------
+
+    def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
+        """Give every env the same command.
+
+        Args:
+            op: what to do; see `workers.protocol`.
+            target: RING, or the number of a rollout storage.
+            column: of the target.
+            reset_ids: int `[k]`, envs that are given a RESET at that column instead.
+
+        Raises:
+            WorkerLost, WorkerTimeout: a worker is lost and stays so; no env was given anything.
+        Blocks: until workers that are being replaced serve.
+        """
+        ...
+
+    def submit(
+        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
+    ) -> None:
+        """Give some envs a command each; as `submit_all` otherwise.
+
+        Args:
+            env_ids: which envs.
+            op: for all of them, or int `[k]`.
+            target: RING, or the number of a rollout storage.
+            columns: of the target.
+            flags: see `workers.protocol.Flag`.
+        """
+        ...
+
+    def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
+        """As `submit`, for envs of a worker that is being replaced: its successor finds the commands. Never waits."""
+        ...
+
+    def prepare(self, message: messages.Prepare) -> None:
+        """Send the extras of an env's next command (side inputs, or a seed and options) ahead of it.
+
+        Raises:
+            WorkerLost, WorkerTimeout: its worker is lost and stays so.
+        """
+        ...
+
+    def await_workers(self, env_ids: np.ndarray) -> None:
+        """Make sure that some envs can be given commands, before anything is sent or changed for a call.
+
+        Raises:
+            WorkerLost, WorkerTimeout: a worker of theirs is lost and stays so.
+        """
+        ...
+
+    def nudge(self) -> None:
+        """After a call was broken off anywhere: announce what was given and not announced."""
+        ...
+
+    def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
+        """Return which envs were given a command after the one of number `since`, bool `[k]`."""
+        ...
+
+    # ---- answers -----------------------------------------------------------------------------
+
+    def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
+        """Wait for every answer that is owed; what happened besides the rows is in `outcome`.
+
+        Args:
+            timeout_s: seconds, after which late workers are killed, which is a loss; None waits for ever.
+            more_for_resets_s: seconds that a worker has in addition, if it has begun a reset meanwhile.
+
+        Returns:
+            Whether all envs have answered. False only after a loss that is to be raised before the others have.
+        """
+        ...
+
+    def wait_some(
+        self,
+        env_ids: np.ndarray,
+        count: int,
+        timeout_s: float | None,
+        more_for_resets_s: float | None = 0.0,
+        *,
+        kill_late: bool = True,
+        through_losses: bool = False,
+    ) -> np.ndarray:
+        """Wait until at least `count` of some envs owe no answer; return those, the oldest command first.
+
+        Args:
+            env_ids: which envs.
+            count: at most `k`.
+            timeout_s: seconds; None waits for ever.
+            more_for_resets_s: see `wait_all`.
+            kill_late: kill workers that are late, or just return fewer envs.
+            through_losses: wait for the others however long ago a worker was lost.
+        """
+        ...
+
+    def outstanding(self) -> np.ndarray:
+        """Return the envs that owe an answer."""
+        ...
+
+    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
+        """Return what happened besides the rows, and forget it.
+
+        Args:
+            env_ids: keep what is about other envs, but not losses; None takes all.
+        """
+        ...
+
+    # ---- questions ---------------------------------------------------------------------------
+
+    def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
+        """Ask envs for something that is not a step; see `messages.Ask`.
+
+        `args` in the question has one item per env for "set", "each" and "load_state_dict".
+
+        Returns:
+            env id -> value as it crossed (`{"plain": ...}` or `{"pickled": ...}`).
+
+        Raises:
+            EnvError: an env raised.
+            WorkerLost, WorkerTimeout: a worker died or was late; the others have answered.
+        """
+        ...
+
+    def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
+        """Ask as `ask` does, and do not wait; return what `has_answered` and `answers` take."""
+        ...
+
+    def has_answered(self, asked: dict[int, Any]) -> bool:
+        """Return whether `answers` would not block."""
+        ...
+
+    def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:
+        """Wait for the answers to the latest question; returns and raises as `ask`."""
+        ...
+
+    def seed(self, root_seed: int) -> None:
+        """Use a new root seed: the next reset of every env begins its episode 0.
+
+        Raises:
+            WorkerLost, WorkerTimeout: a worker is lost and stays so.
+        """
+        ...
+
+    # ---- memory ------------------------------------------------------------------------------
+
+    def settle(self, device: torch.device | None) -> dict[int, Residence]:
+        """Leave the rows of envs that live on a device there; return group index -> the ring of their group."""
+        ...
+
+    def attach_storage(self, target: int, plan: StoragePlan) -> StorageMemory:
+        """Make memory for a rollout storage, and from now on write what is given as `target` there; return it.
+
+        Raises:
+            WorkerLost, WorkerTimeout: a worker is lost and stays so.
+        """
+        ...
+
+    def detach_storage(self, target: int) -> None:
+        """Forget a rollout storage; the memory stays with whoever holds arrays of it."""
+        ...
+
+    # ---- workers -----------------------------------------------------------------------------
+
+    def begin_restart(self, worker_id: int) -> None:
+        """Start a successor of a lost worker; its envs are built while others go on.
+
+        Raises:
+            WorkerLost, WorkerTimeout: too many restarts within the window, or no process can be started.
+        """
+        ...
+
+    def is_alive(self, worker_id: int) -> bool:
+        """Return whether a worker runs; of one on another machine, whether its loss has not been noticed."""
+        ...
+
+    def worker_output(self, worker_id: int) -> str:
+        """Return what a worker has printed, as far as it is kept."""
+        ...
+
+    def pid_of(self, worker_id: int) -> int:
+        """Return a worker's process id, on its machine."""
+        ...
+
+    def generation_of(self, worker_id: int) -> int:
+        """Return how often a worker was replaced."""
+        ...
+
+    def figures(self) -> list[WorkerFigures]:
+        """Return what the machine says of each worker, by worker id; brings the words of remote ones up to date."""
+        ...
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Close the envs and end the workers within `timeout_s` (default: the option's). Idempotent, never raises."""
+        ...
+
+
+class RecyclablePool(Pool, Protocol):
+    """A pool whose workers the engine may replace between episodes."""
+
+    def is_serving(self, worker_id: int) -> bool:
+        """Return whether a worker is there: neither lost nor being replaced."""
+        ...
+
+    def recycle(self, worker_id: int) -> None:
+        """Close the envs of a worker that owes nothing, and begin to replace it.
+
+        Raises:
+            WorkerLost: no process can be started; the worker is lost.
+        """
+        ...

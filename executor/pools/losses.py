@@ -1,0 +1,31 @@
+"""How often what was lost may be replaced."""
+
+from __future__ import annotations
+
+import time
+
+from envherd.executor.options import ExecutorOptions
+
+#: Seconds before the second replacement within the window, and at most before any.
+_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.1, 10.0
+
+
+class Restarts:
+    """When workers were replaced after a loss: a crash loop slows down, and ends."""
+
+    def __init__(self, options: ExecutorOptions) -> None:
+        self._options = options
+        self._times: dict[int, list[float]] = {}
+
+    def next_delay_s(self, worker_id: int) -> float | None:
+        """Return how long to wait before a worker is replaced once more, and note it; None if it may not be.
+
+        The first replacement within `restart_window_s` is made at once, the next after `_BACK_OFF_S`, and each after
+        twice as long as the one before, up to `_LONGEST_BACK_OFF_S`.
+        """
+        now = time.monotonic()
+        recent = [t for t in self._times.get(worker_id, ()) if now - t < self._options.restart_window_s]
+        if len(recent) >= self._options.max_restarts:
+            return None
+        self._times[worker_id] = [*recent, now]
+        return min(_BACK_OFF_S * 2 ** (len(recent) - 1), _LONGEST_BACK_OFF_S) if recent else 0.0

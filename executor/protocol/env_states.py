@@ -1,0 +1,218 @@
+"""The states of an env, as the caller's side knows them: a table of what may happen, and one array that holds them.
+
+Guarantees: no state changes but by an entry of `FOLLOWS`. A command that the table does not have for one of its envs is
+refused with the exception of `REFUSED_WITH`, and changes nothing.
+
+State           Meaning
+NEEDS_RESET     it was never reset, or a loss, an exception or an interrupt has taken its episode
+RUNNING         in an episode
+ENDED           its latest row ended its episode
+STEPPING        it has a STEP; its answer is not taken yet
+STEP_RESETTING  it has a STEP_RESET, likewise
+RESETTING       it has a RESET, likewise
+
+`print(table())` prints what follows on what.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from envherd.workers.errors import Busy, EnvherdError, ResetNeeded
+from envherd.workers.protocol import Op
+
+
+class State(IntEnum):
+    """See the module."""
+
+    NEEDS_RESET = 0
+    RUNNING = 1
+    ENDED = 2
+    STEPPING = 3
+    STEP_RESETTING = 4
+    RESETTING = 5
+
+
+class Event(IntEnum):
+    """What happens to an env.
+
+    STEP, STEP_RESET, RESET: it is given this command.
+    ANSWERED: its row was taken, and its episode goes on.
+    ENDS: its row was taken, and says done: that of a STEP, or the root of a reset.
+    RESTARTS: its row was taken and says done, and the same command has reset it.
+    FAILS: it raised.
+    IS_LOST: its worker was lost.
+    IS_BROKEN_OFF: an interrupt or a time limit ended the call that waited for it; its answer will be dropped.
+    IS_WITHDRAWN: the call was ended before the command was given.
+    IS_ALLOWED: the caller may step it, reset or not (a facade whose host leaves that to the env; a restored state).
+    """
+
+    STEP = Op.STEP
+    STEP_RESET = Op.STEP_RESET
+    RESET = Op.RESET
+    ANSWERED = 4
+    ENDS = 5
+    RESTARTS = 6
+    FAILS = 7
+    IS_LOST = 8
+    IS_BROKEN_OFF = 9
+    IS_WITHDRAWN = 10
+    IS_ALLOWED = 11
+
+
+_UNDONE = {Event.FAILS: State.NEEDS_RESET, Event.IS_LOST: State.NEEDS_RESET, Event.IS_BROKEN_OFF: State.NEEDS_RESET}
+_IDLE = {Event.RESET: State.RESETTING, Event.IS_ALLOWED: State.RUNNING, **_UNDONE}
+
+#: State -> event -> state.
+FOLLOWS: dict[State, dict[Event, State]] = {
+    State.NEEDS_RESET: _IDLE,
+    State.RUNNING: {Event.STEP: State.STEPPING, Event.STEP_RESET: State.STEP_RESETTING, **_IDLE},
+    State.ENDED: _IDLE,
+    State.STEPPING: {
+        Event.ANSWERED: State.RUNNING,
+        Event.ENDS: State.ENDED,
+        Event.IS_WITHDRAWN: State.RUNNING,
+        **_UNDONE,
+    },
+    State.STEP_RESETTING: {
+        Event.ANSWERED: State.RUNNING,
+        Event.RESTARTS: State.RUNNING,
+        Event.ENDS: State.ENDED,
+        Event.IS_WITHDRAWN: State.RUNNING,
+        **_UNDONE,
+    },
+    State.RESETTING: {
+        Event.ANSWERED: State.RUNNING,
+        Event.ENDS: State.ENDED,
+        Event.IS_WITHDRAWN: State.NEEDS_RESET,
+        **_UNDONE,
+    },
+}
+
+#: What refuses a command in the states for which `FOLLOWS` lacks it. Other pairs that it lacks cannot come about.
+REFUSED_WITH: dict[State, type[EnvherdError]] = {
+    State.NEEDS_RESET: ResetNeeded,
+    State.ENDED: ResetNeeded,
+    State.STEPPING: Busy,
+    State.STEP_RESETTING: Busy,
+    State.RESETTING: Busy,
+}
+COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
+
+_IMPOSSIBLE = -1
+#: `[event, state]`: the state that follows.
+#: Event -> array, by state: the state that follows. In plain numbers; see `workers.protocol.STEP`.
+_NEXT = {
+    int(event): np.array([int(FOLLOWS[state].get(event, _IMPOSSIBLE)) for state in State], np.int8) for event in Event
+}
+_NEEDS_RESET, _RUNNING, _ENDED = int(State.NEEDS_RESET), int(State.RUNNING), int(State.ENDED)
+_FIRST_UNDER_WAY = int(State.STEPPING)
+
+
+def table() -> str:
+    """Return the table as text: a line per state and event."""
+    lines = []
+    for state in State:
+        for event in Event:
+            if event in FOLLOWS[state]:
+                lines.append(f"{state.name:15} {event.name:15} {FOLLOWS[state][event].name}")
+            elif event in COMMANDS:
+                lines.append(f"{state.name:15} {event.name:15} refused: {REFUSED_WITH[state].__name__}")
+    return "\n".join(lines)
+
+
+class EnvStates:
+    """The states of all envs of one executor, and the latest command of each; see the module.
+
+    Attributes:
+        values: int8 `[N]`, a `State` each.
+        ops: int64 `[N]`, the `Op` of each env's latest command.
+        columns: int64 `[N]`, the column that this command names.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.values = np.full(num_envs, _NEEDS_RESET, np.int8)
+        self.ops = np.zeros(num_envs, np.int64)
+        self.columns = np.zeros(num_envs, np.int64)
+        self._all_ids = np.arange(num_envs)
+        self._running = bytes([_RUNNING]) * num_envs
+
+    def are_running(self) -> bool:
+        """Return whether all envs are RUNNING."""
+        return self.values.tobytes() == self._running
+
+    @property
+    def needs_reset(self) -> np.ndarray:
+        """Which envs cannot be stepped before they are reset: NEEDS_RESET or ENDED; bool `[N]`, fresh."""
+        return (self.values == _NEEDS_RESET) | (self.values == _ENDED)
+
+    @property
+    def under_way(self) -> np.ndarray:
+        """Which envs have a command whose answer is not taken yet, bool `[N]`, fresh."""
+        return self.values >= _FIRST_UNDER_WAY
+
+    def check(self, event: Event | Op, env_ids: np.ndarray) -> None:
+        """Raise what refuses a command for some envs; change nothing.
+
+        Raises:
+            Busy: an env has a command already.
+            ResetNeeded: a step of an env that must be reset.
+        """
+        refused = env_ids[_NEXT[event][self.values[env_ids]] == _IMPOSSIBLE]
+        if not len(refused):
+            return
+        assert event in COMMANDS, f"{Event(event).name} cannot happen to envs in {self.values[refused].tolist()}"
+        busy = tuple(refused[self.values[refused] >= _FIRST_UNDER_WAY].tolist())
+        if busy:
+            raise Busy(f"the call failed: envs {[*busy]} still owe an answer. recv() them first.", env_ids=busy)
+        ended = tuple(refused.tolist())
+        raise ResetNeeded(
+            f"step failed: expected running envs, got envs {[*ended]} that have ended or were never reset. Reset them "
+            f"with a '_reset' mask, or use step_and_maybe_reset. No env was stepped.",
+            env_ids=ended,
+        )
+
+    def move(self, env_ids: np.ndarray, event: Event | Op) -> None:
+        """Note that something has happened to some envs.
+
+        Raises:
+            Busy, ResetNeeded: the event is a command that is refused; see `check`. No env has moved.
+        """
+        following = _NEXT[event][self.values[env_ids]]
+        if _IMPOSSIBLE in following:
+            self.check(event, env_ids)
+        self.values[env_ids] = following
+
+    def start(self, env_ids: np.ndarray, op: Op, columns: Any) -> None:
+        """Note that some envs are given a command.
+
+        Args:
+            env_ids: int64 `[k]`.
+            op: the command.
+            columns: int, or int64 `[k]`.
+
+        Raises:
+            Busy, ResetNeeded: as `move`.
+        """
+        self.move(env_ids, op)
+        self.ops[env_ids] = int(op)
+        self.columns[env_ids] = columns
+
+    def start_all(self, op: Op, column: int) -> None:
+        """Note that all envs, which are RUNNING, are given a STEP or STEP_RESET."""
+        self.values.fill(_NEXT[op][_RUNNING])
+        self.ops.fill(int(op))
+        self.columns.fill(column)
+
+    def land_all(self, ended: np.ndarray | None) -> None:
+        """Note that all envs have answered; those in `ended`, int `[k]`, must be reset before the next step."""
+        self.values.fill(_RUNNING)
+        if ended is not None:
+            self.values[ended] = _ENDED
+
+    def restore(self, env_ids: np.ndarray, has_ended: np.ndarray) -> None:
+        """Note that something else than a command has moved some envs, and whether they have ended, bool `[k]`."""
+        self.values[env_ids] = np.where(has_ended, _ENDED, _RUNNING)

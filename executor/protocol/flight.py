@@ -1,0 +1,575 @@
+"""Commands under way: begun, waited for and landed. Only this module reads what a pool reports besides rows.
+
+A `Flight` is one command for some envs. `Flights.begin` gives it to the pool. `Flight.land` waits for it and then does
+all that there may be to do: it notes side values and infos, writes the rows that a loss has left open, moves the envs'
+states and positions, has lost workers replaced, resets in their successors what the command would have left reset, and
+raises what envs raised. Envs that were sent (`send`) land one by one: `Flights.wait_for` and `Flights.deliver`.
+
+Guarantees:
+- A command that is refused changes nothing. What was to go ahead of it (seeds, options) is not used by a later one.
+- After an exception at any line, `recover` leaves every env in a known state: it waits for what is under way, drops
+  those answers, and the envs concerned need a reset. Envs that were sent, and are not being received, stay sent.
+- No env counts as reset unless its present instance has answered a RESET, or a STEP_RESET that reset it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import Pool
+from envherd.executor.pools.error_messages import Frame, env_error, first_fault
+from envherd.executor.pools.replies import Outcome
+from envherd.executor.protocol.env_states import EnvStates, Event
+from envherd.executor.protocol.losses import Losses
+from envherd.executor.protocol.recycling import Recycler
+from envherd.executor.protocol.rows import Rows
+from envherd.workers.errors import EnvherdError, InternalError, ResetNeeded
+from envherd.workers.messages import Prepare
+from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag, Op
+
+_NOBODY = np.zeros(0, np.int64)
+_NOTHING: Mapping[int, Prepare] = {}
+
+
+class Flight:
+    """A command under way for some envs, which land together.
+
+    Attributes:
+        op: what the envs do, except those of `resets`.
+        ids: int64 `[k]`.
+        is_all: whether these are all envs.
+        at: the column that the rows go to: int where all envs have one, else int64 `[k]`.
+        resets: int64 `[j]`, envs of `ids` that are reset instead; None for none.
+        cut: int64 `[j]`, envs whose episodes a loss had ended before: their `next` is an interrupted row. None for
+            none.
+        extras: env id -> what goes ahead of its RESET.
+        number: of the latest command before this one.
+        is_parked: whether it may stay under way between two calls, and is not being landed.
+        has_landed: whether rows and states show what became of it.
+
+    After landing:
+        ended: int64 `[j]`, ascending: envs whose episodes ended with their step; None for none.
+        was_reset: int64 `[j]`, envs that were reset; None for none.
+        dead: int64 `[j]`, envs that raised or were lost.
+        faults: env id -> what it raised.
+    """
+
+    def __init__(  # noqa: PLR0913  # what a command may be
+        self,
+        flights: Flights,
+        op: Op,
+        ids: np.ndarray | None,
+        at: Any,
+        *,
+        resets: np.ndarray | None = None,
+        cut: np.ndarray | None = None,
+        extras: Mapping[int, Prepare] = _NOTHING,
+        is_parked: bool = False,
+    ) -> None:
+        self._flights = flights
+        self.op = op
+        self.is_all = ids is None
+        self.ids: np.ndarray = flights.all_ids if ids is None else ids
+        self.at = at
+        self.resets, self.cut = resets, cut
+        self.extras = extras
+        self.is_parked = is_parked
+        self.number = flights.pool.number
+        self.outer = flights.current
+        self.has_landed = False
+        self.ended: np.ndarray | None = None
+        self.was_reset: np.ndarray | None = None
+        self.dead = _NOBODY
+        self.faults: dict[int, Frame] = {}
+
+    @property
+    def fresh(self) -> np.ndarray:
+        """Which envs were reset by it, bool `[N]`."""
+        fresh = np.zeros(len(self._flights.all_ids), bool)
+        if self.was_reset is not None:
+            fresh[self.was_reset] = True
+        return fresh
+
+    def land(self, timeout_s: float | None = None) -> Flight:
+        """Wait for the answers and deal with all that happened; see the module.
+
+        Args:
+            timeout_s: seconds; None for the deadlines of the options, after which a worker is killed.
+
+        Returns:
+            Itself.
+
+        Raises:
+            TimeoutError: `timeout_s` has passed; the envs need a reset.
+            EnvError, WorkerLost, WorkerTimeout: the envs concerned need a reset. The others' rows are complete, if
+                `has_landed`; else the envs of this flight all need a reset.
+            ResetNeeded: it was broken off between its begin and now.
+        """
+        self._flights.land(self, timeout_s)
+        return self
+
+
+class Flights:
+    """All commands of one executor; see the module.
+
+    Attributes:
+        pool, rows, states: of the executor.
+        current: the flight that the present call begins or lands; None between calls.
+        is_dirty: a call was broken off; the next one begins with `recover`.
+        losses: of workers.
+        num_errors: exceptions of envs.
+    """
+
+    def __init__(self, pool: Pool, rows: Rows, options: ExecutorOptions, recycler: Recycler | None) -> None:
+        self.pool, self.rows, self._options = pool, rows, options
+        self.all_ids = np.arange(pool.num_envs)
+        self.states = EnvStates(pool.num_envs)
+        self.current: Flight | None = None
+        self.is_dirty = False
+        self.num_errors = 0
+        self._recycler = recycler
+        self.losses = Losses(pool, rows, self.states, options)
+        self._has_infos = options.infos != "drop"
+        self._num_settled = 0  # losses of the pool that were dealt with while envs were sent
+
+    # ---- begin -------------------------------------------------------------------------------
+
+    def begin(  # noqa: PLR0913  # what a command may be
+        self,
+        op: Op,
+        ids: np.ndarray | None = None,
+        *,
+        at: Any = None,
+        resets: np.ndarray | None = None,
+        cut: np.ndarray | None = None,
+        extras: Mapping[int, Prepare] = _NOTHING,
+        is_parked: bool = False,
+        is_late: bool = False,
+        flags: Flag = Flag(0),  # noqa: B008  # an immutable value
+    ) -> Flight:
+        """Give envs a command. Inputs and reset masks must be written.
+
+        Args:
+            op: the command.
+            ids: int64 `[k]`, all different; None for all.
+            at: the column that rows go to, int (of all envs) or int64 `[k]`; None for the next one of the ring.
+            resets: int64 `[j]`, of a step of all: envs that are reset instead. Their `next` says reward 0 and no flag.
+            cut: int64 `[j]`, of a step of all: see `Flight`. A STEP_RESET resets them, a STEP leaves them out.
+            extras: see `Flight`.
+            is_parked: the call may end before the flight lands.
+            is_late: the workers are being replaced, and their successors are to find the command.
+            flags: of the command.
+
+        Raises:
+            Busy, ResetNeeded, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
+        """
+        self._check(op, ids, resets, cut)
+        if op == Op.RESET and self._recycler is not None and not is_late:
+            self._recycler.before_resets(self.all_ids if ids is None else ids)
+        if not is_late:
+            self.pool.await_workers(self.all_ids if ids is None else ids)
+        if at is None:
+            at = self._next_column(op, ids)
+        flight = Flight(self, op, ids, at, resets=resets, cut=cut, extras=extras, is_parked=is_parked)
+        self.current = flight
+        if resets is not None:
+            self.rows.blank_steps(at, resets)
+        self._depart(flight)
+        try:
+            self._submit(flight, flags, is_late=is_late)
+        except EnvherdError:
+            is_given = self.pool.number > flight.number
+            self._close(flight, Event.IS_BROKEN_OFF if is_given else Event.IS_WITHDRAWN)
+            raise
+        if is_parked:
+            self.current = flight.outer
+        return flight
+
+    def check_steps(self, cut: np.ndarray | None = None) -> None:
+        """Raise what refuses a step of all envs (but of those in `cut`), before its inputs are written."""
+        self._check(Op.STEP, None, None, cut)
+
+    def _check(self, op: Op, ids: np.ndarray | None, resets: np.ndarray | None, cut: np.ndarray | None) -> None:
+        if ids is None and op != Op.RESET and self.states.are_running():
+            return
+        stepped = self.all_ids if ids is None else ids
+        for others in (resets, cut):
+            if others is not None:
+                stepped = np.setdiff1d(stepped, others)
+                self.states.check(Op.RESET, others)
+        self.states.check(op, stepped)
+
+    def _next_column(self, op: Op, ids: np.ndarray | None) -> Any:
+        if op == Op.RESET:
+            return self.rows.reset_columns(self.all_ids if ids is None else ids)
+        return self.rows.next_column() if ids is None else self.rows.next_columns(ids)
+
+    def _depart(self, flight: Flight) -> None:
+        """Note which command every env of a flight has, and that it is under way."""
+        op, at, states = flight.op, flight.at, self.states
+        resets, left_out = flight.resets, None
+        if flight.cut is not None:
+            for env_id in flight.cut.tolist():
+                self.rows.cut_off(env_id, at)
+            resets, left_out = (flight.cut, None) if op == Op.STEP_RESET else (None, flight.cut)
+        if flight.is_all and op != Op.RESET and states.are_running() and resets is None:
+            states.start_all(op, at)
+            return
+        others = [ids for ids in (resets, left_out) if ids is not None]
+        states.start(np.setdiff1d(flight.ids, others[0]) if others else flight.ids, op, at)
+        if resets is not None:
+            states.start(resets, Op.RESET, at + self.rows.where.root_ahead)
+
+    def _submit(self, flight: Flight, flags: Flag, *, is_late: bool) -> None:
+        pool, op, where, cut = self.pool, flight.op, self.rows.where, flight.cut
+        for env_id in flight.ids.tolist() if flight.extras else ():
+            if env_id in flight.extras:
+                pool.prepare(flight.extras[env_id])
+        if flight.extras:
+            flags |= Flag.PREPARED
+        if flight.is_all and isinstance(flight.at, int) and cut is None:
+            pool.submit_all(op, where.target, flight.at, flight.resets)
+            return
+        ids = flight.ids if cut is None or op == Op.STEP_RESET else np.setdiff1d(flight.ids, cut)
+        columns = self.states.columns[ids]
+        if is_late:
+            pool.submit_later(ids, op, where.target, columns, flags)
+            pool.nudge()  # this may be the successor already, with no worker left to rebuild
+        else:
+            pool.submit(ids, op if cut is None else self.states.ops[ids], where.target, columns, flags)
+
+    # ---- land --------------------------------------------------------------------------------
+
+    def land(self, flight: Flight, timeout_s: float | None = None) -> None:
+        """Wait for a flight and deal with all that happened; see `Flight.land`."""
+        if flight.is_parked:
+            if not self.states.under_way[flight.ids].all():
+                raise ResetNeeded("the call failed: what it waits for was broken off. Reset the envs.")
+            flight.is_parked, flight.outer, self.current = False, self.current, flight
+        self._wait(flight, timeout_s)
+        if self.pool.outcome or self._recycler is not None:
+            self._land_unusual(flight)
+        else:
+            self._note_usual(flight)
+            self._close(flight)
+
+    def _note_usual(self, flight: Flight) -> None:
+        """Note what became of a flight of which the pool reports nothing but rows."""
+        self._forget_interrupted(flight)
+        if self._has_infos:
+            self.rows.forget_infos() if flight.is_all else self.rows.note_infos({}, flight.ids.tolist())
+        self._note_rows(flight)
+        flight.has_landed = True
+
+    def _wait(self, flight: Flight, timeout_s: float | None) -> None:
+        ids, pool = flight.ids, self.pool
+        step_s, reset_s = self._options.step_timeout_s, self._options.reset_timeout_s
+        limits = (reset_s, 0.0) if flight.op == Op.RESET else (step_s, reset_s)
+        if flight.op == Op.STEP and flight.resets is None:
+            limits = step_s, 0.0
+        try:
+            if timeout_s is None and flight.is_all:
+                has_all = pool.wait_all(*limits)
+            elif timeout_s is None:
+                has_all = len(pool.wait_some(ids, len(ids), *limits)) == len(ids)
+            else:
+                has_all = len(pool.wait_some(ids, len(ids), timeout_s, kill_late=False)) == len(ids)
+            if not has_all and pool.outcome.losses and self._options.on_worker_loss != "restart":
+                self.is_dirty = True  # the next call waits for the others first
+                raise next(iter(pool.outcome.losses.values()))
+        except EnvherdError:
+            self._close(flight, Event.IS_BROKEN_OFF)
+            raise
+        if not has_all:
+            raise TimeoutError(f"the call failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them.")
+
+    def _close(self, flight: Flight, event: Event | None = None) -> None:
+        """End a flight; its envs' states follow from an event, or have been noted."""
+        if event is not None:
+            self.states.move(flight.ids[self.states.under_way[flight.ids]], event)
+        self.current = flight.outer
+
+    def _note_rows(self, flight: Flight) -> None:
+        """Note where all envs of a flight are, none of which raised or was lost."""
+        rows, at = self.rows, flight.at
+        if not (flight.is_all and isinstance(at, int) and flight.op != Op.RESET):
+            self._note_some(flight)
+            return
+        if flight.op == Op.STEP_RESET:
+            flight.was_reset = flight.ended = rows.stepped_all_and_reset(at)
+            self.states.land_all(rows.over_at_once(flight.ended, at + rows.where.root_ahead))
+            return
+        flight.was_reset = flight.resets
+        flight.ended = over = rows.stepped_all(at, flight.resets)
+        over_at_once = rows.over_at_once(flight.resets, at)
+        if over_at_once is not None:
+            over = over_at_once if over is None else np.union1d(over, over_at_once)
+        self.states.land_all(over)
+
+    def _note_some(self, flight: Flight) -> None:
+        """Note where the envs of a flight are, of which some may be dead."""
+        rows, ids = self.rows, flight.ids
+        ops, at = self.states.ops[ids], self.states.columns[ids]
+        is_reset, is_alive = ops == RESET, ~np.isin(ids, flight.dead)
+        stepped = ids[~is_reset]
+        is_over = np.zeros(len(ids), bool)
+        if len(stepped):
+            is_over[~is_reset] = rows.stepped(stepped, at[~is_reset])
+        flight.ended = _some(ids[is_over])
+        is_fresh = (is_reset | is_over & (ops == STEP_RESET)) & is_alive
+        flight.was_reset = _some(ids[is_fresh])
+        fresh = ids[is_fresh]
+        is_over[is_fresh] = rows.were_reset(fresh, at[is_fresh] + rows.where.root_ahead * ~is_reset[is_fresh])
+        self.states.move(ids[is_alive & is_over], Event.ENDS)
+        self.states.move(ids[is_alive & ~is_over], Event.ANSWERED)
+
+    def _land_unusual(self, flight: Flight) -> None:
+        """Land a flight of which the pool reports more than its rows, or after which workers may be replaced.
+
+        An interrupt meanwhile breaks it off as a whole: the caller has none of its rows.
+        """
+        try:
+            if self.pool.outcome:
+                outcome, own = self._note_unusual(flight)
+                error = self.losses.replace(outcome.losses, own) or self._make_good(flight, own)
+                error = error or self.fault_error(outcome.faults)
+                if error is not None:
+                    raise error
+            else:
+                self._note_usual(flight)
+            self._recycle(flight)
+        except EnvherdError:
+            self._close(flight)
+            raise
+        self._close(flight)
+
+    def report(self, flight: Flight) -> Outcome | None:
+        """Land a flight that has been waited for, and leave it to somebody else to deal with losses and faults.
+
+        Returns:
+            What the pool reported; None for nothing.
+        """
+        outcome = None
+        if self.pool.outcome:
+            outcome, own = self._note_unusual(flight)
+            self.states.move(np.setdiff1d(self.losses.envs_of(outcome.losses), own), Event.IS_LOST)
+        else:
+            self._note_rows(flight)
+        try:
+            self._recycle(flight)
+        finally:
+            self._close(flight)
+        return outcome
+
+    def _note_unusual(self, flight: Flight) -> tuple[Outcome, np.ndarray]:
+        """Note what became of a flight; return what the pool reported, and the flight's envs that were lost."""
+        rows, ids = self.rows, flight.ids
+        outcome = self.pool.take_outcome(ids)
+        rows.note_side(outcome.side)
+        rows.note_infos(outcome.infos, ids.tolist())
+        self._forget_interrupted(flight)
+        self.num_errors += len(outcome.faults)
+        flight.faults = outcome.faults
+        lost = self.losses.envs_of(outcome.losses)
+        own = lost[np.isin(lost, ids)]
+        is_stepped = self.states.ops != RESET
+        failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
+        for env_id in [*own[is_stepped[own]].tolist(), *failed]:
+            rows.cut_off(env_id, int(self.states.columns[env_id]))
+        flight.dead = np.union1d(own, [*outcome.faults]).astype(np.int64)
+        if len(flight.dead):
+            self._note_some(flight)
+            self.states.move(own, Event.IS_LOST)
+            rows.mark_lost(own[~is_stepped[own]])
+            self.states.move(np.array([*outcome.faults], np.int64), Event.FAILS)
+        else:
+            self._note_rows(flight)
+        flight.has_landed = True
+        return outcome, own
+
+    def _forget_interrupted(self, flight: Flight) -> None:
+        """Note which rows of a step are interrupted before any loss in it: those of `cut`."""
+        if self.rows.has_interrupted and flight.op != Op.RESET:
+            self.rows.interrupted[flight.ids] = False
+            if flight.cut is not None:
+                self.losses.note_interrupted(flight.cut)
+
+    def _make_good(self, flight: Flight, lost: np.ndarray) -> EnvherdError | None:
+        """Reset, in the successors of lost workers, the envs that the flight would have left reset."""
+        ops = self.states.ops[lost]
+        self.losses.note_interrupted(lost[ops != RESET])
+        is_due = ops != STEP
+        if not is_due.any():
+            return None
+        at = self.states.columns[lost] + self.rows.where.root_ahead * (ops != RESET)
+        try:
+            self.begin(Op.RESET, lost[is_due], at=at[is_due], extras=flight.extras).land()
+        except EnvherdError as error:
+            return error
+        flight.was_reset = np.union1d(lost[is_due], flight.was_reset if flight.was_reset is not None else _NOBODY)
+        return None
+
+    def _recycle(self, flight: Flight) -> None:
+        """Replace workers that are due, all of whose envs a step has just reset."""
+        if self._recycler is not None and flight.ended is not None:
+            alive = flight.ended[~np.isin(flight.ended, flight.dead)]
+            alive = alive[self.states.ops[alive] == STEP_RESET]
+            self._recycler.after_steps(alive, self.states.columns[alive], self._renew)
+
+    def _renew(self, env_ids: np.ndarray, columns: np.ndarray, replace: Callable[[], None]) -> None:
+        """Reset envs that steps at some columns have reset, in new instances; `replace` begins to build these."""
+        self.states.move(env_ids, Event.IS_LOST)  # first: an interrupt must not leave them as running
+        replace()
+        self.begin(Op.RESET, env_ids, at=columns + self.rows.where.root_ahead).land()
+
+    # ---- envs that were sent -----------------------------------------------------------------
+
+    def wait_for(self, sent: np.ndarray, wanted: int, timeout_s: float | None) -> np.ndarray:
+        """Wait until some of the envs that were sent have answered; return those that have, the longest sent first.
+
+        Args:
+            sent: int64 `[k]`, under way.
+            wanted: how many, at most `k`.
+            timeout_s: seconds, after which fewer are returned; None for the deadlines of the options.
+
+        Raises:
+            EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer sent; the others are.
+        """
+        pool, options = self.pool, self._options
+        deadline = options.step_timeout_s if timeout_s is None else timeout_s
+        end = None if deadline is None else time.monotonic() + deadline
+        while True:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            ready = pool.wait_some(sent, wanted, left, options.reset_timeout_s, kill_late=timeout_s is None)
+            if pool.outcome.losses or pool.outcome.faults or pool.num_losses != self._num_settled:
+                self._settle_sent()
+                ready = ready[~np.isin(ready, pool.outstanding())]
+            if len(ready) >= wanted:
+                return ready
+            if end is None or time.monotonic() < end:
+                continue
+            if timeout_s is not None:
+                return ready
+            end = time.monotonic() + (deadline or 0.0)  # the late worker is gone; its successor has as long again
+
+    def _settle_sent(self) -> None:
+        """Deal with what happened to envs that were sent: raise, or let a successor reset what was lost."""
+        pool = self.pool
+        num_losses = pool.num_losses
+        losses = pool.take_outcome(_NOBODY).losses
+        faulty = np.array([*pool.outcome.faults], np.int64)
+        faults = pool.take_outcome(faulty).faults
+        self.num_errors += len(faults)
+        # Not by `losses` alone: an interrupt may have come after these were taken, and before they were dealt with.
+        forfeited = self.states.under_way & pool.forfeited
+        workers = {int(w) for w in pool.worker_of[forfeited]} & set(pool.lost)
+        error = self.losses.replace({**{w: pool.lost[w] for w in workers}, **losses}, _NOBODY)
+        left = np.flatnonzero(self.states.under_way & pool.forfeited)
+        if error is None and len(left):
+            self.losses.cut_off_sent(left)
+        self.losses.drop(faulty, Event.FAILS)
+        self._num_settled = num_losses
+        error = error or self.fault_error(faults)
+        if error is not None:
+            raise error
+
+    def put(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
+        """Note where envs are that something else than a command has moved: at the roots of columns, int64 `[k]`."""
+        self.states.restore(env_ids, self.rows.were_reset(env_ids, columns))
+
+    def open_delivery(self, env_ids: np.ndarray) -> Flight:
+        """Begin to hand out envs that were sent and have answered; `deliver` or `report` must follow."""
+        self.current = Flight(self, Op.STEP, env_ids, None)
+        return self.current
+
+    def take_news(self, env_ids: np.ndarray) -> None:
+        """Note what envs that were sent have given besides their rows."""
+        rows = self.rows
+        if self.pool.outcome:
+            outcome = self.pool.take_outcome(env_ids)
+            rows.note_side(outcome.side)
+            rows.note_infos(outcome.infos, env_ids.tolist())
+        elif self._has_infos:
+            rows.note_infos({}, env_ids.tolist())
+
+    def deliver(self, env_ids: np.ndarray, is_over: np.ndarray | None) -> np.ndarray | None:
+        """Note where envs are that were sent and are handed out now; see `open_delivery`.
+
+        Args:
+            env_ids: int64 `[k]`.
+            is_over: bool `[k]`, whether their steps have ended their episodes; None where that is not known yet.
+
+        Returns:
+            The envs that were reset, int64 `[j]`; None for none.
+        """
+        flight = self.current
+        assert flight is not None
+        rows = self.rows
+        if rows.has_interrupted:
+            rows.interrupted[env_ids] = False
+        ops, at = self.states.ops[env_ids], self.states.columns[env_ids]
+        is_over = rows.stepped(env_ids, at, is_over)
+        if b"\x01" not in is_over.tobytes():
+            self.states.move(env_ids, Event.ANSWERED)
+            self._close(flight)
+            return None
+        is_fresh = is_over & (ops == STEP_RESET)
+        needs_reset = is_over.copy()
+        needs_reset[is_fresh] = rows.were_reset(env_ids[is_fresh], at[is_fresh])
+        self.states.move(env_ids[needs_reset], Event.ENDS)
+        self.states.move(env_ids[~needs_reset], Event.ANSWERED)
+        try:
+            if self._recycler is not None and is_fresh.any():
+                self._recycler.after_steps(env_ids[is_fresh], at[is_fresh], self._renew)
+        except EnvherdError:
+            self._close(flight)
+            raise
+        self._close(flight)
+        return _some(env_ids[is_fresh])
+
+    def fault_error(self, faults: Mapping[int, Any]) -> EnvherdError | None:
+        """Return the error for what envs raised; None for nothing."""
+        if not faults:
+            return None
+        frames = list(faults.values())
+        worker_id = int(self.pool.worker_of[first_fault(frames)["env_id"]])
+        if all(frame["type_name"] == InternalError.__name__ for frame in frames):
+            return InternalError(frames[0]["message"], env_ids=tuple(sorted(faults)))
+        return env_error(frames, worker_id, self.pool.pid_of(worker_id))
+
+    # ---- after an interrupt ------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""
+        flight = self.current
+        while flight is not None:
+            self._break_off(flight)
+            flight = flight.outer
+        pool, options = self.pool, self._options
+        pool.nudge()  # the call may have been broken off between a command and its announcement
+        idle = np.flatnonzero(~self.states.under_way)
+        limits = [s for s in (options.step_timeout_s, options.reset_timeout_s) if s is not None]
+        pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
+        pool.outcome.losses.update(pool.take_outcome(idle).losses)
+        self.losses.accept()
+        self.current, self.is_dirty = None, False
+
+    def _break_off(self, flight: Flight) -> None:
+        ids = flight.ids
+        if not flight.is_parked:
+            self.states.move(ids, Event.IS_BROKEN_OFF)
+            return
+        ids = ids[self.states.under_way[ids]]
+        not_given = ids[~self.pool.was_given(ids, flight.number)]
+        is_in_doubt = self.pool.number > flight.number
+        self.states.move(not_given, Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN)
+
+
+def _some(env_ids: np.ndarray) -> np.ndarray | None:
+    """Return ids, or None if there are none."""
+    return env_ids if len(env_ids) else None

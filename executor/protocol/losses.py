@@ -1,0 +1,110 @@
+"""What envs have lost with their workers, and how it is made good.
+
+Guarantees: an env whose worker is lost does not count as running before its successor's instance was reset. What a lost
+worker did not answer is either an interrupted row, or raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import Pool
+from envherd.executor.protocol.env_states import EnvStates, Event
+from envherd.executor.protocol.rows import Rows
+from envherd.workers.errors import EnvherdError
+from envherd.workers.protocol import RESET, STEP, Flag, Op
+
+_NOBODY = np.zeros(0, np.int64)
+
+
+class Losses:
+    """Notes losses, and has lost workers replaced if the options say so.
+
+    Attributes:
+        num_interrupted: rows that a loss has ended so far.
+    """
+
+    def __init__(self, pool: Pool, rows: Rows, states: EnvStates, options: ExecutorOptions) -> None:
+        self._pool, self._rows, self._states = pool, rows, states
+        self._is_replacing = options.on_worker_loss == "restart"
+        self.num_interrupted = 0
+
+    def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
+        """Return the ids of all envs of some workers, int64, ascending."""
+        return np.array(sorted(i for w in worker_ids for i in self._pool.blueprint.blocks[w]), np.int64)
+
+    def note_interrupted(self, env_ids: np.ndarray) -> None:
+        """Mark the envs' rows of this step as interrupted."""
+        self.num_interrupted += int(np.count_nonzero(~self._rows.interrupted[env_ids]))
+        self._rows.interrupted[env_ids] = True
+
+    def lose(self, env_ids: np.ndarray) -> None:
+        """Note that envs that have no command under way have lost their episodes."""
+        self._states.move(env_ids, Event.IS_LOST)
+        self._rows.mark_lost(env_ids)
+
+    def drop(self, env_ids: np.ndarray, event: Event) -> None:
+        """Note that envs that were sent have failed or are lost; they are no longer sent."""
+        if len(env_ids):
+            self._states.move(env_ids, event)
+            self._pool.outcome.forget_rows(env_ids)
+
+    def accept(self) -> None:
+        """Note losses that came up outside of any flight; those that are made good wait for the next one to tell."""
+        if not self._is_replacing:
+            losses = dict(self._pool.outcome.losses)
+            self._pool.outcome.losses.clear()
+            self.replace(losses, _NOBODY)
+
+    def replace(self, losses: Mapping[int, EnvherdError], own: np.ndarray) -> EnvherdError | None:
+        """Have lost workers replaced, and note what envs outside of a flight have lost.
+
+        Args:
+            losses: worker id -> the error that describes its loss.
+            own: int64 `[k]`, envs of a flight that has noted what it lost.
+
+        Returns:
+            The loss to raise, of a worker that may not be replaced; None for none.
+        """
+        if not losses:
+            return None
+        others = np.setdiff1d(self.envs_of(losses), own)
+        is_sent = self._states.under_way[others]
+        idle, sent = others[~is_sent], others[is_sent]
+        self._pool.forfeited[sent] = True  # first: an interrupt must not leave them as running, or as answered
+        self._states.move(idle, Event.IS_LOST)
+        error = self._begin_restarts(losses) if self._is_replacing else next(iter(losses.values()))
+        self._rows.mark_lost(idle)
+        if error is not None:
+            self.drop(sent, Event.IS_LOST)
+        elif len(sent):
+            self.cut_off_sent(sent)
+        return error
+
+    def _begin_restarts(self, worker_ids: Iterable[int]) -> EnvherdError | None:
+        for worker_id in worker_ids:
+            env_ids = self.envs_of([worker_id])
+            for group in self._rows.slab.groups:  # of an env that is a batch, all rows must be reset
+                if ("reset_mask",) in group.inputs:
+                    group.inputs["reset_mask",][np.isin(group.plan.env_ids, env_ids)] = True
+            try:
+                self._pool.begin_restart(worker_id)
+            except EnvherdError as error:
+                return error
+        return None
+
+    def cut_off_sent(self, lost: np.ndarray) -> None:
+        """End the episodes of envs that were sent and lost: their answer is an interrupted row, once they are reset."""
+        pool, rows, states = self._pool, self._rows, self._states
+        pool.outcome.forget_rows(lost)
+        ops, columns = states.ops[lost], states.columns[lost]
+        is_stepped, is_due = ops != RESET, ops != STEP
+        for env_id, column in zip(lost[is_stepped].tolist(), columns[is_stepped].tolist(), strict=True):
+            rows.cut_off(env_id, column)
+        self.note_interrupted(lost[is_stepped])
+        pool.forfeited[lost[~is_due]] = False
+        if is_due.any():
+            pool.submit_later(lost[is_due], Op.RESET, rows.where.target, columns[is_due], Flag.EACH)

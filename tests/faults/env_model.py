@@ -1,0 +1,174 @@
+"""A model of one env's life: its state as the caller's side has it, and the truth in a worker that may die.
+
+The caller's side is `protocol.env_states.FOLLOWS`, or a change of it. At every point the worker may die, the env may
+raise or end its episode, and an interrupt may end the call: before the command is given, while the call waits, or while
+it lands. All interleavings are taken.
+
+What is checked, in every state that can come about:
+- no step is carried out by an instance that is not in an episode (which was reset, and has not ended since);
+- where the caller's side says RUNNING between two calls, and the worker lives, the instance is in an episode;
+- nothing happens that the table lacks;
+- from every state the env can be RUNNING again, in a worker that lives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from envherd.executor.protocol.env_states import FOLLOWS, Event, State
+
+Table = Mapping[State, Mapping[Event, State]]
+STEPS = (Event.STEP, Event.STEP_RESET)
+
+
+class Violation(AssertionError):
+    """A state that must not come about."""
+
+
+class Life(NamedTuple):
+    """Everything.
+
+    Attributes:
+        state: as the caller's side has it.
+        call: what the caller does: "" (nothing), "begun" (the state has moved, the command is not given), "waits".
+        is_parked: whether the flight may stay under way between two calls.
+        command: what the worker was given and has not carried out; None for nothing.
+        answer: what it has answered: an `Event` for the landing; None for nothing.
+        instance: "new" (never reset, or it has raised), "episode", "over".
+        is_alive: of the worker.
+        deaths_left, interrupts_left: what may still happen.
+    """
+
+    state: State = State.NEEDS_RESET
+    call: str = ""
+    is_parked: bool = False
+    command: Event | None = None
+    answer: Event | None = None
+    instance: str = "new"
+    is_alive: bool = True
+    deaths_left: int = 2
+    interrupts_left: int = 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """The lives that a table allows.
+
+    Attributes:
+        follows: the table.
+    """
+
+    follows: Table = field(default_factory=lambda: FOLLOWS)  # type: ignore[arg-type, return-value]
+
+    def moved(self, life: Life, event: Event) -> State:
+        """Return the state that follows."""
+        try:
+            return self.follows[life.state][event]
+        except KeyError:
+            raise Violation(f"{life} has no entry for {event.name}") from None
+
+    def after(self, life: Life) -> Iterator[Life]:
+        """Yield the lives that one step of anybody leads to."""
+        yield from self._caller(life)
+        if life.command is not None and life.is_alive:
+            yield from self._worker(life)
+        if life.is_alive and life.deaths_left:
+            yield life._replace(is_alive=False, command=None, deaths_left=life.deaths_left - 1)
+
+    # ---- the caller's side -------------------------------------------------------------------
+
+    def _caller(self, life: Life) -> Iterator[Life]:
+        if life.call == "":
+            yield from self._next_call(life)
+            return
+        if life.interrupts_left:
+            yield self._interrupted(life)
+        if life.call == "begun":
+            given = life._replace(command=_command_of(life.state) if life.is_alive else None)
+            yield given._replace(call="" if life.is_parked else "waits")
+        elif life.answer is not None:
+            yield life._replace(state=self.moved(life, life.answer), call="", answer=None)
+        elif not life.is_alive:
+            yield from self._landed_lost(life)
+
+    def _next_call(self, life: Life) -> Iterator[Life]:
+        for event in (*STEPS, Event.RESET):
+            if event in self.follows[life.state]:
+                for is_parked in (False, True):
+                    yield life._replace(state=self.moved(life, event), call="begun", is_parked=is_parked)
+        if life.state >= State.STEPPING:  # it was sent: a later call receives it
+            yield life._replace(call="waits", is_parked=False)
+        elif not life.is_alive:  # a call about something else notices it
+            yield self._replaced(life._replace(state=self.moved(life, Event.IS_LOST)))
+
+    def _landed_lost(self, life: Life) -> Iterator[Life]:
+        """Land a command that a death has taken; the call may end there, or reset the env in the successor."""
+        is_due = life.state in (State.STEP_RESETTING, State.RESETTING)
+        lost = self._replaced(life._replace(state=self.moved(life, Event.IS_LOST), call=""))
+        yield lost
+        if is_due:
+            yield lost._replace(state=self.moved(lost, Event.RESET), call="begun", is_parked=False)
+
+    def _replaced(self, life: Life) -> Life:
+        return life._replace(is_alive=True, command=None, answer=None, instance="new")
+
+    def _interrupted(self, life: Life) -> Life:
+        """End the call, and begin the next one, which waits for what is under way and drops its answer."""
+        life = life._replace(interrupts_left=life.interrupts_left - 1)
+        if life.call == "begun" and life.is_parked:  # the command was not given
+            return life._replace(state=self.moved(life, Event.IS_WITHDRAWN), call="")
+        broken_off = life._replace(state=self.moved(life, Event.IS_BROKEN_OFF), call="", answer=None)
+        if broken_off.command is None:
+            return broken_off
+        (done, *_) = self._worker(broken_off)
+        return done._replace(answer=None)
+
+    # ---- the worker --------------------------------------------------------------------------
+
+    def _worker(self, life: Life) -> Iterator[Life]:
+        """Yield what may come of the command that the worker has."""
+        command, life = life.command, life._replace(command=None)
+        if command in STEPS and life.instance != "episode":
+            raise Violation(f"{life} steps an instance that was not reset")
+        yield life._replace(answer=Event.ANSWERED, instance="episode")
+        yield life._replace(answer=Event.FAILS, instance="new")
+        yield life._replace(answer=Event.ENDS, instance="over")  # of a STEP_RESET: the reset's root says done
+        if command == Event.STEP_RESET:
+            yield life._replace(answer=Event.RESTARTS, instance="episode")
+
+    # ---- exploring ---------------------------------------------------------------------------
+
+    def explore(self) -> int:
+        """Visit every life; return how many there are.
+
+        Raises:
+            Violation: with the life that must not come about.
+        """
+        befores: dict[Life, set[Life]] = {Life(): set()}
+        queue = deque(befores)
+        while queue:
+            life = queue.popleft()
+            is_still = life.call == "" and life.command is None and life.answer is None
+            if is_still and life.state is State.RUNNING and life.is_alive and life.instance != "episode":
+                raise Violation(f"{life} counts as running")
+            for following in self.after(life):
+                if following not in befores:
+                    befores[following] = set()
+                    queue.append(following)
+                befores[following].add(life)
+        goals = [life for life in befores if life.state is State.RUNNING and life.is_alive and life.call == ""]
+        reached, queue = set(goals), deque(goals)
+        while queue:
+            for life in befores[queue.popleft()] - reached:
+                reached.add(life)
+                queue.append(life)
+        if stuck := befores.keys() - reached:
+            raise Violation(f"{next(iter(stuck))} never runs again")
+        return len(befores)
+
+
+def _command_of(state: State) -> Event:
+    return {State.STEPPING: Event.STEP, State.STEP_RESETTING: Event.STEP_RESET, State.RESETTING: Event.RESET}[state]
