@@ -175,7 +175,7 @@ class NodeHost:
                 self._pool.outcome.losses.clear()
                 return Reply(failure=error)
 
-    def _begin(self, order: Order, flags: Flag = Flag(0)) -> Flight:  # noqa: B008  # an immutable value
+    def _begin(self, order: Order, flags: int = 0) -> Flight:
         """Give the envs of an order its commands. The driver knows which are legal."""
         flights = self._flights
         if order.inputs is not None:

@@ -11,6 +11,7 @@ import contextlib
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -178,14 +179,11 @@ class Engine:
         if not batch_size or batch_size[0] != self.num_envs:
             raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {batch_size}.")
         self.refuse_rolling()
-        self.flights.check_steps(cut)
-        self.pool.await_workers(self.all_ids)
-        self.write_inputs(td)
         rows, has_root = self.rows, op == Op.STEP_RESET
-        flight = self.flights.begin(op, cut=cut)
+        flight = self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td))
         draft = rows.draft(flight.at, has_root=has_root)
         try:
-            flight.land()
+            self.flights.land(flight)
         except EnvherdError as error:
             if flight.has_landed:
                 error.partial = rows.next_td(rows.next_leaves(flight.at))

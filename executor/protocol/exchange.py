@@ -7,6 +7,7 @@ env was ready first.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,9 @@ class _Received(NamedTuple):
     env_ids: np.ndarray
     leaves: Leaves | None
     stamp: tuple[int, int]
+
+
+_EACH = int(Flag.EACH)
 
 
 class Exchange:
@@ -112,12 +116,10 @@ class Exchange:
         """Check a batch of actions and start the steps."""
         engine, rows = self._engine, self._engine.rows
         engine.refuse_rolling()
-        engine.states.check(op, env_ids)
-        engine.pool.await_workers(env_ids)
-        engine.write_inputs(td, env_ids)
+        write_inputs = partial(engine.write_inputs, td, env_ids)
+        engine.flights.begin(op, env_ids, write_inputs=write_inputs, is_parked=True, flags=_EACH)
         if rows.has_interrupted:
             rows.interrupted[env_ids] = False  # of an earlier step of all
-        engine.flights.begin(op, env_ids, is_parked=True, flags=Flag.EACH)
 
     def recv(
         self, min_envs: int | None, timeout_s: float | None, env_ids: np.ndarray | None, *, with_root: bool

@@ -59,6 +59,12 @@ class Flight:
         faults: env id -> what it raised.
     """
 
+    has_landed = False
+    ended: np.ndarray | None = None
+    was_reset: np.ndarray | None = None
+    dead = _NOBODY
+    faults: Mapping[int, Frame] = {}  # never changed
+
     def __init__(  # noqa: PLR0913  # what a command may be
         self,
         flights: Flights,
@@ -81,11 +87,6 @@ class Flight:
         self.is_parked = is_parked
         self.number = flights.pool.number
         self.outer = flights.current
-        self.has_landed = False
-        self.ended: np.ndarray | None = None
-        self.was_reset: np.ndarray | None = None
-        self.dead = _NOBODY
-        self.faults: dict[int, Frame] = {}
 
     @property
     def fresh(self) -> np.ndarray:
@@ -148,11 +149,12 @@ class Flights:
         resets: np.ndarray | None = None,
         cut: np.ndarray | None = None,
         extras: Mapping[int, Prepare] = _NOTHING,
+        write_inputs: Callable[[], None] | None = None,
         is_parked: bool = False,
         is_late: bool = False,
-        flags: Flag = Flag(0),  # noqa: B008  # an immutable value
+        flags: int = 0,
     ) -> Flight:
-        """Give envs a command. Inputs and reset masks must be written.
+        """Give envs a command. Reset masks must be written.
 
         Args:
             op: the command.
@@ -161,25 +163,32 @@ class Flights:
             resets: int64 `[j]`, of a step of all: envs that are reset instead. Their `next` says reward 0 and no flag.
             cut: int64 `[j]`, of a step of all: see `Flight`. A STEP_RESET resets them, a STEP leaves them out.
             extras: see `Flight`.
+            write_inputs: checks and writes the inputs of a step; called once nothing else can refuse the command. None
+                for none, or if they are written.
             is_parked: the call may end before the flight lands.
             is_late: the workers are being replaced, and their successors are to find the command.
             flags: of the command.
 
         Raises:
-            Busy, ResetNeeded, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
+            Busy, ResetNeeded, ActionError, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
         """
-        self._check(op, ids, resets, cut)
-        if op == Op.RESET and self._recycler is not None and not is_late:
-            self._recycler.before_resets(self.all_ids if ids is None else ids)
+        is_plain = ids is None and resets is None and cut is None and op != Op.RESET and self.states.are_running()
+        if not is_plain:
+            self._check(op, ids, resets, cut)
         if not is_late:
+            if op == Op.RESET and self._recycler is not None:
+                self._recycler.before_resets(self.all_ids if ids is None else ids)
             self.pool.await_workers(self.all_ids if ids is None else ids)
+        if write_inputs is not None:
+            write_inputs()
         if at is None:
             at = self._next_column(op, ids)
         flight = Flight(self, op, ids, at, resets=resets, cut=cut, extras=extras, is_parked=is_parked)
         self.current = flight
-        if resets is not None:
-            self.rows.blank_steps(at, resets)
-        self._depart(flight)
+        if is_plain:
+            self.states.start_all(op, at)
+        else:
+            self._depart(flight)
         try:
             self._submit(flight, flags, is_late=is_late)
         except EnvherdError:
@@ -190,13 +199,7 @@ class Flights:
             self.current = flight.outer
         return flight
 
-    def check_steps(self, cut: np.ndarray | None = None) -> None:
-        """Raise what refuses a step of all envs (but of those in `cut`), before its inputs are written."""
-        self._check(Op.STEP, None, None, cut)
-
     def _check(self, op: Op, ids: np.ndarray | None, resets: np.ndarray | None, cut: np.ndarray | None) -> None:
-        if ids is None and op != Op.RESET and self.states.are_running():
-            return
         stepped = self.all_ids if ids is None else ids
         for others in (resets, cut):
             if others is not None:
@@ -213,19 +216,18 @@ class Flights:
         """Note which command every env of a flight has, and that it is under way."""
         op, at, states = flight.op, flight.at, self.states
         resets, left_out = flight.resets, None
+        if resets is not None:
+            self.rows.blank_steps(at, resets)
         if flight.cut is not None:
             for env_id in flight.cut.tolist():
                 self.rows.cut_off(env_id, at)
             resets, left_out = (flight.cut, None) if op == Op.STEP_RESET else (None, flight.cut)
-        if flight.is_all and op != Op.RESET and states.are_running() and resets is None:
-            states.start_all(op, at)
-            return
-        others = [ids for ids in (resets, left_out) if ids is not None]
-        states.start(np.setdiff1d(flight.ids, others[0]) if others else flight.ids, op, at)
+        others = left_out if resets is None else resets
+        states.start(flight.ids if others is None else np.setdiff1d(flight.ids, others), op, at)
         if resets is not None:
             states.start(resets, Op.RESET, at + self.rows.where.root_ahead)
 
-    def _submit(self, flight: Flight, flags: Flag, *, is_late: bool) -> None:
+    def _submit(self, flight: Flight, flags: int, *, is_late: bool) -> None:
         pool, op, where, cut = self.pool, flight.op, self.rows.where, flight.cut
         for env_id in flight.ids.tolist() if flight.extras else ():
             if env_id in flight.extras:
@@ -256,11 +258,12 @@ class Flights:
             self._land_unusual(flight)
         else:
             self._note_usual(flight)
-            self._close(flight)
+            self.current = flight.outer
 
     def _note_usual(self, flight: Flight) -> None:
         """Note what became of a flight of which the pool reports nothing but rows."""
-        self._forget_interrupted(flight)
+        if self.rows.has_interrupted:
+            self._forget_interrupted(flight)
         if self._has_infos:
             self.rows.forget_infos() if flight.is_all else self.rows.note_infos({}, flight.ids.tolist())
         self._note_rows(flight)
@@ -301,12 +304,16 @@ class Flights:
             self._note_some(flight)
             return
         if flight.op == Op.STEP_RESET:
-            flight.was_reset = flight.ended = rows.stepped_all_and_reset(at)
-            self.states.land_all(rows.over_at_once(flight.ended, at + rows.where.root_ahead))
+            ended = rows.stepped_all_and_reset(at)
+            if ended is None:
+                self.states.land_all(None)
+                return
+            flight.was_reset = flight.ended = ended
+            self.states.land_all(rows.over_at_once(ended, at + rows.where.root_ahead))
             return
         flight.was_reset = flight.resets
         flight.ended = over = rows.stepped_all(at, flight.resets)
-        over_at_once = rows.over_at_once(flight.resets, at)
+        over_at_once = None if flight.resets is None else rows.over_at_once(flight.resets, at)
         if over_at_once is not None:
             over = over_at_once if over is None else np.union1d(over, over_at_once)
         self.states.land_all(over)
@@ -370,13 +377,14 @@ class Flights:
         """Note what became of a flight; return what the pool reported, and the flight's envs that were lost."""
         rows, ids = self.rows, flight.ids
         outcome = self.pool.take_outcome(ids)
+        lost = self.losses.envs_of(outcome.losses)
+        own = lost[np.isin(lost, ids)]
+        outcome.forget_rows(own)  # an env that answered before its worker died in another's step is lost, too
         rows.note_side(outcome.side)
         rows.note_infos(outcome.infos, ids.tolist())
         self._forget_interrupted(flight)
         self.num_errors += len(outcome.faults)
         flight.faults = outcome.faults
-        lost = self.losses.envs_of(outcome.losses)
-        own = lost[np.isin(lost, ids)]
         is_stepped = self.states.ops != RESET
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
         for env_id in [*own[is_stepped[own]].tolist(), *failed]:

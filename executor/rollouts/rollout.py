@@ -213,7 +213,7 @@ class _Run:
 
     def go(self, num_steps: int) -> int:
         """Step until the end; return how many steps were made."""
-        rows = self._rows
+        rows, flights = self._rows, self._engine.flights
         for step in range(num_steps):
             is_last = step == num_steps - 1
             if rows.has_side:
@@ -222,9 +222,9 @@ class _Run:
                 acted = self._act(step)
             op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
             cut, self._cut = self._cut, None
-            flight = self._engine.flights.begin(op, at=step, cut=cut)
+            flight = flights.begin(op, at=step, cut=cut)
             try:
-                flight.land()
+                flights.land(flight)
             except EnvherdError:
                 self.carried.renew(flight.fresh)
                 raise

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -513,6 +514,30 @@ def test_an_interrupted_row_has_the_last_true_text(tmp_path, way, when):
                 data = env.recv()[0]
         assert data["next", "interrupted"].all()
         assert data["next"].get(text) == data.get(text) is not None
+
+
+@pytest.mark.parametrize("way", ["fused", "rollout"])
+def test_the_text_of_an_env_that_answered_before_its_worker_died(tmp_path, way):
+    """Its neighbour's step kills their worker: both rows are interrupted, and have the text of before."""
+
+    class Dies(TextEnv):
+        def step(self, action: list[Any]) -> Any:
+            if self.num_steps == 1 and not (tmp_path / "died").exists():
+                time.sleep(0.1)  # what the other has sent is read
+                (tmp_path / "died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(action)
+
+    with ParallelEnv(2, [TextEnv, Dies], num_workers=1, options=RESTART) as env:
+        root = env.reset()
+        if way == "rollout":
+            data = env.rollout(2, auto_reset=False, break_when_any_done=False)[:, 1]
+        else:
+            root = env.step_and_maybe_reset(root.update(act(env)))[1]
+            data = env.step_and_maybe_reset(root.update(act(env)))[0]
+        assert data["next", "interrupted"].all()
+        for row in data.unbind(0):
+            assert row["next", "text"] == row["text"] is not None
 
 
 def test_an_env_with_text_that_was_never_reset_has_none():

@@ -133,11 +133,9 @@ class Model:
         command, life = life.command, life._replace(command=None)
         if command in STEPS and life.instance != "episode":
             raise Violation(f"{life} steps an instance that was not reset")
-        yield life._replace(answer=Event.ANSWERED, instance="episode")
+        yield life._replace(answer=Event.ANSWERED, instance="episode")  # the same one or, after a reset, a new one
         yield life._replace(answer=Event.FAILS, instance="new")
         yield life._replace(answer=Event.ENDS, instance="over")  # of a STEP_RESET: the reset's root says done
-        if command == Event.STEP_RESET:
-            yield life._replace(answer=Event.RESTARTS, instance="episode")
 
     # ---- exploring ---------------------------------------------------------------------------
 

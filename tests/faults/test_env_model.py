@@ -43,7 +43,7 @@ def changed(state: State, event: Event, following: State | None) -> Model:
         (State.RESETTING, Event.IS_WITHDRAWN, State.RUNNING),
         (State.RESETTING, Event.IS_LOST, State.RUNNING),
         (State.STEPPING, Event.STEP, State.STEPPING),
-        (State.STEP_RESETTING, Event.RESTARTS, None),
+        (State.STEP_RESETTING, Event.ANSWERED, None),
         (State.RESETTING, Event.ANSWERED, None),
         (State.NEEDS_RESET, Event.RESET, None),
     ],
@@ -88,5 +88,5 @@ class TestEnvStates:
         assert states.values.tolist() == [State.RUNNING, State.ENDED]
 
     def test_an_impossible_event_is_a_bug(self):
-        with pytest.raises(AssertionError, match="RESTARTS cannot happen"):
-            EnvStates(1).move(np.arange(1), Event.RESTARTS)
+        with pytest.raises(AssertionError, match="ANSWERED cannot happen"):
+            EnvStates(1).move(np.arange(1), Event.ANSWERED)

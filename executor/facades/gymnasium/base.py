@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -174,9 +175,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         engine, ended = self._engine, self._ended
         try:
             with self._turn:
-                engine.flights.check_steps(ended)
-                self._actions.take(actions)
-                self._flight = engine.flights.begin(self._step_op, resets=ended, is_parked=True)
+                self._flight = engine.flights.begin(
+                    self._step_op, resets=ended, write_inputs=partial(self._actions.take, actions), is_parked=True
+                )
         except EnvherdError as error:
             raise self._fail(error) from error.__cause__
 

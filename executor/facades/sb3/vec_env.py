@@ -17,6 +17,7 @@ import multiprocessing
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -126,12 +127,11 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             raise Busy("step_async failed: the last step was not waited for. Call step_wait() first.")
         engine = self._engine
         with self._turn:
-            if not engine.states.are_running():
-                if self._was_reset:
-                    engine.flights.check_steps()
+            if not (self._was_reset or engine.states.are_running()):
                 engine.allow_steps()  # envs that want to be reset first say so themselves
-            self._write(actions)
-            self._flight = engine.flights.begin(Op.STEP_RESET, is_parked=True)
+            self._flight = engine.flights.begin(
+                Op.STEP_RESET, write_inputs=partial(self._write, actions), is_parked=True
+            )
         self.waiting = True
 
     def _write(self, actions: Any) -> None:
