@@ -1,0 +1,256 @@
+"""The parts of envherd and what they import: the tables of docs/architecture.md, and its picture.
+
+    python -m tests.architecture --write      # needs envherd[media]
+
+The arrows are the imports that `tests/test_imports.py` finds. An arrow that follows from two or more others is left
+out (transitive reduction). Only the places of the boxes are given by hand. A module without a box is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import graphlib
+import hashlib
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from envherd.benchmarks.parts import write_part
+from envherd.executor.protocol.env_states import Event, State, table
+from tests.test_imports import MODULES, ORDERED, ROOT, imported_modules
+
+PAGE = ROOT / "docs" / "architecture.md"
+PICTURE = ROOT / "docs" / "images" / "architecture.png"
+COMMAND = "python -m tests.architecture --write"
+
+
+class Box(NamedTuple):
+    """A part of the program.
+
+    Attributes:
+        files: patterns of its files, relative to the checkout. The first box that matches a file has it.
+        what: what it is for, in the picture and in the table.
+        row: of the picture, from the bottom.
+        columns: of the picture, first and last.
+    """
+
+    files: tuple[str, ...]
+    what: str
+    row: int
+    columns: tuple[int, int]
+
+
+#: Label -> box, in the order of the table: from what users call down to the memory.
+BOXES = {
+    "executor/cli/": Box(("executor/cli/*",), "the commands, a file each", 18, (1, 3)),
+    "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 17, (3, 3)),
+    "executor/facades/": Box(("executor/facades/*",), "Gymnasium, SB3, TorchRL interfaces", 17, (4, 4)),
+    "executor/cluster/": Box(("executor/cluster/*",), "a pool of pools on Ray nodes", 16, (1, 1)),
+    "executor/parallel.py": Box(
+        ("executor/parallel.py", "executor/__init__.py"), 'ParallelEnv, with "auto"', 16, (3, 3)
+    ),
+    "executor/sizing/": Box(("executor/sizing/*",), "how many envs and workers", 15, (1, 1)),
+    "executor/{collector,policy,exporting}.py": Box(
+        ("executor/collector.py", "executor/policy.py", "executor/exporting.py"), "training loops, figures", 15, (3, 3)
+    ),
+    "executor/{batched,serial,fixed}.py": Box(
+        ("executor/batched.py", "executor/serial.py", "executor/fixed.py"),
+        "what users call: reset, step, send",
+        14,
+        (1, 3),
+    ),
+    "executor/rollouts/": Box(("executor/rollouts/*",), "rollouts and their memory", 13, (2, 2)),
+    "executor/protocol/": Box(("executor/protocol/*",), "env states, flights, losses", 12, (2, 2)),
+    "executor/monitor/": Box(("executor/monitor/*",), "what workers are doing", 11, (2, 2)),
+    "executor/pools/": Box(
+        ("executor/pools/*",), "worker processes, or this one, that run the envs: commands, waiting, losses", 10, (0, 2)
+    ),
+    "executor/batches/": Box(("executor/batches/*",), "actions to rows, rows to TensorDicts", 9, (1, 1)),
+    "executor/machine/": Box(("executor/machine/*",), "processors and memory to use", 9, (0, 0)),
+    "executor/options.py": Box(("executor/options.py",), "ExecutorOptions", 8, (1, 1)),
+    "workers/process/": Box(("workers/process/*",), "helper process, start, loop", 7, (2, 2)),
+    "workers/testing/": Box(("workers/testing/*",), "contract tests for any env", 6, (3, 3)),
+    "workers/adapters/hosts/": Box(("workers/adapters/hosts/*",), "a facade's part in a worker", 6, (4, 4)),
+    "workers/probing/": Box(("workers/probing/*",), "measures one env", 6, (2, 2)),
+    "workers/build.py": Box(("workers/build.py",), "from a factory to an adapter", 5, (2, 4)),
+    "workers/block/": Box(
+        ("workers/block/*",), "the envs of one worker: commands carried out, rows written", 4, (1, 2)
+    ),
+    "workers/adapters/{base,registry,common}": Box(
+        ("workers/adapters/base.py", "workers/adapters/registry.py", "workers/adapters/common/*"),
+        "the Adapter class, and which env has which",
+        2,
+        (1, 2),
+    ),
+    "workers/adapters/": Box(("workers/adapters/*",), "a folder or file per env family", 3, (1, 2)),
+    "workers/*.py": Box(("workers/*",), "commands as tables, messages, errors, seeds, writers of rows", 1, (1, 2)),
+    "shm/": Box(("shm/*",), "specs, layout of bytes, segment, slab, doorbells", 0, (0, 4)),
+}
+#: Layer -> its rows in the picture, and its colours: of the area, and of its boxes.
+LAYERS = {
+    "shm": ((0, 0), "#fdf1dc", "#f6cf8b"),
+    "workers": ((1, 7), "#e6f2e6", "#b5dbb5"),
+    "executor": ((8, 18), "#e6eef8", "#b4cfec"),
+}
+
+
+@functools.cache
+def box_of(module: str) -> str:
+    """Return the label of the box that has a module."""
+    file = MODULES[module].relative_to(ROOT).as_posix()
+    for label, box in BOXES.items():
+        if any(fnmatch(file, pattern) for pattern in box.files):
+            return label
+    raise KeyError(f"{file} has no box: add it to BOXES in tests/architecture.py, then run `{COMMAND}`.")
+
+
+def imported_boxes() -> dict[str, set[str]]:
+    """Return which boxes each box imports directly, without those that others of them import.
+
+    Raises:
+        CycleError: boxes import each other in a circle.
+    """
+    direct: dict[str, set[str]] = {label: set() for label in BOXES}
+    for module in ORDERED:
+        label = box_of(module)
+        direct[label] |= {box_of(other) for other in imported_modules(module) & set(ORDERED)} - {label}
+    below: dict[str, set[str]] = {}
+    for label in graphlib.TopologicalSorter(direct).static_order():
+        below[label] = direct[label].union(*(below[other] for other in direct[label]))
+    return {label: others.difference(*(below[other] for other in others)) for label, others in direct.items()}
+
+
+def parts_table() -> list[str]:
+    """Return the table of parts, as lines of Markdown."""
+    imports = imported_boxes()
+    order = list(BOXES)
+    lines = ["| part | what it is | imports |", "|---|---|---|"]
+    for label, box in BOXES.items():
+        others = ", ".join(f"`{other}`" for other in sorted(imports[label], key=order.index))
+        lines.append(f"| `{label}` | {box.what} | {others} |")
+    return lines
+
+
+def states_table() -> list[str]:
+    """Return `env_states.table()` with a column for each state and a row for each event, as lines of Markdown."""
+    cells = {}
+    for line in table().splitlines():
+        before, what, after = line.split(None, 2)
+        refusal = after.removeprefix("refused: ")
+        cells[before, what] = after if refusal == after else f"*{refusal}*"
+    lines = ["| event | " + " | ".join(state.name for state in State) + " |", "|---" * (1 + len(State)) + "|"]
+    for event in Event:
+        row = (cells.get((state.name, event.name), "") for state in State)
+        lines.append(f"| {event.name} | {' | '.join(row)} |")
+    return lines
+
+
+#: What is written to the page: the name of the part, and what makes its lines.
+PARTS = {"tests/architecture.py, parts": parts_table, "tests/architecture.py, states": states_table}
+
+
+def hops(section: str) -> list[tuple[str, list[str]]]:
+    """Return the hops that a section of the page lists: the file, and the functions of it that are named."""
+    text = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    lines = (line for line in text.splitlines() if re.match(r"\d+\. ", line))
+    named = (re.findall(r"`([^`]+)`", line.partition(": ")[0]) for line in lines)
+    return [(file, functions) for file, *functions in named]
+
+
+def stepped_boxes() -> set[str]:
+    """Return the boxes that a step goes through."""
+    return {box_of(file.removesuffix(".py").replace("/", ".")) for file, _ in hops("A step")}
+
+
+def digest() -> str:
+    """Return what the picture is marked with: a hash of all that it shows."""
+    imports = sorted((label, sorted(others)) for label, others in imported_boxes().items())
+    shown = repr((BOXES, LAYERS, imports, sorted(stepped_boxes())))
+    return hashlib.sha256(shown.encode()).hexdigest()
+
+
+_WIDTH, _PITCH, _GAP, _BOX_HEIGHT, _PAD = 300, 86, 20, 56, 14  # pixels
+_NO_GAP = {"shrinkA": 0, "shrinkB": 0}
+_LONG_NAME = 28  # characters, in a box of one column
+_NUM_ROWS = 1 + max(box.row for box in BOXES.values())
+
+
+def _span(box: Box) -> tuple[float, float]:
+    """Return the left and right edge of a box."""
+    first, last = box.columns
+    return 10 + first * (_WIDTH + _GAP), 10 + (last + 1) * _WIDTH + last * _GAP
+
+
+def _bottom(box: Box) -> float:
+    return 14.0 + box.row * _PITCH + _PAD
+
+
+def _draw_arrow(axes: Any, source: Box, target: Box) -> None:
+    """Draw a vertical arrow where the boxes stand above each other, else one between the quarters that are closest."""
+    (own_left, own_right), (left, right) = _span(source), _span(target)
+    begin = end = (max(own_left, left) + min(own_right, right)) / 2
+    if own_right <= left:
+        begin, end = own_right - _WIDTH / 4, left + _WIDTH / 4
+    elif right <= own_left:
+        begin, end = own_left + _WIDTH / 4, right - _WIDTH / 4
+    style = {"arrowstyle": "-|>,head_width=0.28,head_length=0.55", "color": "#444444", "lw": 1.6} | _NO_GAP
+    axes.annotate("", (end, _bottom(target) + _BOX_HEIGHT), (begin, _bottom(source)), arrowprops=style)
+
+
+def _draw_box(axes: Any, label: str, *, is_stepped: bool) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    box = BOXES[label]
+    (left, right), bottom = _span(box), _bottom(box)
+    layer, _, name = label.partition("/")
+    frame = FancyBboxPatch((left + 4, bottom + 4), right - left - 8, _BOX_HEIGHT - 8, boxstyle="round,pad=4", zorder=2)
+    frame.set(facecolor=LAYERS[layer][2], edgecolor="#333333", linewidth=3.5 if is_stepped else 1.0)
+    axes.add_patch(frame)
+    centred: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 3}
+    size = 11 if box.columns[0] == box.columns[1] and len(name) > _LONG_NAME else 12
+    axes.text((left + right) / 2, bottom + 39, name or label, fontsize=size, weight="bold", **centred)
+    axes.text((left + right) / 2, bottom + 17, box.what, fontsize=11, **centred)
+
+
+def draw(path: Path) -> None:
+    """Draw the picture, 1600 pixels wide."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    height = 14 + _NUM_ROWS * _PITCH + 50
+    figure = Figure(figsize=(16, height / 100), dpi=100)
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 1600), ylim=(0, height))
+    axes.axis("off")
+    title = "An arrow points at what a part imports. Arrows that follow from others are left out. Thick frames: a step."
+    axes.text(800, height - 26, title, ha="center", va="center", fontsize=15)
+    for name, ((first, last), area, _) in LAYERS.items():
+        bottom, top = 14 + first * _PITCH, 8 + (last + 1) * _PITCH
+        axes.add_patch(Rectangle((2, bottom), 1596, top - bottom, color=area, zorder=0))
+        if first < last:
+            axes.text(16, top - 12, name, ha="left", va="top", fontsize=18, weight="bold", color="#666666")
+    for label, others in imported_boxes().items():
+        for other in others:
+            _draw_arrow(axes, BOXES[label], BOXES[other])
+    stepped = stepped_boxes()
+    for label in BOXES:
+        _draw_box(axes, label, is_stepped=label in stepped)
+    canvas.print_png(str(path), metadata={"Comment": digest()})
+
+
+def main() -> None:
+    """Write the picture and the tables."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--write", action="store_true", required=True, help=f"write {PAGE.name} and {PICTURE.name}")
+    parser.parse_args()
+    draw(PICTURE)
+    for name, make in PARTS.items():
+        write_part(PAGE, name, make())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""docs/architecture.md says what the code is: its tables, its picture, the functions that it names, its one rule."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import architecture
+from tests.architecture import BOXES, COMMAND, PAGE, PARTS, PICTURE
+from tests.test_imports import ROOT
+
+TEXT = PAGE.read_text()
+HOPS = [
+    pytest.param(file, function, id=f"{section}: {function}")
+    for section in ("A step", "A reset", "A loss", "A restart")
+    for file, functions in architecture.hops(section)
+    for function in functions
+]
+#: They read what a pool reports besides rows: the flight, its part for losses, and what answers another machine.
+READERS = {
+    "executor/protocol/flight.py",
+    "executor/protocol/losses.py",
+    "executor/cluster/host.py",
+    "executor/cluster/remote_rollouts.py",
+}
+REPORTS = re.compile(r"\.(outcome|take_outcome|wait_all|wait_some)\b")
+
+
+def defined_in(node: ast.AST, prefix: str = "") -> Iterator[str]:
+    """Yield the classes and functions of a module by qualified name, but none inside a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + child.name
+        if isinstance(child, ast.ClassDef):
+            yield from defined_in(child, f"{prefix}{child.name}.")
+
+
+@functools.cache
+def functions_of(file: str) -> set[str]:
+    """Return the classes and functions of a file by qualified name."""
+    return set(defined_in(ast.parse((ROOT / file).read_text())))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_tables_are_those_of_the_code(name):
+    begin, end = f"<!-- written by {name} -->", f"<!-- end of what {name} writes -->"
+    written = TEXT.partition(begin)[2].partition(end)[0].strip().splitlines()
+    assert written == PARTS[name](), f"docs/architecture.md is out of date; run `{COMMAND}`"
+
+
+def test_the_picture_is_that_of_the_code():
+    is_current = architecture.digest().encode() in PICTURE.read_bytes()
+    assert is_current, f"docs/images/architecture.png is out of date; run `{COMMAND}` and look at it"
+
+
+@pytest.mark.parametrize(("file", "function"), HOPS)
+def test_the_functions_of_each_way_are_there(file, function):
+    assert function in functions_of(file), f"docs/architecture.md names {function}, which {file} does not have"
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/design.md"])
+def test_files_that_pages_name_are_there(page):
+    named = re.findall(r"`((?:shm|workers|executor|benchmarks|tests|docs)/[\w/.]+\.\w+)`", (ROOT / page).read_text())
+    assert [file for file in named if "NAME" not in file and not (ROOT / file).exists()] == []
+
+
+def test_ways_have_hops():
+    assert len(HOPS) > 40
+
+
+def test_only_flights_read_what_a_pool_reports():
+    found = {path.relative_to(ROOT) for path in (ROOT / "executor").rglob("*.py") if REPORTS.search(path.read_text())}
+    pools = {file for file in found if "pools" in file.parts} | {Path("executor/cluster/pool.py")}
+    assert {file.as_posix() for file in found - pools} == READERS
+
+
+def test_every_arrow_points_down():
+    imports = architecture.imported_boxes().items()
+    assert [(one, other) for one, others in imports for other in others if BOXES[one].row <= BOXES[other].row] == []
+
+
+def test_no_boxes_overlap():
+    places = [(box.row, column) for box in BOXES.values() for column in range(box.columns[0], box.columns[1] + 1)]
+    assert len(places) == len(set(places))
