@@ -218,18 +218,18 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _loses_no_worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail a test that loses a worker without being marked `broken_pool`."""
-    pool = sys.modules.get("envherd.executor.pools.worker_pool")
-    if pool is None or request.node.get_closest_marker("broken_pool"):
+    supervisor = sys.modules.get("envherd.executor.pools.supervisor")
+    if supervisor is None or request.node.get_closest_marker("broken_pool"):
         yield
         return
     lost: list[str] = []
-    declare_lost = pool.WorkerPool._declare_lost
+    declare_lost = supervisor.Supervisor.declare_lost
 
     def declare(self: Any, worker_id: int, error: Exception) -> None:
         lost.append(str(error))
         declare_lost(self, worker_id, error)
 
-    monkeypatch.setattr(pool.WorkerPool, "_declare_lost", declare)
+    monkeypatch.setattr(supervisor.Supervisor, "declare_lost", declare)
     yield
     assert not lost, "the test lost a worker; mark it `broken_pool` if it means to:\n" + "\n".join(lost)
 

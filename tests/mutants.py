@@ -61,6 +61,9 @@ TESTS = {
     ),
     "executor/protocol/losses.py": (*_LOSSES, "executor/test_losses.py", "executor/test_exchange.py"),
     "executor/pools/ahead_pool.py": ("executor/test_reset_ahead.py",),
+    "executor/pools/turns.py": ("executor/test_reset_ahead.py",),
+    "executor/pools/supervisor.py": (*_LOSSES, "executor/test_losses.py", "executor/test_recycling.py"),
+    "executor/pools/spare_supervisor.py": ("executor/test_reset_ahead.py",),
     "executor/batches/actions.py": (
         "executor/test_intake.py",
         "executor/test_quick_step.py",

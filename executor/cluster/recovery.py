@@ -16,7 +16,7 @@ from envherd.executor.cluster.post import Post
 from envherd.executor.cluster.ray_cluster import check_versions
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.losses import Restarts
+from envherd.executor.pools.restarts import Restarts
 from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import EnvherdError, InternalError
 

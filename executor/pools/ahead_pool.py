@@ -27,12 +27,13 @@ import numpy as np
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool
 from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.error_messages import Frame, log, worker_late
+from envherd.executor.pools.error_messages import Frame, worker_late
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.spare_supervisor import SpareSupervisor
+from envherd.executor.pools.turns import Turns
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.workers import messages
-from envherd.workers.errors import EnvherdError, SpecError, WorkerTimeout
-from envherd.workers.process.ahead import pack_turn, unpack_turn
+from envherd.workers.errors import EnvherdError, SpecError
 from envherd.workers.processes import memory_of
 from envherd.workers.protocol import RESET, RING, STEP, STEP_RESET, Op, Status, pack, unpack
 
@@ -56,12 +57,8 @@ class AheadPool(WorkerPool):
         super().__init__(dataclasses.replace(blueprint, blocks=blueprint.blocks * 2), options)
         num_envs = self.num_workers = self.num_envs
         self.worker_of = np.arange(num_envs)
+        self.supervisor: SpareSupervisor
         self.serving: list[int] = list(range(num_envs))
-        self._gone: set[int] = set()  # spares that are not replaced
-        self._was_handed = np.zeros(num_envs, bool)  # whether the latest reset has gone to the other one
-        self._is_stale = np.ones(num_envs, bool)  # whether the next reset is not the one that was prepared
-        self._is_changed = np.zeros(num_envs, bool)  # whether instances may not be as they were built
-        self._episodes = [0] * len(self.worker_ids)  # that workers have begun since they came
         self._fused = np.full(num_envs, _NONE)  # number of the STEP that may call for a RESET
         self._following = np.full(num_envs, _NONE)  # number of the RESET after it, until its messages are read
         self._resets = np.zeros(num_envs, np.int64)  # what to give then
@@ -83,11 +80,22 @@ class AheadPool(WorkerPool):
                     f"{spec.difference(other)}. Its factory must build the same env every time."
                 )
         super()._make_slab()
-        self._turn, self._prepared = self.slab.words["turn"], self.slab.words["ready"]
-        self._episode, self._ends = self.slab.words["episode"], self.slab.words["ends"]
+        self._ends = self.slab.words["ends"]
         self._order = np.zeros(self.num_envs, np.int64)  # numbers of what the caller has asked for
-        for env_id in range(self.num_envs):
-            self._turn[env_id] = pack_turn(env_id, None)
+
+    def _make_supervisor(self) -> SpareSupervisor:
+        self.turns = Turns(self.slab.words, self.worker_of, self.serving)
+        return SpareSupervisor(self, self.crew, self.options, self.turns)
+
+    @property
+    def num_ahead(self) -> int:
+        """Resets whose episode was ready when it was asked for."""
+        return self.turns.num_ahead
+
+    @property
+    def num_missed(self) -> int:
+        """All other resets."""
+        return self.turns.num_missed
 
     @property
     def recyclable(self) -> RecyclablePool | None:
@@ -107,9 +115,7 @@ class AheadPool(WorkerPool):
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
         """Give some envs a command each; those that are to be reset may change hands. See `Pool.submit`."""
-        for worker_id in list(self._rebuilding):
-            if self._is_spare(worker_id) and worker_id not in self._leaving and self.crew.has_answered(worker_id):
-                self._take_up(worker_id)
+        self.supervisor.take_up_spares()
         self.await_workers(env_ids)
         ops = _plain(op) + np.zeros(len(env_ids), np.int64)
         reset_ids = env_ids[ops == RESET].tolist()
@@ -118,7 +124,7 @@ class AheadPool(WorkerPool):
         self._note_order(env_ids, ops, pack(RESET, target, columns + (target != RING), int(flags)))
         super().submit(env_ids, np.where(ops == STEP_RESET, STEP, ops), target, columns, flags)
         for env_id in reset_ids:
-            self._send_off(self._spare_of(env_id))
+            self._send_off(self.turns.spare_of(env_id))
 
     def _note_order(self, env_ids: np.ndarray, op: Op | np.ndarray, resets: np.ndarray | int) -> None:
         """Note what the next command of some envs is for, and the command to give if a STEP_RESET ends the episode."""
@@ -130,11 +136,11 @@ class AheadPool(WorkerPool):
 
     def await_workers(self, env_ids: np.ndarray) -> None:
         """Raise the loss of a worker of some envs that stays lost; others may be replaced by the env's other worker."""
-        self._refuse_lost(self.worker_of[env_ids].tolist())
+        self.supervisor.refuse_lost(self.worker_of[env_ids].tolist())
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`: where a worker is being rebuilt, the env's other one can be given the command now."""
-        is_served = np.array([self._is_there(self._spare_of(i)) for i in env_ids.tolist()], bool)
+        is_served = np.array([self.supervisor.is_there(self.turns.spare_of(i)) for i in env_ids.tolist()], bool)
         if is_served.any():
             self.submit(env_ids[is_served], op, target, columns[is_served], flags)
         if not is_served.all():
@@ -143,8 +149,7 @@ class AheadPool(WorkerPool):
 
     def nudge(self) -> None:
         """Have every worker look for commands; an interrupt may have come between a turn and our own notes of it."""
-        for env_id, turn in enumerate(self._turn.tolist()):
-            self._note_server(env_id, unpack_turn(turn)[0])
+        self.turns.read_again()
         super().nudge()
 
     # ---- resets after steps ------------------------------------------------------------------
@@ -170,7 +175,7 @@ class AheadPool(WorkerPool):
         self._write(env_ids, self._resets[env_ids])
         for env_id in env_ids.tolist():
             self._rings[int(self.worker_of[env_id])]()
-            self._send_off(self._spare_of(env_id))
+            self._send_off(self.turns.spare_of(env_id))
 
     def _has_answered(self) -> np.ndarray:
         return np.asarray(super()._has_answered() & (self._fused != self._command_seq))
@@ -231,13 +236,14 @@ class AheadPool(WorkerPool):
             worker_id = int(self.worker_of[env_id])
             if self.is_serving(worker_id):
                 error = worker_late(self.crew.workers[worker_id], (env_id,), "reset", limit, env_id)
-                self._declare_lost(worker_id, error)
+                self.supervisor.declare_lost(worker_id, error)
 
     def _that_reset(self, num_resets: np.ndarray) -> set[int]:
         return super()._that_reset(num_resets) | set(self.worker_of[self._is_following_up()].tolist())
 
-    def _forfeit(self, worker_id: int) -> bool:
-        has_owed = super()._forfeit(worker_id)
+    def forfeit(self, worker_id: int) -> bool:
+        """Take what a lost worker's envs owe as answered; return whether they owed anything."""
+        has_owed = super().forfeit(worker_id)
         if has_owed:
             env_id = worker_id % self.num_envs
             self._fused[env_id] = self._following[env_id] = _NONE
@@ -245,53 +251,25 @@ class AheadPool(WorkerPool):
 
     # ---- turns -------------------------------------------------------------------------------
 
-    def _spare_of(self, env_id: int) -> int:
-        server = int(self.worker_of[env_id])
-        return server + self.num_envs if server < self.num_envs else server - self.num_envs
-
-    def _is_spare(self, worker_id: int) -> bool:
-        return bool(self.worker_of[worker_id % self.num_envs] != worker_id)
-
-    def _is_there(self, worker_id: int) -> bool:
-        """Return whether a worker can be given something to do; notes the loss of a spare that has died."""
-        if worker_id in self._rebuilding or worker_id in self._gone or worker_id in self.lost:
-            return False
-        if self._is_spare(worker_id) and self.crew.workers[worker_id].has_exited():
-            self._declare_lost(worker_id, self._death(worker_id))
-            return False
-        return True
-
     def _hand_over(self, env_id: int) -> None:
         """Choose who begins the next episode of an env that owes no answer; the other is to prepare the one after."""
         self._step_in(env_id)
-        server, spare, episode = int(self.worker_of[env_id]), self._spare_of(env_id), int(self._episode[env_id])
-        if server in self.lost:
+        turns, supervisor = self.turns, self.supervisor
+        if supervisor.is_lost(turns.server_of(env_id)):
             return  # which is the answer
-        self._was_handed[env_id] = not self._is_stale[env_id] and self._is_there(spare)
-        if self._was_handed[env_id]:
-            server = spare
-        if self._prepared[server] == episode + 1:
-            self.num_ahead += 1
-        else:
-            self.num_missed += 1
-        self._is_stale[env_id] = False
-        self._episodes[server] += 1
-        self._turn[env_id] = pack_turn(server, episode + 1)
-        self._note_server(env_id, server)
+        is_handed = not turns.is_stale[env_id] and supervisor.is_there(turns.spare_of(env_id))
+        turns.begin_episode(env_id, is_handed=is_handed)
 
     def _step_in(self, env_id: int) -> None:
         """Let an env be served by its spare, if the server is being rebuilt."""
-        spare = self._spare_of(env_id)
-        if int(self.worker_of[env_id]) in self._rebuilding and self._is_there(spare):
-            self._turn[env_id] = pack_turn(spare, None)
-            self._note_server(env_id, spare)
-
-    def _note_server(self, env_id: int, worker_id: int) -> None:
-        self.worker_of[env_id] = self.serving[env_id] = worker_id
+        turns, supervisor = self.turns, self.supervisor
+        is_missing = supervisor.is_being_replaced(turns.server_of(env_id))
+        if is_missing and supervisor.is_there(turns.spare_of(env_id)):
+            turns.swap(env_id)
 
     def _send_off(self, worker_id: int) -> None:
         """Wake a spare to prepare what its env's turn says; or replace it first, if it is due."""
-        if not self._is_there(worker_id):
+        if not self.supervisor.is_there(worker_id):
             return
         if self._is_due(worker_id):
             with contextlib.suppress(EnvherdError):  # no further process can be started: see `_give_up_on`
@@ -300,10 +278,10 @@ class AheadPool(WorkerPool):
             self._rings[worker_id]()
 
     def _is_due(self, worker_id: int) -> bool:
-        options = self.options
-        if self._is_changed[worker_id % self.num_envs]:
+        options, turns = self.options, self.turns
+        if turns.is_changed[worker_id % self.num_envs]:
             return False
-        if options.recycle_after is not None and self._episodes[worker_id] >= options.recycle_after:
+        if options.recycle_after is not None and turns.episodes[worker_id] >= options.recycle_after:
             return True
         limit = options.max_worker_memory
         return limit is not None and memory_of(self.pid_of(worker_id))["uss"] > limit
@@ -314,14 +292,12 @@ class AheadPool(WorkerPool):
         """Send the extras of an env's next command ahead of it."""
         self._step_in(message.env_id)
         if message.has_seed or message.options:
-            self._is_stale[message.env_id] = True
+            self.turns.is_stale[message.env_id] = True
         super().prepare(message)
 
     def seed(self, root_seed: int) -> None:
         """Use a new root seed in every worker."""
-        self._is_stale[:] = True
-        for env_id, server in enumerate(self.serving):
-            self._turn[env_id] = pack_turn(server, None)
+        self.turns.forget_episodes()
         super().seed(root_seed)
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
@@ -329,93 +305,28 @@ class AheadPool(WorkerPool):
         args = question.get("args", ())
         by_worker = super().question(what, env_ids, **question)
         for position, env_id in enumerate(env_ids) if what in _CHANGES else ():
-            self._is_stale[env_id] = self._is_changed[env_id] = True
-            spare = self._spare_of(env_id)
-            if self._is_there(spare):
+            self.turns.is_stale[env_id] = self.turns.is_changed[env_id] = True
+            spare = self.turns.spare_of(env_id)
+            if self.supervisor.is_there(spare):
                 own = (args[position],) if what in messages.PER_ENV else args
                 ask = messages.Ask(what=what, env_ids=(env_id,), is_silent=True, **{**question, "args": own})
                 self.crew.mail(spare, ask)
         return by_worker
 
-    # ---- losses ------------------------------------------------------------------------------
+    # ---- what the supervisor uses ------------------------------------------------------------
 
-    def _declare_lost(self, worker_id: int, error: EnvherdError) -> None:
-        """Take a worker out of service; a reset that it was to answer goes back to the env's other one."""
-        if self._is_spare(worker_id):
-            self._lose_spare(worker_id, error)
-        elif isinstance(error, WorkerTimeout) or not self._take_back(worker_id, error):
-            super()._declare_lost(worker_id, error)
+    def owes_reset(self, env_id: int) -> bool:
+        """Return whether an env has a RESET to answer."""
+        is_owed = self._command_seq[env_id] != self._reply_seq[env_id]
+        return bool(is_owed) and unpack(int(self._command[env_id]))[0] == Op.RESET
 
-    def _take_back(self, worker_id: int, error: EnvherdError) -> bool:
-        """Give back the reset that was handed to a worker that has died since; return whether that was possible."""
-        env_id = worker_id % self.num_envs
-        other, op = self._spare_of(env_id), unpack(int(self._command[env_id]))[0]
-        is_owed = self._command_seq[env_id] != self._reply_seq[env_id] and op == Op.RESET
-        if not (is_owed and self._was_handed[env_id] and self._is_there(other)):
-            return False
-        self._was_handed[env_id] = False
-        _, episode = unpack_turn(int(self._turn[env_id]))
-        assert episode is not None
+    def forget_messages(self, env_id: int) -> None:
+        """Forget that an env has announced messages."""
         self._status[env_id] = 0
-        self._episode[env_id] = episode - 1  # it may have begun to count
-        self._turn[env_id] = pack_turn(other, episode)
-        self._note_server(env_id, other)
-        self._rings[other]()
-        self._lose_spare(worker_id, error)
-        return True
 
-    def _lose_spare(self, worker_id: int, error: EnvherdError) -> None:
-        """Do without a spare, or replace it."""
-        self.num_losses += 1
-        self.crew.workers[worker_id].kill()
-        is_wanted = self.options.on_worker_loss == "restart" and not self._is_changed[worker_id % self.num_envs]
-        is_replaced = is_wanted and self._restarts.next_delay_s(worker_id) is not None
-        log.warning(
-            "%s It was preparing resets; env %d is %s.",
-            error.message,
-            worker_id % self.num_envs,
-            "reset in the ordinary way until it is replaced"
-            if is_replaced
-            else "reset in the ordinary way from now on",
-        )
-        if not is_replaced:
-            self._gone.add(worker_id)
-            return
-        with contextlib.suppress(EnvherdError):  # no further process can be started: see `_give_up_on`
-            self._succeed(worker_id)
-
-    def _do_without(self, worker_id: int) -> None:
-        self._leaving.discard(worker_id)
-        self._rebuilding.pop(worker_id, None)
-        self._gone.add(worker_id)
-        self.crew.workers[worker_id].kill()
-
-    def _succeed(self, worker_id: int) -> None:
-        self._prepared[worker_id] = self._episodes[worker_id] = 0
-        super()._succeed(worker_id)
-
-    def _take_up(self, worker_id: int) -> None:
-        """Put a successor into service; a spare then prepares what its env's turn says. For spares, never raises."""
-        if self._is_spare(worker_id) and self._is_changed[worker_id % self.num_envs]:
-            self._do_without(worker_id)
-            return
-        is_spare = self._is_spare(worker_id)
-        super()._take_up(worker_id)
-        if not is_spare and worker_id not in self._rebuilding:  # the other instance, if there is one, is as new
-            self._is_changed[worker_id % self.num_envs] = False
-
-    def _try_another(self, worker_id: int, error: EnvherdError) -> None:
-        if self._is_spare(worker_id):
-            self._rebuilding.pop(worker_id, None)
-            self._lose_spare(worker_id, error)
-        else:
-            super()._try_another(worker_id, error)
-
-    def _give_up_on(self, worker_id: int, error: EnvherdError) -> None:
-        if self._is_spare(worker_id):
-            self._do_without(worker_id)
-        else:
-            super()._give_up_on(worker_id, error)
+    def ring(self, worker_id: int) -> None:
+        """Make a worker look for commands and turns."""
+        self._rings[worker_id]()
 
 
 def _plain(op: Op | np.ndarray) -> int | np.ndarray:

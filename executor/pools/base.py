@@ -6,7 +6,7 @@ written, and it is counted as answered. Env ids are int64 `[k]` without duplicat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -68,13 +68,9 @@ class Pool(Protocol):
         slab: inputs, rows and words of all envs.
         lenders: group index -> what takes the inputs of an env's next step as tensors, for groups that read none
             from the slab.
-        lost: worker id -> the error that describes its loss, for workers that are out of service.
         forfeited: bool `[N]`, whether a loss has taken the answer to the latest command of an env. The engine writes
             to it too.
         outcome: what happened besides the rows since `take_outcome`.
-        num_losses: workers that were lost, ever.
-        num_ahead: resets whose episode was ready when it was asked for.
-        num_missed: all other resets, of a pool that prepares episodes; 0 for one that does not.
         holds_storages: whether it keeps the memory of a rollout storage until that is detached.
     """
 
@@ -86,12 +82,8 @@ class Pool(Protocol):
     plan: SlabPlan
     slab: Slab
     lenders: dict[int, Lend]
-    lost: dict[int, EnvherdError]
     forfeited: np.ndarray
     outcome: Outcome
-    num_losses: int
-    num_ahead: int
-    num_missed: int
     holds_storages: bool
 
     @property
@@ -107,6 +99,26 @@ class Pool(Protocol):
     @property
     def segment(self) -> Segment | None:
         """The slab's memory, if other processes of this machine may read it; else None."""
+        ...
+
+    @property
+    def lost(self) -> Mapping[int, EnvherdError]:
+        """Worker id -> the error that describes its loss, for workers that are out of service."""
+        ...
+
+    @property
+    def num_losses(self) -> int:
+        """Workers that were lost, ever."""
+        ...
+
+    @property
+    def num_ahead(self) -> int:
+        """Resets whose episode was ready when it was asked for."""
+        ...
+
+    @property
+    def num_missed(self) -> int:
+        """All other resets, of a pool that prepares episodes; 0 for one that does not."""
         ...
 
     @property

@@ -6,14 +6,13 @@ Guarantees:
 - A worker's death is noticed within `_LOOK_S` while a thread waits, and is logged at once; no thread spins without
   bound.
 - After a loss the other workers continue, and their rows are complete.
-- A worker that is being replaced owes what its predecessor was given later (`submit_later`), however often that fails.
 Assumes: one caller at a time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,22 +26,19 @@ from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.error_messages import (
     Frame,
     env_error,
-    log,
     log_stall,
     merge_answers,
-    worker_late,
-    worker_lost,
 )
-from envherd.executor.pools.losses import Restarts
 from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.supervisor import Supervisor
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.shm.sync import Doorbell
 from envherd.shm.tally import Tally
 from envherd.workers import messages
-from envherd.workers.errors import EnvherdError, FactoryError, InternalError
+from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.protocol import Op, describe_phase, pack, pack_each
 
 #: Seconds between looks at the workers' pidfds: while anybody waits, and where answers come too fast for a wait.
@@ -63,7 +59,6 @@ class WorkerPool:
         self.serving: Sequence[int] = self.worker_ids  # those that run steps: all, unless envs have two instances
         self.num_workers = len(self.serving)
         self.worker_of = np.repeat(np.arange(self.num_workers), [len(b) for b in blueprint.blocks])
-        self.lost: dict[int, EnvherdError] = {}
         self.outcome = Outcome()
         self.lenders: dict[int, Lend] = {}  # workers read their inputs from the slab
         self.specs: list[EnvSpec] = []
@@ -71,15 +66,10 @@ class WorkerPool:
         #: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
         self.forfeited = np.zeros(self.num_envs, bool)
         self._all_ids = np.arange(self.num_envs)
-        self._lost_at = 0.0
-        self.num_losses = self._number = self._asked = 0
-        self.num_ahead = self.num_missed = self.num_recycled = 0
+        self._number = self._asked = 0
         self.holds_storages = False
         self._is_hailed, self._looked_at = False, 0.0
         self._is_reading = False  # a worker is writing more than its socket holds
-        self._rebuilding: dict[int, float] = {}
-        self._leaving: set[int] = set()
-        self._restarts = Restarts(options)
 
     def start(self) -> None:
         """Start the workers, build the envs in them, and set `specs`, `plan` and `slab`.
@@ -113,9 +103,14 @@ class WorkerPool:
         self._reply_seq, self._status = words["reply_seq"], words["status"]
         self._order = self._command_seq  # int `[N]`, by which the envs that have answered are sorted
         self._no_status = bytes(self._status.nbytes)
-        self.crew.hand_over(self.plan, segment, self._knock)
+        self.supervisor = self._make_supervisor()
+        self.crew.hand_over(self.plan, segment, self.knock)
 
-    def _knock(self, worker_id: int) -> None:
+    def _make_supervisor(self) -> Supervisor:
+        return Supervisor(self, self.crew, self.options)
+
+    def knock(self, worker_id: int) -> None:
+        """Make a worker look for commands and messages."""
         self.slab.words["mail_seq"][worker_id] = self.crew.workers[worker_id].channel.num_queued
         self._rings[worker_id]()
 
@@ -127,6 +122,31 @@ class WorkerPool:
     def number(self) -> int:
         """Number of the latest command."""
         return self._number
+
+    @property
+    def lost(self) -> dict[int, EnvherdError]:
+        """Worker id -> the error that describes its loss."""
+        return self.supervisor.lost
+
+    @property
+    def num_losses(self) -> int:
+        """Workers that were lost, ever."""
+        return self.supervisor.num_losses
+
+    @property
+    def num_ahead(self) -> int:
+        """0: no episode is begun before it is asked for."""
+        return 0
+
+    @property
+    def num_missed(self) -> int:
+        """0, likewise."""
+        return 0
+
+    @property
+    def num_recycled(self) -> int:
+        """Workers that were replaced between episodes, ever."""
+        return self.supervisor.num_recycled
 
     @property
     def segment(self) -> Segment | None:
@@ -142,8 +162,8 @@ class WorkerPool:
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Give every env the same command, but some (int `[k]`) a RESET."""
-        if self.lost or self._rebuilding:
-            self._revive(self.serving)
+        if self.supervisor.absent:
+            self.supervisor.revive(self.serving)
         self._number += 1
         self._command.fill(pack(op, target, column))
         if reset_ids is not None:
@@ -152,8 +172,8 @@ class WorkerPool:
         self._command_seq.fill(self._number)
         for ring in self._rings:
             ring()
-        if self.lost:
-            self._answer_for_lost()
+        if self.supervisor.absent:
+            self.supervisor.answer_for_lost()
 
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
@@ -169,12 +189,12 @@ class WorkerPool:
         """
         is_all = len(env_ids) == self.num_envs
         worker_ids = self.serving if is_all else set(self.worker_of[env_ids].tolist())
-        self._revive(worker_ids)
+        self.supervisor.revive(worker_ids)
         self._write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         for worker_id in worker_ids:
             self._rings[worker_id]()
-        if self.lost:
-            self._answer_for_lost()
+        if self.supervisor.absent:
+            self.supervisor.answer_for_lost()
 
     def _write(self, env_ids: np.ndarray, commands: np.ndarray) -> None:
         """Write some envs' next commands, int64 `[k]`, under one number; the caller rings."""
@@ -192,22 +212,15 @@ class WorkerPool:
         Raises:
             WorkerLost, WorkerTimeout: one is lost and stays so.
         """
-        if self.lost or self._rebuilding:
-            self._revive(set(self.worker_of[env_ids].tolist()))
+        if self.supervisor.absent:
+            self.supervisor.revive(set(self.worker_of[env_ids].tolist()))
 
     def nudge(self) -> None:
         """Make every worker look for commands and messages."""
         for worker_id in self.worker_ids:
-            self._knock(worker_id)
+            self.knock(worker_id)
 
-    def _answer_for_lost(self) -> None:
-        """Let commands to workers that had been lost before end in that loss at once."""
-        for worker_id, error in self.lost.items():
-            if worker_id not in self._rebuilding and self._forfeit(worker_id):
-                self.outcome.losses[worker_id] = error
-                self._lost_at = time.monotonic()
-
-    def _forfeit(self, worker_id: int) -> bool:
+    def forfeit(self, worker_id: int) -> bool:
         """Take what a lost worker's envs owe as answered; return whether they owed anything."""
         env_ids = np.array(self.blueprint.blocks[worker_id])
         owing = env_ids[~self._has_answered()[env_ids]]
@@ -326,12 +339,12 @@ class WorkerPool:
                 continue
             self._look_around()
             now = time.monotonic()
-            if not through_losses and self._must_raise(now):
+            if not through_losses and self.supervisor.must_raise(now):
                 return
             if end is not None and now >= end:
                 resetting = self._that_reset(num_resets) if more_for_resets_s != 0 else set()
                 if kill_late:
-                    self._give_up_late(end - began, resetting)
+                    self.supervisor.give_up_late([w for w in self._owing() if w not in resetting], end - began)
                 if not (kill_late and resetting.intersection(self._owing())):
                     return
                 end = None if more_for_resets_s is None else end + more_for_resets_s
@@ -342,20 +355,14 @@ class WorkerPool:
 
     def _log_stalls(self, waited_s: float) -> None:
         for worker_id in self._owing():
-            if worker_id not in self._rebuilding:
+            if not self.supervisor.is_being_replaced(worker_id):
                 log_stall(self.crew.workers[worker_id], int(self.slab.words["phase"][worker_id]), waited_s)
-
-    def _must_raise(self, now: float) -> bool:
-        """Return whether a loss has waited for the other workers' answers long enough."""
-        grace_s = self.options.loss_grace_s
-        is_raised = bool(self.outcome.losses) and self.options.on_worker_loss == "raise"
-        return is_raised and grace_s is not None and now >= self._lost_at + grace_s
 
     def _that_reset(self, num_resets: np.ndarray) -> set[int]:
         """Return the workers that are in a reset, or have made one since these were counted (int `[N]`)."""
         words = self.slab.words
         have_reset = set(self.worker_of[words["resets"] != num_resets].tolist())
-        return have_reset | {w for w in self.worker_ids if describe_phase(int(words["phase"][w]))[0] == "reset"}
+        return have_reset | {w for w in self.worker_ids if self.phase_of(w)[0] == "reset"}
 
     def hail(self) -> None:
         """Have whoever waits in `wait_some` return with what there is, until `unhail`. From any thread."""
@@ -372,53 +379,14 @@ class WorkerPool:
 
     def _look_around(self) -> None:
         """Notice deaths and successors, and read what workers have written so that none blocks on a full socket."""
-        self._looked_at = now = time.monotonic()
+        self._looked_at = time.monotonic()
         self._place()
-        for worker_id, began in list(self._rebuilding.items()):
-            passed_s, limit = now - began, self.options.build_timeout_s
-            try:
-                if worker_id in self._leaving:
-                    if passed_s >= 0:
-                        self._succeed(worker_id)
-                elif self.crew.has_answered(worker_id) or (limit is not None and passed_s > limit):
-                    self._take_up(worker_id)
-            except EnvherdError as error:
-                self.outcome.losses[worker_id] = error
-        self._is_reading = False
-        for worker_id in self._owing():
-            if worker_id in self._rebuilding or worker_id in self.lost:
-                continue
-            has_exited = self.crew.workers[worker_id].has_exited()
-            self.crew.drain(worker_id)
-            self._is_reading |= self.crew.workers[worker_id].channel.is_in_frame
-            if has_exited:
-                self._declare_lost(worker_id, self._death(worker_id))
+        self.supervisor.advance()
+        self._is_reading = self.supervisor.look(self._owing())
 
     def _place(self) -> None:
         if self._placement.is_due(time.monotonic()):
             self._placement.look([w.pid if self.is_serving(w.worker_id) else 0 for w in self.crew.workers])
-
-    def _give_up_late(self, timeout_s: float, excused: set[int]) -> None:
-        for worker_id in self._owing():
-            if worker_id in self._rebuilding or worker_id in excused:
-                continue
-            phase, env_id = describe_phase(int(self.slab.words["phase"][worker_id]))
-            env_ids = self.blueprint.blocks[worker_id]
-            self._declare_lost(worker_id, worker_late(self.crew.workers[worker_id], env_ids, phase, timeout_s, env_id))
-
-    def _death(self, worker_id: int) -> EnvherdError:
-        phase, env_id = describe_phase(int(self.slab.words["phase"][worker_id]))
-        return worker_lost(self.crew.workers[worker_id], self.blueprint.blocks[worker_id], phase, env_id)
-
-    def _declare_lost(self, worker_id: int, error: EnvherdError) -> None:
-        """Take a worker out of service: its words are the parent's now."""
-        self.num_losses += 1
-        self._lost_at = time.monotonic()
-        self.lost[worker_id] = error
-        self.outcome.losses[worker_id] = error
-        self.crew.workers[worker_id].kill()
-        self._forfeit(worker_id)
-        log.warning("%s", error.message)  # not the error itself: what keeps the record would keep its frames
 
     def _collect(self) -> None:
         """Read the messages that the status words announce into `outcome`."""
@@ -427,7 +395,7 @@ class WorkerPool:
         answered = self._ready(self._all_ids)  # before reading: what these envs have written is there
         announced = answered[self._status[answered] != 0]
         for worker_id in set(self.worker_of[announced].tolist()):
-            if worker_id not in self._rebuilding:
+            if not self.supervisor.is_being_replaced(worker_id):
                 self.crew.drain(worker_id)
         self._status[announced] = 0
 
@@ -448,12 +416,12 @@ class WorkerPool:
     def prepare(self, message: messages.Prepare) -> None:
         """Send the extras of an env's next command ahead of it."""
         worker_id = int(self.worker_of[message.env_id])
-        self._revive([worker_id])
+        self.supervisor.revive([worker_id])
         self.crew.mail(worker_id, message)
 
     def seed(self, root_seed: int) -> None:
         """Use a new root seed in every worker."""
-        self._refuse_lost(self.worker_ids)
+        self.supervisor.refuse_lost(self.worker_ids)
         self.slab.words["episode"][:] = 0  # the workers will do so too; one that has died unnoticed would not
         self.crew.seed(root_seed)
 
@@ -476,9 +444,10 @@ class WorkerPool:
         by_worker: dict[int, list[int]] = {}
         for env_id in env_ids:
             by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
-        self._revive(by_worker)
-        if gone := [worker_id for worker_id in by_worker if worker_id in self.lost]:
-            raise self.lost[gone[0]]
+        self.supervisor.revive(by_worker)
+        lost = self.lost
+        if gone := [worker_id for worker_id in by_worker if worker_id in lost]:
+            raise lost[gone[0]]
         args = question.pop("args", ())
         self._asked += 1
         for worker_id, ids in by_worker.items():
@@ -499,7 +468,7 @@ class WorkerPool:
         try:
             frame = self.crew.await_frame(worker_id, what, self.options.reset_timeout_s, self._asked)
         except EnvherdError as error:
-            self._declare_lost(worker_id, error)
+            self.supervisor.declare_lost(worker_id, error)
             raise
         if frame["kind"] == "fault":
             raise env_error([frame], worker_id, self.pid_of(worker_id))
@@ -513,7 +482,7 @@ class WorkerPool:
 
     def attach_storage(self, target: int, plan: StoragePlan) -> Segment:
         """Make every worker map a new rollout storage as `target`; its pages are touched by those that write them."""
-        self._refuse_lost(self.worker_ids)
+        self.supervisor.refuse_lost(self.worker_ids)
         segment = Segment.create(plan.nbytes, "envherd-rollout", is_prefaulted=False)
         self.crew.attach_storage(target, plan, segment)
         return segment
@@ -553,114 +522,26 @@ class WorkerPool:
         Raises:
             WorkerLost, WorkerTimeout: too many restarts within the window (a crash loop).
         """
-        self.outcome.losses.pop(worker_id, None)
-        delay_s = self._restarts.next_delay_s(worker_id)
-        if delay_s is None:
-            raise self.lost[worker_id]
-        self._leave(worker_id, delay_s)
-        self.lost.pop(worker_id, None)
-        if not delay_s:
-            self._succeed(worker_id)
+        self.supervisor.begin_restart(worker_id)
 
     def is_serving(self, worker_id: int) -> bool:
         """Return whether a worker is there: neither lost nor being replaced."""
-        return worker_id not in self.lost and worker_id not in self._rebuilding
+        return self.supervisor.is_serving(worker_id)
 
     def recycle(self, worker_id: int) -> None:
         """Close the envs of a worker that has nothing to do, and begin to replace it."""
-        self.num_recycled += 1
-        self._leave(worker_id)
-        self.crew.dismiss(worker_id, self.options.close_timeout_s)
-        self._succeed(worker_id)
+        self.supervisor.recycle(worker_id)
 
-    def _leave(self, worker_id: int, delay_s: float = 0.0) -> None:
-        self._leaving.add(worker_id)  # from now on it is replaced when it is needed, whatever breaks this off
-        self._rebuilding[worker_id] = time.monotonic() + delay_s
-
-    def _succeed(self, worker_id: int) -> None:
-        """Start the successor of a worker that has ended or is to be ended.
-
-        Raises:
-            WorkerLost: no process can be started; the worker is lost.
-        """
+    def clear_words(self, worker_id: int) -> None:
+        """Forget what announced mail and commands to a worker that is replaced."""
         words = self.slab.words
         words["mail_seq"][worker_id] = words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
             pass  # tokens that its predecessor did not take
-        try:
-            self.crew.replace(worker_id)
-        except EnvherdError as error:
-            self._give_up_on(worker_id, error)
-            raise
-        self._rebuilding[worker_id] = time.monotonic()
-        self._leaving.discard(worker_id)
 
-    def _refuse_lost(self, worker_ids: Iterable[int]) -> None:
-        """Raise the loss of a worker that is lost and stays so."""
-        if self.lost and self.options.on_worker_loss != "restart":
-            for worker_id in worker_ids:
-                if worker_id in self.lost:
-                    raise self.lost[worker_id]
-
-    def _revive(self, worker_ids: Iterable[int]) -> None:
-        """Make sure that workers are in service before they are given something to do.
-
-        Those that are lost but may be replaced are left as they are: their loss is their answer.
-
-        Raises:
-            WorkerLost, WorkerTimeout: a worker is lost and stays so.
-        """
-        if not (self.lost or self._rebuilding):
-            return
-        self._refuse_lost(worker_ids)
-        for worker_id in worker_ids:
-            while worker_id in self._rebuilding:
-                if worker_id in self._leaving:
-                    time.sleep(max(0.0, self._rebuilding[worker_id] - time.monotonic()))
-                    self._succeed(worker_id)
-                self._take_up(worker_id)
-
-    def _take_up(self, worker_id: int) -> None:
-        """Wait until a successor has built its envs, and put it into service; begin to replace one that cannot.
-
-        Raises:
-            WorkerLost, WorkerTimeout, ...: it did not come up, and no further successor is allowed.
-        """
-        if not self.crew.workers[worker_id].is_attached:  # an interrupt may have come right after that
-            try:
-                self._check_specs(worker_id, self.crew.collect_specs(worker_id))
-                self.crew.attach(worker_id)
-            except EnvherdError as error:
-                self._try_another(worker_id, error)
-                return
-            except BaseException:  # an interrupt: begin again when the worker is needed
-                self._leave(worker_id)
-                raise
-        self._rebuilding.pop(worker_id, None)
-        self._knock(worker_id)
-
-    def _try_another(self, worker_id: int, error: EnvherdError) -> None:
-        """Begin to replace a successor that did not come up. What its envs owe stays owed."""
-        self.num_losses += 1
-        self.crew.workers[worker_id].kill()
-        delay_s = self._restarts.next_delay_s(worker_id)
-        if delay_s is None:
-            self._give_up_on(worker_id, error)
-            raise error
-        log.warning("%s Another process is started in its place.", error.message)
-        self._leave(worker_id, delay_s)
-
-    def _give_up_on(self, worker_id: int, error: EnvherdError) -> None:
-        """Take a worker that was being replaced for lost."""
-        self._declare_lost(worker_id, error)
-        self._leaving.discard(worker_id)
-        self._rebuilding.pop(worker_id, None)
-
-    def _check_specs(self, worker_id: int, specs: list[EnvSpec]) -> None:
-        for env_id, spec in zip(self.blueprint.blocks[worker_id], specs, strict=True):
-            if spec != self.specs[env_id]:
-                difference = self.specs[env_id].difference(spec)
-                raise InternalError(f"restart failed: env {env_id} came back with another spec: {difference}.")
+    def phase_of(self, worker_id: int) -> tuple[str, int | None]:
+        """Return what a worker is doing, and for which env, if it says so."""
+        return describe_phase(int(self.slab.words["phase"][worker_id]))
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the envs and end the workers within `timeout_s` in all (default: the option's). Never raises."""

@@ -26,7 +26,7 @@ from envherd.executor import (
     WorkerTimeout,
 )
 from envherd.executor.pools import ahead_pool
-from envherd.executor.pools.ahead_pool import AheadPool
+from envherd.executor.pools.turns import Turns
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.executor.ahead_envs import ROOT_SEED, BreakingEnv, GatedEnv, LevelEnv, telling
@@ -69,13 +69,13 @@ def ones(env: Any) -> TensorDict:
 
 def is_ready(env: Any, episode: int, env_id: int = 0) -> bool:
     """Return whether an env's spare has prepared an episode."""
-    spare = env._pool._spare_of(env_id)
+    spare = env._pool.turns.spare_of(env_id)
     return bool(env._pool.slab.words["ready"][spare] == episode + 1)
 
 
 def are_built(env: Any) -> bool:
     """Return whether all workers that are being replaced have come up."""
-    return all(env._pool.crew.has_answered(worker_id) for worker_id in env._pool._rebuilding)
+    return all(env._pool.crew.has_answered(worker_id) for worker_id in env._pool.supervisor.absent)
 
 
 def kill(pid: int) -> None:
@@ -352,7 +352,7 @@ class TestFaults:
             for one in (plain, env):
                 root = one.step_and_maybe_reset(act(one.reset()))[1]
             with monkeypatch.context() as patched:
-                patched.setattr(AheadPool, "_note_server", interrupt)
+                patched.setattr(Turns, "note_server", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     env.step_and_maybe_reset(act(root))
             plain.step_and_maybe_reset(act(root))  # as what was broken off, which is finished

@@ -1,0 +1,316 @@
+"""Supervision of workers: which of them serve, and what is done about those that do not.
+
+Guarantees:
+- Every worker is in one condition, and one store moves it to the next: an interrupt leaves the one or the other.
+- A loss is logged and counted when it is noticed, and what the worker owed is taken as answered.
+- A worker that is being replaced owes what its predecessor was given later, however often that fails.
+Assumes: one caller at a time.
+
+Condition  Meaning                                     Follows on
+SERVING    it carries out commands                     BUILDING
+LOST       it died or was late; that is its answer     SERVING; LEAVING, BUILDING (no successor came up)
+LEAVING    it is to be replaced: when that is due, or  LOST (restart), SERVING (recycled),
+           as soon as it is needed                     BUILDING (its successor did not come up)
+BUILDING   its successor builds its envs               LEAVING
+GONE       it is not replaced: its envs do without     any of them, of workers that envs can do without
+
+Workers that serve are in no table: `absent` has the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.crew import Crew
+from envherd.executor.pools.error_messages import log, worker_late, worker_lost
+from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.restarts import Restarts
+from envherd.shm.specs import EnvSpec
+from envherd.workers.errors import EnvherdError, InternalError
+
+
+class Condition(Enum):
+    """Why a worker does not serve; see the module."""
+
+    LOST = "lost"
+    LEAVING = "leaving"
+    BUILDING = "building"
+    GONE = "gone"
+
+
+class Absence(NamedTuple):
+    """The condition of a worker that does not serve.
+
+    Attributes:
+        condition: see the module.
+        since: monotonic seconds; of LEAVING, from when on its successor may be started.
+        error: of LOST, the one that describes its loss.
+    """
+
+    condition: Condition
+    since: float
+    error: EnvherdError | None = None
+
+
+class Supervised(Protocol):
+    """What a `Supervisor` uses of the pool whose workers it supervises; see `WorkerPool`."""
+
+    outcome: Outcome
+    specs: list[EnvSpec]
+
+    def forfeit(self, worker_id: int) -> bool:
+        """Take what a lost worker's envs owe as answered; return whether they owed anything."""
+        ...
+
+    def knock(self, worker_id: int) -> None:
+        """Make a worker look for commands and messages."""
+        ...
+
+    def clear_words(self, worker_id: int) -> None:
+        """Forget what announced mail and commands to a worker that is replaced."""
+        ...
+
+    def phase_of(self, worker_id: int) -> tuple[str, int | None]:
+        """Return what a worker is doing, and for which env, if it says so."""
+        ...
+
+
+class Supervisor:
+    """See the module.
+
+    Args:
+        pool: whose workers they are.
+        crew: the workers.
+        options: of the executor.
+
+    Attributes:
+        absent: worker id -> its condition, of workers that do not serve.
+        num_losses: workers that were lost, ever.
+        num_recycled: workers that were replaced between episodes, ever.
+    """
+
+    def __init__(self, pool: Supervised, crew: Crew, options: ExecutorOptions) -> None:
+        self._pool, self._crew, self._options = pool, crew, options
+        self.absent: dict[int, Absence] = {}
+        self.num_losses = self.num_recycled = 0
+        self._restarts = Restarts(options)
+        self._lost_at = 0.0
+
+    # ---- conditions --------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> dict[int, EnvherdError]:
+        """Worker id -> the error that describes its loss; fresh."""
+        return {worker_id: absence.error for worker_id, absence in self.absent.items() if absence.error is not None}
+
+    def is_serving(self, worker_id: int) -> bool:
+        """Return whether a worker is there: neither lost nor being replaced."""
+        return worker_id not in self.absent
+
+    def is_lost(self, worker_id: int) -> bool:
+        """Return whether a worker is lost, and nothing is done about it yet."""
+        return self._is(worker_id, Condition.LOST)
+
+    def is_being_replaced(self, worker_id: int) -> bool:
+        """Return whether a successor of a worker is to come."""
+        return self._is(worker_id, Condition.LEAVING, Condition.BUILDING)
+
+    def _is(self, worker_id: int, *conditions: Condition) -> bool:
+        absence = self.absent.get(worker_id)
+        return absence is not None and absence.condition in conditions
+
+    # ---- losses ------------------------------------------------------------------------------
+
+    def declare_lost(self, worker_id: int, error: EnvherdError) -> None:
+        """Take a worker out of service: its words are the parent's now."""
+        self.num_losses += 1
+        self._lost_at = now = time.monotonic()
+        self.absent[worker_id] = Absence(Condition.LOST, now, error)
+        self._pool.outcome.losses[worker_id] = error
+        self._crew.workers[worker_id].kill()
+        self._pool.forfeit(worker_id)
+        log.warning("%s", error.message)  # not the error itself: what keeps the record would keep its frames
+
+    def answer_for_lost(self) -> None:
+        """Let commands to workers that had been lost before end in that loss at once."""
+        for worker_id, error in self.lost.items():
+            if self._pool.forfeit(worker_id):
+                self._pool.outcome.losses[worker_id] = error
+                self._lost_at = time.monotonic()
+
+    def must_raise(self, now: float) -> bool:
+        """Return whether a loss has waited for the other workers' answers long enough.
+
+        Args:
+            now: monotonic seconds.
+        """
+        options = self._options
+        is_raised = bool(self._pool.outcome.losses) and options.on_worker_loss == "raise"
+        return is_raised and options.loss_grace_s is not None and now >= self._lost_at + options.loss_grace_s
+
+    def refuse_lost(self, worker_ids: Iterable[int]) -> None:
+        """Raise the loss of a worker that is lost and stays so."""
+        if self.absent and self._options.on_worker_loss != "restart":
+            lost = self.lost
+            for worker_id in worker_ids:
+                if worker_id in lost:
+                    raise lost[worker_id]
+
+    def look(self, owing: Iterable[int]) -> bool:
+        """Notice deaths, and read what workers have written so that none blocks on a full socket.
+
+        Args:
+            owing: the workers that have a command to carry out.
+
+        Returns:
+            Whether one is writing more than its socket holds.
+        """
+        is_reading = False
+        for worker_id in owing:
+            if worker_id in self.absent:
+                continue
+            worker = self._crew.workers[worker_id]
+            has_exited = worker.has_exited()
+            self._crew.drain(worker_id)
+            is_reading |= worker.channel.is_in_frame
+            if has_exited:
+                self.declare_lost(worker_id, self.death(worker_id))
+        return is_reading
+
+    def death(self, worker_id: int) -> EnvherdError:
+        """Return the error that describes the loss of a worker that has ended."""
+        phase, env_id = self._pool.phase_of(worker_id)
+        return worker_lost(self._crew.workers[worker_id], self._crew.blueprint.blocks[worker_id], phase, env_id)
+
+    def give_up_late(self, owing: Iterable[int], timeout_s: float) -> None:
+        """Kill workers that have not answered in time; of those that are being replaced, the successors come.
+
+        Args:
+            owing: the workers that have a command to carry out.
+            timeout_s: seconds that they had.
+        """
+        for worker_id in owing:
+            if not self.is_being_replaced(worker_id):
+                phase, env_id = self._pool.phase_of(worker_id)
+                env_ids = self._crew.blueprint.blocks[worker_id]
+                error = worker_late(self._crew.workers[worker_id], env_ids, phase, timeout_s, env_id)
+                self.declare_lost(worker_id, error)
+
+    # ---- successors --------------------------------------------------------------------------
+
+    def begin_restart(self, worker_id: int) -> None:
+        """Start a successor of a lost worker; it builds its envs while others go on.
+
+        Raises:
+            WorkerLost, WorkerTimeout: too many restarts within the window (a crash loop).
+        """
+        self._pool.outcome.losses.pop(worker_id, None)
+        delay_s = self._restarts.next_delay_s(worker_id)
+        if delay_s is None:
+            raise self.lost[worker_id]
+        self._leave(worker_id, delay_s)
+        if not delay_s:
+            self._succeed(worker_id)
+
+    def recycle(self, worker_id: int) -> None:
+        """Close the envs of a worker that has nothing to do, and begin to replace it."""
+        self.num_recycled += 1
+        self._leave(worker_id)
+        self._crew.dismiss(worker_id, self._options.close_timeout_s)
+        self._succeed(worker_id)
+
+    def revive(self, worker_ids: Iterable[int]) -> None:
+        """Make sure that workers are in service before they are given something to do.
+
+        Those that are lost but may be replaced are left as they are: their loss is their answer.
+
+        Raises:
+            WorkerLost, WorkerTimeout: a worker is lost and stays so.
+        """
+        if not self.absent:
+            return
+        self.refuse_lost(worker_ids)
+        for worker_id in worker_ids:
+            while self.is_being_replaced(worker_id):
+                if self._is(worker_id, Condition.LEAVING):
+                    time.sleep(max(0.0, self.absent[worker_id].since - time.monotonic()))
+                    self._succeed(worker_id)
+                self._take_up(worker_id)
+
+    def advance(self) -> None:
+        """Start the successors that are due, and put those into service that have built their envs."""
+        now, limit = time.monotonic(), self._options.build_timeout_s
+        for worker_id, (condition, since, _) in list(self.absent.items()):
+            try:
+                if condition is Condition.LEAVING:
+                    if now >= since:
+                        self._succeed(worker_id)
+                elif condition is Condition.BUILDING and (
+                    self._crew.has_answered(worker_id) or (limit is not None and now - since > limit)
+                ):
+                    self._take_up(worker_id)
+            except EnvherdError as error:
+                self._pool.outcome.losses[worker_id] = error
+
+    def _leave(self, worker_id: int, delay_s: float = 0.0) -> None:
+        """Note that a worker is replaced when it is needed, whatever breaks off what follows."""
+        self.absent[worker_id] = Absence(Condition.LEAVING, time.monotonic() + delay_s)
+
+    def _succeed(self, worker_id: int) -> None:
+        """Start the successor of a worker that has ended or is to be ended.
+
+        Raises:
+            WorkerLost: no process can be started; the worker is lost.
+        """
+        self._pool.clear_words(worker_id)
+        try:
+            self._crew.replace(worker_id)
+        except EnvherdError as error:
+            self._give_up_on(worker_id, error)
+            raise
+        self.absent[worker_id] = Absence(Condition.BUILDING, time.monotonic())
+
+    def _take_up(self, worker_id: int) -> None:
+        """Wait until a successor has built its envs, and put it into service; begin to replace one that cannot.
+
+        Raises:
+            WorkerLost, WorkerTimeout, ...: it did not come up, and no further successor is allowed.
+        """
+        if not self._crew.workers[worker_id].is_attached:  # an interrupt may have come right after that
+            try:
+                self._check_specs(worker_id, self._crew.collect_specs(worker_id))
+                self._crew.attach(worker_id)
+            except EnvherdError as error:
+                self._try_another(worker_id, error)
+                return
+            except BaseException:  # an interrupt: begin again when the worker is needed
+                self._leave(worker_id)
+                raise
+        self.absent.pop(worker_id, None)
+        self._pool.knock(worker_id)
+
+    def _try_another(self, worker_id: int, error: EnvherdError) -> None:
+        """Begin to replace a successor that did not come up. What its envs owe stays owed."""
+        self.num_losses += 1
+        self._crew.workers[worker_id].kill()
+        delay_s = self._restarts.next_delay_s(worker_id)
+        if delay_s is None:
+            self._give_up_on(worker_id, error)
+            raise error
+        log.warning("%s Another process is started in its place.", error.message)
+        self._leave(worker_id, delay_s)
+
+    def _give_up_on(self, worker_id: int, error: EnvherdError) -> None:
+        """Take a worker that was being replaced for lost."""
+        self.declare_lost(worker_id, error)
+
+    def _check_specs(self, worker_id: int, specs: list[EnvSpec]) -> None:
+        for env_id, spec in zip(self._crew.blueprint.blocks[worker_id], specs, strict=True):
+            expected = self._pool.specs[env_id]
+            if spec != expected:
+                difference = expected.difference(spec)
+                raise InternalError(f"restart failed: env {env_id} came back with another spec: {difference}.")
