@@ -106,6 +106,7 @@ class SpareSupervisor(Supervisor):
         if not is_replaced:
             self._do_without(worker_id)
             return
+        self._leave(worker_id)  # first: an interrupt must not leave a successor that nobody takes up
         with contextlib.suppress(EnvherdError):  # no further process can be started: see `_give_up_on`
             self._succeed(worker_id)
 

@@ -169,6 +169,8 @@ class Supervisor:
         Returns:
             Whether one is writing more than its socket holds.
         """
+        if self.absent:  # an interrupt may have come between a loss and what it answers
+            self.answer_for_lost()
         is_reading = False
         for worker_id in owing:
             if worker_id in self.absent:

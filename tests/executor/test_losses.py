@@ -401,6 +401,28 @@ class TestWhatTheCallerHears:
                 env.step(act(env))
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("options", [{}, {"on_worker_loss": "restart"}], ids=["raise", "restart"])
+def test_an_interrupt_while_a_loss_is_noticed_leaves_no_answer_to_wait_for(options, monkeypatch):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    limits = ExecutorOptions(step_timeout_s=None, reset_timeout_s=None, **options)
+    with ParallelEnv(2, ENDLESS, num_workers=2, options=limits) as env:
+        env.reset()
+        kill(env, 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(env._pool.crew.workers[0], "kill", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                env.step(act(env))
+        if options:
+            assert counters(env.reset()) == [0, 0]
+        else:
+            with pytest.raises(WorkerLost, match="SIGKILL"):
+                env.reset()
+        assert env.statistics().worker_losses == 1
+
+
 class TestDeadlines:
     def test_ctrl_c_in_an_env_that_hangs_keeps_the_deadline(self, tmp_path):
         gate = Gate(tmp_path)

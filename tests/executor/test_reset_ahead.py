@@ -500,6 +500,28 @@ class TestLosses:
             assert root[:2, 0].tolist() == [episode_seed(ROOT_SEED, env_id, 1) for env_id in (0, 1)]
             assert env.statistics().worker_losses == 3
 
+    @pytest.mark.timeout(60)
+    def test_an_interrupt_while_a_spare_is_replaced(self, monkeypatch):
+        with serial(CountingEnv) as env:
+            expected = reset_by_hand(env, 30)
+        with ahead(CountingEnv, options=RESTART) as env:
+            crew: Any = env._pool.crew
+            replace = crew.replace
+
+            def interrupt(worker_id: int) -> None:
+                replace(worker_id)
+                raise KeyboardInterrupt
+
+            fused(env, 8)
+            kill(env.statistics().spares[1].pid)
+            with monkeypatch.context() as patched:
+                patched.setattr(crew, "replace", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    fused(env, 30)
+            env.set_seed(ROOT_SEED)
+            assert_equal(uninterrupted(reset_by_hand(env, 30)), expected)
+            assert env.statistics().worker_losses == 1
+
     def test_of_a_spare_for_which_no_process_can_be_started(self, monkeypatch):
         def refuse(worker_id: int) -> None:
             raise WorkerLost("no process can be started")
