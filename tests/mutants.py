@@ -38,6 +38,9 @@ TESTS = {
     "executor/protocol/engine.py": (*_STEPS, "executor/test_quick_step.py", *_LOSSES),
     "executor/protocol/exchange.py": ("executor/test_exchange.py", *_LOSSES, "executor/test_infos.py"),
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
+    "executor/pools/command_words.py": (*_STEPS, *_LOSSES),
+    "executor/pools/deadline.py": (*_LOSSES, "executor/test_losses.py", "executor/test_reset_ahead.py"),
+    "executor/pools/questions.py": (*_LOSSES, "executor/test_exchange.py"),
     "executor/protocol/rows.py": (
         *_STEPS,
         "executor/test_quick_step.py",
@@ -61,6 +64,7 @@ TESTS = {
     ),
     "executor/protocol/losses.py": (*_LOSSES, "executor/test_losses.py", "executor/test_exchange.py"),
     "executor/pools/ahead_pool.py": ("executor/test_reset_ahead.py",),
+    "executor/pools/fused_words.py": ("executor/test_reset_ahead.py",),
     "executor/pools/turns.py": ("executor/test_reset_ahead.py",),
     "executor/pools/supervisor.py": (*_LOSSES, "executor/test_losses.py", "executor/test_recycling.py"),
     "executor/pools/spare_supervisor.py": ("executor/test_reset_ahead.py",),

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,9 @@ import numpy as np
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool
 from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.deadline import Deadline
 from envherd.executor.pools.error_messages import Frame, worker_late
+from envherd.executor.pools.fused_words import FusedWords
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.spare_supervisor import SpareSupervisor
 from envherd.executor.pools.turns import Turns
@@ -39,8 +40,7 @@ from envherd.workers.protocol import RESET, RING, STEP, STEP_RESET, Op, Status, 
 
 #: Questions that may change an env.
 _CHANGES = ("call", "each", "set", "load_state_dict")
-_NONE = -1  # number of no command
-_OK, _FAILED = int(Status.OK), int(Status.FAILED)  # for arrays; see `workers.protocol.STEP`
+_OK = int(Status.OK)  # for arrays; see `workers.protocol.STEP`
 
 
 class AheadPool(WorkerPool):
@@ -59,11 +59,7 @@ class AheadPool(WorkerPool):
         self.worker_of = np.arange(num_envs)
         self.supervisor: SpareSupervisor
         self.serving: list[int] = list(range(num_envs))
-        self._fused = np.full(num_envs, _NONE)  # number of the STEP that may call for a RESET
-        self._following = np.full(num_envs, _NONE)  # number of the RESET after it, until its messages are read
-        self._resets = np.zeros(num_envs, np.int64)  # what to give then
-        self._num_ends = np.zeros(num_envs, np.int64)  # before the STEP
-        self._followed_at = np.zeros(num_envs)  # monotonic seconds
+        self._words: FusedWords
         self._reset_limit_s: float | None = None  # for such a RESET, in the wait under way
 
     def _make_slab(self) -> None:
@@ -80,8 +76,9 @@ class AheadPool(WorkerPool):
                     f"{spec.difference(other)}. Its factory must build the same env every time."
                 )
         super()._make_slab()
-        self._ends = self.slab.words["ends"]
-        self._order = np.zeros(self.num_envs, np.int64)  # numbers of what the caller has asked for
+
+    def _make_words(self) -> FusedWords:
+        return FusedWords(self.slab)
 
     def _make_supervisor(self) -> SpareSupervisor:
         self.turns = Turns(self.slab.words, self.worker_of, self.serving)
@@ -121,18 +118,10 @@ class AheadPool(WorkerPool):
         reset_ids = env_ids[ops == RESET].tolist()
         for env_id in reset_ids:
             self._hand_over(env_id)
-        self._note_order(env_ids, ops, pack(RESET, target, columns + (target != RING), int(flags)))
+        self._words.note_order(env_ids, ops, pack(RESET, target, columns + (target != RING), int(flags)))
         super().submit(env_ids, np.where(ops == STEP_RESET, STEP, ops), target, columns, flags)
         for env_id in reset_ids:
             self._send_off(self.turns.spare_of(env_id))
-
-    def _note_order(self, env_ids: np.ndarray, op: Op | np.ndarray, resets: np.ndarray | int) -> None:
-        """Note what the next command of some envs is for, and the command to give if a STEP_RESET ends the episode."""
-        self._resets[env_ids], self._num_ends[env_ids] = resets, self._ends[env_ids]
-        number = self._order[env_ids] = self._number + 1
-        self._fused[env_ids] = np.where(
-            np.equal(_plain(op), STEP_RESET), number, _NONE
-        )  # once the command has this number
 
     def await_workers(self, env_ids: np.ndarray) -> None:
         """Raise the loss of a worker of some envs that stays lost; others may be replaced by the env's other worker."""
@@ -144,7 +133,7 @@ class AheadPool(WorkerPool):
         if is_served.any():
             self.submit(env_ids[is_served], op, target, columns[is_served], flags)
         if not is_served.all():
-            self._note_order(env_ids[~is_served], op, 0)
+            self._words.note_order(env_ids[~is_served], int(op), 0)
             super().submit_later(env_ids[~is_served], op, target, columns[~is_served], flags)
 
     def nudge(self) -> None:
@@ -156,98 +145,63 @@ class AheadPool(WorkerPool):
 
     def _follow_up(self) -> None:
         """Give a RESET to the envs whose STEP was one of a STEP_RESET and has ended their episode."""
-        is_stepped = (self._fused == self._command_seq) & (self._command_seq == self._reply_seq)
-        if not is_stepped.any():
-            return
-        has_ended = (self._ends != self._num_ends) & (self._status != _FAILED) & ~self.forfeited
-        if (is_stepped & has_ended).any():
-            self._reset_ended(np.flatnonzero(is_stepped & has_ended))
-        self._fused[is_stepped & ~has_ended] = _NONE
+        env_ids = self._words.take_ended()
+        if len(env_ids):
+            self._reset_ended(env_ids)
 
     def _reset_ended(self, env_ids: np.ndarray) -> None:
         """Reset envs whose steps have ended their episodes. Until the numbers are written, it can be begun again."""
-        for env_id in env_ids[self._status[env_ids] != _OK].tolist():
+        words = self._words
+        for env_id in env_ids[words.status[env_ids] != _OK].tolist():
             self.crew.drain(int(self.worker_of[env_id]))  # what the step has reported, before that of the reset
-            self._status[env_id] = _OK
+            words.status[env_id] = _OK
         for env_id in env_ids.tolist():
             self._hand_over(env_id)
-        self._following[env_ids], self._followed_at[env_ids] = self._number + 1, time.monotonic()
-        self._write(env_ids, self._resets[env_ids])
+        words.write_resets(env_ids)
         for env_id in env_ids.tolist():
             self._rings[int(self.worker_of[env_id])]()
             self._send_off(self.turns.spare_of(env_id))
 
-    def _has_answered(self) -> np.ndarray:
-        return np.asarray(super()._has_answered() & (self._fused != self._command_seq))
-
-    def is_idle(self) -> bool:
-        """Return whether no env owes an answer."""
-        return bool(self._has_answered().all())
-
     def _collect(self) -> None:
-        is_answered = self._has_answered()
+        is_answered = self._words.has_answered()
         super()._collect()
-        self._following[is_answered] = _NONE
+        self._words.forget_following(is_answered)
 
     def _take_frame(self, frame: Frame) -> None:
         env_id = frame.get("env_id")
-        if env_id is not None and self._following[env_id] == self._command_seq[env_id]:
+        if env_id is not None and self._words.is_following(env_id):
             self.outcome.take_reset(frame)
         else:
             self.outcome.take(frame)
 
     def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
         """As `WorkerPool.take_outcome`, but keep what was reported of an answer of which a part is still to come."""
-        is_kept = (self._fused == self._command_seq) | (self._following == self._command_seq)
+        is_kept = self._words.is_in_parts()
         if is_kept.any():
             taken = self._all_ids if env_ids is None else env_ids
             env_ids = taken[~is_kept[taken]]
         return super().take_outcome(env_ids)
 
-    def _wait_slowly(  # as of `WorkerPool`
-        self,
-        env_ids: np.ndarray,
-        count: int,
-        timeout_s: float | None,
-        more_for_resets_s: float | None,
-        *,
-        kill_late: bool = True,
-        through_losses: bool = False,
+    def _wait_slowly(
+        self, env_ids: np.ndarray, count: int, deadline: Deadline, *, through_losses: bool = False
     ) -> None:
-        self._reset_limit_s = more_for_resets_s if kill_late and more_for_resets_s else None
+        self._reset_limit_s = deadline.reset_limit_s
         try:
-            super()._wait_slowly(
-                env_ids, count, timeout_s, more_for_resets_s, kill_late=kill_late, through_losses=through_losses
-            )
+            super()._wait_slowly(env_ids, count, deadline, through_losses=through_losses)
         finally:
             self._reset_limit_s = None
 
-    def _is_following_up(self) -> np.ndarray:
-        """Return which envs owe the answer to a RESET that the pool has given by itself, bool `[N]`."""
-        return np.asarray((self._following == self._command_seq) & (self._command_seq != self._reply_seq))
-
     def _look_around(self) -> None:
         super()._look_around()
-        limit = self._reset_limit_s
-        if limit is None:
-            return
-        is_late = self._is_following_up() & (self._followed_at < time.monotonic() - limit)
-        for env_id in np.flatnonzero(is_late).tolist():
+        limit_s = self._reset_limit_s
+        for env_id in self._words.late_following(limit_s) if limit_s is not None else ():
             worker_id = int(self.worker_of[env_id])
             if self.is_serving(worker_id):
-                error = worker_late(self.crew.workers[worker_id], (env_id,), "reset", limit, env_id)
+                error = worker_late(self.crew.workers[worker_id], (env_id,), "reset", limit_s or 0.0, env_id)
                 self.supervisor.declare_lost(worker_id, error)
 
     def _that_reset(self, num_resets: np.ndarray) -> set[int]:
-        return super()._that_reset(num_resets) | set(self.worker_of[self._is_following_up()].tolist())
-
-    def forfeit(self, worker_id: int) -> bool:
-        """Take what a lost worker's envs owe as answered; return whether they owed anything."""
-        has_owed = super().forfeit(worker_id)
-        if has_owed:
-            env_id = worker_id % self.num_envs
-            self._fused[env_id] = self._following[env_id] = _NONE
-        return has_owed
+        return super()._that_reset(num_resets) | set(self.worker_of[self._words.owes_following()].tolist())
 
     # ---- turns -------------------------------------------------------------------------------
 
@@ -317,12 +271,13 @@ class AheadPool(WorkerPool):
 
     def owes_reset(self, env_id: int) -> bool:
         """Return whether an env has a RESET to answer."""
-        is_owed = self._command_seq[env_id] != self._reply_seq[env_id]
-        return bool(is_owed) and unpack(int(self._command[env_id]))[0] == Op.RESET
+        words = self._words
+        is_owed = words.command_seq[env_id] != words.reply_seq[env_id]
+        return bool(is_owed) and unpack(int(words.command[env_id]))[0] == Op.RESET
 
     def forget_messages(self, env_id: int) -> None:
         """Forget that an env has announced messages."""
-        self._status[env_id] = 0
+        self._words.status[env_id] = 0
 
     def ring(self, worker_id: int) -> None:
         """Make a worker look for commands and turns."""

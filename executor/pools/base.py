@@ -68,8 +68,6 @@ class Pool(Protocol):
         slab: inputs, rows and words of all envs.
         lenders: group index -> what takes the inputs of an env's next step as tensors, for groups that read none
             from the slab.
-        forfeited: bool `[N]`, whether a loss has taken the answer to the latest command of an env. The engine writes
-            to it too.
         outcome: what happened besides the rows since `take_outcome`.
         holds_storages: whether it keeps the memory of a rollout storage until that is detached.
     """
@@ -82,7 +80,6 @@ class Pool(Protocol):
     plan: SlabPlan
     slab: Slab
     lenders: dict[int, Lend]
-    forfeited: np.ndarray
     outcome: Outcome
     holds_storages: bool
 
@@ -99,6 +96,11 @@ class Pool(Protocol):
     @property
     def segment(self) -> Segment | None:
         """The slab's memory, if other processes of this machine may read it; else None."""
+        ...
+
+    @property
+    def forfeited(self) -> np.ndarray:
+        """Whether a loss has taken the answer to the latest command of an env, bool `[N]`; the engine writes to it."""
         ...
 
     @property

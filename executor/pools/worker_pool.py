@@ -22,14 +22,12 @@ from envherd.executor.batches.device_rows import Residence
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool, WorkerFigures
+from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint, Crew
-from envherd.executor.pools.error_messages import (
-    Frame,
-    env_error,
-    log_stall,
-    merge_answers,
-)
+from envherd.executor.pools.deadline import Deadline
+from envherd.executor.pools.error_messages import Frame, log_stall
 from envherd.executor.pools.placement import Placement
+from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.supervisor import Supervisor
 from envherd.shm.segment import Segment
@@ -63,10 +61,7 @@ class WorkerPool:
         self.lenders: dict[int, Lend] = {}  # workers read their inputs from the slab
         self.specs: list[EnvSpec] = []
         self.crew = Crew(blueprint, options, self._take_frame)
-        #: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
-        self.forfeited = np.zeros(self.num_envs, bool)
         self._all_ids = np.arange(self.num_envs)
-        self._number = self._asked = 0
         self.holds_storages = False
         self._is_hailed, self._looked_at = False, 0.0
         self._is_reading = False  # a worker is writing more than its socket holds
@@ -98,13 +93,13 @@ class WorkerPool:
         self._placement = Placement(self.slab.words)
         self._go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
         self._rings = [bell.ring for bell in self._go]
-        words = self.slab.words
-        self._command, self._command_seq = words["command"], words["command_seq"]
-        self._reply_seq, self._status = words["reply_seq"], words["status"]
-        self._order = self._command_seq  # int `[N]`, by which the envs that have answered are sorted
-        self._no_status = bytes(self._status.nbytes)
+        self._words = self._make_words()
         self.supervisor = self._make_supervisor()
+        self._questions = Questions(self.crew, self.supervisor, self.worker_of, self.options)
         self.crew.hand_over(self.plan, segment, self.knock)
+
+    def _make_words(self) -> CommandWords:
+        return CommandWords(self.slab)
 
     def _make_supervisor(self) -> Supervisor:
         return Supervisor(self, self.crew, self.options)
@@ -116,12 +111,17 @@ class WorkerPool:
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs were given a command after that of number `since`, bool `[k]`."""
-        return np.asarray(self._command_seq[env_ids] > since)
+        return np.asarray(self._words.command_seq[env_ids] > since)
 
     @property
     def number(self) -> int:
         """Number of the latest command."""
-        return self._number
+        return self._words.number
+
+    @property
+    def forfeited(self) -> np.ndarray:
+        """Whether a loss has taken the answer to the latest command of an env, bool `[N]`."""
+        return self._words.forfeited
 
     @property
     def lost(self) -> dict[int, EnvherdError]:
@@ -164,12 +164,7 @@ class WorkerPool:
         """Give every env the same command, but some (int `[k]`) a RESET."""
         if self.supervisor.absent:
             self.supervisor.revive(self.serving)
-        self._number += 1
-        self._command.fill(pack(op, target, column))
-        if reset_ids is not None:
-            self._command[reset_ids] = pack(Op.RESET, target, column)
-        self.forfeited[:] = False
-        self._command_seq.fill(self._number)
+        self._words.write_all(pack(op, target, column), reset_ids, pack(Op.RESET, target, column))
         for ring in self._rings:
             ring()
         if self.supervisor.absent:
@@ -190,18 +185,11 @@ class WorkerPool:
         is_all = len(env_ids) == self.num_envs
         worker_ids = self.serving if is_all else set(self.worker_of[env_ids].tolist())
         self.supervisor.revive(worker_ids)
-        self._write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
+        self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         for worker_id in worker_ids:
             self._rings[worker_id]()
         if self.supervisor.absent:
             self.supervisor.answer_for_lost()
-
-    def _write(self, env_ids: np.ndarray, commands: np.ndarray) -> None:
-        """Write some envs' next commands, int64 `[k]`, under one number; the caller rings."""
-        self._number += 1
-        self._command[env_ids] = commands
-        self.forfeited[env_ids] = False
-        self._command_seq[env_ids] = self._number
 
     def _follow_up(self) -> None:
         """Give the commands that the answers so far require; called before the numbers are compared."""
@@ -222,29 +210,19 @@ class WorkerPool:
 
     def forfeit(self, worker_id: int) -> bool:
         """Take what a lost worker's envs owe as answered; return whether they owed anything."""
-        env_ids = np.array(self.blueprint.blocks[worker_id])
-        owing = env_ids[~self._has_answered()[env_ids]]
-        self.forfeited[owing] = True  # first: an interrupt must not leave an answer that no worker gave
-        self.outcome.forget_rows(owing)
-        self._status[owing] = 0
-        self._reply_seq[owing] = self._command_seq[owing]
-        return bool(len(owing))
+        return bool(len(self._words.forfeit(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, for envs of a worker that is being rebuilt: its successor finds the commands when it comes."""
-        self._write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
-
-    def _has_answered(self) -> np.ndarray:
-        """Return which envs owe no answer, bool `[N]`."""
-        return np.asarray(self._command_seq == self._reply_seq)
+        self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer, int `[k]`."""
-        return np.flatnonzero(~self._has_answered())
+        return np.flatnonzero(~self._words.has_answered())
 
     def is_idle(self) -> bool:
         """Return whether no env owes an answer."""
-        return self._command_seq.tobytes() == self._reply_seq.tobytes()
+        return self._words.is_idle()
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
         """Wait for every outstanding answer; what else happened is in `outcome`.
@@ -258,18 +236,19 @@ class WorkerPool:
             `options.loss_grace_s` has passed.
         """
         self._place()
-        wait, num_tokens = self._done.wait, 0
+        wait, is_idle, num_tokens = self._done.wait, self._words.is_idle, 0
         while True:
             if num_tokens >= self.num_workers:
                 self._follow_up()
-                if self.is_idle():
+                if is_idle():
                     break
             if not wait(_LOOK_S):
-                self._wait_slowly(self._all_ids, self.num_envs, timeout_s, more_for_resets_s)
+                deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
+                self._wait_slowly(self._all_ids, self.num_envs, deadline)
                 break
             num_tokens += 1
         self._collect()
-        return self.is_idle()
+        return is_idle()
 
     def wait_some(  # the kinds of waits
         self,
@@ -296,62 +275,49 @@ class WorkerPool:
         while self._done.try_wait():
             pass  # tokens are hints; those of answers that no thread waited for must not pile up
         self._follow_up()
-        ready = self._ready(env_ids)
+        ready = self._words.ready(env_ids)
         if len(ready) < count:
-            self._wait_slowly(
-                env_ids, count, timeout_s, more_for_resets_s, kill_late=kill_late, through_losses=through_losses
-            )
-            ready = self._ready(env_ids)
+            deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s, kills=kill_late)
+            self._wait_slowly(env_ids, count, deadline, through_losses=through_losses)
+            ready = self._words.ready(env_ids)
         self._collect()
-        return ready[self._order[ready].argsort(kind="stable")]
+        return ready[self._words.order[ready].argsort(kind="stable")]
 
-    def _ready(self, env_ids: np.ndarray) -> np.ndarray:
-        return env_ids[self._has_answered()[env_ids]]
-
-    def _wait_slowly(  # the kinds of waits
-        self,
-        env_ids: np.ndarray,
-        count: int,
-        timeout_s: float | None,
-        more_for_resets_s: float | None,
-        *,
-        kill_late: bool = True,
-        through_losses: bool = False,
+    def _wait_slowly(
+        self, env_ids: np.ndarray, count: int, deadline: Deadline, *, through_losses: bool = False
     ) -> None:
         """Wait token by token, looking around whenever none comes.
 
         Tokens are taken before the numbers are compared, so that none is missed and none pile up.
         """
-        began = time.monotonic()
-        end = None if timeout_s is None else began + timeout_s
-        stall_at = began + self.options.stall_log_s
         num_resets = self.slab.words["resets"].copy()
         while True:
             while self._done.try_wait():
                 pass
             self._follow_up()
-            total, missing = self._tally.total(), count - len(self._ready(env_ids))
+            total, missing = self._tally.total(), count - len(self._words.ready(env_ids))
             if missing <= 0 or self._is_hailed:
                 return
-            look_s = _LOOK_WHILE_READING_S if self._is_reading else _LOOK_S
-            left = look_s if end is None else min(look_s, end - time.monotonic())
-            if not self._tally.expect(total + missing) or (left > 0 and self._done.wait(left)):
+            left_s = deadline.left_s(_LOOK_WHILE_READING_S if self._is_reading else _LOOK_S)
+            if not self._tally.expect(total + missing) or (left_s > 0 and self._done.wait(left_s)):
                 continue
             self._look_around()
             now = time.monotonic()
             if not through_losses and self.supervisor.must_raise(now):
                 return
-            if end is not None and now >= end:
-                resetting = self._that_reset(num_resets) if more_for_resets_s != 0 else set()
-                if kill_late:
-                    self.supervisor.give_up_late([w for w in self._owing() if w not in resetting], end - began)
-                if not (kill_late and resetting.intersection(self._owing())):
-                    return
-                end = None if more_for_resets_s is None else end + more_for_resets_s
-                more_for_resets_s = 0.0
-            if end is None and now >= stall_at:
-                stall_at = now + self.options.stall_log_s
-                self._log_stalls(now - began)
+            if deadline.has_passed(now) and not (deadline.kills and self._give_up_late(deadline, num_resets)):
+                return
+            if (waited_s := deadline.stalled_s(now)) is not None:
+                self._log_stalls(waited_s)
+
+    def _give_up_late(self, deadline: Deadline, num_resets: np.ndarray) -> bool:
+        """Kill workers that are late, but those that reset for the first time; return whether these are waited for."""
+        resetting = self._that_reset(num_resets) if deadline.excuses_resets else set()
+        self.supervisor.give_up_late([w for w in self._owing() if w not in resetting], deadline.timeout_s or 0.0)
+        if not resetting.intersection(self._owing()):
+            return False
+        deadline.extend_for_resets()
+        return True
 
     def _log_stalls(self, waited_s: float) -> None:
         for worker_id in self._owing():
@@ -375,7 +341,7 @@ class WorkerPool:
 
     def _owing(self) -> list[int]:
         """Return the ids of workers that have a command to carry out."""
-        return sorted(set(self.worker_of[self._command_seq != self._reply_seq].tolist()))
+        return sorted(set(self.worker_of[self._words.is_owed()].tolist()))
 
     def _look_around(self) -> None:
         """Notice deaths and successors, and read what workers have written so that none blocks on a full socket."""
@@ -390,14 +356,15 @@ class WorkerPool:
 
     def _collect(self) -> None:
         """Read the messages that the status words announce into `outcome`."""
-        if self._status.tobytes() == self._no_status:
+        words = self._words
+        if words.announces_nothing():
             return
-        answered = self._ready(self._all_ids)  # before reading: what these envs have written is there
-        announced = answered[self._status[answered] != 0]
+        answered = words.ready(self._all_ids)  # before reading: what these envs have written is there
+        announced = answered[words.status[answered] != 0]
         for worker_id in set(self.worker_of[announced].tolist()):
             if not self.supervisor.is_being_replaced(worker_id):
                 self.crew.drain(worker_id)
-        self._status[announced] = 0
+        words.status[announced] = 0
 
     def _take_frame(self, frame: Frame) -> None:
         self.outcome.take(frame)
@@ -441,20 +408,7 @@ class WorkerPool:
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
         """Ask as `ask` does, and do not wait; return worker id -> whom it asks, for `answers`."""
-        by_worker: dict[int, list[int]] = {}
-        for env_id in env_ids:
-            by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
-        self.supervisor.revive(by_worker)
-        lost = self.lost
-        if gone := [worker_id for worker_id in by_worker if worker_id in lost]:
-            raise lost[gone[0]]
-        args = question.pop("args", ())
-        self._asked += 1
-        for worker_id, ids in by_worker.items():
-            own = tuple(args[env_ids.index(i)] for i in ids) if what in messages.PER_ENV else args
-            ask = messages.Ask(what=what, env_ids=tuple(ids), args=own, number=self._asked, **question)
-            self.crew.mail(worker_id, ask)
-        return by_worker
+        return self._questions.ask(what, env_ids, **question)
 
     def has_answered(self, by_worker: dict[int, list[int]]) -> bool:
         """Return whether `answers` would not block."""
@@ -462,17 +416,7 @@ class WorkerPool:
 
     def answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
         """Wait for the answers to the latest question."""
-        return merge_answers(by_worker, lambda worker_id: self._answer(worker_id, by_worker[worker_id], what))
-
-    def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:
-        try:
-            frame = self.crew.await_frame(worker_id, what, self.options.reset_timeout_s, self._asked)
-        except EnvherdError as error:
-            self.supervisor.declare_lost(worker_id, error)
-            raise
-        if frame["kind"] == "fault":
-            raise env_error([frame], worker_id, self.pid_of(worker_id))
-        return dict(zip(env_ids, frame["values"], strict=True))
+        return self._questions.answers(by_worker, what)
 
     # ---- rollout storages --------------------------------------------------------------------
 

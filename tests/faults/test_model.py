@@ -126,8 +126,8 @@ def test_the_parent_does_it_in_that_order():
     with ParallelEnv(1, CountingEnv, num_workers=1, seed=0) as env:
         env.reset()
         pool: Any = env._pool
-        pool._command = Watched("command", pool._command, notes)
-        pool._command_seq = Watched("command_seq", pool._command_seq, notes)
+        pool._words.command = Watched("command", pool._words.command, notes)
+        pool._words.command_seq = Watched("command_seq", pool._words.command_seq, notes)
         pool._rings = [Watched("go", ring, notes) for ring in pool._rings]
         write_inputs = env._engine.write_inputs
         env._engine.write_inputs = lambda *args: (write_inputs(*args), notes.append("inputs"))

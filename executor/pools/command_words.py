@@ -1,0 +1,80 @@
+"""The words by which envs are given commands and answer, as the caller's side writes and reads them.
+
+Guarantees: a command's number is stored after all that it announces. An answer that a loss has taken is marked as such
+before it counts as given.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from envherd.executor.pools.replies import Outcome
+from envherd.shm.slab import Slab
+
+
+class CommandWords:
+    """See the module.
+
+    Args:
+        slab: whose words they are.
+
+    Attributes:
+        number: of the latest command; it only grows.
+        forfeited: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
+        order: int `[N]`, by which envs that have answered are sorted: the numbers of what the caller has asked for.
+        command, command_seq, reply_seq, status: see `workers.protocol`.
+    """
+
+    def __init__(self, slab: Slab) -> None:
+        words = slab.words
+        self.command, self.command_seq = words["command"], words["command_seq"]
+        self.reply_seq, self.status = words["reply_seq"], words["status"]
+        self.order = self.command_seq
+        self.number = 0
+        self.forfeited = np.zeros(len(self.command_seq), bool)
+        self._no_status = bytes(self.status.nbytes)
+
+    def write(self, env_ids: np.ndarray, commands: np.ndarray) -> None:
+        """Write some envs' next commands, int64 `[k]`, under one number."""
+        self.number += 1
+        self.command[env_ids] = commands
+        self.forfeited[env_ids] = False
+        self.command_seq[env_ids] = self.number
+
+    def write_all(self, command: int, reset_ids: np.ndarray | None, reset: int) -> None:
+        """Write all envs' next command, and another for those in `reset_ids`, int `[k]`."""
+        self.number += 1
+        self.command.fill(command)
+        if reset_ids is not None:
+            self.command[reset_ids] = reset
+        self.forfeited[:] = False
+        self.command_seq.fill(self.number)
+
+    def is_owed(self) -> np.ndarray:
+        """Return which envs have a command that their worker has not carried out, bool `[N]`."""
+        return np.asarray(self.command_seq != self.reply_seq)
+
+    def has_answered(self) -> np.ndarray:
+        """Return which envs owe no answer, bool `[N]`."""
+        return np.asarray(self.command_seq == self.reply_seq)
+
+    def is_idle(self) -> bool:
+        """Return whether no env owes an answer."""
+        return self.command_seq.tobytes() == self.reply_seq.tobytes()
+
+    def ready(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return those of some envs that owe no answer."""
+        return env_ids[self.has_answered()[env_ids]]
+
+    def announces_nothing(self) -> bool:
+        """Return whether no answer came with messages."""
+        return self.status.tobytes() == self._no_status
+
+    def forfeit(self, env_ids: np.ndarray, outcome: Outcome) -> np.ndarray:
+        """Take what envs of a lost worker owe as answered; return those that owed something."""
+        owing = env_ids[~self.has_answered()[env_ids]]
+        self.forfeited[owing] = True  # first: an interrupt must not leave an answer that no worker gave
+        outcome.forget_rows(owing)
+        self.status[owing] = 0
+        self.reply_seq[owing] = self.command_seq[owing]
+        return owing

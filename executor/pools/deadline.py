@@ -1,0 +1,57 @@
+"""How long a wait for workers lasts, and when it is said to be long."""
+
+from __future__ import annotations
+
+import time
+
+
+class Deadline:
+    """The limits of one wait, which begins now.
+
+    Args:
+        timeout_s: seconds; None: it has no end.
+        more_for_resets_s: seconds that workers which have begun a reset meanwhile have in addition; None: no limit.
+        kills: whether workers that are late are killed, or just no longer waited for.
+        stall_log_s: seconds after which, again and again, a wait without end is logged.
+
+    Attributes:
+        timeout_s, kills: as given.
+        reset_limit_s: seconds that a reset may take which the pool has begun by itself; None: any.
+    """
+
+    def __init__(
+        self, timeout_s: float | None, more_for_resets_s: float | None, stall_log_s: float, *, kills: bool = True
+    ) -> None:
+        self._began = time.monotonic()
+        self.timeout_s, self.kills = timeout_s, kills
+        self.reset_limit_s = more_for_resets_s if kills and more_for_resets_s else None
+        self._end = None if timeout_s is None else self._began + timeout_s
+        self._more_s = more_for_resets_s
+        self._stall_log_s = stall_log_s
+        self._stall_at = self._began + stall_log_s
+
+    def left_s(self, at_most_s: float) -> float:
+        """Return the seconds that are left, but at most `at_most_s`."""
+        return at_most_s if self._end is None else min(at_most_s, self._end - time.monotonic())
+
+    def has_passed(self, now: float) -> bool:
+        """Return whether the wait is over."""
+        return self._end is not None and now >= self._end
+
+    @property
+    def excuses_resets(self) -> bool:
+        """Whether workers that reset have more time than they had."""
+        return self.kills and self._more_s != 0
+
+    def extend_for_resets(self) -> None:
+        """Wait on for workers that reset; once."""
+        assert self._end is not None
+        self._end = None if self._more_s is None else self._end + self._more_s
+        self._more_s = 0.0
+
+    def stalled_s(self, now: float) -> float | None:
+        """Return the seconds waited so far, if it is time to log them; else None."""
+        if self._end is not None or now < self._stall_at:
+            return None
+        self._stall_at = now + self._stall_log_s
+        return now - self._began

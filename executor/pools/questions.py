@@ -1,0 +1,65 @@
+"""Questions to envs that are no commands: calls, attributes, states.
+
+Guarantees: an answer is to the question that was asked: one that an interrupt has kept from being read is thrown away.
+A worker that dies or is late with its answer is lost; the others have answered then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.crew import Crew
+from envherd.executor.pools.error_messages import env_error, merge_answers
+from envherd.executor.pools.supervisor import Supervisor
+from envherd.workers import messages
+from envherd.workers.errors import EnvherdError
+
+
+class Questions:
+    """Asks workers and reads what they answer.
+
+    Args:
+        crew: the workers.
+        supervisor: of theirs.
+        worker_of: int `[N]`, which worker serves each env; read at each question.
+        options: of the executor.
+    """
+
+    def __init__(self, crew: Crew, supervisor: Supervisor, worker_of: np.ndarray, options: ExecutorOptions) -> None:
+        self._crew, self._supervisor, self._worker_of = crew, supervisor, worker_of
+        self._timeout_s = options.reset_timeout_s
+        self._number = 0
+
+    def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
+        """Ask envs, and do not wait; return worker id -> the envs that it asks. See `Pool.question`."""
+        by_worker: dict[int, list[int]] = {}
+        for env_id in env_ids:
+            by_worker.setdefault(int(self._worker_of[env_id]), []).append(env_id)
+        self._supervisor.revive(by_worker)
+        lost = self._supervisor.lost
+        if gone := [worker_id for worker_id in by_worker if worker_id in lost]:
+            raise lost[gone[0]]
+        args = question.pop("args", ())
+        self._number += 1
+        for worker_id, ids in by_worker.items():
+            own = tuple(args[env_ids.index(i)] for i in ids) if what in messages.PER_ENV else args
+            ask = messages.Ask(what=what, env_ids=tuple(ids), args=own, number=self._number, **question)
+            self._crew.mail(worker_id, ask)
+        return by_worker
+
+    def answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
+        """Wait for the answers to the latest question."""
+        return merge_answers(by_worker, lambda worker_id: self._answer(worker_id, by_worker[worker_id], what))
+
+    def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:
+        try:
+            frame = self._crew.await_frame(worker_id, what, self._timeout_s, self._number)
+        except EnvherdError as error:
+            self._supervisor.declare_lost(worker_id, error)
+            raise
+        if frame["kind"] == "fault":
+            raise env_error([frame], worker_id, self._crew.workers[worker_id].pid)
+        return dict(zip(env_ids, frame["values"], strict=True))
