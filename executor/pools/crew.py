@@ -19,7 +19,8 @@ from typing import Any
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.error_messages import Frame, factory_error, log, log_close_fault, worker_late, worker_lost
 from envherd.executor.pools.preloading import find_helper
-from envherd.executor.pools.worker_process import WorkerProcess, Zygote, check_descriptors, worker_config
+from envherd.executor.pools.worker_process import WorkerProcess, check_descriptors, worker_config
+from envherd.executor.pools.zygote import Zygote
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec

@@ -1,7 +1,7 @@
 """`preloaded`: one helper for every executor of a `with` block, so that modules are imported once for all.
 
 An executor has a helper process of its own, which imports what its envs need and forks its workers (see
-`workers.zygote`). Where executors come and go (tests, notebooks, sweeps over settings) and imports take
+`workers.process.zygote`). Where executors come and go (tests, notebooks, sweeps over settings) and imports take
 seconds (torch, torchrl, dm_control), those seconds are most of every start.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.worker_process import Zygote
+from envherd.executor.pools.zygote import Zygote
 
 _innermost: list[_Warm] = []
 

@@ -16,7 +16,8 @@ from typing import Any
 from envherd.executor.machine.gpus import memory_used_by
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.error_messages import Frame, env_error, factory_error
-from envherd.executor.pools.worker_process import WorkerProcess, Zygote, worker_config
+from envherd.executor.pools.worker_process import WorkerProcess, worker_config
+from envherd.executor.pools.zygote import Zygote
 from envherd.executor.sizing.measurement import Measurement, from_figures
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError

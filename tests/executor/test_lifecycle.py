@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTimeout, preloaded
-from envherd.executor.pools import worker_process as lifecycle
+from envherd.executor.pools import zygote as helper
 from envherd.executor.pools.crew import Crew
-from envherd.executor.pools.worker_process import WorkerProcess, Zygote, worker_config
+from envherd.executor.pools.worker_process import WorkerProcess, worker_config
+from envherd.executor.pools.zygote import Zygote
 from envherd.workers import messages
 from envherd.workers.testing import CountingEnv
 from tests.faults.children import in_child
@@ -124,7 +125,7 @@ def test_a_fork_in_another_thread_while_the_helper_starts_keeps_no_descriptor(mo
         thread.join()
         raise BlockingIOError("as at a limit")
 
-    monkeypatch.setattr(lifecycle.subprocess, "Popen", fork)
+    monkeypatch.setattr(helper.subprocess, "Popen", fork)
     before = pipes()
     with pytest.raises(WorkerLost, match="its helper process cannot be started"):
         Zygote(ExecutorOptions(), [])

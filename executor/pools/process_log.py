@@ -1,0 +1,31 @@
+"""What processes have written to their logs, which are files in memory that outlive them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+_STACK_WAIT_S = 1.0  # for a stuck process to have written its stack; it takes well under a millisecond
+
+
+def tail(log_fd: int) -> str:
+    """Return what is in a log; empty if there is none."""
+    if log_fd < 0:
+        return ""
+    return os.pread(log_fd, os.fstat(log_fd).st_size, 0).decode(errors="replace")
+
+
+def dumped(log_fd: int, request: Callable[[], Any]) -> str:
+    """Return what a process writes to its log when it is requested to dump its stacks."""
+    before = size = os.fstat(log_fd).st_size
+    request()
+    end = time.monotonic() + _STACK_WAIT_S
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        last, size = size, os.fstat(log_fd).st_size
+        if size > before and size == last:
+            break
+    text = os.pread(log_fd, size - before, before).decode(errors="replace") if size > before else ""
+    return text or "(the process did not answer)"

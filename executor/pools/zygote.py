@@ -1,0 +1,299 @@
+"""The owner's handle of the helper that forks workers; see `workers.process.zygote`.
+
+Guarantees:
+- Nothing is forked from the user's process; its signal handlers, threads and `__main__` are untouched.
+- `Zygote.close` is bounded: one deadline for all workers, then SIGKILL to their process groups.
+- If the user forks this process, the child lets go of the lifelines, so that they still work.
+Assumes: Linux (pidfd, memfd, /proc).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.process_log import dumped, tail
+from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
+
+_PACKET = 1 << 18
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_FAREWELL_S = 5.0  # for the helper to kill what is left and end
+_RECEIVE_S = 0.02  # between looks at whether an answer has been taken
+_HELPER_END_S = 1.0  # for the helper, whose socket is closed, to have ended
+_LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
+_BOOT = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
+    "from envherd.workers.process.zygote import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+_zygotes: weakref.WeakSet[Zygote] = weakref.WeakSet()
+#: Held while descriptors that a fork must let go of are made and noted, and by every fork of this process.
+_fork_lock = threading.RLock()
+
+
+def _let_go_in_fork() -> None:
+    _fork_lock.release()
+    for zygote in list(_zygotes):
+        zygote.let_go()
+
+
+os.register_at_fork(before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_let_go_in_fork)
+
+
+class Zygote:
+    """The owner's handle of the helper that forks workers (see the module).
+
+    Several may use it, in turn or at once, from one thread at a time: each `join`s and `close`s it, and the last
+    one's `close` ends it. Whoever made it is the first.
+
+    Args:
+        options: for its environment variables, output and start method.
+        preload: modules to import.
+        is_shared: its workers are told environment variables, folder and import path, which may have changed since.
+    """
+
+    def __init__(self, options: ExecutorOptions, preload: list[str], *, is_shared: bool = False) -> None:
+        self._num_users = 1
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._awaited: set[int] = set()
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._options, self._is_shared = options, is_shared
+        self._owner = os.getpid()
+        self._log_fd = self.lifeline_read = self._lifeline_write = -1
+        path = self.import_path()
+        try:
+            with _fork_lock:
+                _zygotes.add(self)
+                self.lifeline_read, self._lifeline_write = os.pipe()
+                self._sock, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._log_fd = os.memfd_create("envherd-log-zygote", os.MFD_CLOEXEC)
+            output = self._log_fd if options.worker_output == "capture" else None
+            theirs = (self._theirs.fileno(), self._log_fd)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, *map(str, theirs), json.dumps(path)],
+                pass_fds=theirs,
+                env=environment_of(options),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # not another session: see `workers.zygote`
+            )
+        except BaseException as error:
+            self._release()
+            if isinstance(error, BlockingIOError):  # what fork says at a limit
+                said = f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}"
+                raise WorkerLost(said, phase="start") from error
+            raise
+        self._theirs.close()
+        self._start = {"path": path, "preload": preload, "must_exec": options.start_method == "spawn"}
+        self._is_ready = False
+        self.failed_preloads: dict[str, str] = {}
+        self.num_threads = 1
+
+    @staticmethod
+    def import_path() -> list[str]:
+        """Return `sys.path` as a process in another folder would have to have it."""
+        return [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def join(self) -> bool:
+        """Use it too, and `close` it later; return whether it is there to be used."""
+        is_there = self._owner == os.getpid() and self._sock.fileno() >= 0 and self._process.poll() is None
+        self._num_users += is_there
+        return is_there
+
+    def wait_ready(self) -> None:
+        """Wait until it has imported the modules; idempotent. After an error it can only be closed.
+
+        Raises:
+            WorkerLost: the helper has ended.
+            WorkerTimeout: it is still importing after `options.build_timeout_s`, and was killed.
+        """
+        if self._is_ready:
+            return
+        self._is_ready = True
+        try:  # takes seconds; Ctrl-C ends it, and the executor that waited for it closes this
+            answer = self._request(self._start, timeout_s=self._options.build_timeout_s)
+        except TimeoutError:
+            raise self._late() from None
+        self.failed_preloads = answer["failed"]
+        self.num_threads = answer["num_threads"]
+
+    def _late(self) -> WorkerTimeout:
+        """Read where the helper is stuck, kill it, and return the error."""
+        stack = dumped(self._log_fd, lambda: self._process.send_signal(signal.SIGUSR2))
+        self._kill()
+        return WorkerTimeout(
+            f"starting workers failed: their helper process had not imported its modules within "
+            f"{self._options.build_timeout_s:g} s and was killed (pid {self.pid}, phase start). Raise "
+            f"ExecutorOptions.build_timeout_s if imports may take so long.\nIt was stuck in:\n{stack}",
+            remote_traceback=tail(self._log_fd) or None,
+            pid=self.pid,
+            phase="start",
+        )
+
+    def _kill(self) -> None:
+        """Kill the helper and what its imports have started, and wait for its end."""
+        if self._process.returncode is None:  # not waited for yet: the id is its own
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def fork(self, config: dict[str, Any], fds: list[int]) -> int:
+        """Start a worker and return its pid.
+
+        Raises:
+            WorkerLost: the helper has ended, or the system allows no further process.
+        """
+        self.wait_ready()
+        if self._is_shared:
+            told = {"environ": environment_of(self._options), "folder": os.getcwd(), "path": self.import_path()}
+            config = {**config, "told": told}
+        answer = self._request({"op": "fork", "config": config}, fds)
+        if "error" in answer:
+            raise WorkerLost(f"starting a worker failed: {answer['error']}. {_LIMITS}", phase="start")
+        return int(answer["pid"])
+
+    def exit_code(self, pid: int, timeout_s: float = 0.5) -> int | None:
+        """Return how a worker ended, or None if it lives or the zygote has gone."""
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                status = self._request({"op": "status", "pid": pid})["status"]
+            except (WorkerLost, OSError):
+                return None
+            if status is not None or time.monotonic() > end:
+                return None if status is None else int(status)
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        """End the zygote, which kills every worker that is left; while others use it, only what workers have left."""
+        if self._owner != os.getpid() or self._sock.fileno() < 0:
+            return
+        self._num_users -= 1
+        if self._num_users:
+            with contextlib.suppress(WorkerLost, OSError):
+                self._request({"op": "sweep"})
+            return
+        self._sock.close()
+        self._close_lifeline()
+        with contextlib.suppress(OSError):  # EMFILE: then without waiting for what it does at its end
+            _wait_exit(self.pid, _FAREWELL_S)
+        self._kill()
+        self._release()
+
+    def _release(self) -> None:
+        """Close what this process holds of it. Idempotent."""
+        for name in ("_sock", "_theirs"):
+            if name in vars(self):
+                getattr(self, name).close()
+        self._close_lifeline()
+        if self._log_fd >= 0:
+            fd, self._log_fd = self._log_fd, -1
+            os.close(fd)
+        _zygotes.discard(self)
+
+    def let_go(self) -> None:
+        """In a forked copy of the owner: close what would keep workers alive after the owner's death."""
+        self._release()
+        if "_process" in vars(self):
+            self._process.returncode = 0  # not this process's child: Popen must neither wait nor warn
+
+    def _close_lifeline(self) -> None:
+        for name in ("lifeline_read", "_lifeline_write"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                setattr(self, name, -1)  # first: an interrupt in between must not have it closed twice
+                os.close(fd)
+
+    def _request(
+        self, request: dict[str, Any], fds: list[int] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Send a request and wait for its answer; from any thread, also while the same thread waits for another's.
+
+        Requests are numbered, and answers carry the number: one that nobody waits for, as an interrupt has broken its
+        request off, is dropped.
+
+        Raises:
+            TimeoutError: no answer came within `timeout_s` seconds.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            number = next(self._numbers)
+            self._awaited.add(number)
+            try:
+                self._send({"number": number, **request}, fds or [])
+                while number not in self._answers:
+                    if end is not None and time.monotonic() > end:
+                        raise TimeoutError
+                    self._receive()
+                return self._answers.pop(number)
+            finally:
+                self._awaited.discard(number)
+
+    def _send(self, request: dict[str, Any], fds: list[int]) -> None:
+        if self._sock.fileno() < 0:
+            raise InternalError("the zygote was used after it was closed")
+        with contextlib.suppress(ConnectionError):  # `_receive` explains it
+            socket.send_fds(self._sock, [json.dumps(request).encode()], fds, socket.MSG_NOSIGNAL)
+
+    def _receive(self) -> None:
+        """Take an answer, if one comes soon: a finalizer in this thread may have taken the one that is waited for."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        if not poller.poll(_RECEIVE_S * 1000):
+            return
+        try:
+            data = self._sock.recv(_PACKET, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._process.wait(_HELPER_END_S)
+            raise WorkerLost(
+                "starting a worker failed: the helper process that forks workers has ended "
+                f"(exit code {self._process.poll()}). Make a new executor.",
+                remote_traceback=tail(self._log_fd) or None,
+                phase="start",
+            )
+        answer: dict[str, Any] = json.loads(data)
+        if answer["number"] in self._awaited:
+            self._answers[answer["number"]] = answer
+
+
+def _wait_exit(pid: int, timeout_s: float) -> None:
+    """Wait for a child to end, without reaping it."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+    finally:
+        os.close(pidfd)
+
+
+def environment_of(options: ExecutorOptions) -> dict[str, str]:
+    """Return the environment variables that workers start with."""
+    environment = dict(os.environ)
+    if options.worker_threads is not None:
+        environment.update(dict.fromkeys(_THREAD_VARIABLES, str(options.worker_threads)))
+    environment.update(options.env_vars)
+    return environment
