@@ -27,6 +27,8 @@ _FEW = 48
 
 #: Returns where values are illegal, bool like the values, or None where all are legal.
 Check = Callable[[np.ndarray], np.ndarray | None]
+#: `(key, rows of a group)` -> values `[k, ...]` of the envs' present roots; None where roots have no such leaf.
+Present = Callable[[Key, np.ndarray | None], np.ndarray | None]
 #: `(batch, rows)`: checks and writes, or returns False; see `GroupIntake.take`.
 Take = Callable[[TensorDictBase, np.ndarray | None], bool]
 #: `(batch, rows)` -> the one input leaf, if it is a tensor as the slab has it, on the cpu.
@@ -144,9 +146,15 @@ def _take_array(plain: Plain, target: np.ndarray, check: Check | None) -> Take:
 
 
 class GroupIntake:
-    """Checks and writes the inputs of one group of equal envs."""
+    """Checks and writes the inputs of one group of equal envs.
 
-    def __init__(self, slab: GroupSlab, level: ActionCheck) -> None:
+    Args:
+        slab: the group's arrays.
+        level: see `ExecutorOptions.check_actions`.
+        present: gives state that the caller leaves out; None refuses a batch that lacks a leaf.
+    """
+
+    def __init__(self, slab: GroupSlab, level: ActionCheck, present: Present | None = None) -> None:
         self._env_ids = slab.plan.env_ids
         spec = slab.spec
         self.leaves = [leaf for leaf in (*spec.action, *spec.state) if not leaf.is_side]
@@ -156,8 +164,7 @@ class GroupIntake:
         self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
         self._checks = [check_for(leaf, level) if leaf in spec.action else None for leaf in self.leaves]
         self._take = self._compile_take()
-        #: `(key, rows) -> values [k, ...]` of the envs' present roots, for state that the caller leaves out.
-        self.present: Callable[[Key, np.ndarray | None], np.ndarray | None] = lambda *_: None
+        self._present = present
 
     def take(self, td: TensorDictBase, rows: np.ndarray | None = None) -> bool:
         """Check and write a batch, if it is as plain as it mostly is: one legal tensor on the cpu.
@@ -244,8 +251,8 @@ class GroupIntake:
 
     def _get(self, td: TensorDictBase, leaf: LeafSpec, rows: np.ndarray | None) -> Any:
         value = td.get(leaf.key if len(leaf.key) > 1 else leaf.key[0], None)
-        if value is None:
-            value = self.present(leaf.key, rows)
+        if value is None and self._present is not None:
+            value = self._present(leaf.key, rows)
         if value is None:
             raise self._refuse(leaf, f"a key {leaf.key}", f"none among {sorted(map(str, td.keys()))}")
         return value

@@ -75,9 +75,18 @@ class GroupBatch:
         num_frames: of the ring.
         device: where batches go; None or cpu leaves them where they are.
         has_interrupted: add an `interrupted` leaf to every `next`.
+        mover: what takes frames to the device; None on the cpu.
     """
 
-    def __init__(self, slab: GroupSlab, num_frames: int, device: torch.device | None, *, has_interrupted: bool) -> None:
+    def __init__(
+        self,
+        slab: GroupSlab,
+        num_frames: int,
+        device: torch.device | None,
+        *,
+        has_interrupted: bool,
+        mover: Mover | None = None,
+    ) -> None:
         self.slab = slab
         spec = slab.spec
         self.spec = spec
@@ -96,7 +105,7 @@ class GroupBatch:
         self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
         self._split = splitter(self._fields, slab.plan.next_nbytes)
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
-        self.mover: Mover | None = None
+        self._mover = mover
         self._sources = [torch.from_numpy(frame) for frame in self.next_bytes]
         self._views = [[torch.from_numpy(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
         self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
@@ -132,8 +141,8 @@ class GroupBatch:
 
     def next_copies(self, column: int) -> Leaves:
         """Return the `next` leaves of a frame in memory of their own, on the device."""
-        if self.mover is not None:
-            return self._split_on_device(self.mover.move(self._sources[column], column))
+        if self._mover is not None:
+            return self._split_on_device(self._mover.move(self._sources[column], column))
         buffer, leaves = self.blank_next()
         buffer[:] = self.next_bytes[column]
         return leaves

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.batches.actions import GroupIntake, to_numpy
+from envherd.executor.batches.actions import GroupIntake, Present, to_numpy
 from envherd.executor.options import ActionCheck
 from envherd.shm.slab import GroupSlab
 from envherd.shm.specs import Box, Discrete, LeafSpec, MultiDiscrete
@@ -30,10 +30,11 @@ class LendingIntake(GroupIntake):
         slab: the group's arrays; they keep what was given last, if it was on the cpu.
         level: see `ExecutorOptions.check_actions`.
         lend: gives an env its inputs.
+        present: see `GroupIntake`.
     """
 
-    def __init__(self, slab: GroupSlab, level: ActionCheck, lend: Lend) -> None:
-        super().__init__(slab, level)
+    def __init__(self, slab: GroupSlab, level: ActionCheck, lend: Lend, present: Present | None = None) -> None:
+        super().__init__(slab, level, present)
         self._lend = lend
         self._level = level
         self._kept: dict[int, list[torch.Tensor]] = {}

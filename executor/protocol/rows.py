@@ -19,7 +19,7 @@ from envherd.executor.batches.device_rows import Residence, ResidentBatch
 from envherd.executor.batches.hand_out import GroupBatch, Leaves, Members, add_side, poison, stack_groups
 from envherd.executor.batches.tensor_actions import Lend, LendingIntake
 from envherd.executor.batches.transfer import Mover
-from envherd.executor.options import ExecutorOptions
+from envherd.executor.options import ActionCheck, ExecutorOptions
 from envherd.executor.protocol.columns import Columns, ring_columns
 from envherd.shm.layout import Name
 from envherd.shm.slab import Slab
@@ -72,22 +72,17 @@ class Rows:
         self.group_of = np.array([g for g, _ in self.places])
         self.row_of = np.array([r for _, r in self.places])
         self.residences = residences
+        is_on_device = bool(residences) or (device is not None and device.type != "cpu")
+        self.mover = Mover(slab.buffer, device, self.num_frames) if is_on_device and device is not None else None
         self.batches = [
             ResidentBatch(group, self.num_frames, residences[index], has_interrupted=self.has_interrupted)
             if index in residences
-            else GroupBatch(group, self.num_frames, device, has_interrupted=self.has_interrupted)
+            else GroupBatch(group, self.num_frames, device, has_interrupted=self.has_interrupted, mover=self.mover)
             for index, group in enumerate(slab.groups)
         ]
-        self.mover = self._make_mover()
         self.intakes = [
-            LendingIntake(group, options.check_actions, lenders[index])
-            if index in lenders
-            else GroupIntake(group, options.check_actions)
-            for index, group in enumerate(slab.groups)
+            self._make_intake(index, options.check_actions, lenders.get(index)) for index in range(len(slab.groups))
         ]
-        for index, (batch, intake) in enumerate(zip(self.batches, self.intakes, strict=True)):
-            if batch.spec.state:
-                intake.present = functools.partial(self._present, index)
         self.ring = self.where = ring_columns(slab)
         self.is_moving = False
         self._columns = np.zeros(self.num_envs, np.int64)
@@ -117,15 +112,10 @@ class Rows:
         #: One group of envs that are not batches themselves: their flags are one column.
         self._is_flat = self._is_one_group and not self.batches[0].spec.batch_shape
 
-    def _make_mover(self) -> Mover | None:
-        """Return what takes batches to the device, which all groups share; None on the cpu."""
-        device = self.batches[0].device
-        if device is None or self.batches[0].is_on_cpu:
-            return None
-        mover = Mover(self.slab.buffer, device, self.num_frames)
-        for batch in self.batches:
-            batch.mover = mover
-        return mover
+    def _make_intake(self, index: int, level: ActionCheck, lend: Lend | None) -> GroupIntake:
+        group = self.slab.groups[index]
+        present = functools.partial(self._present, index) if group.spec.state else None
+        return GroupIntake(group, level, present) if lend is None else LendingIntake(group, level, lend, present)
 
     @property
     def columns(self) -> np.ndarray:

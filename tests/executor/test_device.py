@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ActionError, Collector, ParallelEnv, SerialEnv
+from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.transfer import Mover, as_device
 from envherd.executor.rollouts.policy_state import Carried
 from envherd.executor.rollouts.stepwise import StepwiseRun
@@ -87,10 +88,9 @@ def test_what_is_moved_are_the_right_bytes(kind):
         td, batch = env.reset(), env._rows.batches[0]
         td = env.step(env.rand_action(td))
         column = env._rows.columns[0]
-        mover = Mover(env._rows.slab.buffer, torch.device("cpu"), env._rows.num_frames)
-        batch.mover = mover
-        moved = batch.next_copies(column)
-        batch.mover = None
+        num_frames = env._rows.num_frames
+        mover = Mover(env._rows.slab.buffer, torch.device("cpu"), num_frames)
+        moved = GroupBatch(batch.slab, num_frames, None, has_interrupted=False, mover=mover).next_copies(column)
         for key, leaf in zip(batch.next_keys, moved, strict=True):
             assert torch.equal(leaf, td["next", *key])
             assert not np.shares_memory(leaf.numpy(), env._rows.slab.buffer)

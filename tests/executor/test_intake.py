@@ -63,13 +63,17 @@ def test_a_level_says_what_is_looked_for(level, is_nan_found, is_outside_found):
 
 
 def intake_of(
-    *action: LeafSpec, state: tuple[LeafSpec, ...] = (), level: Any = "strict", num_envs: int = NUM_ENVS
+    *action: LeafSpec,
+    state: tuple[LeafSpec, ...] = (),
+    level: Any = "strict",
+    num_envs: int = NUM_ENVS,
+    present: Any = None,
 ) -> Any:
     """Return an intake, and what is in its slab."""
     spec = EnvSpec(observation=(LeafSpec(("observation",), (1,)),), action=action, state=state, family="plain")
     plan = plan_slab([spec] * num_envs, num_workers=1, num_frames=2)
     slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
-    return GroupIntake(slab.groups[0], "strict"), slab.groups[0].inputs
+    return GroupIntake(slab.groups[0], "strict", present), slab.groups[0].inputs
 
 
 FORMS: list[tuple[Domain, str, tuple[int, ...]]] = [
@@ -159,11 +163,16 @@ def test_a_number_that_its_dtype_cannot_hold_is_illegal(domain):
 
 def test_state_that_is_left_out_is_that_of_the_present_roots():
     state = LeafSpec(("hidden",), (1,), "float32")
-    intake, _ = intake_of(LeafSpec(("action",), (), "int64", Discrete(3)), state=(state,))
+    action = LeafSpec(("action",), (), "int64", Discrete(3))
+    intake, _ = intake_of(action, state=(state,))
     td, rows = TensorDict({"action": torch.tensor([0, 1])}, [2]), np.array([2, 0])
     with pytest.raises(ActionError, match="expected a key"):
         intake.read(td, rows)
-    intake.present = lambda key, which: which[:, None].astype("float32") if key == ("hidden",) else None
+    intake, _ = intake_of(
+        action,
+        state=(state,),
+        present=lambda key, which: which[:, None].astype("float32") if key == ("hidden",) else None,
+    )
     assert [values.tolist() for values in intake.read(td, rows)] == [[0, 1], [[2.0], [0.0]]]
     given = td.clone().set("hidden", torch.full((2, 1), np.nan))
     assert np.isnan(intake.read(given, rows)[1]).all(), "state is the caller's own, and is not checked"
