@@ -122,7 +122,7 @@ class Engine:
         if self._intake is None:
             self._write_mixed_inputs(td, self.all_ids if env_ids is None else env_ids)
             return
-        rows = None if env_ids is None else self.rows.rows_of(env_ids)
+        rows = None if env_ids is None else self.rows.places.rows_of(env_ids)
         if self._intake.take(td, rows):
             return
         values, side = self._intake.read(td, rows), self._intake.read_side(td, rows)

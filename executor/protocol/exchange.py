@@ -151,7 +151,7 @@ class Exchange:
         leaves = is_over = None
         next_td: TensorDictBase
         if rows.is_plain:
-            next_td, leaves, is_over = rows.batches[0].next_at(columns, rows.rows_of(ready))
+            next_td, leaves, is_over = rows.batches[0].next_at(columns, rows.places.rows_of(ready))
         else:
             next_td = rows.next_of(ready, columns)
         if td is None:

@@ -20,7 +20,7 @@ from envherd.executor.batches.hand_out import GroupBatch, Leaves, Members, add_s
 from envherd.executor.batches.tensor_actions import Lend, LendingIntake
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.options import ActionCheck, ExecutorOptions
-from envherd.executor.protocol.columns import Columns, ring_columns
+from envherd.executor.protocol.columns import Columns, Places, ring_columns
 from envherd.shm.layout import Name
 from envherd.shm.slab import Slab
 from envherd.workers.infos import unpack
@@ -68,9 +68,8 @@ class Rows:
         self.num_frames = slab.plan.num_frames
         self.is_copy = is_copy
         self.has_interrupted = options.on_worker_loss == "restart"
-        self.places = [slab.plan.place(env_id) for env_id in range(self.num_envs)]
-        self.group_of = np.array([g for g, _ in self.places])
-        self.row_of = np.array([r for _, r in self.places])
+        self.places = Places(slab.plan)
+        self.group_of, self.row_of = self.places.group_of, self.places.row_of
         self.residences = residences
         is_on_device = bool(residences) or (device is not None and device.type != "cpu")
         self.mover = Mover(slab.buffer, device, self.num_frames) if is_on_device and device is not None else None
@@ -83,7 +82,7 @@ class Rows:
         self.intakes = [
             self._make_intake(index, options.check_actions, lenders.get(index)) for index in range(len(slab.groups))
         ]
-        self.ring = self.where = ring_columns(slab)
+        self.ring = self.where = ring_columns(slab, self.places)
         self.is_moving = False
         self._columns = np.zeros(self.num_envs, np.int64)
         self._following = (np.arange(self.num_frames) + 1) % self.num_frames
@@ -99,7 +98,7 @@ class Rows:
         self.infos: dict[str, dict[int, dict[str, Any]]] = {"next": {}, "root": {}}
         self._info_policy = options.infos
         self.has_side = any(batch.side_keys for batch in self.batches)
-        self._is_one_group = len(self.batches) == 1
+        self._is_one_group = self.places.is_one_group
         self.is_plain = self._is_one_group and self.batches[0].is_on_cpu and not (self.has_side or self.has_interrupted)
         first = self.batches[0]
         self.root_shell = first.shell("root", (first.num_rows,))
@@ -108,9 +107,6 @@ class Rows:
         self._column = 0
         self._is_mixed = False  # whether latest rows may be in several columns
         self._is_poisoning = options.poison
-        self._only_done = self.ring.next_done[0] if self._is_one_group else None
-        #: One group of envs that are not batches themselves: their flags are one column.
-        self._is_flat = self._is_one_group and not self.batches[0].spec.batch_shape
 
     def _make_intake(self, index: int, level: ActionCheck, lend: Lend | None) -> GroupIntake:
         group = self.slab.groups[index]
@@ -137,10 +133,6 @@ class Rows:
                 self._in_root[self._reset_there] = True
                 self._columns[self._reset_there] += self.where.root_ahead
             self._stepped_to = None
-
-    def rows_of(self, env_ids: np.ndarray) -> np.ndarray:
-        """Return the rows of some envs in their groups, int `[k]`; it may be `env_ids` itself."""
-        return env_ids if self._is_one_group else self.row_of[env_ids]
 
     # ---- columns -----------------------------------------------------------------------------
 
@@ -253,7 +245,6 @@ class Rows:
         self._columns[:] = column
         self._in_root[:] = True
         self._is_mixed = False
-        self._only_done = where.next_done[0] if self._is_one_group else None
         self.where = where
         self.is_moving = False
 
@@ -277,12 +268,12 @@ class Rows:
         """
         self._stepped_to, self._reset_there = column, reset_ids
         self._is_mixed = False
-        return self._find_ended(column)
+        return self.where.find_ended(column)
 
     def stepped_all_and_reset(self, column: int) -> np.ndarray | None:
         """Note that all envs were stepped to a column, and those that ended reset there; return them, or None."""
         self._stepped_to, self._is_mixed = column, False
-        self._reset_there = ended = self._find_ended(column)
+        self._reset_there = ended = self.where.find_ended(column)
         return ended
 
     def over_at_once(self, env_ids: np.ndarray | None, column: int) -> np.ndarray | None:
@@ -292,28 +283,10 @@ class Rows:
             env_ids: int `[k]`; None for none.
             column: of their roots, where these are in one column.
         """
-        if env_ids is None or (self._is_flat and b"\x01" not in self.where.root_done[0][column].tobytes()):
+        if env_ids is None or self.where.has_no_done_root(column):
             return None
-        over = env_ids[self._done_of(self.where.root_done, env_ids, self.columns[env_ids])]
+        over = env_ids[self.where.root_done_of(env_ids, self.columns[env_ids])]
         return over if len(over) else None
-
-    def _find_ended(self, column: int) -> np.ndarray | None:
-        """Return the ids of the envs whose `next` at a column says done, ascending; None if there are none.
-
-        A worker computes `done` from the env's two flags, so that True is the byte 1 whatever bytes these were.
-        """
-        if self._only_done is not None and b"\x01" not in self._only_done[column].tobytes():
-            return None
-        if self._is_flat:
-            return np.asarray(self.where.next_done[0][column, :, 0].nonzero()[0])
-        ended = None
-        for batch, done in zip(self.batches, self.where.next_done, strict=True):
-            if b"\x01" in done[column].tobytes():
-                rows = done[column].reshape(batch.num_rows, -1).any(1)
-                if ended is None:
-                    ended = np.zeros(self.num_envs, bool)
-                ended[np.array(batch.slab.plan.env_ids)[rows]] = True
-        return None if ended is None else np.flatnonzero(ended)
 
     @functools.cached_property
     def _blanks(self) -> list[list[np.ndarray]]:
@@ -336,14 +309,14 @@ class Rows:
         self._columns[env_ids] = columns
         self._in_root[env_ids] = False
         if ended is None:
-            ended = self._done_of(self.where.next_done, env_ids, columns)
+            ended = self.where.next_done_of(env_ids, columns)
         return ended
 
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
         """Note that some envs were reset, at one column or at columns of their own; return whose roots say done."""
         self.columns[env_ids] = columns
         self.in_root[env_ids] = True
-        return self._done_of(self.where.root_done, env_ids, self.columns[env_ids])
+        return self.where.root_done_of(env_ids, self.columns[env_ids])
 
     def mark_lost(self, env_ids: np.ndarray) -> None:
         """Note that envs have lost their episodes: their present rows say truncated from now on.
@@ -409,14 +382,6 @@ class Rows:
         done[needs_reset & ~done.reshape(self.num_envs, -1).any(1)] = True
         return done
 
-    def _done_of(self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return whether the done leaves of some envs, each at a column of its own, have a True; bool `[k]`."""
-        if self._is_flat:
-            done: np.ndarray = arrays[0][columns, env_ids, 0]
-            return done
-        places = zip(env_ids, columns, strict=True)
-        return np.array([arrays[self.group_of[i]][column, self.row_of[i]].any() for i, column in places], bool)
-
     def note_side(self, frames: Mapping[int, Mapping[str, Any]]) -> None:
         """Keep the side-channel values that came with the latest rows."""
         for env_id, frame in frames.items():
@@ -464,7 +429,7 @@ class Rows:
             if batch.side_keys:
                 add_side(td, batch.side_keys, [self.side_next[i] for i in batch.slab.plan.env_ids])
             tds.append(td)
-        return stack_groups(tds, self.places)
+        return stack_groups(tds, self.places.pairs)
 
     def _interrupted_leaf(self, batch: GroupBatch, env_ids: np.ndarray) -> torch.Tensor:
         shape = (len(env_ids), *(1 for _ in batch.spec.batch_shape), 1)
@@ -527,7 +492,7 @@ class Rows:
             td = batch.shell("root", (batch.num_rows,)).build(batch.roots_after(own, column, rows))
             self.add_root_side(td, batch, batch.slab.plan.env_ids)
             tds.append(td)
-        return stack_groups(tds, self.places)
+        return stack_groups(tds, self.places.pairs)
 
     def current(self, env_ids: np.ndarray) -> TensorDictBase:
         """Return where some envs are now: a root batch `[k]` in memory of its own."""
@@ -536,7 +501,7 @@ class Rows:
 
         def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
-            td = batch.roots(self._roots_of(self.batches.index(batch), ids, self.rows_of(ids)))
+            td = batch.roots(self._roots_of(self.batches.index(batch), ids, self.places.rows_of(ids)))
             self.add_root_side(td, batch, ids.tolist())
             return td
 
@@ -582,7 +547,7 @@ class Rows:
 
     def row_at(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
         """Return the row of an env at a column by name (VIEWS, also of scalars)."""
-        return self.where.row(*self.places[env_id], column)
+        return self.where.row(env_id, column)
 
     def _repeat_resident(self, env_id: int, column: int) -> None:
         """Write a row of no step to a ring column, where its tensors are on a device."""

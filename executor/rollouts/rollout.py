@@ -209,7 +209,7 @@ class _Run:
     def start(self, *, auto_reset: bool) -> None:
         """Reset what is to be reset, and fill column 0 of the root."""
         self._fresh, self._cut = self._engine.reset_for_rollout(auto_reset=auto_reset)
-        self._rows.move_to(storage_columns(self._lease.target, self._lease.storage))
+        self._rows.move_to(storage_columns(self._lease.target, self._lease.storage, self._rows.places))
 
     def go(self, num_steps: int) -> int:
         """Step until the end; return how many steps were made."""
@@ -283,7 +283,7 @@ class _Run:
             td = batch.shell("root", (batch.num_rows,)).build(leaves)
             rows.add_root_side(td, batch, batch.slab.plan.env_ids)
             tds.append(td)
-        return stack_groups(tds, rows.places)
+        return stack_groups(tds, rows.places.pairs)
 
     def result(self, num_steps: int) -> TensorDictBase:
         """Return the collected batch `[N, num_steps]`."""
@@ -331,7 +331,7 @@ class _Run:
     def _stack(self, tds: list[TensorDictBase]) -> TensorDictBase:
         if len(tds) == 1:
             return tds[0]
-        rows = [tds[group][row] for group, row in self._rows.places]
+        rows = [tds[group][row] for group, row in self._rows.places.pairs]
         return LazyStackedTensorDict(*rows, stack_dim=0)
 
 
