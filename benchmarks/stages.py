@@ -193,14 +193,14 @@ def _watched(env: ParallelEnv, *, is_first_k: bool) -> _Clocks:
     if is_first_k:
         clocks.watch(engine.pool, "submit", "command")
         clocks.watch(engine.pool, "wait_some", "waiting")
-        clocks.watch(engine.rows.batches[0], "next_at", "TensorDicts")
-        clocks.watch(engine.rows, "stepped", "noting")
+        clocks.watch(engine.batches.groups[0], "next_at", "TensorDicts")
+        clocks.watch(engine.positions, "stepped", "noting")
     else:
         clocks.watch(engine.flights, "begin", "command")
         clocks.watch(engine.pool, "wait_all", "waiting")
-        clocks.watch(engine.rows, "draft", "TensorDicts")
-        clocks.watch(engine.rows, "stepped_all_and_reset", "noting")
-        clocks.watch(engine.rows, "finish", "copying")
+        clocks.watch(engine.batches, "draft", "TensorDicts")
+        clocks.watch(engine.positions, "stepped_all_and_reset", "noting")
+        clocks.watch(engine.batches, "finish", "copying")
     return clocks
 
 

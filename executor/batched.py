@@ -54,7 +54,6 @@ class BatchedEnv:
         self._finalizer = weakref.finalize(self, _close_pool, pool, os.getpid())
         self._engine = Engine(pool, seed=seed, device=device, copy=copy, options=options)
         self._turn = self._engine.turn
-        self._rows = self._engine.rows
         self._exchange = Exchange(self._engine)
         self._rollouts = RolloutRunner(self._engine)
         self.options = options
@@ -168,7 +167,7 @@ class BatchedEnv:
             if len(env_ids):
                 engine.write_reset_masks(mask)
                 engine.reset_envs(env_ids, extras)
-            return self._rows.current(engine.all_ids)
+            return engine.batches.current(engine.all_ids)
 
     def step(self, td: TensorDictBase) -> TensorDictBase:
         """Step every env once.
@@ -299,7 +298,7 @@ class BatchedEnv:
                 return td
             ids = self._exchange.as_ids(env_ids)
             self._engine.refuse_under_way(ids)
-            td = self._rows.current(ids)
+            td = self._engine.batches.current(ids)
             return td if env_ids is None else set_ids(td, ids)
 
     # ---- everything else ---------------------------------------------------------------------
@@ -345,7 +344,7 @@ class BatchedEnv:
         with self._turn:
             engine.refuse_under_way(engine.all_ids)
             states: dict[str, Any] = {f"env{i}": state for i, state in enumerate(self._ask("state_dict", None))}
-            states["executor"] = {"roots": self._rows.roots(), "ended": engine.states.needs_reset.tolist()}
+            states["executor"] = {"roots": engine.batches.roots(), "ended": engine.states.needs_reset.tolist()}
             return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -360,7 +359,7 @@ class BatchedEnv:
             EnvError: an env has refused its state; all envs must be reset.
             Busy: an env was sent and not received, or a rollout is in progress.
         """
-        engine, rows = self._engine, self._rows
+        engine = self._engine
         with self._turn:
             engine.refuse_rolling()
             engine.refuse_under_way(engine.all_ids)
@@ -369,14 +368,14 @@ class BatchedEnv:
                 raise ValueError(f"load_state_dict failed: expected a state of each env, got none of env {missing[0]}.")
             kept = state.get("executor")
             if kept is not None:
-                rows.check_roots(kept["roots"])
+                engine.batches.check_roots(kept["roots"])
             engine.states.move(engine.all_ids, Event.IS_BROKEN_OFF)  # should anything break this off
             self._ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
             if kept is None:
-                rows.mark_running()
+                engine.positions.mark_running()
                 engine.states.move(engine.all_ids, Event.IS_ALLOWED)
             else:
-                rows.put_roots(kept["roots"])
+                engine.batches.put_roots(kept["roots"])
                 engine.states.restore(engine.all_ids, np.array(kept["ended"], bool))
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
@@ -388,7 +387,7 @@ class BatchedEnv:
             section: "next": in the step; "root": in the reset, if the command was or included one.
         """
         self._turn.check()
-        said = self._rows.infos[section]
+        said = self._engine.side.infos[section]
         return [said.get(i, {}) for i in range(self.num_envs)]
 
     def statistics(self) -> Statistics:
@@ -404,8 +403,8 @@ class BatchedEnv:
     def close(self) -> None:
         """Close the envs and end the workers, within `options.close_timeout_s`. Idempotent, never raises."""
         self._turn.is_closed = True
-        if self._rows.mover is not None:
-            self._rows.mover.close()
+        if (mover := self._engine.batches.mover) is not None:
+            mover.close()
         self._engine.withdraw()
         self._finalizer()
 

@@ -41,13 +41,15 @@ TESTS = {
     "executor/pools/command_words.py": (*_STEPS, *_LOSSES),
     "executor/pools/deadline.py": (*_LOSSES, "executor/test_losses.py", "executor/test_reset_ahead.py"),
     "executor/pools/questions.py": (*_LOSSES, "executor/test_exchange.py"),
-    "executor/protocol/rows.py": (
+    "executor/protocol/positions.py": (
         *_STEPS,
         "executor/test_quick_step.py",
         "executor/test_recovery.py",
-        "executor/test_infos.py",
         "executor/test_rollout.py",
     ),
+    "executor/protocol/columns.py": (*_STEPS, "executor/test_quick_step.py", "executor/test_rollout.py"),
+    "executor/protocol/env_batches.py": (*_STEPS, "executor/test_quick_step.py", "executor/test_rollout.py"),
+    "executor/protocol/side_data.py": ("executor/test_infos.py", "executor/test_side_actions.py"),
     "executor/rollouts/rollout.py": (
         "executor/test_rollout.py",
         "executor/test_collector.py",

@@ -242,13 +242,6 @@ def add_side(td: TensorDictBase, keys: Sequence[tuple[int, Key]], values: Sequen
         td.set(key, stack)
 
 
-def poison(slab: GroupSlab, column: int) -> None:
-    """Fill a frame with values that no env gives: NaN, the largest integer, or True."""
-    for array in slab.columns.values():
-        kind = array.dtype.kind
-        array[column] = np.nan if kind in "fc" else np.iinfo(array.dtype).max if kind in "iu" else True
-
-
 def stack_groups(tds: Sequence[TensorDictBase], places: Sequence[tuple[int, int]]) -> TensorDictBase:
     """Return one batch in env order from one batch per group: itself if there is one group, else a lazy stack."""
     if len(tds) == 1 and [row for _, row in places] == list(range(len(places))):

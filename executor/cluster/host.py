@@ -132,7 +132,7 @@ class NodeHost:
         self._pool = pool
         self._env = BatchedEnv(pool, seed=share.root_seed, device=None, copy=True, options=options)
         self._flights = self._env.engine.flights
-        self._rows = self._flights.rows
+        self._positions = self._flights.positions
         self._end = End(pool.slab, pool.plan)
         self._all_ids = np.arange(pool.num_envs)
         self._is_sent = np.zeros(pool.num_envs, bool)
@@ -386,8 +386,8 @@ class NodeHost:
             except EnvherdError as error:
                 error.partial = None
                 return error
-            columns = self._rows.columns
-            assert self._rows.in_root.all()
+            columns = self._positions.columns
+            assert self._positions.in_root.all()
             rows = self._end.pack_rows(_NOBODY, 0, self._all_ids, columns.copy())
             reply = self._reply(rows, (None, _NOBODY, self._all_ids), None)
         leaves = _plain_leaves(data)

@@ -301,8 +301,8 @@ class RemoteRollouts:
 
     def _settle(self, share: RemoteShare, rolled: Rolled) -> None:
         """Note where a share's envs are after a rollout."""
-        rows, pool = self._engine.rows, self._pool
-        columns = rows.next_columns(share.env_ids)
+        pool = self._pool
+        columns = self._engine.positions.next_columns(share.env_ids)
         share.write(rolled.reply, columns, None)
         share.note_words(pool.slab.words, rolled.reply)
         self._engine.flights.put(share.env_ids, columns)

@@ -1,6 +1,6 @@
 """The engine of an executor: what may be asked of the envs now, and what becomes of the answers.
 
-It joins a pool (commands and waiting) with the rows (where every env is) and keeps the protocol:
+It joins a pool (commands and waiting) with positions (where every env is) and keeps the protocol:
 nothing is sent unless all of it is legal, and whatever breaks a call off (an interrupt, a fault, a
 loss) leaves every env in a known state. `BatchedEnv`, rollouts and the exchange all stand on it.
 """
@@ -8,6 +8,7 @@ loss) leaves every env in a known state. `BatchedEnv`, rollouts and the exchange
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,19 +19,24 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDictBase
 
+from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.fast_tensordict import set_leaf
 from envherd.executor.batches.hand_out import add_side
 from envherd.executor.batches.random_actions import ActionSampler
+from envherd.executor.batches.tensor_actions import LendingIntake
+from envherd.executor.batches.transfer import Mover
 from envherd.executor.monitor.memory_log import MemoryLog
 from envherd.executor.monitor.running import announce
 from envherd.executor.monitor.statistics import Statistics, Tally, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import Turn
+from envherd.executor.protocol.env_batches import EnvBatches
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.flight import Flights
+from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
-from envherd.executor.protocol.rows import Rows
+from envherd.executor.protocol.side_data import SideData
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import Busy, EnvherdError
@@ -45,7 +51,9 @@ class Engine:
 
     Attributes:
         turn: entered for the length of every call.
-        rows: where every env is.
+        positions: where every env is.
+        side: what envs give besides rows.
+        batches: makes batches of the rows.
         states: the state of every env.
         flights: all commands.
         is_rolling: a rollout is in progress; its policy and callback may ask the envs things, but not step them.
@@ -65,20 +73,34 @@ class Engine:
         self.num_envs = pool.num_envs
         self.known = {leaf.key for spec in self.specs for leaf in spec.leaves()}
         self.all_ids = np.arange(self.num_envs)
-        self.rows = Rows(pool.slab, options, device, is_copy=copy, lenders=pool.lenders, residences=pool.settle(device))
+        residences = pool.settle(device)
+        mover = None
+        if device is not None and (device.type != "cpu" or residences):
+            mover = Mover(pool.slab.buffer, device, pool.plan.num_frames)
+        self.side = SideData(self.specs, options.infos)
+        self.positions = Positions(pool.slab, self.side, options, mover=mover, residences=residences)
+        self.batches = EnvBatches(self.positions, self.side, device, mover=mover, is_copy=copy)
+        self._intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
+        self._intake = self._intakes[0] if len(self._intakes) == 1 else None
         self.memory = MemoryLog()
         recyclable = pool.recyclable if options.recycles else None
-        recycler = None if recyclable is None else Recycler(recyclable, self.rows, options, self.memory)
-        self.flights = Flights(pool, self.rows, options, recycler)
+        recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
+        self.flights = Flights(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
         self.is_rolling = False
         self.turn = Turn(self)
         self.side_inputs: dict[int, list[Any]] = {}
-        self._intake = self.rows.intakes[0] if len(self.rows.intakes) == 1 else None
         self.ready_at = time.monotonic()
         #: Takes this executor off the list that `envherd top` reads.
         self.withdraw = self._announce()
         self.use_seed(seed)
+
+    def _make_intake(self, index: int) -> GroupIntake:
+        group, level = self.pool.slab.groups[index], self.options.check_actions
+        present = functools.partial(self.batches.present, index) if group.spec.state else None
+        if index in self.pool.lenders:
+            return LendingIntake(group, level, self.pool.lenders[index], present)
+        return GroupIntake(group, level, present)
 
     @property
     def is_dirty(self) -> bool:
@@ -122,19 +144,18 @@ class Engine:
         if self._intake is None:
             self._write_mixed_inputs(td, self.all_ids if env_ids is None else env_ids)
             return
-        rows = None if env_ids is None else self.rows.places.rows_of(env_ids)
-        if self._intake.take(td, rows):
+        if self._intake.take(td, env_ids):  # one group: rows are ids
             return
-        values, side = self._intake.read(td, rows), self._intake.read_side(td, rows)
-        self._intake.write(values, rows)
+        values, side = self._intake.read(td, env_ids), self._intake.read_side(td, env_ids)
+        self._intake.write(values, env_ids)
         if side:
             self._send_side_inputs(self.all_ids if env_ids is None else env_ids, side)
 
     def _write_mixed_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         checked = []
         for position, env_id in enumerate(env_ids.tolist()):
-            intake = self.rows.intakes[self.rows.group_of[env_id]]
-            rows, own = self.rows.row_of[[env_id]], td[position].unsqueeze(0)
+            group, row = self.positions.places.pairs[env_id]
+            intake, rows, own = self._intakes[group], np.array([row]), td[position].unsqueeze(0)
             checked.append((intake, intake.read(own, rows), rows, intake.read_side(own, rows)))
         for env_id, (intake, values, rows, side) in zip(env_ids, checked, strict=True):
             intake.write(values, rows)
@@ -148,17 +169,17 @@ class Engine:
 
     def add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Add the inputs of the envs' latest steps to a batch."""
-        rows = self.rows
-        if self._intake is not None or len(groups := set(rows.group_of[env_ids].tolist())) == 1:
-            intake = self._intake or rows.intakes[groups.pop()]
-            for leaf, value in zip(intake.leaves, intake.current(rows.row_of[env_ids]), strict=True):
+        places = self.positions.places
+        if self._intake is not None or len(groups := set(places.group_of[env_ids].tolist())) == 1:
+            intake = self._intake or self._intakes[groups.pop()]
+            for leaf, value in zip(intake.leaves, intake.current(places.row_of[env_ids]), strict=True):
                 set_leaf(td, leaf.key, torch.from_numpy(value))
             if intake.side_leaves:
                 add_side(td, intake.side_keys, [self.side_inputs[i] for i in env_ids.tolist()])
             return
         for own, env_id in zip(td.unbind(0), env_ids.tolist(), strict=True):
-            intake = rows.intakes[rows.group_of[env_id]]
-            for leaf, value in zip(intake.leaves, intake.current(rows.row_of[[env_id]]), strict=True):
+            intake = self._intakes[places.group_of[env_id]]
+            for leaf, value in zip(intake.leaves, intake.current(places.row_of[[env_id]]), strict=True):
                 own.set(leaf.key, torch.from_numpy(value)[0])
             for index, key in intake.side_keys:
                 own.set(key, NonTensorData(self.side_inputs[env_id][index]))
@@ -179,25 +200,25 @@ class Engine:
         if not batch_size or batch_size[0] != self.num_envs:
             raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {batch_size}.")
         self.refuse_rolling()
-        rows, has_root = self.rows, op == Op.STEP_RESET
+        batches, has_root = self.batches, op == Op.STEP_RESET
         flight = self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td))
-        draft = rows.draft(flight.at, has_root=has_root)
+        draft = batches.draft(flight.at, has_root=has_root)
         try:
             self.flights.land(flight)
         except EnvherdError as error:
             if flight.has_landed:
-                error.partial = rows.next_td(rows.next_leaves(flight.at))
+                error.partial = batches.next_td(batches.next_leaves(flight.at))
             raise
-        return rows.finish(draft, flight.at, flight.ended, has_root=has_root)
+        return batches.finish(draft, flight.at, flight.ended, has_root=has_root)
 
     def recover(self) -> None:
         """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""
         self.is_rolling = False
-        if self.rows.is_moving:
+        if self.positions.is_moving:
             self.states.move(np.flatnonzero(~self.states.under_way), Event.IS_BROKEN_OFF)
-            self.rows.abandon()
+            self.positions.abandon()
         else:
-            self.rows.move_back()
+            self.positions.move_back()
         self.flights.recover()
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
@@ -238,15 +259,17 @@ class Engine:
         fresh = self.states.needs_reset
         if not fresh.any():
             return fresh, None
-        rows = self.rows
-        running = np.flatnonzero(~fresh).tolist() if rows.has_interrupted else []
-        flags = {i: {leaf.key: rows.latest_root(i)[leaf.key].copy() for leaf in self.specs[i].done} for i in running}
-        self.write_reset_masks(rows.ended_parts(fresh))
+        positions = self.positions
+        running = np.flatnonzero(~fresh).tolist() if positions.has_interrupted else []
+        flags = {
+            i: {leaf.key: positions.latest_root(i)[leaf.key].copy() for leaf in self.specs[i].done} for i in running
+        }
+        self.write_reset_masks(self.batches.ended_parts(fresh))
         self.reset_envs(np.flatnonzero(fresh))
         cut = np.flatnonzero(self.states.needs_reset & ~fresh)
         for env_id in cut.tolist():  # the interrupted row tells of the loss, not the row before it
             for key, flag in flags[env_id].items():
-                rows.latest_root(env_id)[key][...] = flag
+                positions.latest_root(env_id)[key][...] = flag
         return fresh, cut if len(cut) else None
 
     def extras_of(
@@ -278,7 +301,7 @@ class Engine:
 
     def write_reset_masks(self, mask: np.ndarray | None) -> None:
         """Tell envs that are batches themselves which of their rows to reset: bool `[N, *B]`, None for all."""
-        for group in self.rows.slab.groups:
+        for group in self.pool.slab.groups:
             target = group.inputs.get(("reset_mask",))
             if target is not None:
                 target[...] = True if mask is None else mask[list(group.plan.env_ids)].reshape(target.shape)

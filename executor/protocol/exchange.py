@@ -108,18 +108,18 @@ class Exchange:
             return None
         if any(leaf._version for leaf in received.leaves):  # noqa: SLF001  # the caller has written to its `next`
             return None
-        td = self._engine.rows.batches[0].root_over(received.leaves, len(received.env_ids))
+        td = self._engine.batches.groups[0].root_over(received.leaves, len(received.env_ids))
         set_leaf(td, (ENV_IDS,), received.ids)
         return td
 
     def send(self, td: TensorDictBase, env_ids: np.ndarray, op: Op) -> None:
         """Check a batch of actions and start the steps."""
-        engine, rows = self._engine, self._engine.rows
+        engine, positions = self._engine, self._engine.positions
         engine.refuse_rolling()
         write_inputs = partial(engine.write_inputs, td, env_ids)
         engine.flights.begin(op, env_ids, write_inputs=write_inputs, is_parked=True, flags=_EACH)
-        if rows.has_interrupted:
-            rows.interrupted[env_ids] = False  # of an earlier step of all
+        if positions.has_interrupted:
+            positions.interrupted[env_ids] = False  # of an earlier step of all
 
     def recv(
         self, min_envs: int | None, timeout_s: float | None, env_ids: np.ndarray | None, *, with_root: bool
@@ -143,17 +143,17 @@ class Exchange:
 
     def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
         """Make the batch for envs that have answered, and take them off the list of those sent."""
-        engine, rows, flights = self._engine, self._engine.rows, self._engine.flights
+        engine, batches, flights = self._engine, self._engine.batches, self._engine.flights
         flights.open_delivery(ready)
         columns = engine.states.columns[ready]
-        td = rows.current(ready) if with_root else None
+        td = batches.current(ready) if with_root else None
         flights.take_news(ready)
         leaves = is_over = None
         next_td: TensorDictBase
-        if rows.is_plain:
-            next_td, leaves, is_over = rows.batches[0].next_at(columns, rows.places.rows_of(ready))
+        if batches.is_plain:
+            next_td, leaves, is_over = batches.groups[0].next_at(columns, ready)
         else:
-            next_td = rows.next_of(ready, columns)
+            next_td = batches.next_of(ready, columns)
         if td is None:
             td = maker(next_td.batch_size, next_td.device)({})
         else:

@@ -26,8 +26,9 @@ from envherd.executor.pools.error_messages import Frame, env_error, first_fault
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.protocol.env_states import EnvStates, Event
 from envherd.executor.protocol.losses import Losses
+from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
-from envherd.executor.protocol.rows import Rows
+from envherd.executor.protocol.side_data import SideData
 from envherd.workers.errors import EnvherdError, InternalError, ResetNeeded
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag, Op
@@ -119,22 +120,24 @@ class Flights:
     """All commands of one executor; see the module.
 
     Attributes:
-        pool, rows, states: of the executor.
+        pool, positions, side, states: of the executor.
         current: the flight that the present call begins or lands; None between calls.
         is_dirty: a call was broken off; the next one begins with `recover`.
         losses: of workers.
         num_errors: exceptions of envs.
     """
 
-    def __init__(self, pool: Pool, rows: Rows, options: ExecutorOptions, recycler: Recycler | None) -> None:
-        self.pool, self.rows, self._options = pool, rows, options
+    def __init__(
+        self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions, recycler: Recycler | None
+    ) -> None:
+        self.pool, self.positions, self.side, self._options = pool, positions, side, options
         self.all_ids = np.arange(pool.num_envs)
         self.states = EnvStates(pool.num_envs)
         self.current: Flight | None = None
         self.is_dirty = False
         self.num_errors = 0
         self._recycler = recycler
-        self.losses = Losses(pool, rows, self.states, options)
+        self.losses = Losses(pool, positions, self.states, options)
         self._has_infos = options.infos != "drop"
         self._num_settled = 0  # losses of the pool that were dealt with while envs were sent
 
@@ -209,26 +212,26 @@ class Flights:
 
     def _next_column(self, op: Op, ids: np.ndarray | None) -> Any:
         if op == Op.RESET:
-            return self.rows.reset_columns(self.all_ids if ids is None else ids)
-        return self.rows.next_column() if ids is None else self.rows.next_columns(ids)
+            return self.positions.reset_columns(self.all_ids if ids is None else ids)
+        return self.positions.next_column() if ids is None else self.positions.next_columns(ids)
 
     def _depart(self, flight: Flight) -> None:
         """Note which command every env of a flight has, and that it is under way."""
         op, at, states = flight.op, flight.at, self.states
         resets, left_out = flight.resets, None
         if resets is not None:
-            self.rows.blank_steps(at, resets)
+            self.positions.blank_steps(at, resets)
         if flight.cut is not None:
             for env_id in flight.cut.tolist():
-                self.rows.cut_off(env_id, at)
+                self.positions.cut_off(env_id, at)
             resets, left_out = (flight.cut, None) if op == Op.STEP_RESET else (None, flight.cut)
         others = left_out if resets is None else resets
         states.start(flight.ids if others is None else np.setdiff1d(flight.ids, others), op, at)
         if resets is not None:
-            states.start(resets, Op.RESET, at + self.rows.where.root_ahead)
+            states.start(resets, Op.RESET, at + self.positions.where.root_ahead)
 
     def _submit(self, flight: Flight, flags: int, *, is_late: bool) -> None:
-        pool, op, where, cut = self.pool, flight.op, self.rows.where, flight.cut
+        pool, op, where, cut = self.pool, flight.op, self.positions.where, flight.cut
         for env_id in flight.ids.tolist() if flight.extras else ():
             if env_id in flight.extras:
                 pool.prepare(flight.extras[env_id])
@@ -262,10 +265,10 @@ class Flights:
 
     def _note_usual(self, flight: Flight) -> None:
         """Note what became of a flight of which the pool reports nothing but rows."""
-        if self.rows.has_interrupted:
+        if self.positions.has_interrupted:
             self._forget_interrupted(flight)
         if self._has_infos:
-            self.rows.forget_infos() if flight.is_all else self.rows.note_infos({}, flight.ids.tolist())
+            self.side.forget_infos() if flight.is_all else self.side.note_infos({}, flight.ids.tolist())
         self._note_rows(flight)
         flight.has_landed = True
 
@@ -299,39 +302,39 @@ class Flights:
 
     def _note_rows(self, flight: Flight) -> None:
         """Note where all envs of a flight are, none of which raised or was lost."""
-        rows, at = self.rows, flight.at
+        positions, at = self.positions, flight.at
         if not (flight.is_all and isinstance(at, int) and flight.op != Op.RESET):
             self._note_some(flight)
             return
         if flight.op == Op.STEP_RESET:
-            ended = rows.stepped_all_and_reset(at)
+            ended = positions.stepped_all_and_reset(at)
             if ended is None:
                 self.states.land_all(None)
                 return
             flight.was_reset = flight.ended = ended
-            self.states.land_all(rows.over_at_once(ended, at + rows.where.root_ahead))
+            self.states.land_all(positions.over_at_once(ended, at + positions.where.root_ahead))
             return
         flight.was_reset = flight.resets
-        flight.ended = over = rows.stepped_all(at, flight.resets)
-        over_at_once = None if flight.resets is None else rows.over_at_once(flight.resets, at)
+        flight.ended = over = positions.stepped_all(at, flight.resets)
+        over_at_once = None if flight.resets is None else positions.over_at_once(flight.resets, at)
         if over_at_once is not None:
             over = over_at_once if over is None else np.union1d(over, over_at_once)
         self.states.land_all(over)
 
     def _note_some(self, flight: Flight) -> None:
         """Note where the envs of a flight are, of which some may be dead."""
-        rows, ids = self.rows, flight.ids
+        positions, ids = self.positions, flight.ids
         ops, at = self.states.ops[ids], self.states.columns[ids]
         is_reset, is_alive = ops == RESET, ~np.isin(ids, flight.dead)
         stepped = ids[~is_reset]
         is_over = np.zeros(len(ids), bool)
         if len(stepped):
-            is_over[~is_reset] = rows.stepped(stepped, at[~is_reset])
+            is_over[~is_reset] = positions.stepped(stepped, at[~is_reset])
         flight.ended = _some(ids[is_over])
         is_fresh = (is_reset | is_over & (ops == STEP_RESET)) & is_alive
         flight.was_reset = _some(ids[is_fresh])
         fresh = ids[is_fresh]
-        is_over[is_fresh] = rows.were_reset(fresh, at[is_fresh] + rows.where.root_ahead * ~is_reset[is_fresh])
+        is_over[is_fresh] = positions.were_reset(fresh, at[is_fresh] + positions.where.root_ahead * ~is_reset[is_fresh])
         self.states.move(ids[is_alive & is_over], Event.ENDS)
         self.states.move(ids[is_alive & ~is_over], Event.ANSWERED)
 
@@ -375,25 +378,25 @@ class Flights:
 
     def _note_unusual(self, flight: Flight) -> tuple[Outcome, np.ndarray]:
         """Note what became of a flight; return what the pool reported, and the flight's envs that were lost."""
-        rows, ids = self.rows, flight.ids
+        positions, ids = self.positions, flight.ids
         outcome = self.pool.take_outcome(ids)
         lost = self.losses.envs_of(outcome.losses)
         own = lost[np.isin(lost, ids)]
         outcome.forget_rows(own)  # an env that answered before its worker died in another's step is lost, too
-        rows.note_side(outcome.side)
-        rows.note_infos(outcome.infos, ids.tolist())
+        self.side.note_values(outcome.side)
+        self.side.note_infos(outcome.infos, ids.tolist())
         self._forget_interrupted(flight)
         self.num_errors += len(outcome.faults)
         flight.faults = outcome.faults
         is_stepped = self.states.ops != RESET
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
         for env_id in [*own[is_stepped[own]].tolist(), *failed]:
-            rows.cut_off(env_id, int(self.states.columns[env_id]))
+            positions.cut_off(env_id, int(self.states.columns[env_id]))
         flight.dead = np.union1d(own, [*outcome.faults]).astype(np.int64)
         if len(flight.dead):
             self._note_some(flight)
             self.states.move(own, Event.IS_LOST)
-            rows.mark_lost(own[~is_stepped[own]])
+            positions.mark_lost(own[~is_stepped[own]])
             self.states.move(np.array([*outcome.faults], np.int64), Event.FAILS)
         else:
             self._note_rows(flight)
@@ -402,8 +405,8 @@ class Flights:
 
     def _forget_interrupted(self, flight: Flight) -> None:
         """Note which rows of a step are interrupted before any loss in it: those of `cut`."""
-        if self.rows.has_interrupted and flight.op != Op.RESET:
-            self.rows.interrupted[flight.ids] = False
+        if self.positions.has_interrupted and flight.op != Op.RESET:
+            self.positions.interrupted[flight.ids] = False
             if flight.cut is not None:
                 self.losses.note_interrupted(flight.cut)
 
@@ -414,7 +417,7 @@ class Flights:
         is_due = ops != STEP
         if not is_due.any():
             return None
-        at = self.states.columns[lost] + self.rows.where.root_ahead * (ops != RESET)
+        at = self.states.columns[lost] + self.positions.where.root_ahead * (ops != RESET)
         try:
             self.begin(Op.RESET, lost[is_due], at=at[is_due], extras=flight.extras).land()
         except EnvherdError as error:
@@ -433,7 +436,7 @@ class Flights:
         """Reset envs that steps at some columns have reset, in new instances; `replace` begins to build these."""
         self.states.move(env_ids, Event.IS_LOST)  # first: an interrupt must not leave them as running
         replace()
-        self.begin(Op.RESET, env_ids, at=columns + self.rows.where.root_ahead).land()
+        self.begin(Op.RESET, env_ids, at=columns + self.positions.where.root_ahead).land()
 
     # ---- envs that were sent -----------------------------------------------------------------
 
@@ -488,7 +491,7 @@ class Flights:
 
     def put(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
         """Note where envs are that something else than a command has moved: at the roots of columns, int64 `[k]`."""
-        self.states.restore(env_ids, self.rows.were_reset(env_ids, columns))
+        self.states.restore(env_ids, self.positions.were_reset(env_ids, columns))
 
     def open_delivery(self, env_ids: np.ndarray) -> Flight:
         """Begin to hand out envs that were sent and have answered; `deliver` or `report` must follow."""
@@ -497,13 +500,12 @@ class Flights:
 
     def take_news(self, env_ids: np.ndarray) -> None:
         """Note what envs that were sent have given besides their rows."""
-        rows = self.rows
         if self.pool.outcome:
             outcome = self.pool.take_outcome(env_ids)
-            rows.note_side(outcome.side)
-            rows.note_infos(outcome.infos, env_ids.tolist())
+            self.side.note_values(outcome.side)
+            self.side.note_infos(outcome.infos, env_ids.tolist())
         elif self._has_infos:
-            rows.note_infos({}, env_ids.tolist())
+            self.side.note_infos({}, env_ids.tolist())
 
     def deliver(self, env_ids: np.ndarray, is_over: np.ndarray | None) -> np.ndarray | None:
         """Note where envs are that were sent and are handed out now; see `open_delivery`.
@@ -517,18 +519,18 @@ class Flights:
         """
         flight = self.current
         assert flight is not None
-        rows = self.rows
-        if rows.has_interrupted:
-            rows.interrupted[env_ids] = False
+        positions = self.positions
+        if positions.has_interrupted:
+            positions.interrupted[env_ids] = False
         ops, at = self.states.ops[env_ids], self.states.columns[env_ids]
-        is_over = rows.stepped(env_ids, at, is_over)
+        is_over = positions.stepped(env_ids, at, is_over)
         if b"\x01" not in is_over.tobytes():
             self.states.move(env_ids, Event.ANSWERED)
             self._close(flight)
             return None
         is_fresh = is_over & (ops == STEP_RESET)
         needs_reset = is_over.copy()
-        needs_reset[is_fresh] = rows.were_reset(env_ids[is_fresh], at[is_fresh])
+        needs_reset[is_fresh] = positions.were_reset(env_ids[is_fresh], at[is_fresh])
         self.states.move(env_ids[needs_reset], Event.ENDS)
         self.states.move(env_ids[~needs_reset], Event.ANSWERED)
         try:

@@ -13,7 +13,7 @@ import numpy as np
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.env_states import EnvStates, Event
-from envherd.executor.protocol.rows import Rows
+from envherd.executor.protocol.positions import Positions
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RESET, STEP, Flag, Op
 
@@ -27,8 +27,8 @@ class Losses:
         num_interrupted: rows that a loss has ended so far.
     """
 
-    def __init__(self, pool: Pool, rows: Rows, states: EnvStates, options: ExecutorOptions) -> None:
-        self._pool, self._rows, self._states = pool, rows, states
+    def __init__(self, pool: Pool, positions: Positions, states: EnvStates, options: ExecutorOptions) -> None:
+        self._pool, self._positions, self._states = pool, positions, states
         self._is_replacing = options.on_worker_loss == "restart"
         self.num_interrupted = 0
 
@@ -38,13 +38,13 @@ class Losses:
 
     def note_interrupted(self, env_ids: np.ndarray) -> None:
         """Mark the envs' rows of this step as interrupted."""
-        self.num_interrupted += int(np.count_nonzero(~self._rows.interrupted[env_ids]))
-        self._rows.interrupted[env_ids] = True
+        self.num_interrupted += int(np.count_nonzero(~self._positions.interrupted[env_ids]))
+        self._positions.interrupted[env_ids] = True
 
     def lose(self, env_ids: np.ndarray) -> None:
         """Note that envs that have no command under way have lost their episodes."""
         self._states.move(env_ids, Event.IS_LOST)
-        self._rows.mark_lost(env_ids)
+        self._positions.mark_lost(env_ids)
 
     def drop(self, env_ids: np.ndarray, event: Event) -> None:
         """Note that envs that were sent have failed or are lost; they are no longer sent."""
@@ -77,7 +77,7 @@ class Losses:
         self._pool.forfeited[sent] = True  # first: an interrupt must not leave them as running, or as answered
         self._states.move(idle, Event.IS_LOST)
         error = self._begin_restarts(losses) if self._is_replacing else next(iter(losses.values()))
-        self._rows.mark_lost(idle)
+        self._positions.mark_lost(idle)
         if error is not None:
             self.drop(sent, Event.IS_LOST)
         elif len(sent):
@@ -87,7 +87,7 @@ class Losses:
     def _begin_restarts(self, worker_ids: Iterable[int]) -> EnvherdError | None:
         for worker_id in worker_ids:
             env_ids = self.envs_of([worker_id])
-            for group in self._rows.slab.groups:  # of an env that is a batch, all rows must be reset
+            for group in self._positions.slab.groups:  # of an env that is a batch, all rows must be reset
                 if ("reset_mask",) in group.inputs:
                     group.inputs["reset_mask",][np.isin(group.plan.env_ids, env_ids)] = True
             try:
@@ -98,13 +98,13 @@ class Losses:
 
     def cut_off_sent(self, lost: np.ndarray) -> None:
         """End the episodes of envs that were sent and lost: their answer is an interrupted row, once they are reset."""
-        pool, rows, states = self._pool, self._rows, self._states
+        pool, positions, states = self._pool, self._positions, self._states
         pool.outcome.forget_rows(lost)
         ops, columns = states.ops[lost], states.columns[lost]
         is_stepped, is_due = ops != RESET, ops != STEP
         for env_id, column in zip(lost[is_stepped].tolist(), columns[is_stepped].tolist(), strict=True):
-            rows.cut_off(env_id, column)
+            positions.cut_off(env_id, column)
         self.note_interrupted(lost[is_stepped])
         pool.forfeited[lost[~is_due]] = False
         if is_due.any():
-            pool.submit_later(lost[is_due], Op.RESET, rows.where.target, columns[is_due], Flag.EACH)
+            pool.submit_later(lost[is_due], Op.RESET, positions.where.target, columns[is_due], Flag.EACH)

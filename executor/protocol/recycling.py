@@ -18,7 +18,8 @@ import numpy as np
 from envherd.executor.monitor.memory_log import MemoryLog
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool
-from envherd.executor.protocol.rows import Rows
+from envherd.executor.protocol.positions import Positions
+from envherd.executor.protocol.side_data import SideData
 from envherd.workers.processes import memory_of
 
 #: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace`, and resets the envs.
@@ -26,19 +27,20 @@ Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
 
 
 @contextlib.contextmanager
-def keeping_steps(rows: Rows, env_ids: np.ndarray, columns: np.ndarray) -> Iterator[None]:
+def keeping_steps(positions: Positions, side: SideData, env_ids: np.ndarray, columns: np.ndarray) -> Iterator[None]:
     """Keep what steps have given and said, while the envs that they ended are reset by commands of their own.
 
     Args:
-        rows: of the engine.
+        positions: of the engine.
+        side: of the engine.
         env_ids: int `[k]`.
         columns: int `[k]`, where their steps are.
     """
-    side, infos = dict(rows.side_next), dict(rows.infos["next"])
+    values, infos = dict(side.next), dict(side.infos["next"])
     flags: list[np.ndarray] = []
     for env_id, column in zip(env_ids.tolist(), columns.tolist(), strict=True):
-        row = rows.row_at(env_id, column)
-        flags += [row["next", *leaf.key] for leaf in rows.batches[rows.group_of[env_id]].spec.done]
+        row = positions.row_at(env_id, column)
+        flags += [row["next", *leaf.key] for leaf in positions.specs[env_id].done]
     ends = [flag.copy() for flag in flags]
     try:
         yield
@@ -46,17 +48,18 @@ def keeping_steps(rows: Rows, env_ids: np.ndarray, columns: np.ndarray) -> Itera
         for flag, end in zip(flags, ends, strict=True):  # a loss meanwhile cuts the next episode short, not this one
             flag[...] = end
         for env_id in env_ids.tolist():
-            if env_id in side:
-                rows.side_next[env_id] = side[env_id]
+            side.next[env_id] = values[env_id]
             if env_id in infos:
-                rows.infos["next"][env_id] = infos[env_id]
+                side.infos["next"][env_id] = infos[env_id]
 
 
 class Recycler:
     """Replaces the workers of an engine that are due (its options say when), where that interrupts nothing."""
 
-    def __init__(self, pool: RecyclablePool, rows: Rows, options: ExecutorOptions, memory: MemoryLog) -> None:
-        self._rows, self._options, self._memory = rows, options, memory
+    def __init__(
+        self, pool: RecyclablePool, positions: Positions, side: SideData, options: ExecutorOptions, memory: MemoryLog
+    ) -> None:
+        self._positions, self._side, self._options, self._memory = positions, side, options, memory
         self._pool = pool
         self._began = np.zeros(self._pool.num_workers, np.int64)  # resets of each worker's envs when it came
 
@@ -75,7 +78,7 @@ class Recycler:
             renew: has envs whose instances are replaced begin their episodes again.
         """
         column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
-        with keeping_steps(self._rows, env_ids, columns):
+        with keeping_steps(self._positions, self._side, env_ids, columns):
             for worker_id in self._whole_workers(env_ids):
                 if self._is_due(worker_id, num_begun=1) and not self._has_batches(worker_id):
                     ids = np.array(self._pool.blueprint.blocks[worker_id])
@@ -98,10 +101,11 @@ class Recycler:
 
     def _are_reset_whole(self, worker_id: int) -> bool:
         """Return whether the reset to come begins all episodes of a worker's envs, where an env is a batch."""
-        rows = self._rows
+        positions = self._positions
         for env_id in self._pool.blueprint.blocks[worker_id]:
-            mask = rows.slab.groups[rows.group_of[env_id]].inputs.get(("reset_mask",))
-            if mask is not None and not mask[rows.row_of[env_id]].all():
+            group, row = positions.places.pairs[env_id]
+            mask = positions.slab.groups[group].inputs.get(("reset_mask",))
+            if mask is not None and not mask[row].all():
                 return False
         return True
 

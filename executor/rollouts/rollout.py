@@ -120,7 +120,7 @@ class RolloutRunner:
             act = self._checked(policy or env.rand_action)
             watch = None if callback is None else self._checked(functools.partial(callback, env))
             carried = Carried(engine.known, None if auto_reset else tensordict, primer)
-            if engine.rows.mover is not None:
+            if engine.batches.mover is not None:
                 stepwise = StepwiseRun(engine, act, carried, watch, break_when_any_done=break_when_any_done)
                 with self._leaving(carried):
                     return finish(stepwise.collect(max_steps, auto_reset=auto_reset))
@@ -134,7 +134,7 @@ class RolloutRunner:
                     num_steps = run.go(max_steps)
                     data = run.result(num_steps)
             finally:
-                engine.rows.move_back()
+                engine.positions.move_back()
                 self._shelf.settle(lease)
         return finish(data)
 
@@ -154,7 +154,7 @@ class RolloutRunner:
         if len(shape) < 2 or (shape[0], *shape[2:]) != own or not shape[1]:
             expected = ", ".join(map(str, (own[0], "T", *own[1:])))
             raise ValueError(f"rollout failed: expected out of batch size [{expected}], T at least 1, got {[*shape]}.")
-        if len(self._engine.rows.batches) > 1 and not isinstance(out, LazyStackedTensorDict):
+        if len(self._engine.batches.groups) > 1 and not isinstance(out, LazyStackedTensorDict):
             raise ValueError(
                 f"rollout failed: expected out to be a lazy stack, since the envs are different tasks, got a "
                 f"{type(out).__name__}. Give what an earlier rollout returned."
@@ -184,7 +184,7 @@ class _Run:
         break_when_any_done: bool,
     ) -> None:
         self._engine = engine
-        self._rows = engine.rows
+        self._positions, self._side, self._batches = engine.positions, engine.side, engine.batches
         self._lease = lease
         self._policy = policy
         self._callback = callback
@@ -202,22 +202,23 @@ class _Run:
         #: Where the inputs of a step are kept, and where they are read from.
         self._kept_inputs = [
             (columns["input", *leaf.key], group.inputs["input", *leaf.key])
-            for group, columns in zip(self._rows.slab.groups, lease.storage.columns, strict=True)
+            for group, columns in zip(self._positions.slab.groups, lease.storage.columns, strict=True)
             for leaf in input_leaves(group.spec)
         ]
 
     def start(self, *, auto_reset: bool) -> None:
         """Reset what is to be reset, and fill column 0 of the root."""
         self._fresh, self._cut = self._engine.reset_for_rollout(auto_reset=auto_reset)
-        self._rows.move_to(storage_columns(self._lease.target, self._lease.storage, self._rows.places))
+        lease = self._lease
+        self._positions.move_to(storage_columns(lease.target, lease.storage, self._positions.places))
 
     def go(self, num_steps: int) -> int:
         """Step until the end; return how many steps were made."""
-        rows, flights = self._rows, self._engine.flights
+        positions, side, flights = self._positions, self._side, self._engine.flights
         for step in range(num_steps):
             is_last = step == num_steps - 1
-            if rows.has_side:
-                self._side_roots.append(rows.latest_side())
+            if side.has_values:
+                self._side_roots.append(side.latest(positions.in_root))
             with self._engine.rolling():
                 acted = self._act(step)
             op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
@@ -228,10 +229,10 @@ class _Run:
             except EnvherdError:
                 self.carried.renew(flight.fresh)
                 raise
-            if rows.has_interrupted:
-                self._interrupted.append(rows.interrupted.copy())
-            if rows.has_side:
-                self._side_nexts.append(dict(rows.side_next))
+            if positions.has_interrupted:
+                self._interrupted.append(positions.interrupted.copy())
+            if side.has_values:
+                self._side_nexts.append(dict(side.next))
             if self._callback is not None:
                 with self._engine.rolling():
                     self._callback(self._with_next(acted, step))
@@ -243,12 +244,11 @@ class _Run:
 
     def _with_next(self, acted: TensorDictBase, step: int) -> TensorDictBase:
         """Return a step's batch with its `next` (VIEWS), and what the policy had put there."""
-        rows = self._rows
         leaves = [
             [tensors["next", *key][:, step] for key in batch.next_keys]
-            for tensors, batch in zip(self._lease.tensors, rows.batches, strict=True)
+            for tensors, batch in zip(self._lease.tensors, self._batches.groups, strict=True)
         ]
-        next_td = rows.next_td(leaves)
+        next_td = self._batches.next_td(leaves)
         if self.carried.state is not None:
             next_td.update(self.carried.state)
         return acted.copy().set("next", next_td)
@@ -274,21 +274,21 @@ class _Run:
         return own not in self._engine.known and own[0] != "env_ids"
 
     def _root(self, step: int) -> TensorDictBase:
-        rows = self._rows
-        if rows.is_plain:
-            return rows.root_shell.build(self._lease.roots[0][step])
+        batches = self._batches
+        if batches.is_plain:
+            return batches.root_shell.build(self._lease.roots[0][step])
         tds: list[TensorDictBase] = []
-        for roots, batch in zip(self._lease.roots, rows.batches, strict=True):
+        for roots, batch in zip(self._lease.roots, batches.groups, strict=True):
             leaves = roots[step] if batch.is_on_cpu else [leaf.to(batch.device) for leaf in roots[step]]
             td = batch.shell("root", (batch.num_rows,)).build(leaves)
-            rows.add_root_side(td, batch, batch.slab.plan.env_ids)
+            batches.add_root_side(td, batch, batch.slab.plan.env_ids)
             tds.append(td)
-        return stack_groups(tds, rows.places.pairs)
+        return stack_groups(tds, self._positions.places.pairs)
 
     def result(self, num_steps: int) -> TensorDictBase:
         """Return the collected batch `[N, num_steps]`."""
         tds: list[TensorDictBase] = []
-        for tensors, batch in zip(self._lease.tensors, self._rows.batches, strict=True):
+        for tensors, batch in zip(self._lease.tensors, self._batches.groups, strict=True):
             cut = {
                 n: t if num_steps == self._lease.num_columns else t[:, :num_steps].clone() for n, t in tensors.items()
             }
@@ -306,7 +306,7 @@ class _Run:
         lead = (batch.num_rows, num_steps)
         next_leaves = [tensors["next", *key] for key in batch.next_keys]
         ids = list(batch.slab.plan.env_ids)
-        if self._rows.has_interrupted:
+        if self._positions.has_interrupted:
             per_env = np.stack([one[ids] for one in self._interrupted], 1)
             shape = batch.spec.batch_shape
             flags = torch.from_numpy(
@@ -331,7 +331,7 @@ class _Run:
     def _stack(self, tds: list[TensorDictBase]) -> TensorDictBase:
         if len(tds) == 1:
             return tds[0]
-        rows = [tds[group][row] for group, row in self._rows.places.pairs]
+        rows = [tds[group][row] for group, row in self._positions.places.pairs]
         return LazyStackedTensorDict(*rows, stack_dim=0)
 
 

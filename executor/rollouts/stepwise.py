@@ -54,14 +54,14 @@ class StepwiseRun:
 
     def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
         """Return `[N, t]`, on the device."""
-        engine, rows = self._engine, self._engine.rows
+        engine = self._engine
         fresh, cut = engine.reset_for_rollout(auto_reset=auto_reset)
-        root = rows.current(engine.all_ids)
+        root = engine.batches.current(engine.all_ids)
         for step in range(max_steps):
             self._carried.hand_over(root, fresh)
             is_last = step == max_steps - 1
             root = self._step(root, Op.STEP if is_last or self._breaks else Op.STEP_RESET, cut)
-            fresh = rows.in_root.copy()
+            fresh = engine.positions.in_root.copy()
             if self._breaks and (engine.states.needs_reset.any() or cut is not None):
                 break
             cut = None
@@ -79,7 +79,7 @@ class StepwiseRun:
         except EnvherdError as error:
             if error.partial is not None:  # the others were stepped
                 self._carried.keep(acted)
-                self._carried.renew(engine.rows.in_root)
+                self._carried.renew(engine.positions.in_root)
             raise
         self._carried.keep(acted)
         if after is None:

@@ -85,15 +85,15 @@ def test_a_batch_crosses_in_one_transfer(kind, moves, make_env):
 
 def test_what_is_moved_are_the_right_bytes(kind):
     with kind(NUM_ENVS, AgentsEnv, seed=0) as env:
-        td, batch = env.reset(), env._rows.batches[0]
+        td, batch = env.reset(), env._engine.batches.groups[0]
         td = env.step(env.rand_action(td))
-        column = env._rows.columns[0]
-        num_frames = env._rows.num_frames
-        mover = Mover(env._rows.slab.buffer, torch.device("cpu"), num_frames)
+        column = env._engine.positions.columns[0]
+        num_frames = env._engine.positions.num_frames
+        mover = Mover(env._engine.pool.slab.buffer, torch.device("cpu"), num_frames)
         moved = GroupBatch(batch.slab, num_frames, None, has_interrupted=False, mover=mover).next_copies(column)
         for key, leaf in zip(batch.next_keys, moved, strict=True):
             assert torch.equal(leaf, td["next", *key])
-            assert not np.shares_memory(leaf.numpy(), env._rows.slab.buffer)
+            assert not np.shares_memory(leaf.numpy(), env._engine.pool.slab.buffer)
         mover.close()
         mover.close()
 
@@ -146,7 +146,7 @@ def test_views_are_no_longer_views_on_a_device(kind):
 def test_values_and_pinning_on_a_gpu(kind):
     with kind(NUM_ENVS, CountingEnv, seed=0, device="cuda") as env, kind(NUM_ENVS, CountingEnv, seed=0) as on_cpu:
         root, other = env.reset(), on_cpu.reset()
-        assert env._rows.mover.is_pinned
+        assert env._engine.batches.mover.is_pinned
         for _ in range(20):
             td, root = env.step_and_maybe_reset(root.set("action", actions().cuda()))
             td_cpu, other = on_cpu.step_and_maybe_reset(other.set("action", actions()))

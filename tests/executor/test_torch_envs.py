@@ -233,7 +233,7 @@ def traced(num_envs: int, make_env: Any, device: Any) -> list[Any]:
         env.send(env.rand_action()[:1], env_ids=[0])
         out += [env.recv(), env.current()]
         out.append(env.rollout(8, break_when_any_done=False))
-        assert (env._rows.residences != {}) == (device is not None)
+        assert (env._engine.positions.residences != {}) == (device is not None)
     return out
 
 

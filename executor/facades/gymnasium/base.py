@@ -85,7 +85,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._observations = Observations(engine, first.observation_space, is_copy=self.copy)
         self._flight: Flight | None = None
         engine.allow_steps()  # Gymnasium leaves it to the env whether it may be stepped before a reset
-        group = engine.rows.slab.groups[0].columns
+        group = engine.pool.slab.groups[0].columns
         self._rewards, self._terminations, self._truncations = (
             list(group["next", name][:, :, 0]) for name in ("reward", "terminated", "truncated")
         )
@@ -163,7 +163,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             raise self._fail(error) from error.__cause__
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
-        said = self._engine.rows.infos["root"]
+        said = self._engine.side.infos["root"]
         infos: dict[str, Any] = {}
         for env_id in self._resetting.tolist():
             infos = self._add_info(infos, said.get(env_id, {}), env_id)
@@ -223,10 +223,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             ended: int `[k]`, envs that ended with the step and were reset in it.
             column: of the step's rows.
         """
-        rows = self._engine.rows
-        stepped, fresh = rows.infos["next"], rows.infos["root"]
+        positions, said = self._engine.positions, self._engine.side.infos
+        stepped, fresh = said["next"], said["root"]
         infos: dict[str, Any] = {}
-        if not (stepped or fresh) and ended is None and not rows.has_interrupted:
+        if not (stepped or fresh) and ended is None and not positions.has_interrupted:
             return infos
         reset_ids = () if was_reset is None else was_reset.tolist()
         ended_ids = () if ended is None else ended.tolist()
@@ -238,7 +238,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
                 own = {"final_obs": last, "final_info": own, **fresh.get(env_id, {})}
             elif env_id in reset_ids:
                 own = fresh.get(env_id, {})
-            if rows.has_interrupted and rows.interrupted[env_id, 0]:
+            if positions.has_interrupted and positions.interrupted[env_id, 0]:
                 own = {**own, "interrupted": True}
             if own:
                 infos = self._add_info(infos, own, env_id)

@@ -35,7 +35,7 @@ class Actions:
         self._engine = engine
         self._space = space
         leaves = leaf_spaces(single_space)
-        inputs = engine.rows.slab.groups[0].inputs
+        inputs = engine.pool.slab.groups[0].inputs
         self._targets: list[np.ndarray] | None = None
         if all(isinstance(leaf, FIXED) for leaf in leaves):
             self._targets = [inputs["input", "action", str(index)] for index in range(len(leaves))]
@@ -104,10 +104,10 @@ class Observations:
     """
 
     def __init__(self, engine: Engine, single_space: Space, *, is_copy: bool) -> None:
-        self._rows = engine.rows
+        self._positions, self._side = engine.positions, engine.side
         self._ids = engine.all_ids
         self._is_copy = is_copy
-        batch = engine.rows.batches[0]
+        batch = engine.batches.groups[0]
         is_bare = isinstance(single_space, FIXED)
         self._num_leaves = len(leaf_spaces(single_space))
         keys = [("observation", str(index)) for index in range(self._num_leaves)]
@@ -148,7 +148,7 @@ class Observations:
 
     def now(self) -> Any:
         """Return where the envs are, wherever that is kept: memory of the caller's own."""
-        columns, in_root = self._rows.columns, self._rows.in_root
+        columns, in_root = self._positions.columns, self._positions.in_root
         column = columns[0]
         is_level = bool((columns == column).all())
         leaves: list[Any] = []
@@ -168,16 +168,14 @@ class Observations:
     def last_of(self, env_id: int, column: int) -> Any:
         """Return the observation that one env's latest step gave, not batched: memory of the caller's own."""
         leaves = [
-            loads(self._rows.side_next[env_id][index]) if array is None else array[column, env_id].copy()
+            loads(self._side.next[env_id][index]) if array is None else array[column, env_id].copy()
             for index, array in enumerate(self._next)
         ]
         return self._join(iter(leaves))
 
     def _objects(self, index: int) -> tuple[Any, ...]:
-        rows = self._rows
-        in_root = rows.in_root.tolist()
-        latest = [rows.side_root[i] if in_root[i] else rows.side_next[i] for i in self._ids.tolist()]
-        return tuple(loads(values[index]) for values in latest)
+        latest = self._side.latest(self._positions.in_root)
+        return tuple(loads(latest[i][index]) for i in self._ids.tolist())
 
 
 def _joiner(space: Space) -> Callable[[Iterator[Any]], Any]:

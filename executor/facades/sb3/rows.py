@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from envherd.executor.facades.sb3.spaces import Space, observed_leaves
-from envherd.executor.protocol.rows import Rows
+from envherd.shm.slab import Slab
 from envherd.shm.specs import Discrete, LeafSpec, MultiDiscrete
 from envherd.workers.errors import ActionError
 
@@ -65,15 +65,15 @@ class Reader:
     """Reads steps and resets from the slab.
 
     Args:
-        rows: where the envs are.
+        slab: of the envs.
         shapes: of the leaves of one row's observation.
         num_agents: rows per env.
     """
 
-    def __init__(self, rows: Rows, shapes: Sequence[tuple[int, ...]], num_agents: int) -> None:
-        groups = rows.slab.groups
+    def __init__(self, slab: Slab, shapes: Sequence[tuple[int, ...]], num_agents: int) -> None:
+        groups = slab.groups
         env_ids = [np.array(group.plan.env_ids) for group in groups]
-        num_rows = rows.num_envs * num_agents
+        num_rows = slab.plan.num_envs * num_agents
 
         def columns(section: str, leaves: Sequence[Sequence[LeafSpec]], shape: tuple[int, ...]) -> Column:
             pairs = zip(groups, leaves, strict=True)
@@ -84,7 +84,7 @@ class Reader:
         self.next = [columns("next", [[own[i]] for own in observed], shape) for i, shape in enumerate(shapes)]
         self.root = [columns("root", [[own[i]] for own in observed], shape) for i, shape in enumerate(shapes)]
         self._reward = columns("next", [group.spec.reward for group in groups], ())
-        num_envs = rows.num_envs
+        num_envs = slab.plan.num_envs
         self.flags = {
             name: Column([group.columns["next", name] for group in groups], env_ids, num_envs, ())
             for name in ("terminated", "truncated")
@@ -99,15 +99,15 @@ class Writer:
     """Writes SB3's actions to the slab.
 
     Args:
-        rows: where the envs are.
+        slab: of the envs.
         space: of one row's action.
         num_agents: rows per env.
     """
 
-    def __init__(self, rows: Rows, space: Space, num_agents: int) -> None:
+    def __init__(self, slab: Slab, space: Space, num_agents: int) -> None:
         self._space = space
-        self._num_rows = rows.num_envs * num_agents
-        groups = rows.slab.groups
+        self._num_rows = slab.plan.num_envs * num_agents
+        groups = slab.groups
         leaves = groups[0].spec.action
         side = next((leaf for group in groups for leaf in group.spec.action if leaf.is_side), None)
         if side is not None:

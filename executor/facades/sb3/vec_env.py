@@ -73,13 +73,13 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._was_reset = False
         self._engine = executor.engine
         self._turn = self._engine.turn
-        self._rows = self._engine.rows
+        self._positions = self._engine.positions
         self.num_agents = num_agents(executor.spec)
         self._is_gymnasium = executor.spec.family == "gymnasium"
         observation_space, action_space = self._find_spaces()
         self._compose = compose_for(observation_space)
-        self._reader = Reader(self._rows, row_shapes(observation_space), self.num_agents)
-        self._writer = Writer(self._rows, action_space, self.num_agents)
+        self._reader = Reader(self._positions.slab, row_shapes(observation_space), self.num_agents)
+        self._writer = Writer(self._positions.slab, action_space, self.num_agents)
         super().__init__(executor.num_envs * self.num_agents, observation_space, action_space)
         if self._is_gymnasium:
             self.metadata = self.get_attr("metadata", 0)[0]  # a VecVideoRecorder looks for the envs' own here
@@ -110,7 +110,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._reset_options()
         said = self._reset_said()
         self.reset_infos = [said.get(i // self.num_agents, {}) for i in range(self.num_envs)]
-        column = int(self._rows.columns[0])
+        column = int(self._positions.columns[0])
         return self._compose([leaf.read(column) for leaf in self._reader.root])
 
     def step_async(self, actions: Any) -> None:
@@ -177,7 +177,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """Move the last observations of ended episodes to their infos, and put the first ones of new episodes there."""
         column, reader, agents = self._flight.at, self._reader, self.num_agents
         terminated, truncated = (reader.flags[name].look(column) for name in ("terminated", "truncated"))
-        has_interrupted, interrupted = self._rows.has_interrupted, self._rows.interrupted
+        has_interrupted, interrupted = self._positions.has_interrupted, self._positions.interrupted
         said = self._reset_said()
         self.reset_infos = list(self.reset_infos)
         rows = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
@@ -205,11 +205,11 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
 
     def _step_said(self) -> Mapping[int, Info]:
         """Return what envs said in the step, by env id; those that said nothing may be missing. Own memory."""
-        return self._rows.infos["next"]
+        return self._engine.side.infos["next"]
 
     def _reset_said(self) -> Mapping[int, Info]:
         """Return what envs said in the reset of the latest command, by env id. Own memory."""
-        return self._rows.infos["root"]
+        return self._engine.side.infos["root"]
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:
         raise error

@@ -145,13 +145,13 @@ class ProcessCrew:
             except ActionError:  # of another kind than the spec's, perhaps: TorchRL casts when it copies to its buffers
                 following, root = engine.step_all(self._cast(td), op)
             self.lost = None
-            if engine.rows.has_interrupted and engine.rows.interrupted.any():
+            if engine.positions.has_interrupted and engine.positions.interrupted.any():
                 self.lost = self._end_lost(following)
             return following, root
 
     def _end_lost(self, following: TensorDictBase) -> torch.Tensor:
         """Mark the rows of envs whose worker was lost as cut off (and not terminated); return them, bool `[N]`."""
-        lost = torch.from_numpy(self._engine.rows.interrupted[:, 0].copy())
+        lost = torch.from_numpy(self._engine.positions.interrupted[:, 0].copy())
         for leaf in self.pool.specs[0].observation:
             if leaf.key[0].startswith("done:"):  # the row that was repeated may be of the episode before
                 following.get(leaf.key[0])[lost] = leaf.key[0].rpartition("/")[2].split(":")[-1] != "terminated"

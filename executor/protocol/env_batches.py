@@ -1,0 +1,266 @@
+"""Batches of all envs or of some, in env order: TensorDicts over the rows of one group of equal envs or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from envherd.executor.batches.actions import to_numpy
+from envherd.executor.batches.device_rows import ResidentBatch
+from envherd.executor.batches.hand_out import GroupBatch, Leaves, Members, add_side, stack_groups
+from envherd.executor.batches.transfer import Mover
+from envherd.executor.protocol.positions import Positions
+from envherd.executor.protocol.side_data import SideData
+from envherd.shm.layout import Name
+
+
+class Draft(NamedTuple):
+    """The batches of a step, made before their memory is filled."""
+
+    buffer: np.ndarray | None
+    leaves: Leaves
+    next_td: TensorDict
+    root_td: TensorDict | None
+
+
+class EnvBatches:
+    """Hands out the rows of all envs of one executor; see the module.
+
+    Args:
+        positions: where the envs are.
+        side: their values that are not in rows.
+        device: where batches go; None leaves them on the cpu.
+        mover: what takes frames to the device; None on the cpu.
+        is_copy: hand out copies of steps, not views of the ring.
+
+    Attributes:
+        mover: as given.
+        groups: per group of equal envs, what hands out its rows.
+        is_plain: one group on the cpu, with nothing besides the slab's leaves.
+        root_shell: for all envs of that group.
+    """
+
+    def __init__(
+        self, positions: Positions, side: SideData, device: torch.device | None, *, mover: Mover | None, is_copy: bool
+    ) -> None:
+        self._positions, self._side = positions, side
+        self.mover = mover
+        self._is_copy = is_copy
+        self._places = positions.places
+        self._has_interrupted = positions.has_interrupted
+        self.groups = [self._make_group(index, device) for index in range(len(positions.slab.groups))]
+        first = self.groups[0]
+        self.is_plain = self._places.is_one_group and first.is_on_cpu and not (side.has_values or self._has_interrupted)
+        self.root_shell = first.shell("root", (first.num_rows,))
+        self._next_shell = first.shell("next", (first.num_rows,))
+        self._root_shell_over_next = first.root_shell_over_next((first.num_rows,))
+
+    def _make_group(self, index: int, device: torch.device | None) -> GroupBatch:
+        positions, has_interrupted = self._positions, self._has_interrupted
+        group, num_frames = positions.slab.groups[index], positions.num_frames
+        if index in positions.residences:
+            return ResidentBatch(group, num_frames, positions.residences[index], has_interrupted=has_interrupted)
+        return GroupBatch(group, num_frames, device, has_interrupted=has_interrupted, mover=self.mover)
+
+    # ---- steps of all envs -------------------------------------------------------------------
+
+    def draft(self, column: int, *, has_root: bool) -> Draft | None:
+        """Make the batches of a step before its rows are there; None where that is not worth it.
+
+        The parent does it while the workers step. `finish` fills it in.
+        """
+        if not self.is_plain:
+            return None
+        batch = self.groups[0]
+        if self._is_copy:
+            buffer, leaves = batch.blank_next()
+        else:
+            buffer, leaves = None, batch.next_views(column)
+        root = self._root_shell_over_next.build(leaves) if has_root else None
+        return Draft(buffer, leaves, self._next_shell.build(leaves), root)
+
+    def finish(
+        self, draft: Draft | None, column: int, reset_ids: np.ndarray | None, *, has_root: bool
+    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Return the `next` batch of a step, and the root after it if that is wanted.
+
+        Args:
+            draft: of this step.
+            column: of the ring.
+            reset_ids: int64 `[k]`, envs that were reset after the step; None for none.
+            has_root: whether the root is wanted.
+
+        Returns:
+            Batches `[N]`: copies, or views if the executor hands out views. The root shares the leaves of `next`
+            unless an env was reset.
+        """
+        if draft is None:
+            leaves = self.next_leaves(column)
+            return self.next_td(leaves), self._root_after(leaves, column, reset_ids) if has_root else None
+        if draft.buffer is not None:
+            draft.buffer[:] = self.groups[0].next_bytes[column]
+        if has_root and reset_ids is not None:
+            return draft.next_td, self.root_shell.build(self.groups[0].mended_roots(column, reset_ids))
+        return draft.next_td, draft.root_td
+
+    def next_leaves(self, column: int) -> list[Leaves]:
+        """Return the `next` leaves of each group at a column: copies, or views if the executor hands out views."""
+        if self._is_copy or self.mover is not None:
+            return [batch.next_copies(column) for batch in self.groups]
+        return [list(batch.next_views(column)) for batch in self.groups]
+
+    def next_td(self, leaves: list[Leaves]) -> TensorDictBase:
+        """Return the `next` batch `[N]` over given leaves (no copy)."""
+        tds: list[TensorDictBase] = []
+        for batch, own, env_ids in zip(self.groups, leaves, self._places.env_ids, strict=True):
+            tds.append(self._group_next(batch, own, env_ids))
+        return stack_groups(tds, self._places.pairs)
+
+    def _group_next(self, batch: GroupBatch, leaves: Leaves, env_ids: np.ndarray) -> TensorDict:
+        """Return the `next` batch `[k]` of some envs of a group over given leaves, and what else belongs to it."""
+        if self._has_interrupted:
+            leaves = [*leaves, self._interrupted_leaf(batch, env_ids)]
+        td = batch.shell("next", (len(env_ids),)).build(leaves)
+        if batch.side_keys:
+            add_side(td, batch.side_keys, [self._side.next[i] for i in env_ids.tolist()])
+        return td
+
+    def _interrupted_leaf(self, batch: GroupBatch, env_ids: np.ndarray) -> torch.Tensor:
+        shape = (len(env_ids), *(1 for _ in batch.spec.batch_shape), 1)
+        flags = self._positions.interrupted[env_ids].reshape(shape)
+        flags = np.broadcast_to(flags, (len(env_ids), *batch.spec.batch_shape, 1)).copy()
+        return batch.to_tensors([flags])[0]
+
+    def _root_after(self, leaves: list[Leaves], column: int, reset_ids: np.ndarray | None) -> TensorDictBase:
+        """Return the root batch `[N]` after a step whose `next` leaves are given."""
+        places = self._places
+        tds: list[TensorDictBase] = []
+        for index, (batch, own) in enumerate(zip(self.groups, leaves, strict=True)):
+            rows = None
+            if reset_ids is not None:
+                rows = places.row_of[reset_ids[places.group_of[reset_ids] == index]]
+                rows = rows if len(rows) else None
+            td = batch.shell("root", (batch.num_rows,)).build(batch.roots_after(own, column, rows))
+            self.add_root_side(td, batch, places.env_ids[index].tolist())
+            tds.append(td)
+        return stack_groups(tds, places.pairs)
+
+    # ---- some envs ---------------------------------------------------------------------------
+
+    def next_of(self, env_ids: np.ndarray, columns: np.ndarray) -> TensorDictBase:
+        """Return the `next` of some envs, each from its own column: batch `[k]` in memory of its own."""
+
+        def make(batch: GroupBatch, members: Members) -> TensorDict:
+            ids = env_ids[members]
+            leaves = batch.to_tensors(batch.gather_next(columns[members], self._places.row_of[ids]))
+            return self._group_next(batch, leaves, ids)
+
+        return self._by_group(env_ids, make)
+
+    def current(self, env_ids: np.ndarray) -> TensorDictBase:
+        """Return where some envs are now: a root batch `[k]` in memory of its own."""
+        if self._places.is_one_group and not self._side.has_values:
+            return self.groups[0].roots(self._roots_of(0, env_ids))
+
+        def make(batch: GroupBatch, members: Members) -> TensorDict:
+            ids = env_ids[members]
+            td = batch.roots(self._roots_of(self.groups.index(batch), ids))
+            self.add_root_side(td, batch, ids.tolist())
+            return td
+
+        return self._by_group(env_ids, make)
+
+    def present(self, group: int, key: Name, rows: np.ndarray | None) -> np.ndarray | None:
+        """Return a leaf of the present roots of some rows of a group, fresh; None if roots have no such leaf."""
+        batch, env_ids = self.groups[group], self._places.env_ids[group]
+        if key not in batch.root_keys:
+            return None
+        return self._roots_of(group, env_ids if rows is None else env_ids[rows])[batch.root_keys.index(key)]
+
+    def add_root_side(self, td: TensorDict, batch: GroupBatch, env_ids: Iterable[int]) -> None:
+        """Add the side-channel leaves of where some envs are now."""
+        if batch.side_keys:
+            in_root, side = self._positions.in_root, self._side
+            add_side(td, batch.side_keys, [side.root[i] if in_root[i] else side.next[i] for i in env_ids])
+
+    def _roots_of(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
+        """Return where some envs of a group are now, as fresh arrays `[k, ...]`, or tensors on their device."""
+        positions = self._positions
+        if positions.where is not positions.ring:
+            return positions.gather_roots(group, env_ids)
+        rows = self._places.rows_of(env_ids)
+        return self.groups[group].gather_roots(positions.columns[env_ids], positions.in_root[env_ids], rows)
+
+    def _by_group(self, env_ids: np.ndarray, make: Callable[[GroupBatch, Members], TensorDict]) -> TensorDictBase:
+        """Return a batch in the order of `env_ids` from one batch for each group that has members."""
+        if self._places.is_one_group:
+            return make(self.groups[0], slice(None))
+        tds: list[TensorDictBase] = []
+        order: list[tuple[int, int]] = [(0, 0)] * len(env_ids)
+        for index, batch in enumerate(self.groups):
+            members = np.flatnonzero(self._places.group_of[env_ids] == index)
+            if len(members):
+                for row, member in enumerate(members.tolist()):
+                    order[member] = (len(tds), row)
+                tds.append(make(batch, members))
+        return stack_groups(tds, order)
+
+    def ended_parts(self, needs_reset: np.ndarray) -> np.ndarray | None:
+        """Return which parts of envs that are batches themselves have ended, bool `[N, *B]`; None for no such envs.
+
+        Args:
+            needs_reset: bool `[N]`, which envs must be reset: as a whole, where no row of theirs says done.
+        """
+        if not any(batch.spec.batch_shape for batch in self.groups):
+            return None
+        num_envs = len(needs_reset)
+        done = self.current(np.arange(num_envs))["done"].cpu().numpy()[..., 0]
+        done[needs_reset & ~done.reshape(num_envs, -1).any(1)] = True
+        return done
+
+    # ---- roots that are saved ----------------------------------------------------------------
+
+    def roots(self) -> list[dict[str, Any]]:
+        """Return where each env is now, as nested dicts of tensors and side values, in memory of their own."""
+        return [td.to_dict() for td in self.current(np.arange(self._places.num_envs)).unbind(0)]
+
+    def check_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse roots that are not of these envs.
+
+        Raises:
+            ValueError: with the first leaf that is missing or of another shape.
+        """
+        if len(roots) != self._places.num_envs:
+            raise ValueError(f"load_state_dict failed: expected {self._places.num_envs} roots, got {len(roots)}.")
+        for env_id, (root, spec) in enumerate(zip(roots, self._positions.specs, strict=True)):
+            for leaf in (*spec.observation, *spec.done):
+                value = _entry(root, leaf.key)
+                if value is None or not (leaf.is_side or tuple(value.shape) == leaf.shape):
+                    got = "none" if value is None else f"shape {tuple(value.shape)}"
+                    raise ValueError(f"load_state_dict failed: expected {leaf}, got {got} (root of env {env_id}).")
+
+    def put_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Note where all envs are: what `roots` returned."""
+        positions, column = self._positions, self._positions.column
+        for env_id, root in enumerate(roots):
+            (group, row), place = self._places.pairs[env_id], positions.row_at(env_id, column)
+            residence, spec = positions.residences.get(group), positions.specs[env_id]
+            self._side.root[env_id] = [_entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
+            for leaf in (*spec.observation, *spec.done):
+                if residence is not None and ("root", *leaf.key) in residence.columns:
+                    residence.columns["root", *leaf.key][column, row] = _entry(root, leaf.key)
+                elif not leaf.is_side:
+                    place["root", *leaf.key][...] = to_numpy(_entry(root, leaf.key))
+        positions.were_reset(np.arange(positions.num_envs), column)
+
+
+def _entry(root: Mapping[str, Any], key: Name) -> Any:
+    """Return an entry of nested dicts, or None."""
+    found: Any = root
+    for name in key:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

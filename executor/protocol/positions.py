@@ -1,0 +1,324 @@
+"""Where every env is: which column holds its latest row, and which rows are written for envs that cannot.
+
+An env's present root is the `next` of its latest step, or the `root` of its latest reset. Nothing is copied to keep
+that true; two small arrays say which. Numpy only: `env_batches` makes TensorDicts of the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.protocol.columns import Columns, Places, ring_columns
+from envherd.executor.protocol.side_data import SideData
+from envherd.shm.layout import Name
+from envherd.shm.slab import GroupSlab, Slab, root_leaves
+
+if TYPE_CHECKING:
+    from envherd.executor.batches.device_rows import Residence
+    from envherd.executor.batches.transfer import Mover
+
+
+class Positions:
+    """The positions of all envs of one executor; see the module.
+
+    Args:
+        slab: of the pool.
+        side: side values; they move with the rows that they belong to.
+        options: of the executor.
+        mover: what reads frames of the ring for a device; None on the cpu.
+        residences: group -> its rows on a device, where the slab has only flags.
+
+    Attributes:
+        specs: of each env.
+        places: group and row of each env.
+        has_interrupted: whether a loss ends rows, instead of being raised.
+        interrupted: bool `[N, 1]`, rows of the last step that a loss has ended.
+        ring: the frames of the ring.
+        where: the columns that hold the latest rows: the ring's, or those of a rollout in progress.
+        is_moving: set while that changes.
+        column: of the ring, of the latest command to all envs.
+    """
+
+    _reset_there: np.ndarray | None = None  # those that were reset at `_stepped_to`
+
+    def __init__(
+        self,
+        slab: Slab,
+        side: SideData,
+        options: ExecutorOptions,
+        *,
+        mover: Mover | None,
+        residences: Mapping[int, Residence],
+    ) -> None:
+        self.slab = slab
+        self.residences = residences
+        self._side, self._mover = side, mover
+        self.num_envs = slab.plan.num_envs
+        self.num_frames = slab.plan.num_frames
+        self.places = Places(slab.plan)
+        self.specs = [slab.groups[group].spec for group, _ in self.places.pairs]
+        self.has_interrupted = options.on_worker_loss == "restart"
+        self.interrupted = np.zeros((self.num_envs, 1), bool)
+        self.ring = self.where = ring_columns(slab, self.places)
+        self.is_moving = False
+        self.column = 0
+        self._columns = np.zeros(self.num_envs, np.int64)
+        self._in_root = np.ones(self.num_envs, bool)
+        self._stepped_to: int | None = None  # a column that all envs were stepped to, which the two do not say yet
+        self._following = (np.arange(self.num_frames) + 1) % self.num_frames
+        self._is_mixed = False  # whether latest rows may be in several columns
+        self._is_poisoning = options.poison
+
+    @property
+    def columns(self) -> np.ndarray:
+        """Which of the columns `where` has each env's latest row: int64 `[N]` (VIEW)."""
+        self._catch_up()
+        return self._columns
+
+    @property
+    def in_root(self) -> np.ndarray:
+        """Whether that row is a reset's root rather than a step's next: bool `[N]` (VIEW)."""
+        self._catch_up()
+        return self._in_root
+
+    def _catch_up(self) -> None:
+        if self._stepped_to is not None:
+            self._columns[:] = self._stepped_to
+            self._in_root[:] = False
+            if self._reset_there is not None:
+                self._in_root[self._reset_there] = True
+                self._columns[self._reset_there] += self.where.root_ahead
+            self._stepped_to = None
+
+    # ---- columns for commands ----------------------------------------------------------------
+
+    def next_column(self) -> int:
+        """Return the ring column for a command to all envs."""
+        self.column = (self.column + 1) % self.num_frames
+        if self._mover is not None:
+            self._mover.await_frame(self.column)
+        if self._is_mixed:
+            self._keep_latest(self.column)
+        if self._is_poisoning:
+            self._poison((self.column + 1) % self.num_frames)
+        return self.column
+
+    def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the ring columns for a command to some envs, int64 `[k]`: one after each env's own latest."""
+        self._is_mixed = True
+        return np.asarray(self._following[self.columns[env_ids]])
+
+    def reset_columns(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the ring columns for resets, int64 `[k]`: where the envs are, so that no frame is used up.
+
+        A reset writes roots alone, and views are handed out of steps alone. All envs together go to one column.
+        """
+        if len(env_ids) == self.num_envs:
+            return np.full(self.num_envs, self.column)
+        return np.asarray(self.columns[env_ids])
+
+    def _keep_latest(self, column: int) -> None:
+        """Put aside the latest rows in a column that is to be written: they are needed should the step fail."""
+        for env_id in np.flatnonzero(self.columns == column).tolist():
+            self._move_latest(env_id, (column - 1) % self.num_frames)
+
+    def _move_latest(self, env_id: int, column: int) -> None:
+        """Copy an env's latest row to the root of a column and note that it is there.
+
+        Roots of the ring are never handed out as views, so this changes nothing that a caller holds.
+        """
+        place = self.row_at(env_id, column)
+        for key, array in self.latest_root(env_id).items():
+            if ("root", *key) in place:  # a root has no reward
+                place["root", *key][...] = array
+        section = "root" if self.in_root[env_id] else "next"
+        if section == "next":
+            self._side.root[env_id] = self._side.next[env_id]
+        if (residence := self._residence_of(env_id)) is not None:
+            residence.move_latest(self.places.row_of[env_id], int(self.columns[env_id]), section, column)
+        self.columns[env_id] = column
+        self.in_root[env_id] = True
+
+    def _residence_of(self, env_id: int) -> Residence | None:
+        return self.residences.get(int(self.places.group_of[env_id]))
+
+    def _poison(self, column: int) -> None:
+        """Make a frame that is no longer valid unusable, unless it still says where some env is."""
+        if (self.columns == column).any():
+            return
+        for group in self.slab.groups:
+            poison(group, column)
+
+    # ---- a rollout's columns -----------------------------------------------------------------
+
+    def move_to(self, where: Columns) -> None:
+        """Copy where all envs are to the root of column 0 of a rollout's storage; the next commands write there."""
+        self.is_moving = True
+        self._copy_roots(where, 0)
+        if self._side.has_values:
+            self._side.root = self._side.latest(self.in_root)
+        self._be_at(where, 0)
+
+    def move_back(self) -> None:
+        """Copy where all envs are back to the ring, unless an interrupt has ended a move; see `abandon`."""
+        if self.where is self.ring or self.is_moving:
+            return
+        self.is_moving = True
+        self._copy_roots(self.ring, self.column)
+        if self._side.has_values:
+            self._side.root = self._side.latest(self.in_root)
+        self._be_at(self.ring, self.column)
+
+    def _copy_roots(self, where: Columns, column: int) -> None:
+        for group, (arrays, env_ids) in enumerate(zip(where.groups, self.places.env_ids, strict=True)):
+            roots = self.gather_roots(group, env_ids)
+            for leaf, latest in zip(root_leaves(self.slab.groups[group].spec), roots, strict=True):
+                arrays["root", *leaf.key][column] = latest
+
+    def _be_at(self, where: Columns, column: int) -> None:
+        """Note that all envs are at the root of a column."""
+        self._stepped_to = None
+        self._columns[:] = column
+        self._in_root[:] = True
+        self._is_mixed = False
+        self.where = where
+        self.is_moving = False
+
+    def abandon(self) -> None:
+        """Be back at the ring after an interrupt has ended a move; all envs must be reset."""
+        self._be_at(self.ring, self.column)
+
+    # ---- after a command ---------------------------------------------------------------------
+
+    def stepped_all(self, column: int, reset_ids: np.ndarray | None = None) -> np.ndarray | None:
+        """Note that all envs were stepped to a column, or reset there; return the ids that ended, or None.
+
+        Args:
+            column: of the ring.
+            reset_ids: envs that were not stepped, after `blank_steps`.
+        """
+        self._stepped_to, self._reset_there = column, reset_ids
+        self._is_mixed = False
+        return self.where.find_ended(column)
+
+    def stepped_all_and_reset(self, column: int) -> np.ndarray | None:
+        """Note that all envs were stepped to a column, and those that ended reset there; return them, or None."""
+        self._stepped_to, self._is_mixed = column, False
+        self._reset_there = ended = self.where.find_ended(column)
+        return ended
+
+    def over_at_once(self, env_ids: np.ndarray | None, column: int) -> np.ndarray | None:
+        """Return which of some envs that were just reset, int `[k]`, have roots that say done (some resets do).
+
+        Args:
+            env_ids: int `[k]`; None for none.
+            column: of their roots, where these are in one column.
+        """
+        if env_ids is None or self.where.has_no_done_root(column):
+            return None
+        over = env_ids[self.where.root_done_of(env_ids, self.columns[env_ids])]
+        return over if len(over) else None
+
+    def stepped(self, env_ids: np.ndarray, columns: np.ndarray, ended: np.ndarray | None = None) -> np.ndarray:
+        """Note that some envs were stepped to columns of their own; return `ended`, bool `[k]`, found if None."""
+        self._catch_up()
+        self._columns[env_ids] = columns
+        self._in_root[env_ids] = False
+        if ended is None:
+            ended = self.where.next_done_of(env_ids, columns)
+        return ended
+
+    def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
+        """Note that some envs were reset, at one column or at columns of their own; return whose roots say done."""
+        self.columns[env_ids] = columns
+        self.in_root[env_ids] = True
+        return self.where.root_done_of(env_ids, self.columns[env_ids])
+
+    # ---- rows --------------------------------------------------------------------------------
+
+    def row_at(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
+        """Return the row of an env at a column by name (VIEWS, also of scalars)."""
+        return self.where.row(env_id, column)
+
+    def latest_root(self, env_id: int) -> dict[Name, np.ndarray]:
+        """Return an env's present root row by key (VIEWS)."""
+        section = "root" if self.in_root[env_id] else "next"
+        found = self.row_at(env_id, int(self.columns[env_id]))
+        return {name[1:]: array for name, array in found.items() if name[0] == section}
+
+    def gather_roots(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
+        """Return where some envs of a group are now, per leaf of a root `[k, ...]`, fresh arrays."""
+        columns, in_root, rows = self.columns[env_ids], self.in_root[env_ids], self.places.row_of[env_ids]
+        arrays, gathered = self.where.groups[group], []
+        is_all_root = bool(in_root.all())
+        for leaf in root_leaves(self.slab.groups[group].spec):
+            latest = arrays["root" if is_all_root else "next", *leaf.key][columns, rows]
+            if not is_all_root:
+                latest[in_root] = arrays["root", *leaf.key][columns[in_root], rows[in_root]]
+            gathered.append(latest)
+        return gathered
+
+    # ---- rows that no env has written --------------------------------------------------------
+
+    @functools.cached_property
+    def _blanks(self) -> list[list[np.ndarray]]:
+        """What a step says besides its observation, by group, each `[column, row, ...]` (VIEWS)."""
+        return [
+            [group.columns["next", *leaf.key] for leaf in (*group.spec.reward, *group.spec.done)]
+            for group in self.slab.groups
+        ]
+
+    def blank_steps(self, column: int, env_ids: np.ndarray) -> None:
+        """Have the `next` of envs that are to be reset at a column say reward 0 and no flag: no step will."""
+        row_of, group_of = self.places.row_of, self.places.group_of
+        for index, arrays in enumerate(self._blanks):
+            rows = env_ids if len(self._blanks) == 1 else row_of[env_ids[group_of[env_ids] == index]]
+            for array in arrays:
+                array[column][rows] = 0
+
+    def cut_off(self, env_id: int, column: int) -> None:
+        """Write the `next` of an env whose answer was lost: its last true observation, reward 0, truncated."""
+        if (residence := self._residence_of(env_id)) is not None:
+            section = "root" if self.in_root[env_id] else "next"
+            residence.repeat(self.places.row_of[env_id], column, int(self.columns[env_id]), section)
+        source = {key: array.copy() for key, array in self.latest_root(env_id).items()}
+        dest, spec = self.row_at(env_id, column), self.specs[env_id]
+        for leaf in spec.observation:
+            if not leaf.is_side:
+                dest["next", *leaf.key][...] = source[leaf.key]
+        for leaf in spec.reward:
+            dest["next", *leaf.key][...] = 0
+        for leaf in spec.done:
+            dest["next", *leaf.key][...] = leaf.key[-1] != "terminated"
+        if self.in_root[env_id]:
+            self._side.next[env_id] = self._side.root[env_id]
+
+    def mark_lost(self, env_ids: np.ndarray) -> None:
+        """Note that envs have lost their episodes: their present rows say truncated from now on.
+
+        A step's `next` that was handed out as a view keeps what it says.
+        """
+        self._set_flags(env_ids, is_cut_off=True)
+
+    def mark_running(self) -> None:
+        """Note that all envs are in the middle of an episode, whatever their rows say of that."""
+        self._set_flags(np.arange(self.num_envs), is_cut_off=False)
+
+    def _set_flags(self, env_ids: np.ndarray, *, is_cut_off: bool) -> None:
+        for env_id in env_ids.tolist():
+            self._move_latest(env_id, int(self.columns[env_id]))
+            row = self.latest_root(env_id)
+            for leaf in self.specs[env_id].done:
+                row[leaf.key][...] = is_cut_off and leaf.key[-1] != "terminated"
+
+
+def poison(slab: GroupSlab, column: int) -> None:
+    """Fill a frame with values that no env gives: NaN, the largest integer, or True."""
+    for array in slab.columns.values():
+        kind = array.dtype.kind
+        array[column] = np.nan if kind in "fc" else np.iinfo(array.dtype).max if kind in "iu" else True

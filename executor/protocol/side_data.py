@@ -1,0 +1,75 @@
+"""What envs give besides the rows of the slab: values of side-channel leaves, and infos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.specs import EnvSpec
+from envherd.workers.infos import unpack
+from envherd.workers.options import InfoPolicy
+
+
+class SideData:
+    """Side values and infos of each env's latest rows.
+
+    Attributes:
+        has_values: whether any env has side-channel leaves among its observation.
+        next, root: env id -> one value per leaf of the observation, None for those in the slab: of the latest step, and
+            of the latest reset.
+        infos: "next" and "root" -> env id -> what the env said in the step and in the reset of its latest command;
+            envs that said nothing may be missing.
+    """
+
+    def __init__(self, specs: Sequence[EnvSpec], info_policy: InfoPolicy) -> None:
+        self.has_values = any(leaf.is_side for spec in specs for leaf in spec.observation)
+        # Of an env that was never reset: None for each leaf, as its numbers are 0.
+        blank: dict[int, list[Any]] = {i: [None] * len(spec.observation) for i, spec in enumerate(specs)}
+        self.next = dict(blank)
+        self.root = dict(blank)
+        self.infos: dict[str, dict[int, dict[str, Any]]] = {"next": {}, "root": {}}
+        self._info_policy = info_policy
+
+    # ---- values ------------------------------------------------------------------------------
+
+    def note_values(self, frames: Mapping[int, Mapping[str, Any]]) -> None:
+        """Keep the side-channel values that came with the latest rows."""
+        for env_id, frame in frames.items():
+            if any(value is not None for value in frame["next"]):  # else a new instance that has made no step
+                self.next[env_id] = frame["next"]
+            self.root[env_id] = frame["root"]
+
+    def latest(self, in_root: np.ndarray) -> dict[int, list[Any]]:
+        """Return each env's values where it is now; a fresh dict.
+
+        Args:
+            in_root: bool `[N]`, see `Positions`.
+        """
+        root, following = self.root, self.next
+        return {i: root[i] if is_root else following[i] for i, is_root in enumerate(in_root.tolist())}
+
+    # ---- infos -------------------------------------------------------------------------------
+
+    def note_infos(self, frames: Mapping[int, Mapping[str, Any]], env_ids: Iterable[int]) -> None:
+        """Keep what envs said in their latest command, and forget what they had said before.
+
+        Args:
+            frames: env id -> infos message, of those that said something.
+            env_ids: who was given the command.
+        """
+        if not frames and not any(self.infos.values()):
+            return
+        for env_id in env_ids:
+            frame = frames.get(env_id)
+            for section, kept in self.infos.items():
+                kept.pop(env_id, None)
+                if frame is not None and frame[section] is not None:
+                    kept[env_id] = unpack(frame[section], self._info_policy)
+
+    def forget_infos(self) -> None:
+        """Note that no env has said anything in its latest command, which was to all of them."""
+        for kept in self.infos.values():
+            if kept:
+                kept.clear()
