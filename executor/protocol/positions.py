@@ -158,27 +158,22 @@ class Positions:
 
     def move_to(self, where: Columns) -> None:
         """Copy where all envs are to the root of column 0 of a rollout's storage; the next commands write there."""
-        self.is_moving = True
-        self._copy_roots(where, 0)
-        if self._side.has_values:
-            self._side.root = self._side.latest(self.in_root)
-        self._be_at(where, 0)
+        self._move(where, 0)
 
     def move_back(self) -> None:
         """Copy where all envs are back to the ring, unless an interrupt has ended a move; see `abandon`."""
-        if self.where is self.ring or self.is_moving:
-            return
+        if self.where is not self.ring and not self.is_moving:
+            self._move(self.ring, self.column)
+
+    def _move(self, where: Columns, column: int) -> None:
         self.is_moving = True
-        self._copy_roots(self.ring, self.column)
+        for group, (arrays, env_ids) in enumerate(zip(where.groups, self.places.env_ids, strict=True)):
+            leaves = root_leaves(self.slab.groups[group].spec)
+            for leaf, latest in zip(leaves, self.gather_roots(group, env_ids), strict=True):
+                arrays["root", *leaf.key][column] = latest
         if self._side.has_values:
             self._side.root = self._side.latest(self.in_root)
-        self._be_at(self.ring, self.column)
-
-    def _copy_roots(self, where: Columns, column: int) -> None:
-        for group, (arrays, env_ids) in enumerate(zip(where.groups, self.places.env_ids, strict=True)):
-            roots = self.gather_roots(group, env_ids)
-            for leaf, latest in zip(root_leaves(self.slab.groups[group].spec), roots, strict=True):
-                arrays["root", *leaf.key][column] = latest
+        self._be_at(where, column)
 
     def _be_at(self, where: Columns, column: int) -> None:
         """Note that all envs are at the root of a column."""
