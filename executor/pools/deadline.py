@@ -15,7 +15,7 @@ class Deadline:
         stall_log_s: seconds after which, again and again, a wait without end is logged.
 
     Attributes:
-        timeout_s, kills: as given.
+        kills: as given.
         reset_limit_s: seconds that a reset may take which the pool has begun by itself; None: any.
     """
 
@@ -23,7 +23,7 @@ class Deadline:
         self, timeout_s: float | None, more_for_resets_s: float | None, stall_log_s: float, *, kills: bool = True
     ) -> None:
         self._began = time.monotonic()
-        self.timeout_s, self.kills = timeout_s, kills
+        self.kills = kills
         self.reset_limit_s = more_for_resets_s if kills and more_for_resets_s else None
         self._end = None if timeout_s is None else self._began + timeout_s
         self._more_s = more_for_resets_s
@@ -37,6 +37,11 @@ class Deadline:
     def has_passed(self, now: float) -> bool:
         """Return whether the wait is over."""
         return self._end is not None and now >= self._end
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that the wait may last, with those for resets once they are given; 0.0 if it has no end."""
+        return 0.0 if self._end is None else self._end - self._began
 
     @property
     def excuses_resets(self) -> bool:

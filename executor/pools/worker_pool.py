@@ -313,7 +313,7 @@ class WorkerPool:
     def _give_up_late(self, deadline: Deadline, num_resets: np.ndarray) -> bool:
         """Kill workers that are late, but those that reset for the first time; return whether these are waited for."""
         resetting = self._that_reset(num_resets) if deadline.excuses_resets else set()
-        self.supervisor.give_up_late([w for w in self._owing() if w not in resetting], deadline.timeout_s or 0.0)
+        self.supervisor.give_up_late([w for w in self._owing() if w not in resetting], deadline.limit_s)
         if not resetting.intersection(self._owing()):
             return False
         deadline.extend_for_resets()
