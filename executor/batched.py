@@ -53,7 +53,7 @@ class BatchedEnv:
         self._pool = pool
         self._finalizer = weakref.finalize(self, _close_pool, pool, os.getpid())
         self._engine = Engine(pool, seed=seed, device=device, copy=copy, options=options)
-        self._turn = self._engine.turn
+        self._guard = self._engine.guard
         self._exchange = Exchange(self._engine)
         self._rollouts = RolloutRunner(self._engine)
         self.options = options
@@ -107,7 +107,7 @@ class BatchedEnv:
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
-        return self._turn.is_closed
+        return self._guard.is_closed
 
     def __repr__(self) -> str:
         """Say what runs, and on how many workers."""
@@ -154,7 +154,7 @@ class BatchedEnv:
             EnvError: an env raised; the others were reset. WorkerLost, WorkerTimeout, Busy, Closed.
         """
         engine = self._engine
-        with self._turn:
+        with self._guard:
             engine.refuse_rolling()
             mask = reset_mask(td, tuple(self.batch_size))
             env_ids = engine.all_ids if mask is None else np.flatnonzero(mask.reshape(self.num_envs, -1).any(1))
@@ -185,7 +185,7 @@ class BatchedEnv:
             EnvError: an env raised; the others were stepped, see `error.partial`.
             WorkerLost, WorkerTimeout, Busy, Closed.
         """
-        with self._turn:
+        with self._guard:
             next_td, _ = self._engine.step_all(td, Op.STEP)
             self._join(td, next_td, None)
             return td
@@ -198,7 +198,7 @@ class BatchedEnv:
             the batch to act on next: reset observations for the envs that ended, and `next` for the
             rest (the same tensors, as `step_mdp` shares them, when no env ended).
         """
-        with self._turn:
+        with self._guard:
             next_td, root = self._engine.step_all(td, Op.STEP_RESET)
             assert root is not None
             self._join(td, next_td, root)
@@ -251,7 +251,7 @@ class BatchedEnv:
         Raises:
             ActionError, ResetNeeded, Busy: refused, nothing was sent.
         """
-        with self._turn:
+        with self._guard:
             ids = self._exchange.ids_of(td, env_ids)
             self._exchange.send(td, ids, Op.STEP_RESET if maybe_reset else Op.STEP)
 
@@ -282,7 +282,7 @@ class BatchedEnv:
             TimeoutError: fewer were ready in time. Nothing is lost: receive again.
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer sent; the rest are.
         """
-        with self._turn:
+        with self._guard:
             self._engine.refuse_rolling()
             ids = None if env_ids is None else self._exchange.as_ids(env_ids)
             return self._exchange.recv(min_envs, timeout_s, ids, with_root=with_root)
@@ -293,7 +293,7 @@ class BatchedEnv:
         Also in a rollout, from its policy or callback. In memory of its own, which it may share with the `next` of a
         batch just received (as `step_mdp` shares them).
         """
-        with self._turn:
+        with self._guard:
             if env_ids is not None and (td := self._exchange.recall(env_ids)) is not None:
                 return td
             ids = self._exchange.as_ids(env_ids)
@@ -305,7 +305,7 @@ class BatchedEnv:
 
     def set_seed(self, seed: int) -> int:
         """Use a new root seed: the next reset of every env begins its episode 0. Returns the seed."""
-        with self._turn:
+        with self._guard:
             self._engine.refuse_rolling()
             self._engine.set_seed(seed)
             return self._engine.seed
@@ -341,7 +341,7 @@ class BatchedEnv:
             Busy: an env was sent and not received.
         """
         engine = self._engine
-        with self._turn:
+        with self._guard:
             engine.refuse_under_way(engine.all_ids)
             states: dict[str, Any] = {f"env{i}": state for i, state in enumerate(self._ask("state_dict", None))}
             states["executor"] = {"roots": engine.batches.roots(), "ended": engine.states.needs_reset.tolist()}
@@ -360,7 +360,7 @@ class BatchedEnv:
             Busy: an env was sent and not received, or a rollout is in progress.
         """
         engine = self._engine
-        with self._turn:
+        with self._guard:
             engine.refuse_rolling()
             engine.refuse_under_way(engine.all_ids)
             missing = [i for i in range(self.num_envs) if f"env{i}" not in state]
@@ -386,23 +386,23 @@ class BatchedEnv:
         Args:
             section: "next": in the step; "root": in the reset, if the command was or included one.
         """
-        self._turn.check()
+        self._guard.check()
         said = self._engine.side.infos[section]
         return [said.get(i, {}) for i in range(self.num_envs)]
 
     def statistics(self) -> Statistics:
         """Return what was done so far, and each worker's load and memory."""
-        self._turn.check()
+        self._guard.check()
         return self._engine.statistics()
 
     def worker_output(self, worker_id: int) -> str:
         """Return what a worker has printed, as far as it is kept (empty unless output is captured)."""
-        self._turn.check()
+        self._guard.check()
         return self._pool.worker_output(worker_id)
 
     def close(self) -> None:
         """Close the envs and end the workers, within `options.close_timeout_s`. Idempotent, never raises."""
-        self._turn.is_closed = True
+        self._guard.is_closed = True
         if (mover := self._engine.batches.mover) is not None:
             mover.close()
         self._engine.withdraw()
@@ -419,7 +419,7 @@ class BatchedEnv:
         Returns:
             One answer per env, in the order asked.
         """
-        with self._turn:
+        with self._guard:
             return self._ask(what, env_ids, **question)
 
     def _ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:

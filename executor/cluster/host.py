@@ -151,7 +151,7 @@ class NodeHost:
     # ---- commands ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Have the pool for oneself: whoever waits in `collect` lets go of it."""
         with self._door:
             with self._hailing:
@@ -166,7 +166,7 @@ class NodeHost:
 
     def run(self, order: Order) -> Reply:
         """Carry out an order and wait for all of its answers."""
-        with self._turn():
+        with self._exclusive():
             try:
                 flight = self._begin(order)
                 self._wait_for(flight, order)
@@ -204,7 +204,7 @@ class NodeHost:
 
     def submit(self, order: Order) -> EnvherdError | None:
         """Begin an order whose answers `collect` brings, env by env."""
-        with self._turn():
+        with self._exclusive():
             try:
                 assert order.ids is not None
                 self._begin(order, Flag.EACH)
@@ -304,7 +304,7 @@ class NodeHost:
 
     def seed(self, root_seed: int) -> EnvherdError | None:
         """Use a new root seed."""
-        with self._turn():
+        with self._exclusive():
             try:
                 self._env.engine.set_seed(root_seed)
             except EnvherdError as error:
@@ -314,7 +314,7 @@ class NodeHost:
 
     def ask(self, what: str, env_ids: list[int], question: dict[str, Any]) -> dict[int, Any] | EnvherdError:
         """Ask envs for something that is not a step; see `Pool.ask`."""
-        with self._turn():
+        with self._exclusive():
             try:
                 return self._pool.ask(what, env_ids, **question)
             except EnvherdError as error:
@@ -322,7 +322,7 @@ class NodeHost:
 
     def restart(self, worker_id: int) -> tuple[int, ...] | EnvherdError:
         """Begin to replace a lost worker; return the workers' pids."""
-        with self._turn():
+        with self._exclusive():
             try:
                 self._pool.begin_restart(worker_id)
             except EnvherdError as error:
@@ -339,7 +339,7 @@ class NodeHost:
 
     def figures(self) -> Figures:
         """Return what the workers have done and use."""
-        with self._turn():
+        with self._exclusive():
             statistics = self._env.engine.statistics()
         workers = statistics.workers
         words = self._pool.slab.words
@@ -379,7 +379,7 @@ class NodeHost:
                 self._versions[order.policy_id] = order.version
         engine = self._env.engine
         before = self._pool.num_losses, engine.flights.losses.num_interrupted
-        with self._turn():
+        with self._exclusive():
             engine.states.restore(self._all_ids, order.ended)
             try:
                 data = self._env.rollout(order.num_steps, policy, **order.kwargs)

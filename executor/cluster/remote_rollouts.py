@@ -123,7 +123,7 @@ class RemoteRollouts:
         """
         if break_when_any_done:
             raise ValueError("rollout failed: expected break_when_any_done=False, got True: nodes roll on their own.")
-        with self._engine.turn:
+        with self._engine.guard:
             self._begin(policy)
             kwargs = {"auto_reset": auto_reset, "break_when_any_done": False}
             states = (tensordict, primer)
@@ -157,13 +157,13 @@ class RemoteRollouts:
             One node's rollout, with the version of its weights and how stale they are.
         """
         kwargs = {"auto_reset": False, "break_when_any_done": False}
-        with self._engine.turn:
+        with self._engine.guard:
             self._begin(policy)
             self._engine.is_rolling = True
         waiting = list(self._pool.shares)
         try:
             while True:
-                with self._engine.turn:
+                with self._engine.guard:
                     for share in waiting:
                         self._start(share, max_steps, kwargs, (None, None))
                     share_id, result = self._next(max_steps, kwargs, (None, None))
@@ -183,7 +183,7 @@ class RemoteRollouts:
                     wall_s=result.wall_s,
                 )
         finally:
-            if not self._engine.turn.is_closed:
+            if not self._engine.guard.is_closed:
                 self._drain()
                 self._engine.is_rolling = False
 

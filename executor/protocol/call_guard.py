@@ -1,4 +1,4 @@
-"""Whose turn it is: one caller at a time, in the process that made the executor, for as long as it is open.
+"""The call guard: one caller at a time, in the process that made the executor, until it is closed.
 
 Guarantees: an exception at any bytecode (a signal handler that raises) leaves the executor usable: the call that it
 broke off is no longer in progress once its frame has gone, and the next call begins with `Engine.recover`.
@@ -14,12 +14,12 @@ from typing import Protocol
 
 from envherd.workers.errors import Busy, Closed, EnvherdError
 
-_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+_guards: weakref.WeakSet[CallGuard] = weakref.WeakSet()
 
 
 def _disown_in_fork() -> None:
-    for turn in list(_turns):
-        turn.is_foreign = True
+    for guard in list(_guards):
+        guard.is_foreign = True
 
 
 os.register_at_fork(after_in_child=_disown_in_fork)
@@ -41,7 +41,7 @@ class Guarded(Protocol):
         ...
 
 
-class Turn:
+class CallGuard:
     """Holds the engine for one call: refuses a second thread, a call inside a call, a closed executor, a forked copy.
 
     The frame of the call is what holds it. The policy and the callback of a rollout may make calls inside that call.
@@ -52,7 +52,7 @@ class Turn:
         self._holder: dict[str, FrameType] = {}
         self.is_closed = False
         self.is_foreign = False
-        _turns.add(self)
+        _guards.add(self)
 
     def check(self) -> None:
         """Raise `Closed` unless the executor can be used from here."""

@@ -30,7 +30,7 @@ from envherd.executor.monitor.running import announce
 from envherd.executor.monitor.statistics import Statistics, Tally, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.protocol.call_guard import Turn
+from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.env_batches import EnvBatches
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.flight import Flights
@@ -50,7 +50,7 @@ class Engine:
     """See the module.
 
     Attributes:
-        turn: entered for the length of every call.
+        guard: held for the length of every call.
         positions: where every env is.
         side: what envs give besides rows.
         batches: makes batches of the rows.
@@ -88,7 +88,7 @@ class Engine:
         self.flights = Flights(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
         self.is_rolling = False
-        self.turn = Turn(self)
+        self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
         self.ready_at = time.monotonic()
         #: Takes this executor off the list that `envherd top` reads.

@@ -44,7 +44,7 @@ _EACH = int(Flag.EACH)
 
 
 class Exchange:
-    """Sends and receives for one engine; its callers hold the engine's turn."""
+    """Sends and receives for one engine; its callers hold the engine's call guard."""
 
     _received: _Received | None = None
 

@@ -114,7 +114,7 @@ class RolloutRunner:
                 _mark_truncated(data, engine.specs)
             return data if out is None else _fill(out, data)
 
-        with engine.turn, torch.no_grad():
+        with engine.guard, torch.no_grad():
             engine.refuse_rolling()
             engine.refuse_under_way(engine.all_ids)
             act = self._checked(policy or env.rand_action)
@@ -165,7 +165,7 @@ class RolloutRunner:
 
         def checked(*args: Any) -> Any:
             result = call(*args)
-            self._engine.turn.check()
+            self._engine.guard.check()
             return result
 
         return checked

@@ -112,7 +112,7 @@ def test_rollouts_step_by_step_are_as_all_others(kind, make_env, breaks):
         for stepwise in (False, True):
             env.set_seed(3)
             if stepwise:
-                with env._turn:
+                with env._guard:
                     run = StepwiseRun(engine, act, Carried(engine.known, None, None), None, break_when_any_done=breaks)
                     results.append(run.collect(15, auto_reset=True))
             else:

@@ -113,7 +113,7 @@ class TestBetweenRollouts:
                 data = env.rollout(1, auto_reset=False, break_when_any_done=False)
             else:  # as with a device
                 carried = Carried(engine.known, None, None)
-                with env._turn:
+                with env._guard:
                     run = StepwiseRun(engine, env.rand_action, carried, None, break_when_any_done=False)
                     data = run.collect(1, auto_reset=False)
             assert flags(data, "interrupted") == [False, True]

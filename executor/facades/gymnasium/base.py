@@ -80,7 +80,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         spaces = batch(type(self).__name__, descriptions, self.observation_mode)
         self.single_observation_space, self.observation_space, self.single_action_space, self.action_space = spaces
         self._engine = engine
-        self._turn = engine.turn
+        self._guard = engine.guard
         self._actions = Actions(engine, first.action_space, self.action_space)
         self._observations = Observations(engine, first.observation_space, is_copy=self.copy)
         self._flight: Flight | None = None
@@ -148,7 +148,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             env_ids = np.flatnonzero(_checked_mask(options["reset_mask"], self.num_envs))
             options = {key: value for key, value in options.items() if key != "reset_mask"}
         try:
-            with self._turn:
+            with self._guard:
                 extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
                 self._flight = self._engine.flights.begin(Op.RESET, env_ids, extras=extras, is_parked=True)
         except EnvherdError as error:
@@ -157,7 +157,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
         try:
-            with self._turn:
+            with self._guard:
                 self._landing.land(timeout)
         except EnvherdError as error:
             raise self._fail(error) from error.__cause__
@@ -174,7 +174,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _start_step(self, actions: Any) -> None:
         engine, ended = self._engine, self._ended
         try:
-            with self._turn:
+            with self._guard:
                 self._flight = engine.flights.begin(
                     self._step_op, resets=ended, write_inputs=partial(self._actions.take, actions), is_parked=True
                 )
@@ -184,7 +184,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _finish_step(self, timeout: float | None) -> StepResult:
         flight, was_reset = self._landing, self._ended
         try:
-            with self._turn:
+            with self._guard:
                 flight.land(timeout)
         except EnvherdError as error:
             self._note_failed_step()

@@ -229,7 +229,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         if name in _OWN_METHODS:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         try:
-            with self._turn:
+            with self._guard:
                 ids = list(range(self.num_envs))
                 self._question = self._pool.question("call", ids, name="ask", args=(name, args, kwargs))
         except EnvherdError as error:
@@ -241,7 +241,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         self._end(AsyncState.WAITING_CALL)
         pool, end = self._pool, None if timeout is None else time.monotonic() + timeout
         try:
-            with self._turn:
+            with self._guard:
                 while end is not None and not pool.has_answered(self._question):
                     if time.monotonic() >= end:
                         raise CallTimeout(f"The call to `call_wait` has timed out after {timeout} second(s).")
@@ -261,7 +261,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         given = _one_each(values, self.num_envs)
         self._begin("set_attr")
         try:
-            with self._turn:
+            with self._guard:
                 ids = list(range(self.num_envs))
                 self._engine.ask("each", ids, name="assign", args=tuple((name, value) for value in given))
         except EnvherdError as error:

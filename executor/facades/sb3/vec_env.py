@@ -72,7 +72,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self.closed = False
         self._was_reset = False
         self._engine = executor.engine
-        self._turn = self._engine.turn
+        self._guard = self._engine.guard
         self._positions = self._engine.positions
         self.num_agents = num_agents(executor.spec)
         self._is_gymnasium = executor.spec.family == "gymnasium"
@@ -126,7 +126,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         if self.waiting:
             raise Busy("step_async failed: the last step was not waited for. Call step_wait() first.")
         engine = self._engine
-        with self._turn:
+        with self._guard:
             if not (self._was_reset or engine.states.are_running()):
                 engine.allow_steps()  # envs that want to be reset first say so themselves
             self._flight = engine.flights.begin(
@@ -147,7 +147,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         if not self.waiting:
             raise RuntimeError("step_wait failed: no step was begun. Call step_async(actions) first.")
         try:
-            with self._turn:
+            with self._guard:
                 self._flight.land()
         except EnvError as error:
             self._raise_for_env(error)

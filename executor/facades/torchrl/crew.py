@@ -100,7 +100,7 @@ class ProcessCrew:
             EnvError: an env raised; all others have done what they were told.
             WorkerLost, WorkerTimeout, Busy, Closed.
         """
-        with self._engine.turn:
+        with self._engine.guard:
             self._replace_lost(env_ids, calls)
             asked = tuple(dumps(call) for call in calls)
             answers = self._engine.ask("each", list(env_ids), name="perform", args=asked)
@@ -137,7 +137,7 @@ class ProcessCrew:
             STEP_RESET, and shares its leaves with `next` if no env was reset.
         """
         engine = self._engine
-        with engine.turn:
+        with engine.guard:
             if not engine.states.are_running():  # TorchRL leaves it to the caller to reset envs that have ended
                 engine.states.move(engine.all_ids, Event.IS_ALLOWED)
             try:
@@ -174,7 +174,7 @@ class ProcessCrew:
     def _engine_closed(self) -> None:
         engine = self.__dict__.get("_engine")
         if engine is not None:
-            engine.turn.is_closed = True
+            engine.guard.is_closed = True
 
 
 def _close(pool: Pool, owner: int) -> None:
