@@ -126,8 +126,7 @@ class RolloutRunner:
                     return finish(stepwise.collect(max_steps, auto_reset=auto_reset))
             reused = self._shelf.find(out) if out is not None and out.batch_size[1] == max_steps else None
             lease = reused or self._shelf.lend(max_steps)
-            run = _Run(engine, lease, act, watch, break_when_any_done=break_when_any_done)
-            run.carried = carried
+            run = _Run(engine, lease, act, watch, carried=carried, break_when_any_done=break_when_any_done)
             try:
                 with self._leaving(carried):
                     run.start(auto_reset=auto_reset)
@@ -181,6 +180,7 @@ class _Run:
         policy: Policy,
         callback: Callable[..., Any] | None,
         *,
+        carried: Carried,
         break_when_any_done: bool,
     ) -> None:
         self._engine = engine
@@ -196,7 +196,7 @@ class _Run:
         self._side_roots: list[dict[int, Any]] = []
         self._side_nexts: list[dict[int, Any]] = []
         self._next_done = [group["next", "done"] for group in lease.storage.columns]
-        self.carried = Carried(engine.known, None, None)
+        self.carried = carried
         self._fresh = np.ones(engine.num_envs, bool)
         self._cut: np.ndarray | None = None  # see `Flight`
         #: Where the inputs of a step are kept, and where they are read from.
