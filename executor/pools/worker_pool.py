@@ -164,7 +164,8 @@ class WorkerPool:
         """Give every env the same command, but some (int `[k]`) a RESET."""
         if self.supervisor.absent:
             self.supervisor.revive(self.serving)
-        self._words.write_all(pack(op, target, column), reset_ids, pack(Op.RESET, target, column))
+        reset = 0 if reset_ids is None else pack(Op.RESET, target, column)
+        self._words.write_all(pack(op, target, column), reset_ids, reset)
         for ring in self._rings:
             ring()
         if self.supervisor.absent:
@@ -184,7 +185,8 @@ class WorkerPool:
         """
         is_all = len(env_ids) == self.num_envs
         worker_ids = self.serving if is_all else set(self.worker_of[env_ids].tolist())
-        self.supervisor.revive(worker_ids)
+        if self.supervisor.absent:
+            self.supervisor.revive(worker_ids)
         self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         for worker_id in worker_ids:
             self._rings[worker_id]()
@@ -241,7 +243,8 @@ class WorkerPool:
             if num_tokens >= self.num_workers:
                 self._follow_up()
                 if is_idle():
-                    break
+                    self._collect()
+                    return True
             if not wait(_LOOK_S):
                 deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
                 self._wait_slowly(self._all_ids, self.num_envs, deadline)

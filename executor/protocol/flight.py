@@ -507,11 +507,12 @@ class Flights:
         elif self._has_infos:
             self.side.note_infos({}, env_ids.tolist())
 
-    def deliver(self, env_ids: np.ndarray, is_over: np.ndarray | None) -> np.ndarray | None:
+    def deliver(self, env_ids: np.ndarray, at: np.ndarray, is_over: np.ndarray | None) -> np.ndarray | None:
         """Note where envs are that were sent and are handed out now; see `open_delivery`.
 
         Args:
             env_ids: int64 `[k]`.
+            at: int64 `[k]`, the columns of their rows.
             is_over: bool `[k]`, whether their steps have ended their episodes; None where that is not known yet.
 
         Returns:
@@ -522,13 +523,12 @@ class Flights:
         positions = self.positions
         if positions.has_interrupted:
             positions.interrupted[env_ids] = False
-        ops, at = self.states.ops[env_ids], self.states.columns[env_ids]
         is_over = positions.stepped(env_ids, at, is_over)
         if b"\x01" not in is_over.tobytes():
             self.states.move(env_ids, Event.ANSWERED)
             self._close(flight)
             return None
-        is_fresh = is_over & (ops == STEP_RESET)
+        is_fresh = is_over & (self.states.ops[env_ids] == STEP_RESET)
         needs_reset = is_over.copy()
         needs_reset[is_fresh] = positions.were_reset(env_ids[is_fresh], at[is_fresh])
         self.states.move(env_ids[needs_reset], Event.ENDS)
