@@ -31,10 +31,16 @@ class Guarded(Protocol):
     Attributes:
         is_dirty: a call was broken off; the guard sets it, and `recover` clears it.
         is_rolling: the policy or the callback of a rollout runs, which may make calls.
+        is_in_flight: a command of the present call is under way.
     """
 
     is_dirty: bool
     is_rolling: bool
+
+    @property
+    def is_in_flight(self) -> bool:
+        """See above."""
+        ...
 
     def recover(self) -> None:
         """Bring the engine into a known state after a call that was broken off."""
@@ -98,7 +104,7 @@ class CallGuard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._holder.get("call") is sys._getframe(1):
-            if error is not None and not isinstance(error, EnvherdError):
+            if error is not None and (not isinstance(error, EnvherdError) or self._engine.is_in_flight):
                 self._engine.is_dirty = True
             self._holder.clear()
         if self.is_closed and isinstance(error, Exception) and not isinstance(error, Closed):

@@ -87,7 +87,7 @@ class Engine:
         recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
         self.flights = Flights(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
-        self.is_rolling = False
+        self.is_rolling = self.is_dirty = False
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
         self.ready_at = time.monotonic()
@@ -103,13 +103,9 @@ class Engine:
         return GroupIntake(group, level, present)
 
     @property
-    def is_dirty(self) -> bool:
-        """Whether a call was broken off; the next one begins with `recover`."""
-        return self.flights.is_dirty
-
-    @is_dirty.setter
-    def is_dirty(self, is_dirty: bool) -> None:
-        self.flights.is_dirty = is_dirty
+    def is_in_flight(self) -> bool:
+        """Whether a flight is open that the present call has begun, or was landing."""
+        return self.flights.current is not None
 
     @property
     def batch_size(self) -> torch.Size:
@@ -220,6 +216,7 @@ class Engine:
         else:
             self.positions.move_back()
         self.flights.recover()
+        self.is_dirty = False
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Ask envs for something that is not a step; see `Pool.ask`."""

@@ -106,7 +106,9 @@ _NEXT = {
     int(event): np.array([int(FOLLOWS[state].get(event, _IMPOSSIBLE)) for state in State], np.int8) for event in Event
 }
 _NEEDS_RESET, _RUNNING, _ENDED = int(State.NEEDS_RESET), int(State.RUNNING), int(State.ENDED)
-_FIRST_UNDER_WAY = int(State.STEPPING)
+_FIRST_UNDER_WAY = np.int8(State.STEPPING)  # compared in half the time of an int
+#: The state that follows on an answer.
+(_ANSWERED,) = {int(row[Event.ANSWERED]) for row in FOLLOWS.values() if Event.ANSWERED in row}
 #: Command -> the state that it begins, whatever the one before it, if it is not refused.
 _STARTED = {int(event): int(FOLLOWS[State.RUNNING][event]) for event in COMMANDS}
 
@@ -160,7 +162,10 @@ class EnvStates:
             Busy: an env has a command already.
             ResetNeeded: a step of an env that must be reset.
         """
-        following = _NEXT[event][self.values[env_ids]]
+        values = self.values[env_ids]
+        if event != Event.RESET and values.tobytes() == self._running[: len(values)]:
+            return
+        following = _NEXT[event][values]
         if _IMPOSSIBLE_BYTE not in following.tobytes():
             return
         refused = env_ids[following == _IMPOSSIBLE]
@@ -185,6 +190,10 @@ class EnvStates:
         if _IMPOSSIBLE_BYTE in following.tobytes():
             self.check(event, env_ids)
         self.values[env_ids] = following
+
+    def answer(self, env_ids: np.ndarray) -> None:
+        """Note that some envs, all of which are under way, have answered, and are in an episode."""
+        self.values[env_ids] = _ANSWERED
 
     def start(self, env_ids: np.ndarray, op: Op, columns: Any) -> None:
         """Note that some envs are given a command that was checked.

@@ -60,32 +60,21 @@ class Flight:
         faults: env id -> what it raised.
     """
 
-    has_landed = False
+    resets: np.ndarray | None = None
+    cut: np.ndarray | None = None
+    extras: Mapping[int, Prepare] = _NOTHING
+    is_parked = has_landed = False
     ended: np.ndarray | None = None
     was_reset: np.ndarray | None = None
     dead = _NOBODY
     faults: Mapping[int, Frame] = {}  # never changed
 
-    def __init__(  # noqa: PLR0913  # what a command may be
-        self,
-        flights: Flights,
-        op: Op,
-        ids: np.ndarray | None,
-        at: Any,
-        *,
-        resets: np.ndarray | None = None,
-        cut: np.ndarray | None = None,
-        extras: Mapping[int, Prepare] = _NOTHING,
-        is_parked: bool = False,
-    ) -> None:
+    def __init__(self, flights: Flights, op: Op, ids: np.ndarray | None, at: Any) -> None:
         self._flights = flights
         self.op = op
         self.is_all = ids is None
         self.ids: np.ndarray = flights.all_ids if ids is None else ids
         self.at = at
-        self.resets, self.cut = resets, cut
-        self.extras = extras
-        self.is_parked = is_parked
         self.number = flights.pool.number
         self.outer = flights.current
 
@@ -122,7 +111,6 @@ class Flights:
     Attributes:
         pool, positions, side, states: of the executor.
         current: the flight that the present call begins or lands; None between calls.
-        is_dirty: a call was broken off; the next one begins with `recover`.
         losses: of workers.
         num_errors: exceptions of envs.
     """
@@ -134,7 +122,6 @@ class Flights:
         self.all_ids = np.arange(pool.num_envs)
         self.states = EnvStates(pool.num_envs)
         self.current: Flight | None = None
-        self.is_dirty = False
         self.num_errors = 0
         self._recycler = recycler
         self.losses = Losses(pool, positions, self.states, options)
@@ -175,7 +162,8 @@ class Flights:
         Raises:
             Busy, ResetNeeded, ActionError, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
         """
-        is_plain = ids is None and resets is None and cut is None and op != Op.RESET and self.states.are_running()
+        is_mixed = resets is not None or cut is not None
+        is_plain = ids is None and not is_mixed and op != Op.RESET and self.states.are_running()
         if not is_plain:
             self._check(op, ids, resets, cut)
         if not is_late:
@@ -186,12 +174,15 @@ class Flights:
             write_inputs()
         if at is None:
             at = self._next_column(op, ids)
-        flight = Flight(self, op, ids, at, resets=resets, cut=cut, extras=extras, is_parked=is_parked)
+        flight = Flight(self, op, ids, at)
+        if extras:
+            flight.extras = extras
+        flight.is_parked = is_parked
         self.current = flight
         if is_plain:
             self.states.start_all(op, at)
         else:
-            self._depart(flight)
+            self._depart(flight, resets, cut)
         try:
             self._submit(flight, flags, is_late=is_late)
         except EnvherdError:
@@ -215,20 +206,23 @@ class Flights:
             return self.positions.reset_columns(self.all_ids if ids is None else ids)
         return self.positions.next_column() if ids is None else self.positions.next_columns(ids)
 
-    def _depart(self, flight: Flight) -> None:
+    def _depart(self, flight: Flight, resets: np.ndarray | None, cut: np.ndarray | None) -> None:
         """Note which command every env of a flight has, and that it is under way."""
-        op, at, states = flight.op, flight.at, self.states
-        resets, left_out = flight.resets, None
+        op, at, positions, states = flight.op, flight.at, self.positions, self.states
+        if resets is None and cut is None:
+            states.start(flight.ids, op, at)
+            return
+        flight.resets, flight.cut = resets, cut
         if resets is not None:
-            self.positions.blank_steps(at, resets)
-        if flight.cut is not None:
-            for env_id in flight.cut.tolist():
-                self.positions.cut_off(env_id, at)
-            resets, left_out = (flight.cut, None) if op == Op.STEP_RESET else (None, flight.cut)
-        others = left_out if resets is None else resets
-        states.start(flight.ids if others is None else np.setdiff1d(flight.ids, others), op, at)
+            positions.blank_steps(at, resets)
+        for env_id in () if cut is None else cut.tolist():
+            positions.cut_off(env_id, at)
+        others = np.union1d(*(_NOBODY if ids is None else ids for ids in (resets, cut)))
+        states.start(np.setdiff1d(flight.ids, others), op, at)
         if resets is not None:
-            states.start(resets, Op.RESET, at + self.positions.where.root_ahead)
+            states.start(resets, Op.RESET, at + positions.where.root_ahead)
+        if cut is not None and op == Op.STEP_RESET:
+            states.start(cut, Op.RESET, at + positions.where.root_ahead)
 
     def _submit(self, flight: Flight, flags: int, *, is_late: bool) -> None:
         pool, op, where, cut = self.pool, flight.op, self.positions.where, flight.cut
@@ -285,12 +279,11 @@ class Flights:
                 has_all = len(pool.wait_some(ids, len(ids), *limits)) == len(ids)
             else:
                 has_all = len(pool.wait_some(ids, len(ids), timeout_s, kill_late=False)) == len(ids)
-            if not has_all and pool.outcome.losses and self._options.on_worker_loss != "restart":
-                self.is_dirty = True  # the next call waits for the others first
-                raise next(iter(pool.outcome.losses.values()))
         except EnvherdError:
             self._close(flight, Event.IS_BROKEN_OFF)
             raise
+        if not has_all and pool.outcome.losses and self._options.on_worker_loss != "restart":
+            raise next(iter(pool.outcome.losses.values()))  # the flight is open: the next call waits for the others
         if not has_all:
             raise TimeoutError(f"the call failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them.")
 
@@ -525,7 +518,7 @@ class Flights:
             positions.interrupted[env_ids] = False
         is_over = positions.stepped(env_ids, at, is_over)
         if b"\x01" not in is_over.tobytes():
-            self.states.move(env_ids, Event.ANSWERED)
+            self.states.answer(env_ids)
             self._close(flight)
             return None
         is_fresh = is_over & (self.states.ops[env_ids] == STEP_RESET)
@@ -567,7 +560,7 @@ class Flights:
         pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
         pool.outcome.losses.update(pool.take_outcome(idle).losses)
         self.losses.accept()
-        self.current, self.is_dirty = None, False
+        self.current = None
 
     def _break_off(self, flight: Flight) -> None:
         ids = flight.ids
