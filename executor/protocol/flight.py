@@ -375,13 +375,13 @@ class Flights:
         outcome = self.pool.take_outcome(ids)
         lost = self.losses.envs_of(outcome.losses)
         own = lost[np.isin(lost, ids)]
-        outcome.forget_rows(own)  # an env that answered before its worker died in another's step is lost, too
+        is_stepped = self.states.ops != RESET
+        outcome.forget_rows(own[is_stepped[own]])  # an env that answered before its worker died in another's step
         self.side.note_values(outcome.side)
         self.side.note_infos(outcome.infos, ids.tolist())
         self._forget_interrupted(flight)
         self.num_errors += len(outcome.faults)
         flight.faults = outcome.faults
-        is_stepped = self.states.ops != RESET
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
         for env_id in [*own[is_stepped[own]].tolist(), *failed]:
             positions.cut_off(env_id, int(self.states.columns[env_id]))

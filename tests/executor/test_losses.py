@@ -562,6 +562,27 @@ def test_the_text_of_an_env_that_answered_before_its_worker_died(tmp_path, way):
             assert row["next", "text"] == row["text"] is not None
 
 
+def test_the_root_of_an_env_whose_reset_was_answered_before_its_worker_died():
+    """Numbers and text are of one reset, whichever it is: the row is marked as ended."""
+
+    class Dies(TextEnv):
+        def reset(self, *args: Any, **kwargs: Any) -> Any:
+            if self.num_steps:
+                time.sleep(0.1)  # what the other has sent is read
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().reset(*args, **kwargs)
+
+    with ParallelEnv(2, [TextEnv, Dies], num_workers=1) as env:
+        env.reset()
+        env.step(act(env))
+        env.reset(only(env, 0))  # the next reset writes over this root
+        with pytest.raises(WorkerLost):
+            env.reset()
+        now = env.current()[0]
+        assert now["text"] == ":".join(str(number) for number in now["observation"][:2].tolist())
+        assert now["truncated"].all()
+
+
 def test_an_env_with_text_that_was_never_reset_has_none():
     with SerialEnv(2, TextEnv) as env:
         env.reset(only(env, 1))
