@@ -271,7 +271,7 @@ class NodeHost:
 
     @contextlib.contextmanager
     def _renewing(self) -> Iterator[None]:
-        """Let nobody break off what may replace a worker between episodes."""
+        """Keep other calls from breaking off what may replace a worker between episodes."""
         if not self._pool.options.recycles:
             yield
             return

@@ -73,7 +73,7 @@ class Turns:
         self.note_server(env_id, server)
 
     def give_back(self, env_id: int) -> None:
-        """Have an episode that was handed over be begun by the worker that had served before."""
+        """Give back an episode that was handed over: the worker that served before begins it."""
         other = self.spare_of(env_id)
         _, episode = unpack_turn(int(self._words["turn"][env_id]))
         assert episode is not None

@@ -352,7 +352,7 @@ class Flights:
         self._close(flight)
 
     def report(self, flight: Flight) -> Outcome | None:
-        """Land a flight that has been waited for, and leave it to somebody else to deal with losses and faults.
+        """Land a flight that has been waited for; losses and faults are left to the caller.
 
         Returns:
             What the pool reported; None for nothing.

@@ -60,7 +60,7 @@ class Losses:
             self.replace(losses, _NOBODY)
 
     def replace(self, losses: Mapping[int, EnvherdError], own: np.ndarray) -> EnvherdError | None:
-        """Have lost workers replaced, and note what envs outside of a flight have lost.
+        """Begin to replace lost workers, and note what envs outside of a flight have lost.
 
         Args:
             losses: worker id -> the error that describes its loss.

@@ -269,7 +269,7 @@ class Positions:
         ]
 
     def blank_steps(self, column: int, env_ids: np.ndarray) -> None:
-        """Have the `next` of envs that are to be reset at a column say reward 0 and no flag: no step will."""
+        """Write reward 0 and no flag to the `next` of envs that are reset at a column: no step writes it."""
         row_of, group_of = self.places.row_of, self.places.group_of
         for index, arrays in enumerate(self._blanks):
             rows = env_ids if len(self._blanks) == 1 else row_of[env_ids[group_of[env_ids] == index]]

@@ -53,7 +53,7 @@ class SideData:
     # ---- infos -------------------------------------------------------------------------------
 
     def note_infos(self, frames: Mapping[int, Mapping[str, Any]], env_ids: Iterable[int]) -> None:
-        """Keep what envs said in their latest command, and forget what they had said before.
+        """Keep the infos of the latest command, and forget those of the command before it.
 
         Args:
             frames: env id -> infos message, of those that said something.
@@ -69,7 +69,7 @@ class SideData:
                     kept[env_id] = unpack(frame[section], self._info_policy)
 
     def forget_infos(self) -> None:
-        """Note that no env has said anything in its latest command, which was to all of them."""
+        """Note that the latest command, which was for all envs, has brought no infos."""
         for kept in self.infos.values():
             if kept:
                 kept.clear()
