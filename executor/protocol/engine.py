@@ -210,11 +210,7 @@ class Engine:
     def recover(self) -> None:
         """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""
         self.is_rolling = False
-        if self.positions.is_moving:
-            self.states.move(np.flatnonzero(~self.states.under_way), Event.IS_BROKEN_OFF)
-            self.positions.abandon()
-        else:
-            self.positions.move_back()
+        self.positions.move_back()
         self.flights.recover()
         self.is_dirty = False
 

@@ -40,7 +40,6 @@ class Positions:
         interrupted: bool `[N, 1]`, rows of the last step that a loss has ended.
         ring: the frames of the ring.
         where: the columns that hold the latest rows: the ring's, or those of a rollout in progress.
-        is_moving: set while that changes.
         column: of the ring, of the latest command to all envs.
     """
 
@@ -65,7 +64,7 @@ class Positions:
         self.has_interrupted = options.on_worker_loss == "restart"
         self.interrupted = np.zeros((self.num_envs, 1), bool)
         self.ring = self.where = ring_columns(slab, self.places)
-        self.is_moving = False
+        self._before: tuple[Columns, np.ndarray, np.ndarray] | None = None  # a move that is not complete
         self.column = 0
         self._columns = np.zeros(self.num_envs, np.int64)
         self._in_root = np.ones(self.num_envs, bool)
@@ -161,32 +160,33 @@ class Positions:
         self._move(where, 0)
 
     def move_back(self) -> None:
-        """Copy where all envs are back to the ring, unless an interrupt has ended a move; see `abandon`."""
-        if self.where is not self.ring and not self.is_moving:
+        """Copy where all envs are back to the ring. A move that an interrupt has ended is undone first."""
+        if self._before is not None:
+            self._undo(*self._before)
+        if self.where is not self.ring:
             self._move(self.ring, self.column)
 
     def _move(self, where: Columns, column: int) -> None:
-        self.is_moving = True
+        self._before = self.where, self.columns.copy(), self.in_root.copy()
         for group, (arrays, env_ids) in enumerate(zip(where.groups, self.places.env_ids, strict=True)):
             leaves = root_leaves(self.slab.groups[group].spec)
             for leaf, latest in zip(leaves, self.gather_roots(group, env_ids), strict=True):
                 arrays["root", *leaf.key][column] = latest
         if self._side.has_values:
             self._side.root = self._side.latest(self.in_root)
-        self._be_at(where, column)
-
-    def _be_at(self, where: Columns, column: int) -> None:
-        """Note that all envs are at the root of a column."""
-        self._stepped_to = None
         self._columns[:] = column
         self._in_root[:] = True
         self._is_mixed = False
         self.where = where
-        self.is_moving = False
+        self._before = None
 
-    def abandon(self) -> None:
-        """Be back at the ring after an interrupt has ended a move; all envs must be reset."""
-        self._be_at(self.ring, self.column)
+    def _undo(self, where: Columns, columns: np.ndarray, in_root: np.ndarray) -> None:
+        """Be where all envs were before a move. It has written to roots alone at which none of them was."""
+        self._columns[:] = columns
+        self._in_root[:] = in_root
+        self._is_mixed = True
+        self.where = where
+        self._before = None
 
     # ---- after a command ---------------------------------------------------------------------
 

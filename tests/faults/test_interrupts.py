@@ -81,13 +81,14 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "question": (lambda env: env.call("echo", 5), 1),
     "new seed": (lambda env: env.set_seed(4), 1),
     "rollout": (lambda env: env.rollout(3, policy, break_when_any_done=False), 5),
+    "rollout that goes on": (lambda env: env.rollout(1, policy, auto_reset=False, break_when_any_done=False), 1),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)], ids=["serial", "parallel"])
 def test_at_every_line(make, name):
-    with make(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0) as env:
+    with make(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0, options=ExecutorOptions(poison=True)) as env:
         interrupt_every_line(env, name)
 
 
@@ -198,6 +199,7 @@ def _check(env: Any, where: str) -> None:
         td = env.recv()
         assert torch.equal(td["next", "observation"][:, 1], td["observation"][:, 1] + 1), where
     root = env.current()
+    assert (root["observation"] < 2**62).all(), f"{where}: {root['observation']} is of a poisoned frame"
     for value in (2, 3):
         try:
             td, after = env.step_and_maybe_reset(actions(value))
