@@ -227,16 +227,7 @@ class WorkerPool:
         return self._words.is_idle()
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        """Wait for every outstanding answer; what else happened is in `outcome`.
-
-        Args:
-            timeout_s: seconds; a worker that is late is killed and its loss is a `WorkerTimeout`. None waits for ever.
-            more_for_resets_s: seconds that a worker has in addition, if it has begun a reset meanwhile.
-
-        Returns:
-            Whether all envs have answered. False only if a worker was lost, losses are raised, and
-            `options.loss_grace_s` has passed.
-        """
+        """Wait for every outstanding answer; see `Pool.wait_all`."""
         self._place()
         wait, is_idle, num_tokens = self._done.wait, self._words.is_idle, 0
         while True:
@@ -263,16 +254,7 @@ class WorkerPool:
         kill_late: bool = True,
         through_losses: bool = False,
     ) -> np.ndarray:
-        """Wait until at least `count` of some envs have answered; return those that have, oldest command first.
-
-        Args:
-            env_ids: int `[k]`, which envs.
-            count: at most `k`.
-            timeout_s: seconds; None waits for ever.
-            more_for_resets_s: see `wait_all`.
-            kill_late: kill a worker that is late (a `WorkerTimeout` in `outcome`), or just return fewer.
-            through_losses: wait for the others however long ago a worker was lost.
-        """
+        """Wait until at least `count` of some envs have answered, and return those that have; see `Pool.wait_some`."""
         if time.monotonic() > self._looked_at + _LOOK_ANYWAY_S:
             self._look_around()
         while self._done.try_wait():
