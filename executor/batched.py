@@ -30,6 +30,7 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
+from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import RolloutRunner
 from envherd.shm.specs import EnvSpec, LeafSpec
@@ -61,6 +62,7 @@ class BatchedEnv:
         self.num_envs = pool.num_envs
         self.num_workers = pool.num_workers
         self.specs: tuple[EnvSpec, ...] = tuple(pool.specs)
+        self._fast_step, self._fast_step_reset = (compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET))
 
     # ---- what it is --------------------------------------------------------------------------
 
@@ -185,6 +187,8 @@ class BatchedEnv:
             EnvError: an env raised; the others were stepped, see `error.partial`.
             WorkerLost, WorkerTimeout, Busy, Closed.
         """
+        if self._fast_step(td) is not None:
+            return td
         with self._guard:
             next_td, _ = self._engine.step_all(td, Op.STEP)
             self._join(td, next_td, None)
@@ -198,6 +202,8 @@ class BatchedEnv:
             the batch to act on next: reset observations for the envs that ended, and `next` for the
             rest (the same tensors, as `step_mdp` shares them, when no env ended).
         """
+        if (pair := self._fast_step_reset(td)) is not None:
+            return pair
         with self._guard:
             next_td, root = self._engine.step_all(td, Op.STEP_RESET)
             assert root is not None

@@ -103,6 +103,9 @@ class ClusterPool(WorkerFacts):
 
     # ---- commands ----------------------------------------------------------------------------
 
+    def compile(self) -> None:
+        """Return None: a command takes longer than all that could be saved."""
+
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Give every env the same command, but some (int `[k]`) a RESET."""
         if self.lost:

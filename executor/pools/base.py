@@ -15,6 +15,7 @@ import torch
 from envherd.executor.batches.device_rows import Residence
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.fast_commands import FastCommands
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
@@ -148,6 +149,10 @@ class Pool(Protocol):
             WorkerLost, WorkerTimeout: a worker is lost and stays so; no env was given anything.
         Blocks: until workers that are being replaced serve.
         """
+        ...
+
+    def compile(self) -> FastCommands | None:
+        """Return commands to all envs that do what `submit_all` and `wait_all` do; None where there are none."""
         ...
 
     def submit(

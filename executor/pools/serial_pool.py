@@ -120,6 +120,9 @@ class SerialPool:
                     self._block.settle(env_id, *ring.writers_of(row))
         return residences
 
+    def compile(self) -> None:
+        """Return None: what runs here begins with its command."""
+
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Carry out the same command for every env, but a RESET for some (int `[k]`)."""
         commands = [pack(op, target, column)] * self.num_envs

@@ -22,6 +22,7 @@ from tensordict import NonTensorData, TensorDictBase
 from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.fast_tensordict import set_leaf
 from envherd.executor.batches.hand_out import add_side
+from envherd.executor.batches.plain_actions import PlainIntake
 from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.batches.tensor_actions import LendingIntake
 from envherd.executor.batches.transfer import Mover
@@ -33,7 +34,7 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.env_batches import EnvBatches
 from envherd.executor.protocol.env_states import Event
-from envherd.executor.protocol.flight import Flights
+from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
 from envherd.executor.protocol.side_data import SideData
@@ -196,16 +197,28 @@ class Engine:
         if not batch_size or batch_size[0] != self.num_envs:
             raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {batch_size}.")
         self.refuse_rolling()
-        batches, has_root = self.batches, op == Op.STEP_RESET
-        flight = self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td))
-        draft = batches.draft(flight.at, has_root=has_root)
+        return self.land_step(self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td)))
+
+    def land_step(self, flight: Flight) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Land a step of all envs; return what `step_all` does."""
+        batches = self.batches
         try:
             self.flights.land(flight)
         except EnvherdError as error:
             if flight.has_landed:
                 error.partial = batches.next_td(batches.next_leaves(flight.at))
             raise
-        return batches.finish(draft, flight.at, flight.ended, has_root=has_root)
+        return batches.after_step(flight.at, flight.ended, has_root=flight.op == Op.STEP_RESET)
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether a step of all may take or give more than tensors on the cpu, or have more to do than that."""
+        return not self.batches.is_plain or self.options.recycles or self.options.infos != "drop"
+
+    @property
+    def plain_intake(self) -> PlainIntake | None:
+        """What takes the actions of a step of all, if these are one leaf of one group."""
+        return None if self._intake is None else self._intake.plain
 
     def recover(self) -> None:
         """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""

@@ -242,6 +242,14 @@ class Flights:
         else:
             pool.submit(ids, op if cut is None else self.states.ops[ids], where.target, columns, flags)
 
+    def adopt(self, op: Op, at: int) -> Flight:
+        """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given, and does not land."""
+        flight = Flight(self, op, None, at)
+        flight.outer = None
+        self.states.start_all(op, at)
+        self.current = flight
+        return flight
+
     # ---- land --------------------------------------------------------------------------------
 
     def land(self, flight: Flight, timeout_s: float | None = None) -> None:

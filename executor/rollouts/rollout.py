@@ -18,6 +18,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 
 from envherd.executor.batches.hand_out import stack_groups
 from envherd.executor.protocol.columns import storage_columns
+from envherd.executor.protocol.fast_step import compile_command
 from envherd.executor.rollouts.policy_state import Carried, check_acted, leaf_keys
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.executor.rollouts.storage import Lease, StorageShelf
@@ -211,6 +212,7 @@ class _Run:
         self._fresh, self._cut = self._engine.reset_for_rollout(auto_reset=auto_reset)
         lease = self._lease
         self._positions.move_to(storage_columns(lease.target, lease.storage, self._positions.places))
+        self._commands = {op: compile_command(self._engine, op) for op in (Op.STEP, Op.STEP_RESET)}
 
     def go(self, num_steps: int) -> int:
         """Step until the end; return how many steps were made."""
@@ -223,9 +225,10 @@ class _Run:
                 acted = self._act(step)
             op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
             cut, self._cut = self._cut, None
-            flight = flights.begin(op, at=step, cut=cut)
+            flight = self._commands[op](step) if cut is None else flights.begin(op, at=step, cut=cut)
             try:
-                flights.land(flight)
+                if not flight.has_landed:
+                    flights.land(flight)
             except EnvherdError:
                 self.carried.renew(flight.fresh)
                 raise
