@@ -62,6 +62,10 @@ class BatchedEnv:
         self.num_envs = pool.num_envs
         self.num_workers = pool.num_workers
         self.specs: tuple[EnvSpec, ...] = tuple(pool.specs)
+        self.compile()
+
+    def compile(self) -> None:
+        """Compile the steps; again after a part of the engine was replaced by another, to watch it, say."""
         self._fast_step, self._fast_step_reset = (compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET))
 
     # ---- what it is --------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def _take_numbers(
 ) -> PlainIntake:
     """Return the intake of a few int64 in `0 .. limit - 1` (None: any), as python's own numbers."""
     memory, shape = target.data, torch.Size(target.shape)
-    pack, pack_one = struct.Struct(f"{len(target)}q").pack_into, struct.Struct("q").pack_into
+    pack = struct.Struct(f"{len(target)}q").pack_into
 
     def are_in_range(values: list[int]) -> bool:
         return limit is None or not values or (min(values) >= 0 and max(values) < limit)
@@ -99,7 +99,7 @@ def _take_numbers(
         if not is_plain(value, rows.shape) or not are_legal(values := value.tolist()):
             return False
         for row, one in zip(rows.tolist(), values, strict=True):
-            pack_one(memory, row << 3, one)
+            memory[row] = one
         return True
 
     return PlainIntake(key, take_all, take_some)

@@ -185,8 +185,8 @@ class WorkerPool:
             columns: int `[k]`.
             flags: see `workers.protocol.Flag`.
         """
-        is_all = len(env_ids) == self.num_envs
-        worker_ids = self.serving if is_all else set(self.worker_of[env_ids].tolist())
+        is_for_all = len(env_ids) == self.num_envs or self.num_workers == 1
+        worker_ids = self.serving if is_for_all else set(self.worker_of[env_ids].tolist())
         if self.supervisor.absent:
             self.supervisor.revive(worker_ids)
         self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
