@@ -8,6 +8,7 @@ from typing import Any
 
 from envherd.benchmarks.work import SteadyFactory
 from envherd.executor import ParallelEnv
+from envherd.workers.protocol import Op
 
 _CALLS, _BATCHES = 500, 30
 
@@ -27,7 +28,7 @@ def _measure(*, copy: bool) -> dict[str, float]:
         for _ in range(4):
             _, root = env.step_and_maybe_reset(env.rand_action(root))
         batches = env.engine.batches
-        draft = batches.drafter(has_root=False)
+        draft = batches.draft[Op.STEP]
         column = 0
         found = []
         for _ in range(_BATCHES):

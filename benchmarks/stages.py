@@ -200,7 +200,7 @@ def _watched(env: ParallelEnv, *, is_first_k: bool) -> _Clocks:
         clocks.watch(engine.batches.groups[0], "next_at", "TensorDicts")
         clocks.watch(engine.positions, "stepped", "noting")
         return clocks
-    intake, commands, drafter = engine.plain_intake, engine.pool.compile(), engine.batches.drafter
+    intake, commands = engine.plain_intake, engine.pool.compile()
     assert intake is not None
     assert commands is not None
     timed_intake = intake._replace(take_all=clocks.timed(intake.take_all, "actions"))
@@ -210,7 +210,7 @@ def _watched(env: ParallelEnv, *, is_first_k: bool) -> _Clocks:
     replaced: Any = engine
     replaced._intake.plain = timed_intake  # noqa: SLF001
     replaced.pool.compile = lambda: timed_commands
-    replaced.batches.drafter = lambda **kwargs: clocks.timed(drafter(**kwargs), "TensorDicts")
+    replaced.batches.draft = {op: clocks.timed(make, "TensorDicts") for op, make in engine.batches.draft.items()}
     clocks.watch(engine.positions, "stepped_all_and_reset", "noting")
     clocks.watch(engine.batches, "finish", "copying")
     env.compile()

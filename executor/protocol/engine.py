@@ -31,7 +31,7 @@ from envherd.executor.monitor.statistics import Statistics, Tally, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
-from envherd.executor.protocol.env_batches import EnvBatches
+from envherd.executor.protocol.env_batches import Draft, EnvBatches
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.positions import Positions
@@ -205,10 +205,12 @@ class Engine:
         if not batch_size or batch_size[0] != self.num_envs:
             raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {batch_size}.")
         self.refuse_rolling()
-        return self.land_step(self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td)))
+        flight = self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td))
+        draft = self.batches.draft[op](flight.at) if self.batches.is_plain else None
+        return self.land_step(flight, draft)
 
-    def land_step(self, flight: Flight) -> tuple[TensorDictBase, TensorDictBase | None]:
-        """Land a step of all envs; return what `step_all` does."""
+    def land_step(self, flight: Flight, draft: Draft | None) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Land a step of all envs, whose batches may have been drafted meanwhile; return what `step_all` does."""
         batches = self.batches
         try:
             self.flights.land(flight)
@@ -216,6 +218,8 @@ class Engine:
             if flight.has_landed:
                 error.partial = batches.next_td(batches.next_leaves(flight.at))
             raise
+        if draft is not None:
+            return batches.finish(draft, flight.at, flight.ended)
         return batches.after_step(flight.at, flight.ended, has_root=flight.op == Op.STEP_RESET)
 
     @property

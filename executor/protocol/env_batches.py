@@ -16,6 +16,7 @@ from envherd.executor.batches.transfer import Mover
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
 from envherd.shm.layout import Name
+from envherd.workers.protocol import Op
 
 #: The batches of a step, made before their memory is filled: `(memory, None for views; next; root)`.
 Draft = tuple[np.ndarray | None, TensorDict, TensorDict | None]
@@ -36,6 +37,8 @@ class EnvBatches:
         groups: per group of equal envs, what hands out its rows.
         is_plain: one group on the cpu, with nothing besides the slab's leaves.
         root_shell: for all envs of that group.
+        draft: op -> `column -> draft`: makes the batches of a step before its rows are there, which `finish` fills in.
+            The parent does it while the workers step. Only where batches are plain.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class EnvBatches:
         self.root_shell = first.shell("root", (first.num_rows,))
         self._next_shell = first.shell("next", (first.num_rows,))
         self._root_shell_over_next = first.root_shell_over_next((first.num_rows,))
+        self.draft = {op: self._drafter(has_root=op == Op.STEP_RESET) for op in (Op.STEP, Op.STEP_RESET)}
 
     def _make_group(self, index: int, device: torch.device | None) -> GroupBatch:
         positions, has_interrupted = self._positions, self._has_interrupted
@@ -62,11 +66,8 @@ class EnvBatches:
 
     # ---- steps of all envs -------------------------------------------------------------------
 
-    def drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
-        """Return what makes the batches of a step to a column before its rows are there; `finish` fills them in.
-
-        The parent does it while the workers step. Only where batches are plain.
-        """
+    def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
+        """Return what drafts the batches of a step to a column; see `draft`."""
         batch, build_next, build_root = self.groups[0], self._next_shell.build, self._root_shell_over_next.build
         blank, views = batch.blank_next, batch.next_views
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 FastStep = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None]
 
 
-def never(td: TensorDictBase) -> None:  # as any fast step
-    """Make no step: for executors that are not plain."""
+def never(_: Any) -> None:
+    """Do nothing, which says that the general way is to be gone."""
 
 
 def compile_step(engine: Engine, op: Op) -> FastStep:
@@ -38,9 +38,9 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
     absent, give, has_all = commands
     guard, flights, positions, batches = engine.guard, engine.flights, engine.positions, engine.batches
     hold, release, frame_of = guard.hold, guard.release, sys._getframe
-    has_root, batch_size, device = op == Op.STEP_RESET, engine.batch_size, engine.device
+    batch_size, device = engine.batch_size, engine.device
     take, write_inputs, land = compile_take(engine), engine.write_inputs, engine.land_step
-    next_column, draft, finish = positions.next_column, batches.drafter(has_root=has_root), batches.finish
+    next_column, draft, finish = positions.next_column, batches.draft[op], batches.finish
     note = compile_note(engine, op)
     values, running = flights.states.values.tobytes, flights.states.running
     words = [pack(int(op), RING, column) for column in range(positions.num_frames)]
@@ -77,7 +77,7 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
                 flights.current = None
                 pair = finish(drafted, column, ended)
             else:
-                pair = land(flights.adopt(op, column))
+                pair = land(flights.adopt(op, column), drafted)
             source["next"] = pair[0]
             release()
             return td, pair[1]
@@ -143,11 +143,10 @@ def compile_note(engine: Engine, op: Op) -> Callable[[int], np.ndarray | None]:
 
     def note_step_reset(column: int) -> np.ndarray | None:
         ended = positions.stepped_all_and_reset(column)
-        if (
-            ended is not None
-            and (over := positions.over_at_once(ended, column + positions.where.root_ahead)) is not None
-        ):
-            states.land_all(over)
+        if ended is not None:
+            over = positions.over_at_once(ended, column + positions.where.root_ahead)
+            if over is not None:
+                states.land_all(over)
         return ended
 
     return note_step_reset if op == STEP_RESET else note_step
