@@ -46,6 +46,7 @@ TESTS = {
         "executor/test_fast_step.py",
         "executor/test_stepping.py",
         "executor/test_rollout.py",
+        "faults/test_interrupts.py",
     ),
     "executor/protocol/positions.py": (
         *_STEPS,
