@@ -32,6 +32,7 @@ from envherd.executor import (
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.rollouts.policy_state import Carried
 from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.executor.test_recovery import ENDLESS, RESTART, act, counters, flags, kill, only
 from tests.faults.children import in_child
@@ -588,3 +589,28 @@ def test_an_env_with_text_that_was_never_reset_has_none():
         env.reset(only(env, 1))
         text = next(leaf.key for leaf in env.observation_spec if leaf.is_side)
         assert env.current().get(text).tolist()[0] is None
+
+
+class OneEpisode(TextEnv):
+    """Raises in every reset but that of episode 0 of a root seed of 0."""
+
+    def reset(self, seed: int | None, *args: Any) -> Any:
+        if seed != episode_seed(0, 0, 0):
+            raise ValueError("no second episode")
+        return super().reset(seed, *args)
+
+
+@pytest.mark.parametrize("how", ["workers", "in this process", "ahead"])
+def test_the_last_observation_is_complete_where_the_reset_after_it_raises(how):
+    """Numbers and text are of the step that ended the episode."""
+    kind = SerialEnv if how == "in this process" else functools.partial(ParallelEnv, num_workers=1)
+    options = ExecutorOptions(reset_ahead=how == "ahead")
+    with kind(1, functools.partial(OneEpisode, 2), seed=0, options=options) as env:
+        env.reset()
+        env.step_and_maybe_reset(act(env))
+        with pytest.raises(EnvError, match="no second episode") as caught:
+            env.step_and_maybe_reset(act(env))
+        for last in (caught.value.partial[0], env.current()[0]):
+            assert last["text"] == ":".join(str(number) for number in last["observation"][:2].tolist())
+            assert last["observation"][1] == 2
+        assert env.current()["done"].all()
