@@ -376,7 +376,7 @@ class Flights:
         lost = self.losses.envs_of(outcome.losses)
         own = lost[np.isin(lost, ids)]
         is_stepped = self.states.ops != RESET
-        outcome.forget_rows(own[is_stepped[own]])  # an env that answered before its worker died in another's step
+        outcome.forget_rows(own)  # an env may have answered before its worker died in the command of another
         self.side.note_values(outcome.side)
         self.side.note_infos(outcome.infos, ids.tolist())
         self._forget_interrupted(flight)
@@ -389,8 +389,8 @@ class Flights:
         if len(flight.dead):
             self._note_some(flight)
             self.states.move(own, Event.IS_LOST)
-            positions.mark_lost(own[~is_stepped[own]])
             self.states.move(np.array([*outcome.faults], np.int64), Event.FAILS)
+            positions.mark_lost(flight.dead[~is_stepped[flight.dead]])
         else:
             self._note_rows(flight)
         flight.has_landed = True
@@ -549,9 +549,9 @@ class Flights:
 
     def recover(self) -> None:
         """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""
-        flight = self.current
+        flight, broken_off = self.current, [_NOBODY]
         while flight is not None:
-            self._break_off(flight)
+            broken_off.append(self._break_off(flight))
             flight = flight.outer
         pool, options = self.pool, self._options
         pool.nudge()  # the call may have been broken off between a command and its announcement
@@ -560,17 +560,20 @@ class Flights:
         pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
         pool.outcome.losses.update(pool.take_outcome(idle).losses)
         self.losses.accept()
+        self.positions.mark_lost(np.unique(np.concatenate(broken_off)))
         self.current = None
 
-    def _break_off(self, flight: Flight) -> None:
+    def _break_off(self, flight: Flight) -> np.ndarray:
+        """End a flight after an interrupt; return the envs that must be reset, int64 `[k]`."""
         ids = flight.ids
         if not flight.is_parked:
             self.states.move(ids, Event.IS_BROKEN_OFF)
-            return
+            return ids
         ids = ids[self.states.under_way[ids]]
         not_given = ids[~self.pool.was_given(ids, flight.number)]
         is_in_doubt = self.pool.number > flight.number
         self.states.move(not_given, Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN)
+        return not_given if is_in_doubt else _NOBODY
 
 
 def _some(env_ids: np.ndarray) -> np.ndarray | None:

@@ -115,11 +115,22 @@ class Positions:
     def reset_columns(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the ring columns for resets, int64 `[k]`: where the envs are, so that no frame is used up.
 
-        A reset writes roots alone, and views are handed out of steps alone. All envs together go to one column.
+        A reset writes roots alone, and views are handed out of steps alone. All envs together go to one column. An env
+        that is at the root of that column goes to the column before it: a reset that is broken off may leave a root of
+        which only some leaves are written.
         """
-        if len(env_ids) == self.num_envs:
-            return np.full(self.num_envs, self.column)
-        return np.asarray(self.columns[env_ids])
+        is_all = len(env_ids) == self.num_envs
+        columns = np.full(self.num_envs, self.column) if is_all else self.columns[env_ids]
+        is_there = self.in_root[env_ids] & (self.columns[env_ids] == columns)
+        if not is_there.any():
+            return columns
+        self._is_mixed = True
+        before = (columns - 1) % self.num_frames
+        if not is_all:
+            return np.where(is_there, before, columns)
+        for env_id in np.flatnonzero(self.in_root & (self.columns == before)).tolist():
+            self._move_latest(env_id, self.column)
+        return before
 
     def _keep_latest(self, column: int) -> None:
         """Put aside the latest rows in a column that is to be written: they are needed should the step fail."""

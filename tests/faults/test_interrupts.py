@@ -204,6 +204,7 @@ def _check(env: Any, where: str) -> None:
         try:
             td, after = env.step_and_maybe_reset(actions(value))
         except ResetNeeded as error:
+            assert {*error.env_ids} <= {*_ended(env)}, f"{where}: rows of envs that must be reset say that they run"
             before = root["observation"].clone()
             root = env.reset(only(*error.env_ids))
             before[list(error.env_ids), 1:] = torch.tensor([0, -1])
