@@ -223,6 +223,8 @@ class Flights:
             states.start(resets, Op.RESET, at + positions.where.root_ahead)
         if cut is not None and op == Op.STEP_RESET:
             states.start(cut, Op.RESET, at + positions.where.root_ahead)
+        elif cut is not None:
+            states.start(cut, op, at)  # no worker has it: its row is complete
 
     def _submit(self, flight: Flight, flags: int, *, is_late: bool) -> None:
         pool, op, where, cut = self.pool, flight.op, self.positions.where, flight.cut
@@ -290,6 +292,8 @@ class Flights:
     def _close(self, flight: Flight, event: Event | None = None) -> None:
         """End a flight; its envs' states follow from an event, or have been noted."""
         if event is not None:
+            if flight.cut is not None:
+                self.states.move(flight.cut, Event.IS_LOST)
             self.states.move(flight.ids[self.states.under_way[flight.ids]], event)
         self.current = flight.outer
 
