@@ -405,7 +405,6 @@ class BatchedEnv:
         self._guard.is_closed = True
         if (mover := self._engine.batches.mover) is not None:
             mover.close()
-        self._engine.withdraw()
         self._finalizer()
 
     def ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:

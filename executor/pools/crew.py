@@ -76,11 +76,6 @@ class Crew:
         self._knock: Callable[[int], None] = lambda _: None
         self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
 
-    @property
-    def segment(self) -> Segment | None:
-        """The slab's memory, from `hand_over` on."""
-        return self._segment
-
     # ---- start -------------------------------------------------------------------------------
 
     def start(self) -> list[EnvSpec]:

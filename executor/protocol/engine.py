@@ -11,7 +11,7 @@ import contextlib
 import functools
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.batches.tensor_actions import LendingIntake
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.monitor.memory_log import MemoryLog
-from envherd.executor.monitor.running import announce
 from envherd.executor.monitor.statistics import Statistics, Tally, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
@@ -91,8 +90,6 @@ class Engine:
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
         self.ready_at = time.monotonic()
-        #: Takes this executor off the list that `envherd top` reads.
-        self.withdraw = self._announce()
         self.use_seed(seed)
 
     def _make_intake(self, index: int) -> GroupIntake:
@@ -313,20 +310,10 @@ class Engine:
         self.use_seed(seed)
         self.pool.seed(self.seed)
 
-    def _announce(self) -> Callable[[], Any]:
-        segment = self.pool.segment
-        if segment is None:
-            return _nothing
-        return announce(self, segment, self.pool.plan, self.pool.blueprint.blocks, self.specs[0].family)
-
     def statistics(self) -> Statistics:
         """Return what was done so far."""
         flights = self.flights
         return count(self.pool, self.memory, Tally(flights.num_errors, flights.losses.num_interrupted, self.ready_at))
-
-
-def _nothing() -> None:
-    """Withdraw nothing: it was not announced."""
 
 
 def _as_seed(given: Any, env_id: int) -> int | None:
