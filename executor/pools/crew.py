@@ -83,7 +83,9 @@ class Crew:
 
         Raises:
             FactoryError, WorkerLost, WorkerTimeout: close the crew, nothing is of use then.
+            ValueError: the options do not fit this machine.
         """
+        self.options.check_here()
         check_descriptors(len(self.blueprint.blocks))
         self._zygote = find_helper(self.options) or Zygote(self.options, list(self.blueprint.preload))
         self._zygote.wait_ready()
