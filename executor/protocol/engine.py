@@ -40,7 +40,7 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import Busy, EnvherdError
 from envherd.workers.protocol import Op
-from envherd.workers.seeding import draw_root_seed
+from envherd.workers.seeding import as_root_seed
 
 _NO_EXTRAS: Mapping[int, messages.Prepare] = {}
 
@@ -298,11 +298,8 @@ class Engine:
 
     def use_seed(self, seed: int | None) -> None:
         """Draw random actions from a root seed."""
-        seed = draw_root_seed() if seed is None else int(seed)
-        if seed < 0:
-            raise ValueError(f"set_seed failed: expected a seed of at least 0, got {seed}.")
-        self.seed = seed
-        self.sampler = ActionSampler(self.specs, seed)
+        self.seed = as_root_seed(seed, "set_seed")
+        self.sampler = ActionSampler(self.specs, self.seed)
 
     def set_seed(self, seed: int | None) -> None:
         """Use a new root seed everywhere: the next reset of every env begins its episode 0."""
