@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from envherd.executor.async_collector import AsyncCollector, AsyncStatistics
     from envherd.executor.cluster.env import RayParallelEnv
     from envherd.executor.cluster.errors import ClusterError
     from envherd.executor.collector import Collector
@@ -55,6 +56,8 @@ _SPECS = "envherd.shm.specs"
 _HOMES = {
     "ActionError": _ERRORS,
     "Adapter": "envherd.workers.adapters.base",
+    "AsyncCollector": "envherd.executor.async_collector",
+    "AsyncStatistics": "envherd.executor.async_collector",
     "Binary": _SPECS,
     "Box": _SPECS,
     "Busy": _ERRORS,
@@ -101,6 +104,8 @@ _HOMES = {
 __all__ = [
     "ActionError",
     "Adapter",
+    "AsyncCollector",
+    "AsyncStatistics",
     "Binary",
     "Box",
     "Busy",

@@ -74,7 +74,8 @@ ORDER = {
     ),
     "executor": (
         *("options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),
-        *("batched", "exporting", "policy", "collector", "serial", "fixed", "sizing", "parallel", "__init__"),
+        *("batched", "exporting", "policy", "collector", "async_collector", "serial", "fixed", "sizing"),
+        *("parallel", "__init__"),
         *("doctor", "facades", "cluster", "cli"),
     ),
 }
