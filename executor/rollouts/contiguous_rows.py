@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.shm.specs import Key
 
@@ -27,19 +30,28 @@ class ContiguousRows:
         self._num_slots = num_envs + num_more
         self._free = list(range(num_envs, self._num_slots))
         self._leaves: dict[Key, torch.Tensor] = {}
+        self._names: dict[bool, tuple[str, ...]] = {False: (), True: ()}  # of the batches written last
+        self._targets: dict[bool, list[tuple[Any, torch.Tensor]]] = {}
         self._template: TensorDictBase | None = None
 
     def write(self, env_ids: np.ndarray, td: TensorDictBase, *, is_next: bool) -> None:
         """Write what belongs to the present step of some envs: batch `[k]`."""
-        slots, at = torch.from_numpy(self._slots[env_ids]), torch.from_numpy(self._at[env_ids])
-        for key in leaf_keys(td):
-            name: Key = ("next", *key) if is_next else key
-            value = td.get(key).detach()
-            leaf = self._leaves.get(name)
-            if leaf is None:
-                shape = (self._num_slots, self._num_steps, *value.shape[1:])
-                leaf = self._leaves[name] = torch.zeros(shape, dtype=value.dtype)
-            leaf[slots, at] = value.to(leaf.device)
+        names = tuple(td.keys())
+        if names != self._names[is_next]:
+            self._names[is_next] = names
+            self._targets[is_next] = [self._target(td, key, is_next=is_next) for key in leaf_keys(td)]
+        index = torch.from_numpy(self._slots[env_ids] * self._num_steps + self._at[env_ids])
+        for key, flat in self._targets[is_next]:
+            value: torch.Tensor = get_leaf(td, key) if key.__class__ is str else td.get(key)
+            flat.index_copy_(0, index, value if value.device == flat.device else value.to(flat.device))
+
+    def _target(self, td: TensorDictBase, key: Key, *, is_next: bool) -> tuple[Any, torch.Tensor]:
+        """Return how a leaf is called in `td`, and where it is written: `[slots * T, ...]` (VIEW)."""
+        name, value = ("next", *key) if is_next else key, td.get(key)
+        if name not in self._leaves:
+            shape = (self._num_slots, self._num_steps, *value.shape[1:])
+            self._leaves[name] = torch.zeros(shape, dtype=value.dtype)
+        return key[0] if len(key) == 1 else key, self._leaves[name].flatten(0, 1)
 
     def learn_structure(self, acted: TensorDictBase, following: TensorDictBase) -> None:
         """Keep how the leaves of a transition nest, from one of `[k]`."""
@@ -69,6 +81,7 @@ class ContiguousRows:
         self._free = list(range(self._num_slots, 2 * self._num_slots))
         self._num_slots *= 2
         self._leaves = {key: torch.cat([leaf, torch.zeros_like(leaf)]) for key, leaf in self._leaves.items()}
+        self._names = {False: (), True: ()}  # whose targets are views of the old leaves
 
     def take(self, num_rows: int) -> TensorDictBase:
         """Return the rows that were full first, batch `[num_rows, T]`, in memory of their own."""
