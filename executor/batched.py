@@ -270,22 +270,26 @@ class BatchedEnv:
         min_envs: int | None = None,
         timeout_s: float | None = None,
         *,
+        max_envs: int | None = None,
         env_ids: Any = None,
         with_root: bool = True,
     ) -> TensorDictBase:
         """Return the transitions of the first envs that are ready, the longest sent first.
 
         Args:
-            min_envs: how many; default: all that were sent, or all of `env_ids`.
+            min_envs: how many at least; default: all that were sent, or all of `env_ids`.
             timeout_s: seconds; None waits for ever (each step still has its own deadline, if one is set).
+            max_envs: how many at most; default: exactly `min_envs`. With `timeout_s`, the call waits up to that long
+                for `max_envs`, and then returns the envs that are ready, if these are `min_envs`. Without it, the call
+                returns as soon as `min_envs` are ready, with all that are, up to `max_envs`.
             env_ids: int `[k]`; only of these, which were sent. All of them come in this order: a group that is stepped
                 while the policy works on another.
             with_root: give what was acted on too. Without it a caller that keeps what it acted on is spared a copy of
                 every observation.
 
         Returns:
-            Batch `[min_envs]` with `env_ids` (int64), the root observation and action of each step (with `with_root`),
-            and its `next`. Where those envs are after it: `current(env_ids)`. Own memory.
+            Batch `[k]`, k from `min_envs` to `max_envs`, with `env_ids` (int64), the root observation and action of
+            each step (with `with_root`), and its `next`. Where those envs are after it: `current(env_ids)`. Own memory.
 
         Raises:
             ValueError: as many, or these envs, were not sent.
@@ -295,7 +299,7 @@ class BatchedEnv:
         with self._guard:
             self._engine.refuse_rolling()
             ids = None if env_ids is None else self._exchange.as_ids(env_ids)
-            return self._exchange.recv(min_envs, timeout_s, ids, with_root=with_root)
+            return self._exchange.recv(min_envs, max_envs, timeout_s, ids, with_root=with_root)
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
         """Return where envs are now: the root batch `[k]` to act on next, with their `env_ids`.
@@ -415,7 +419,6 @@ class BatchedEnv:
         self._guard.is_closed = True
         if (mover := self._engine.batches.mover) is not None:
             mover.close()
-        self._engine.withdraw()
         self._finalizer()
 
     def ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:

@@ -62,7 +62,7 @@ ALLOWED = {
 }
 #: The parts of each layer, packages and single modules: each imports only itself and what stands before it.
 ORDER = {
-    "shm": ("interrupts", "specs", "layout", "sync", "tally", "cgroups", "segment", "slab", "__init__"),
+    "shm": ("interrupts", "specs", "layout", "sync", "tally", "cgroups", "segment", "nameplate", "slab", "__init__"),
     "workers": (
         *("__init__", "errors", "plain", "options", "infos", "messages", "protocol", "reply", "seeding"),
         *("random_values", "processes", "writers"),
@@ -74,7 +74,8 @@ ORDER = {
     ),
     "executor": (
         *("options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),
-        *("batched", "exporting", "policy", "collector", "serial", "fixed", "sizing", "parallel", "__init__"),
+        *("batched", "exporting", "policy", "collector", "async_collector", "serial", "fixed", "sizing"),
+        *("parallel", "__init__"),
         *("doctor", "facades", "cluster", "cli"),
     ),
 }

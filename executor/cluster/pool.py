@@ -69,7 +69,7 @@ class ClusterPool(WorkerFacts):
         self.num_ahead = self.num_missed = 0
         self.holds_storages = False
         self.serving = range(self.num_workers)
-        self.segment = self.recyclable = None  # the hosts announce themselves, and recycle
+        self.recyclable = None  # the hosts recycle
         self.outcome = Outcome()
         self.lenders: dict[int, Lend] = {}  # hosts read their inputs from the slab
         self.specs = [spec for share in shares for spec in share.specs]

@@ -17,7 +17,6 @@ from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.fast_commands import FastCommands
 from envherd.executor.pools.replies import Outcome
-from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
@@ -92,11 +91,6 @@ class Pool(Protocol):
     @property
     def serving(self) -> Sequence[int]:
         """The workers that run steps, in the order of their envs: all, unless envs have two instances."""
-        ...
-
-    @property
-    def segment(self) -> Segment | None:
-        """The slab's memory, if other processes of this machine may read it; else None."""
         ...
 
     @property

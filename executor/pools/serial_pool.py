@@ -54,7 +54,7 @@ class SerialPool:
         self.num_ahead = self.num_missed = self.num_recycled = 0
         self.holds_storages = True  # in the block
         self.serving = range(1)
-        self.segment = self.recyclable = None
+        self.recyclable = None
         self.worker_of = np.zeros(self.num_envs, np.int64)
         self.forfeited = np.zeros(self.num_envs, bool)
         self.outcome = Outcome()

@@ -30,7 +30,9 @@ from envherd.executor.pools.fast_commands import LOOK_S, FastCommands, compile_g
 from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.slab_plate import LABEL, describe
 from envherd.executor.pools.supervisor import Supervisor
+from envherd.shm.nameplate import create_named
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
@@ -87,7 +89,8 @@ class WorkerPool:
 
     def _make_slab(self) -> None:
         self.plan: SlabPlan = plan_slab(self.specs, len(self.worker_ids), self.options.num_frames)
-        segment = Segment.create(self.plan.nbytes, "envherd-slab")
+        plate = describe(self.plan, self.blueprint.blocks, self.specs[0].family)
+        segment = create_named(self.plan.nbytes, LABEL, plate)
         buffer = segment.array()
         self.slab = Slab(self.plan, buffer)
         self._done = Doorbell.create(buffer, self.plan.bells_offset)
@@ -149,11 +152,6 @@ class WorkerPool:
     def num_recycled(self) -> int:
         """Workers that were replaced between episodes, ever."""
         return self.supervisor.num_recycled
-
-    @property
-    def segment(self) -> Segment | None:
-        """The slab's memory."""
-        return self.crew.segment
 
     @property
     def recyclable(self) -> RecyclablePool | None:

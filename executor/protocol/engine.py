@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.batches.tensor_actions import LendingIntake
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.monitor.memory_log import MemoryLog
-from envherd.executor.monitor.running import announce
 from envherd.executor.monitor.statistics import Statistics, Tally, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
@@ -41,7 +40,7 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import Busy, EnvherdError
 from envherd.workers.protocol import Op
-from envherd.workers.seeding import draw_root_seed
+from envherd.workers.seeding import as_root_seed
 
 _NO_EXTRAS: Mapping[int, messages.Prepare] = {}
 
@@ -105,8 +104,6 @@ class Engine:
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
         self.ready_at = time.monotonic()
-        #: Takes this executor off the list that `envherd top` reads.
-        self.withdraw = self._announce()
         self.use_seed(seed)
 
     def _make_intake(self, index: int) -> GroupIntake:
@@ -326,11 +323,8 @@ class Engine:
 
     def use_seed(self, seed: int | None) -> None:
         """Draw random actions from a root seed."""
-        seed = draw_root_seed() if seed is None else int(seed)
-        if seed < 0:
-            raise ValueError(f"set_seed failed: expected a seed of at least 0, got {seed}.")
-        self.seed = seed
-        self.sampler = ActionSampler(self.specs, seed)
+        self.seed = as_root_seed(seed, "set_seed")
+        self.sampler = ActionSampler(self.specs, self.seed)
 
     def set_seed(self, seed: int | None) -> None:
         """Use a new root seed everywhere: the next reset of every env begins its episode 0."""
@@ -338,20 +332,10 @@ class Engine:
         self.use_seed(seed)
         self.pool.seed(self.seed)
 
-    def _announce(self) -> Callable[[], Any]:
-        segment = self.pool.segment
-        if segment is None:
-            return _nothing
-        return announce(self, segment, self.pool.plan, self.pool.blueprint.blocks, self.specs[0].family)
-
     def statistics(self) -> Statistics:
         """Return what was done so far."""
         flights = self.flights
         return count(self.pool, self.memory, Tally(flights.num_errors, flights.losses.num_interrupted, self.ready_at))
-
-
-def _nothing() -> None:
-    """Withdraw nothing: it was not announced."""
 
 
 def _as_seed(given: Any, env_id: int) -> int | None:

@@ -223,6 +223,8 @@ class Flights:
             states.start(resets, Op.RESET, at + positions.where.root_ahead)
         if cut is not None and op == Op.STEP_RESET:
             states.start(cut, Op.RESET, at + positions.where.root_ahead)
+        elif cut is not None:
+            states.start(cut, op, at)  # no worker has it: its row is complete
 
     def _submit(self, flight: Flight, flags: int, *, is_late: bool) -> None:
         pool, op, target, ids, cut = self.pool, flight.op, self.positions.where.target, flight.ids, flight.cut
@@ -299,6 +301,8 @@ class Flights:
     def _close(self, flight: Flight, event: Event | None = None) -> None:
         """End a flight; its envs' states follow from an event, or have been noted."""
         if event is not None:
+            if flight.cut is not None:
+                self.states.move(flight.cut, Event.IS_LOST)
             self.states.move(flight.ids[self.states.under_way[flight.ids]], event)
         self.current = flight.outer
 
@@ -385,7 +389,7 @@ class Flights:
         lost = self.losses.envs_of(outcome.losses)
         own = lost[np.isin(lost, ids)]
         is_stepped = self.states.ops != RESET
-        outcome.forget_rows(own[is_stepped[own]])  # an env that answered before its worker died in another's step
+        outcome.forget_rows(own)  # an env may have answered before its worker died in the command of another
         self.side.note_values(outcome.side)
         self.side.note_infos(outcome.infos, ids.tolist())
         self._forget_interrupted(flight)
@@ -398,8 +402,8 @@ class Flights:
         if len(flight.dead):
             self._note_some(flight)
             self.states.move(own, Event.IS_LOST)
-            positions.mark_lost(own[~is_stepped[own]])
             self.states.move(np.array([*outcome.faults], np.int64), Event.FAILS)
+            positions.mark_lost(flight.dead[~is_stepped[flight.dead]])
         else:
             self._note_rows(flight)
         flight.has_landed = True
@@ -558,9 +562,9 @@ class Flights:
 
     def recover(self) -> None:
         """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""
-        flight = self.current
+        flight, broken_off = self.current, [_NOBODY]
         while flight is not None:
-            self._break_off(flight)
+            broken_off.append(self._break_off(flight))
             flight = flight.outer
         pool, options = self.pool, self._options
         pool.nudge()  # the call may have been broken off between a command and its announcement
@@ -569,17 +573,20 @@ class Flights:
         pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
         pool.outcome.losses.update(pool.take_outcome(idle).losses)
         self.losses.accept()
+        self.positions.mark_lost(np.unique(np.concatenate(broken_off)))
         self.current = None
 
-    def _break_off(self, flight: Flight) -> None:
+    def _break_off(self, flight: Flight) -> np.ndarray:
+        """End a flight after an interrupt; return the envs that must be reset, int64 `[k]`."""
         ids = flight.ids
         if not flight.is_parked:
             self.states.move(ids, Event.IS_BROKEN_OFF)
-            return
+            return ids
         ids = ids[self.states.under_way[ids]]
         not_given = ids[~self.pool.was_given(ids, flight.number)]
         is_in_doubt = self.pool.number > flight.number
         self.states.move(not_given, Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN)
+        return not_given if is_in_doubt else _NOBODY
 
 
 def _some(env_ids: np.ndarray) -> np.ndarray | None:

@@ -51,6 +51,7 @@ class Losses:
         if len(env_ids):
             self._states.move(env_ids, event)
             self._pool.outcome.forget_rows(env_ids)
+            self._positions.mark_lost(env_ids)
 
     def accept(self) -> None:
         """Note losses that came up outside of any flight; those that are made good wait for the next one to tell."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.workers.infos import packer, unpack
 
 pytestmark = pytest.mark.preloads()
@@ -68,6 +68,27 @@ def make(request):
         return kind(NUM_ENVS, functools.partial(Telling, what), seed=0, options=ExecutorOptions(**options))
 
     return build
+
+
+class TellingOnce(Telling):
+    """Raises in its second reset."""
+
+    def reset(self, *, seed=None, options=None):
+        if self.seeds:
+            raise ValueError("no second episode")
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("kind", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)])
+def test_of_the_last_step_where_the_reset_after_it_raises(kind):
+    with kind(NUM_ENVS, TellingOnce, options=ExecutorOptions(infos="plain")) as env:
+        env.reset()
+        for _ in range(2):
+            env.step_and_maybe_reset(actions())
+        with pytest.raises(EnvError, match="no second episode"):
+            env.step_and_maybe_reset(actions())
+        assert env.infos() == [{"count": 3}] * NUM_ENVS
+        assert env.infos("root") == [{}] * NUM_ENVS
 
 
 def test_of_steps_and_resets(make):

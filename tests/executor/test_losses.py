@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -25,6 +27,7 @@ from envherd.executor import (
     ExecutorOptions,
     InternalError,
     ParallelEnv,
+    ResetNeeded,
     SerialEnv,
     WorkerLost,
     WorkerTimeout,
@@ -32,6 +35,8 @@ from envherd.executor import (
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.rollouts.policy_state import Carried
 from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.executor.test_recovery import ENDLESS, RESTART, act, counters, flags, kill, only
 from tests.faults.children import in_child
@@ -122,6 +127,29 @@ class TestBetweenRollouts:
             data = env.rollout(1, auto_reset=False, break_when_any_done=False)
             assert counters(data) == [[1], [0]]
             assert words["resets"].tolist() == [2, 2]
+
+    @pytest.mark.parametrize("fault", ["kill", "value_error"])
+    def test_of_one_step_in_which_another_env_fails(self, tmp_path, fault):
+        """The row of the env that was lost before is of this step, though it makes none."""
+        fails = functools.partial(FaultyEnv, fault, step=1, flag=str(tmp_path / "failed"), length=2)
+        with ParallelEnv(2, [fails, ENDLESS], num_workers=1 + (fault != "kill"), options=RESTART) as env:
+            (tmp_path / "failed").touch()
+            env.rollout(2, break_when_any_done=False)
+            (tmp_path / "failed").unlink()
+            kill(env, -1)
+            with contextlib.suppress(WorkerLost):  # which is known before the step
+                env.get("num_steps")
+            if fault == "kill":
+                data = env.rollout(1, auto_reset=False)
+                assert flags(data, "interrupted") == [True, True]
+                assert counters(data) == counters(data["next"]) == [[0], [2]]
+            else:
+                with pytest.raises(EnvError, match="env 0"):
+                    env.rollout(1, auto_reset=False)
+            assert env.current()["done"].all()
+            with pytest.raises(ResetNeeded):
+                env.step(act(env))
+            assert counters(env.rollout(2, auto_reset=False, break_when_any_done=False)) == [[0, 1], [0, 1]]
 
 
 class TestSuccessorsThatFail:
@@ -563,7 +591,7 @@ def test_the_text_of_an_env_that_answered_before_its_worker_died(tmp_path, way):
 
 
 def test_the_root_of_an_env_whose_reset_was_answered_before_its_worker_died():
-    """Numbers and text are of one reset, whichever it is: the row is marked as ended."""
+    """Numbers and text are those of the reset before, which the caller has seen: the row is marked as ended."""
 
     class Dies(TextEnv):
         def reset(self, *args: Any, **kwargs: Any) -> Any:
@@ -575,11 +603,11 @@ def test_the_root_of_an_env_whose_reset_was_answered_before_its_worker_died():
     with ParallelEnv(2, [TextEnv, Dies], num_workers=1) as env:
         env.reset()
         env.step(act(env))
-        env.reset(only(env, 0))  # the next reset writes over this root
+        before = env.reset(only(env, 0))[0]
         with pytest.raises(WorkerLost):
             env.reset()
         now = env.current()[0]
-        assert now["text"] == ":".join(str(number) for number in now["observation"][:2].tolist())
+        assert now["text"] == before["text"] == ":".join(str(number) for number in now["observation"][:2].tolist())
         assert now["truncated"].all()
 
 
@@ -588,3 +616,91 @@ def test_an_env_with_text_that_was_never_reset_has_none():
         env.reset(only(env, 1))
         text = next(leaf.key for leaf in env.observation_spec if leaf.is_side)
         assert env.current().get(text).tolist()[0] is None
+
+
+class OneEpisode(TextEnv):
+    """Raises in every reset but that of episode 0 of a root seed of 0."""
+
+    def reset(self, seed: int | None, *args: Any) -> Any:
+        if seed != episode_seed(0, 0, 0):
+            raise ValueError("no second episode")
+        return super().reset(seed, *args)
+
+
+@pytest.mark.parametrize("how", ["workers", "in this process", "ahead"])
+def test_the_last_observation_is_complete_where_the_reset_after_it_raises(how):
+    """Numbers and text are of the step that ended the episode."""
+    kind = SerialEnv if how == "in this process" else functools.partial(ParallelEnv, num_workers=1)
+    options = ExecutorOptions(reset_ahead=how == "ahead")
+    with kind(1, functools.partial(OneEpisode, 2), seed=0, options=options) as env:
+        env.reset()
+        env.step_and_maybe_reset(act(env))
+        with pytest.raises(EnvError, match="no second episode") as caught:
+            env.step_and_maybe_reset(act(env))
+        for last in (caught.value.partial[0], env.current()[0]):
+            assert last["text"] == ":".join(str(number) for number in last["observation"][:2].tolist())
+            assert last["observation"][1] == 2
+        assert env.current()["done"].all()
+
+
+class HalfReset(TextEnv):
+    """Its second reset gives numbers as they should be, and a second leaf of a wrong shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_resets = 0
+        size = LeafSpec(("size",), (1,), "int64")
+        self.spec = EnvSpec(observation=(*self.spec.observation, size), action=self.spec.action, family="plain")
+
+    def _observe(self, action: int) -> list[Any]:
+        return [*super()._observe(action), np.array([self.seed] * (2 if self.num_resets == 2 else 1))]
+
+    def reset(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_resets += 1
+        return super().reset(*args, **kwargs)
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_a_reset_that_is_broken_off_leaves_the_row_before_it(num_envs):
+    with SerialEnv(num_envs, HalfReset) as env:
+        before = env.reset()[0]
+        with pytest.raises(EnvError, match="writing size failed"):
+            env.reset(only(env, 0))
+        now = env.current()[0]
+        assert now["observation"].tolist() == before["observation"].tolist()
+        assert now["text"] == before["text"]
+        assert now["size"].tolist() == before["size"].tolist() == before["observation"][:1].tolist()
+        assert env.reset(only(env, 0))[0]["size"] == env.current()[0]["observation"][0] != before["size"]
+
+
+def test_the_rows_of_envs_that_must_be_reset_say_so():
+    """After a reset that raised, and after an interrupt: `current()["done"]` is the mask of the next reset."""
+
+    class Raises(CountingEnv):
+        is_stuck = False
+
+        def reset(self, *args: Any, **kwargs: Any) -> Any:
+            if self.is_stuck:
+                self.is_stuck = False
+                raise ValueError("not now")
+            return super().reset(*args, **kwargs)
+
+        def step(self, action: list[Any]) -> Any:
+            if action == [3]:
+                raise KeyboardInterrupt
+            self.is_stuck = action == [2]
+            return super().step(action)
+
+    with SerialEnv(2, [Raises, CountingEnv]) as env:
+        env.reset()
+        env.step_and_maybe_reset(act(env).set("action", torch.tensor([2, 1])))
+        with pytest.raises(EnvError, match="not now"):
+            env.reset(only(env, 0))
+        assert env.current()["done"].flatten().tolist() == [True, False]
+        env.reset(env.current().exclude("observation").set("_reset", env.current()["done"]))
+        env.step_and_maybe_reset(act(env))
+        with pytest.raises(KeyboardInterrupt):
+            env.step_and_maybe_reset(act(env).set("action", torch.tensor([3, 1])))
+        assert env.current()["done"].all()
+        env.reset()
+        env.step_and_maybe_reset(act(env))

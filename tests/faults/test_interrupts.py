@@ -212,6 +212,9 @@ def _check(env: Any, where: str) -> None:
         try:
             td, after = env.step_and_maybe_reset(actions(value))
         except ResetNeeded as error:
+            unmarked = {*error.env_ids} - {*_ended(env)}
+            if unmarked:
+                pytest.fail(f"{where}: the rows of envs {unmarked} do not say that they must be reset")
             before = root["observation"].clone()
             root = env.reset(only(*error.env_ids))
             before[list(error.env_ids), 1:] = torch.tensor([0, -1])

@@ -27,6 +27,11 @@ from envherd.shm.specs import EnvSpec, Key
 StepValues = tuple[list[Any], list[Any], Any, Any]
 
 
+_WITHOUT_STATE = (
+    "expected an env or wrapper with the methods state_dict() and load_state_dict(state), got {} without them. Add them"
+)
+
+
 class Adapter(ABC):
     """One env of one family, behind the partial-reset protocol.
 
@@ -99,11 +104,11 @@ class Adapter(ABC):
 
     def state_dict(self) -> Any:
         """Return the env's state as plain data; envs that cannot raise `NotImplementedError`."""
-        raise NotImplementedError(f"{type(self.env).__name__} has no state_dict")
+        raise NotImplementedError(_WITHOUT_STATE.format(type(self.env).__name__))
 
     def load_state_dict(self, state: Any) -> None:
         """Put back what `state_dict` returned; envs that cannot raise `NotImplementedError`."""
-        raise NotImplementedError(f"{type(self.env).__name__} has no load_state_dict")
+        raise NotImplementedError(_WITHOUT_STATE.format(type(self.env).__name__))
 
     def close(self) -> None:
         """Close the native env if it can be closed."""

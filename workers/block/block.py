@@ -165,7 +165,7 @@ class Block:
         except BaseException as error:  # whatever it is, SystemExit too, it is this env's and not the worker's
             slot.prepared = None
             slot.must_reset = True
-            slot.infos.clear()
+            self._keep_step(slot, op)
             if isinstance(error, SpecError) and slot.adapter.origin:
                 error = SpecError(f"{error} Built by {slot.adapter.origin}.").with_traceback(error.__traceback__)
             self._report(Fault.from_exception(env_id, slot.phase, error).to_plain())
@@ -175,12 +175,12 @@ class Block:
         if op == _RESET:
             self._reset(slot, sink, column, None if slot.must_reset else slot.reset_mask)  # a new instance, as a whole
             return
+        slot.phase = "step"
         if (slot.must_reset or slot.has_ended) and slot.is_guarded:
             raise InternalError(
                 f"step failed: expected a running env, got env {slot.env_id} that has ended, has raised, or was never "
                 f"reset. It was not stepped."
             )
-        slot.phase = "step"
         observation = sink.step(column)
         if self._pack_info is not None:
             self._note_info(slot, "next")
@@ -190,6 +190,15 @@ class Block:
             self._reset(slot, sink, column + sink.root_follows, slot.last_done if slot.spec.batch_shape else None)
         elif sink.root_follows and slot.has_ended and column + 1 < sink.num_columns:
             self._write_root(slot, sink, column + 1, observation)
+
+    def _keep_step(self, slot: Slot, op: int) -> None:
+        """Report what a step gave besides its row if only the reset after it has raised; drop it otherwise."""
+        if op != _STEP_RESET or slot.phase != "reset":
+            slot.infos.clear()
+            return
+        slot.infos.pop("root", None)
+        if slot.infos or slot.has_side:
+            self._tell(slot)
 
     def _tell(self, slot: Slot) -> int:
         """Report what an env has for the parent besides its rows."""
