@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -32,7 +32,7 @@ from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
 from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
-from envherd.executor.rollouts.rollout import RolloutRunner
+from envherd.executor.rollouts.rollout import Policy, RolloutRunner
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.protocol import Op
 
@@ -224,9 +224,63 @@ class BatchedEnv:
                 root.update(own)
         set_next(td, next_td)
 
-    def rollout(self, max_steps: int, policy: Any = None, **kwargs: Any) -> TensorDictBase:
-        """Collect up to `max_steps` steps; see `RolloutRunner.run` for the arguments and the result."""
-        return self._rollouts.run(self, max_steps, policy, **kwargs)
+    def rollout(  # noqa: PLR0913  # the arguments of TorchRL's rollout
+        self,
+        max_steps: int,
+        policy: Policy | None = None,
+        *,
+        callback: Callable[[Any, TensorDictBase], Any] | None = None,
+        auto_reset: bool = True,
+        break_when_any_done: bool = True,
+        tensordict: TensorDictBase | None = None,
+        set_truncated: bool = False,
+        out: TensorDictBase | None = None,
+        primer: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """Collect up to `max_steps` steps of all envs.
+
+        Args:
+            max_steps: T, at least 1.
+            policy: takes a root batch `[N]` (VIEWS of the rollout: read, do not write) and returns a
+                batch with the action, and whatever else should be kept (log-probabilities, hidden
+                states); None draws random actions. Runs without grad. What it puts into `next` besides
+                the envs' keys is in the root that it is given next, untouched.
+            callback: called with the executor and each step's batch, `next` included (VIEWS of the rollout). It and
+                the policy may ask the envs things (`get`, `call`, `current`, `infos`), but not step or reset them.
+            auto_reset: reset all envs first. False goes on from where they are, and resets those that have ended.
+            break_when_any_done: stop after the first step at which an env ends, as TorchRL does: the batch may have
+                fewer than `max_steps` steps. False resets the envs that end, and always collects `max_steps`.
+            tensordict: with `auto_reset=False`, the root that the caller holds. Of it only what is not
+                the envs' is used: the policy's state before the first step.
+            set_truncated: mark the last step of every env `truncated` and `done`, its agents too.
+            out: batch `[N, T]` to fill; no more steps are made than it has room for. A whole one that an earlier
+                rollout returned, and that is filled to its end, is written by the workers in place; any other by a
+                copy at the end. Where an end stops the rollout early, what is beyond the returned steps is undefined.
+            primer: batch `[N]` of the policy's state at the begin of an episode; the rows of envs that
+                are reset get it.
+
+        Returns:
+            Batch `[N, t]`, time last: root observation, action, `next`. Memory of the caller's own
+            (no later rollout writes it). A process forked from this one shares it: what either changes
+            in place, the other sees; clone what is to be changed there.
+
+        Raises:
+            ValueError: `max_steps`, `out` or `tensordict` do not fit the envs.
+            EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout
+                is lost; the executor goes on.
+        """
+        return self._rollouts.run(
+            self,
+            max_steps,
+            policy,
+            callback=callback,
+            auto_reset=auto_reset,
+            break_when_any_done=break_when_any_done,
+            tensordict=tensordict,
+            set_truncated=set_truncated,
+            out=out,
+            primer=primer,
+        )
 
     @property
     def policy_state(self) -> TensorDictBase | None:

@@ -169,7 +169,7 @@ class Flights:
             self._check(op, concerned, resets, cut)
         if not is_late:
             if op == RESET and self._recycler is not None:
-                self._recycler.before_resets(concerned)
+                self._recycler.before_resets(concerned, self.losses.lose)
             self.pool.await_workers(concerned)
         if write_inputs is not None:
             write_inputs()
