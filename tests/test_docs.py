@@ -106,7 +106,7 @@ def parameters() -> list[object]:
 
 @pytest.mark.parametrize("page", parameters())
 def test_the_blocks_of_a_page_run_as_printed(page, tmp_path):
-    script = tmp_path / f"{page.stem}.py"
+    script = tmp_path / f"page_of_{page.stem}.py"
     script.write_text(script_of(page.read_text()))
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path]))}
     command = [sys.executable, str(script)]
