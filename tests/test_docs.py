@@ -1,4 +1,4 @@
-"""README and docs: every Python block runs as printed, every link has a target, and pages avoid the worst words.
+"""README and docs: every Python block runs as printed, every link has a target, the reference is complete.
 
 All blocks of a page are one script, in the page's order. A block after `<!-- fragment: REASON -->` is only compiled.
 A line such as `data["action"]    # int64 [8, 200]` is checked against the comment: a shape, after a dtype or alone.
@@ -6,16 +6,21 @@ A line such as `data["action"]    # int64 [8, 200]` is checked against the comme
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import os
+import pydoc
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+import envherd
 from tests.extras import needs
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +52,13 @@ UNREAD = {
     *("architecture", "benchmarks", "cluster", "contributing", "design", "families", "faults", "performance"),
     *("scaling", "sizing", "soak", "torchrl"),
 }
+#: What the pages of the reference show, by the directives of mkdocstrings.
+DIRECTIVES = [
+    path
+    for page in sorted((DOCS / "reference").glob("*.md"))
+    for path in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
+]
+MEMBERS = (types.FunctionType, property, classmethod, staticmethod)
 
 
 class Block(NamedTuple):
@@ -166,3 +178,46 @@ def test_pages_avoid_the_worst_words(page):
     plain = re.sub(r"`[^`]*`|\"[^\"]*\"|\]\([^)]*\)", "", prose_of(page))
     found = re.findall(rf"\b(?:{'|'.join(WORDS)})\b", plain, re.IGNORECASE)
     assert found == []
+
+
+def members_of(path: str) -> dict[str, object]:
+    """Return what the reference shows of an object: itself, and for a class its public methods and properties."""
+    value = pydoc.locate(path)
+    assert value is not None, path
+    found = {path: value}
+    if inspect.isclass(value):
+        for name in dir(value):
+            member = inspect.getattr_static(value, name)
+            is_ours = any(name in vars(base) and base.__module__.startswith("envherd.") for base in value.__mro__)
+            if not name.startswith("_") and is_ours and isinstance(member, MEMBERS):
+                found[f"{path}.{name}"] = member
+    return found
+
+
+def test_the_reference_has_every_public_name():
+    assert {f"envherd.{name}" for name in envherd.__all__} <= set(DIRECTIVES)
+    assert len(DIRECTIVES) == len(set(DIRECTIVES))
+
+
+@pytest.mark.parametrize("path", [path for path in DIRECTIVES if ".facades." not in path])
+def test_what_the_reference_shows_has_a_docstring(path):
+    assert [name for name, member in members_of(path).items() if not inspect.getdoc(member)] == []
+
+
+def test_the_reference_has_every_option():
+    attributes = inspect.getdoc(envherd.ExecutorOptions).partition("Attributes:")[2]
+    documented = re.findall(r"^ {4}(\w+): ", attributes, re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(envherd.ExecutorOptions)]
+
+
+@needs("docs")
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_is_complete(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = set()
+    for page in (tmp_path / "site" / "reference").glob("*/index.html"):
+        shown |= set(re.findall(r'<h\d id="([^"]+)"', page.read_text()))
+    wanted = {name for path in DIRECTIVES if ".facades." not in path for name in members_of(path)}
+    assert wanted - shown == set()
