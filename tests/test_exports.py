@@ -102,10 +102,10 @@ def test_the_console_script_is_there():
     assert callable(script.load())
 
 
-def test_the_extra_all_has_every_other_extra():
+def test_the_extra_all_has_every_other_extra_but_that_of_the_site():
     extras = PYPROJECT["project"]["optional-dependencies"]
     (everything,) = (one for one in extras["all"] if one.startswith("envherd["))
-    assert set(re.fullmatch(r"envherd\[(.*)\]", everything)[1].split(",")) == set(extras) - {"all"}
+    assert set(re.fullmatch(r"envherd\[(.*)\]", everything)[1].split(",")) == set(extras) - {"all", "docs"}
 
 
 def test_constraints_are_pins_and_nothing_else():

@@ -18,7 +18,7 @@ from tests.faults.matrix import CELLS, FAULTS, STATES, Cell
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 #: What the page says of all cells once.
 USUAL = ("go on", "go on, all", "go on; all after a reset")
-PEERS = "## Beside other executors"
+PEERS = "## Other executors"
 
 _HEAD = """# Faults
 
