@@ -47,7 +47,8 @@ def costs_of(results: Mapping[str, Any]) -> Costs:
 
     The caller's slope with N, with W (up to the number of processors) and with bytes is what an env, a ring and a byte
     cost it. What all processes pay for a further env in addition to that is the worker's. A wake-up is what is left of
-    a batch's time when all that is known to happen one after the other is taken away, halved: there is one on each side.
+    a batch's time when all that is known to happen one after the other is taken away, halved: there is one on
+    each side.
     """
     growth = results["growth"]
     envs, workers, parts = growth["envs"][ours.OURS], growth["workers"][ours.OURS], growth["parts"][growth_laws.NARROW]
