@@ -36,8 +36,8 @@ _ON_OTHERS = """\
 The other libraries use one process per env. envherd uses one worker per core (for no-op envs one worker in total, which
 is what `num_workers="auto"` chooses). Median and quartiles over the rounds."""
 _ON_FACADES = """\
-The facades compared with the classes that they replace: 8 CartPoles whose episodes last about nine steps; one worker, as
-`envherd size` recommends for envs this cheap, unless the row names another number."""
+The facades compared with the classes that they replace: 8 CartPoles whose episodes last about nine steps; one worker,
+as `envherd size` recommends for envs this cheap, unless the row names another number."""
 
 _HEAD = (
     "Written by `envherd bench --write` (or `make bench`); do not edit. How to run and read them: "
@@ -45,7 +45,7 @@ _HEAD = (
 )
 _MACHINE = "**Machine.** {cpu}, {usable_cores} usable cores, Linux {kernel}, Python {python}; {packages}."
 _METHOD = """\
-**How it was measured.** All pools of a table were alive at the same time, each under a process of its own, and took
+**How it was measured.** All pools of a table were alive at the same time, each under a separate process, and took
 turns in random order in slots of {slot} s; what is compared is always the ratio within a round (for
 work that comes in lumps, such as resets, all rounds together). *By CPU* is processor time of all processes together
 per env step, from the scheduler's own accounts: it hardly depends on other load, and is the figure to trust on a
