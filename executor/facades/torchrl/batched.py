@@ -87,7 +87,7 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         self._env_ids = list(range(num_workers))
         self._learn_specs()
         if metadata_from_workers:
-            self._start_workers()
+            self._begin()
 
     def _refuse(
         self,
@@ -116,10 +116,6 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
 
     def _learn_specs(self) -> None:
         """Ask the envs what they are, and call `_set_specs` with it."""
-        raise NotImplementedError
-
-    def _start_workers(self) -> None:
-        """Have the envs at work."""
         raise NotImplementedError
 
     # ---- specs -------------------------------------------------------------------------------

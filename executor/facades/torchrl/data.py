@@ -166,7 +166,7 @@ class BatchedData(Batched):
         if not selected:
             return skipped_step(self, td)
         out = self._step_told(td, selected)
-        if self._non_tensor_keys:
+        if self._keys_without_tensors:
             skipped = skipped_step(self, td)
             skipped = skipped.clear_device_() if out.device is None else skipped.to(out.device)
             rows = [out[selected.index(i)] if i in selected else skipped[i] for i in range(self.num_workers)]
@@ -215,7 +215,7 @@ class BatchedData(Batched):
         return sent
 
     @property
-    def _non_tensor_keys(self) -> list[Any]:
+    def _keys_without_tensors(self) -> list[Any]:
         """Keys of what is no tensor."""
         full = (self.full_observation_spec, self.full_action_spec, self.full_state_spec)
         leaves = [item for spec in full for item in spec.items(include_nested=True, leaves_only=True)]

@@ -100,7 +100,7 @@ class BatchedFacade(BatchedData):
         asked = range(1) if self._one_task and not self._asks_all else range(self.num_workers)
         self._set_specs(self._crew_at_work().tell(asked, [("describe", (), {})] * len(asked)))
 
-    def _start_workers(self) -> None:
+    def _begin(self) -> None:
         self._crew_at_work()
         self.is_closed = False
         self.set_spec_lock_()
@@ -113,7 +113,7 @@ class BatchedFacade(BatchedData):
         """
         if self._is_whole:
             if self.is_closed:
-                self._start_workers()
+                self._begin()
         elif self.is_closed:
             raise RuntimeError("the call failed: this is a closed indexed view of an env. Index its parent again.")
         elif self._whole is None or self._whole.is_closed:
@@ -132,7 +132,7 @@ class BatchedFacade(BatchedData):
         """
         if not self.is_closed:
             raise RuntimeError("trying to start a environment that is not closed.")
-        self._start_workers()
+        self._begin()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close the envs and end their workers; the next use starts new ones.
@@ -299,8 +299,7 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
             self.create_env_fn, self.create_env_kwargs, self._num_processes, options, self.__dict__["_make_executor"]
         )
 
-    @property
-    def _workers(self) -> list[WorkerHandle]:
+    def _worker_handles(self) -> list[WorkerHandle]:
         crew = self._crew_at_work()
         assert isinstance(crew, ProcessCrew)
         return [WorkerHandle(crew.pool, worker_id) for worker_id in range(crew.pool.num_workers)]
@@ -355,8 +354,7 @@ class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):  # type: ignore[misc]  #
     def _hire(self) -> LocalCrew:
         return LocalCrew(self.create_env_fn, self.create_env_kwargs)
 
-    @property
-    def _envs(self) -> list[EnvBase]:
+    def _local_envs(self) -> list[EnvBase]:
         return [self._guests[i].env for i in self._env_ids]
 
     @property
@@ -386,7 +384,7 @@ class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):  # type: ignore[misc]  #
 
 
 #: Names that are looked for before they are set, and must not be asked of the envs.
-_OWN_NAMES = frozenset({"is_closed", "parent_channels", "batch_size", "meta_data", "_cache"})
+_OWN_NAMES = frozenset({"is_closed", "parent_channels", "batch_size", "meta_data"})
 
 
 def _snapshots(source: EnvBase | Sequence[EnvBase], expected: int) -> list[EnvBase]:
@@ -397,7 +395,7 @@ def _snapshots(source: EnvBase | Sequence[EnvBase], expected: int) -> list[EnvBa
             expected.
     """
     if isinstance(source, SerialEnv):
-        sources = source._envs  # noqa: SLF001  # of its own class
+        sources = source._local_envs()  # noqa: SLF001  # of its own class
     elif isinstance(source, torchrl.envs.ParallelEnv):
         raise NotImplementedError(
             "Writing back from a ParallelEnv source is not supported; use an EnvBase snapshot or a SerialEnv source "

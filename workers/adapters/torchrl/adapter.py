@@ -83,7 +83,7 @@ class TorchRLAdapter(Adapter):
             metadata=_metadata(env, base),
         )
         self._read_observation = [reader(leaf) for leaf in leaves["observation"]]
-        self._read_reward = [reader(leaf) for leaf in leaves["reward"]]
+        self._read_rewards = [reader(leaf) for leaf in leaves["reward"]]
         self._read_nested_done = [reader(leaf) for leaf in nested_done]
         self._read_ends = ends_reader(leaves["done"], batch_shape)
         self._write_input = [_writer(leaf, env, is_optional=False) for leaf in leaves["action"]]
@@ -142,7 +142,7 @@ class TorchRLAdapter(Adapter):
         self._latest = following
         terminated, truncated = self._read_ends(following)
         observation = [read(following) for read in self._read_observation]
-        return observation, [read(following) for read in self._read_reward], terminated, truncated
+        return observation, [read(following) for read in self._read_rewards], terminated, truncated
 
     def done_values(self) -> list[Any]:
         """Return the values of `spec.done[3:]` after the last reset or step: VIEWS of the env's tensors."""

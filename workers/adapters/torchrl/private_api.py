@@ -89,8 +89,8 @@ def without_collected(env: EnvBase, following: TensorDictBase) -> TensorDictBase
 class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
     """What TorchRL and programs that use it ask of batched envs under private names.
 
-    Subclasses have `_fixed_shapes` (whether every leaf of every env has a fixed shape), `_one_task`, `_start_method`
-    and `meta_data` (of the envs, as TorchRL keeps it: one for all, or a list).
+    Subclasses have `_fixed_shapes` (whether every leaf of every env has a fixed shape), `_one_task`, `_start_method`,
+    `meta_data` (of the envs, as TorchRL keeps it: one for all, or a list), and the methods that raise here.
     """
 
     _fixed_shapes: bool | None
@@ -118,6 +118,22 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
         return self._start_method
 
     @property
+    def _envs(self) -> list[EnvBase]:
+        """The envs of a `SerialEnv`."""
+        return self._local_envs()
+
+    @property
+    def _workers(self) -> list[Any]:
+        """The processes of a `ParallelEnv`: each has `pid` and `is_alive()`."""
+        return self._worker_handles()
+
+    def _create_td(self) -> None:
+        """TorchRL calls it before `_start_workers`, to allocate its buffers."""
+
+    def _start_workers(self) -> None:
+        self._begin()
+
+    @property
     def _supports_set_state(self) -> bool:
         found = self.meta_data if isinstance(self.meta_data, list) else [self.meta_data]
         return all(getattr(one, "supports_set_state", False) for one in found)
@@ -139,3 +155,15 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
     def _with_missing(self, td: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
         """Return the tensordict given to a reset, with what it lacks of the rows of all envs."""
         raise NotImplementedError
+
+    def _begin(self) -> None:
+        """Have the envs at work."""
+        raise NotImplementedError
+
+    def _local_envs(self) -> list[EnvBase]:
+        """Return envs that live in this process."""
+        raise AttributeError(f"the envs of a {type(self).__name__} live in other processes")
+
+    def _worker_handles(self) -> list[Any]:
+        """Return what stands for worker processes."""
+        raise AttributeError(f"a {type(self).__name__} has no worker processes")
