@@ -214,7 +214,7 @@ def _others(results: Results) -> list[Verdict]:
             basis="CPU",
         ),
         _figure(
-            "each further byte of a batch that is copied at most 2.5 memcpy",
+            "each further byte of a copied batch at most 2.5 memcpy",
             2.5,
             " memcpy",
             lambda: per_byte(ours.OURS),

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 
 import envherd
+from envherd.executor.rollouts.rollout import RolloutRunner
 from tests.extras import needs
 
 ROOT = Path(__file__).parents[1]
@@ -125,7 +126,7 @@ def test_the_blocks_of_a_page_run_as_printed(page, tmp_path):
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path]))}
     command = [sys.executable, str(script)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, f"{name_of(page)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
@@ -210,6 +211,42 @@ def test_the_reference_has_every_option():
     attributes = inspect.getdoc(envherd.ExecutorOptions).partition("Attributes:")[2]
     documented = re.findall(r"^ {4}(\w+): ", attributes, re.MULTILINE)
     assert documented == [field.name for field in dataclasses.fields(envherd.ExecutorOptions)]
+
+
+def test_the_tutorial_has_every_argument_of_rollout():
+    parameters = dict(inspect.signature(RolloutRunner.run).parameters)
+    del parameters["self"], parameters["env"]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\w*) \|", (DOCS / "tutorial.md").read_text(), re.MULTILINE))
+    rows["max_steps"] = rows["max_steps"] or str(inspect.Parameter.empty)
+    assert rows == {name: str(parameter.default) for name, parameter in parameters.items()}
+
+
+def test_the_page_of_errors_has_the_whole_tree():
+    tree = dict(re.findall(r"^\+-- (\w+) +\((\w+)\)", (DOCS / "errors.md").read_text(), re.MULTILINE))
+    known = [getattr(envherd, name) for name in envherd.__all__]
+    known = [one for one in known if inspect.isclass(one) and issubclass(one, envherd.EnvherdError)]
+    assert tree == {one.__name__: one.__bases__[1].__name__ for one in known if one is not envherd.EnvherdError}
+
+
+def test_the_index_has_every_example():
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} <= set(
+        re.findall(r"\[(\w+\.py)\]", (DOCS / "index.md").read_text())
+    )
+
+
+def test_the_readmes_first_screen_has_the_ratios_of_its_table():
+    text = (ROOT / "README.md").read_text()
+    ratios = {
+        (work.split(" ")[0], other): float(ratio)
+        for work, other, ratio in re.findall(
+            r"^\| ([^|]+) \| ([^|]+) \| [\d,]+ \| [\d,]+ \| ([\d.]+)x ", text, re.MULTILINE
+        )
+    }
+    claim = re.search(r"(\d+)x the throughput of TorchRL's.*?(\d+)x that of Gymnasium's", text, re.DOTALL)
+    melting_pot, gymnasium = claim.groups()
+    assert len(ratios) == 4
+    assert int(melting_pot) == round(ratios["Melting", "TorchRL ParallelEnv"])
+    assert int(gymnasium) == round(ratios["200", "Gymnasium AsyncVectorEnv"])
 
 
 @needs("docs")
