@@ -50,6 +50,7 @@ ALLOWED = {
     "executor/facades/gymnasium/*": {"gymnasium"},
     "executor/facades/sb3/*": {"stable_baselines3", "gymnasium"},
     "executor/facades/torchrl/*": {"torchrl"},
+    "executor/facades/benchmarl.py": {"benchmarl"},
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "envherd.benchmarks"},
     "benchmarks/rllib.py": {"ray"},
