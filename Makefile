@@ -43,12 +43,13 @@ help:
 venv: $(STAMP)
 
 # The stamp makes a second run do nothing until one of these files changes.
-$(STAMP): pyproject.toml constraints.txt .ci/install_meltingpot.py
+$(STAMP): pyproject.toml setup.py shm/_native.c constraints.txt .ci/install_meltingpot.py
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; install it, or: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python .ci/install_meltingpot.py -c constraints.txt
 	@echo "installing everything else, which takes some minutes"
 	$(PIP) install -qq --progress-bar off -c constraints.txt -e ".[all]"
+	@$(BIN)/python setup.py -q build_ext --inplace || echo "the C extension was not built; everything runs in Python" >&2
 	@touch $@
 
 rollout: $(STAMP)

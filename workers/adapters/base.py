@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,20 @@ from envherd.shm.specs import EnvSpec, Key
 
 #: (observation values, reward values, terminated, truncated)
 StepValues = tuple[list[Any], list[Any], Any, Any]
+
+
+class Direct(NamedTuple):
+    """How to step a native env past its adapter: `env.step(give(action))`, and `accept` of what that returns.
+
+    Attributes:
+        give: of the value of the only action leaf, what the env takes; None where they are the same.
+        ready: what `give` returns for the first indices of a Discrete action.
+        accept: checks what `env.step` returned, keeps its info, and returns the values.
+    """
+
+    give: Callable[[Any], Any] | None
+    ready: tuple[Any, ...]
+    accept: Callable[[Any], StepValues]
 
 
 _WITHOUT_STATE = (
@@ -93,6 +107,10 @@ class Adapter(ABC):
             `(observation, reward, terminated, truncated)`: lists aligned with the spec, then two
             bools (bool arrays `[*batch_shape, 1]` for envs that are themselves a batch).
         """
+
+    def direct(self) -> Direct | None:
+        """Return how to do without `step`, where its effects are those of `Direct` and one observation; else None."""
+        return None
 
     def done_values(self) -> list[Any]:
         """Return the values of the nested done leaves (`spec.done[3:]`) after the last reset or step."""
