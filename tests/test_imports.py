@@ -63,7 +63,19 @@ ALLOWED = {
 }
 #: The parts of each layer, packages and single modules: each imports only itself and what stands before it.
 ORDER = {
-    "shm": ("interrupts", "specs", "layout", "sync", "tally", "cgroups", "segment", "nameplate", "slab", "__init__"),
+    "shm": (
+        "interrupts",
+        "specs",
+        "layout",
+        "sync",
+        "tally",
+        "cgroups",
+        "segment",
+        "nameplate",
+        "native",
+        "slab",
+        "__init__",
+    ),
     "workers": (
         *("__init__", "errors", "plain", "options", "infos", "messages", "protocol", "reply", "seeding"),
         *("random_values", "processes", "writers"),

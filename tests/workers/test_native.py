@@ -162,7 +162,7 @@ REWARDS = st.one_of(
 )
 FLAGS = st.one_of(
     st.booleans(),
-    st.sampled_from([np.True_, np.False_, 0, 1, None, np.array(True), np.array([False]), np.array([1]), "no"]),
+    st.sampled_from([np.True_, np.False_, 0, 1, None, np.asarray(1, bool), np.array([False]), np.array([1]), "no"]),
 )
 
 
@@ -199,7 +199,8 @@ def test_whatever_an_env_returns_is_stored_alike(data, dtype, shape, action):
         assert statuses[0] == statuses[1]
         assert sides[0].state() == sides[1].state()
         infos = [side.adapter.info for side in sides]
-        assert infos[0] == infos[1] and type(infos[0]) is type(infos[1])
+        assert infos[0] == infos[1]
+        assert type(infos[0]) is type(infos[1])
         seen = [side.adapter.env.seen for side in sides]
         assert len(seen[0]) == len(seen[1]), "an env was stepped twice, or not at all"
         assert all(same(one, other) for one, other in zip(*seen, strict=True))
