@@ -1,0 +1,37 @@
+"""The optional C extension of a worker: whether it is there, and wanted.
+
+The Python code is the specification. C makes the steps that are plain (see `block.compiling`) and hands everything else
+to Python, so both write the same bytes. `ENVHERD_NATIVE=0` in the environment switches C off.
+Limits: Linux, and CPython with its GIL. `pip install` builds the extension where there is a compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import Any
+
+#: The environment variable that switches C off, by "0".
+SWITCH = "ENVHERD_NATIVE"
+
+
+def load() -> Any:
+    """Return the extension module, or None where it was not built, cannot be loaded, or is switched off."""
+    return _find()[0]
+
+
+def describe() -> str:
+    """Return which code runs plain steps, and why, for people: "C" or "Python (why)"."""
+    module, why = _find()
+    return "C" if module is not None else f"Python ({why})"
+
+
+@functools.cache
+def _find() -> tuple[Any, str]:
+    if os.environ.get(SWITCH, "1") == "0":
+        return None, f"{SWITCH}=0"
+    try:
+        return importlib.import_module("envherd.workers.native._native"), ""
+    except ImportError as error:
+        return None, str(error)
