@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 # ruff: noqa: FBT003 - flags among the values of a step
-
 import gc
 import sys
 import weakref

@@ -62,8 +62,8 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_the_loop_can_go_on(delay
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
-        signal.setitimer(signal.ITIMER_REAL, delay)
         with pytest.raises(Alarm):
+            signal.setitimer(signal.ITIMER_REAL, delay)
             side.loop.run()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -74,6 +74,24 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_the_loop_can_go_on(delay
     threading.Timer(0.05, lambda: (side.send(None), side.go.ring())).start()
     side.loop.run()
     assert side.words["resets"].tolist() == [0, 1, 1, 1]
+
+
+def test_a_signal_that_comes_while_it_yields_is_not_slept_over():
+    side = make_side()
+    module: Any = native.load()
+    loop = module.Loop(side.loop.facts() | {"brief_spin": 10**8})  # type: ignore[attr-defined]  # ns: a tenth of a second
+
+    def handle(_number: int, _frame: Any) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with pytest.raises(Alarm):
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            loop.run()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_signal_handler_that_returns_does_not_end_the_wait():

@@ -110,11 +110,13 @@ static int spin(Bell *bell)
     return is_taken;
 }
 
-/* Block until a token, the end (< 0: none) or a signal whose handler raises. The GIL is given up while it blocks. */
+/* Block until a token, the end (< 0: none) or a signal whose handler raises. Other threads may run meanwhile. */
 static int block(Bell *bell, i64 timeout_ns)
 {
     i64 end = timeout_ns < 0 ? 0 : monotonic_ns() + timeout_ns;
     for (;;) {
+        if (PyErr_CheckSignals() < 0) /* also for a signal during the spin, which interrupts no system call */
+            return -1;
         i64 left = timeout_ns < 0 ? SLICE_NS : end - monotonic_ns();
         if (left <= 0)
             return sem_trywait(bell->semaphore) == 0;
@@ -126,8 +128,6 @@ static int block(Bell *bell, i64 timeout_ns)
         Py_END_ALLOW_THREADS
         if (error == 0)
             return 1;
-        if (error == EINTR && PyErr_CheckSignals() < 0)
-            return -1;
         if (error != EINTR && error != ETIMEDOUT) {
             errno = error;
             PyErr_SetFromErrno(PyExc_OSError);
