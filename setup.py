@@ -19,7 +19,7 @@ IS_POSSIBLE = (
 
 NATIVE = Extension(
     "envherd.workers.native._native",
-    [f"{FOLDER}/{name}.c" for name in ("bell", "step", "loop")],
+    [f"{FOLDER}/{name}.c" for name in ("bell", "step", "loop", "caller")],
     depends=[f"{FOLDER}/native.h"],
     define_macros=[("_POSIX_C_SOURCE", "200809L")],
     extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"],

@@ -12,8 +12,11 @@ import importlib
 import os
 from typing import Any
 
+from envherd.shm import sync
+
 #: The environment variable that switches C off, by "0".
 SWITCH = "ENVHERD_NATIVE"
+_NS = 1e9
 
 
 def load() -> Any:
@@ -25,6 +28,18 @@ def describe() -> str:
     """Return which code runs plain steps, and why, for people: "C" or "Python (why)"."""
     module, why = _find()
     return "C" if module is not None else f"Python ({why})"
+
+
+def waiting_facts() -> dict[str, int]:
+    """Return the constants of `shm.sync` by which C waits for a doorbell, in nanoseconds and numbers of waits."""
+    return {
+        "brief_spin": int(sync.BRIEF_SPIN_S * _NS),
+        "long_spin": int(sync.LONG_SPIN_S * _NS),
+        "short_wait": int(sync.SHORT_WAIT_S * _NS),
+        "overrun": int(sync.OVERRUN_S * _NS),
+        "fewest_waits": sync.FEWEST_WAITS_WITHOUT_SPIN,
+        "most_waits": sync.MOST_WAITS_WITHOUT_SPIN,
+    }
 
 
 @functools.cache

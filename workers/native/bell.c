@@ -66,16 +66,22 @@ static struct timespec wall_clock_in(i64 ns)
     return at;
 }
 
+int bell_take_memory(PyObject *array, const char *name, Bell *bell)
+{
+    if (PyObject_GetBuffer(array, &bell->memory, PyBUF_CONTIG) < 0)
+        return -1;
+    bell->semaphore = bell->memory.buf;
+    if (bell->memory.len >= (Py_ssize_t)sizeof(sem_t) && (uintptr_t)bell->memory.buf % _Alignof(sem_t) == 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "expected the memory of a doorbell as %s", name);
+    return -1;
+}
+
 int bell_take(PyObject *facts, const char *name, Bell *bell)
 {
     PyObject *array = fact(facts, name);
-    if (array == NULL || PyObject_GetBuffer(array, &bell->memory, PyBUF_CONTIG) < 0)
+    if (array == NULL || bell_take_memory(array, name, bell) < 0)
         return -1;
-    bell->semaphore = bell->memory.buf;
-    if (bell->memory.len < (Py_ssize_t)sizeof(sem_t) || (uintptr_t)bell->memory.buf % _Alignof(sem_t) != 0) {
-        PyErr_Format(PyExc_ValueError, "expected the memory of a doorbell as %s", name);
-        return -1;
-    }
     if (take_number(facts, "brief_spin", &bell->brief_spin) < 0 || take_number(facts, "long_spin", &bell->long_spin) < 0
         || take_number(facts, "short_wait", &bell->short_wait) < 0 || take_number(facts, "overrun", &bell->overrun) < 0
         || take_number(facts, "fewest_waits", &bell->fewest_waits) < 0

@@ -447,7 +447,7 @@ static PyType_Spec loop_spec = {
 
 static int add_types(PyObject *module)
 {
-    PyType_Spec *specs[] = {&step_spec, &loop_spec};
+    PyType_Spec *specs[] = {&step_spec, &loop_spec, &caller_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int added = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);

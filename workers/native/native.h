@@ -1,4 +1,4 @@
-/* What step.c and loop.c share. Limited API of CPython 3.11 and its buffer protocol; neither numpy's nor torch's headers.
+/* What the C files share. Limited API of CPython 3.11 and its buffer protocol; neither numpy's nor torch's headers.
  *
  * Memory: whatever is read or written here belongs to an object whose buffer is held (`Py_buffer`) for as long as an
  * address into it is kept, so that no address outlives its mapping. All calls hold the GIL but for waits in bell.c. */
@@ -39,9 +39,14 @@ typedef struct {
 } Bell;
 
 i64 monotonic_ns(void);
-int bell_take(PyObject *facts, const char *name, Bell *bell);
+int bell_take(PyObject *facts, const char *name, Bell *bell);           /* to wait for it, too */
+int bell_take_memory(PyObject *array, const char *name, Bell *bell);    /* to ring it only */
 int bell_wait(Bell *bell, i64 timeout_ns); /* 1: a token; 0: none in time; -1: with an exception. < 0: for ever */
 void bell_ring(Bell *bell);
+
+/* ---- commands of the caller: caller.c ---------------------------------------------------------------- */
+
+extern PyType_Spec caller_spec;
 
 /* ---- steps: step.c ---------------------------------------------------------------------------------- */
 

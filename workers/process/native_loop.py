@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from envherd.shm import sync
 from envherd.shm.slab import NUM_BINS
 from envherd.workers import native
 from envherd.workers.process.loop import TIDY_EVERY, Loop
-
-_NS = 1e9
 
 
 def loop_class() -> type[Loop]:
@@ -56,12 +53,7 @@ class NativeLoop(Loop):
                 "move": self._move,
                 "draw_seeds": block.draw_seeds,
             },
-            "brief_spin": int(sync.BRIEF_SPIN_S * _NS),
-            "long_spin": int(sync.LONG_SPIN_S * _NS),
-            "short_wait": int(sync.SHORT_WAIT_S * _NS),
-            "overrun": int(sync.OVERRUN_S * _NS),
-            "fewest_waits": sync.FEWEST_WAITS_WITHOUT_SPIN,
-            "most_waits": sync.MOST_WAITS_WITHOUT_SPIN,
+            **native.waiting_facts(),
         }
 
     def _hand_over(self, env_id: int, command: int, hand_over: Callable[[int, Any], list[Any]], result: Any) -> int:
