@@ -16,17 +16,19 @@ from envherd.shm import sync
 
 #: The environment variable that switches C off, by "0".
 SWITCH = "ENVHERD_NATIVE"
+#: The extension module.
+MODULE = "envherd.workers.native._native"
 _NS = 1e9
 
 
 def load() -> Any:
     """Return the extension module, or None where it was not built, cannot be loaded, or is switched off."""
-    return _find()[0]
+    return find()[0]
 
 
 def describe() -> str:
-    """Return which code runs plain steps, and why, for people: "C" or "Python (why)"."""
-    module, why = _find()
+    """Return which code makes plain steps, and why, for people: "C" or "Python (why)"."""
+    module, why = find()
     return "C" if module is not None else f"Python ({why})"
 
 
@@ -43,10 +45,11 @@ def waiting_facts() -> dict[str, int]:
 
 
 @functools.cache
-def _find() -> tuple[Any, str]:
+def find() -> tuple[Any, str]:
+    """Return the extension module or None, and why it is None; looked for once."""
     if os.environ.get(SWITCH, "1") == "0":
         return None, f"{SWITCH}=0"
     try:
-        return importlib.import_module("envherd.workers.native._native"), ""
+        return importlib.import_module(MODULE), ""
     except ImportError as error:
         return None, str(error)
