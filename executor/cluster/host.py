@@ -175,7 +175,7 @@ class NodeHost:
                 self._wait_for(flight, order)
                 return self._answer(flight)
             except EnvherdError as error:
-                self._pool.outcome.losses.clear()
+                self._flights.losses.forget()
                 return Reply(failure=error)
 
     def _begin(self, order: Order, flags: int = 0) -> Flight:
@@ -245,7 +245,7 @@ class NodeHost:
         try:
             return self._answer(self._flights.open_delivery(ready), numbers)
         except EnvherdError as error:  # a successor that a worker was to be replaced by
-            self._pool.outcome.losses.clear()
+            self._flights.losses.forget()
             self._is_sent[:] = False
             return Reply(ids=_NOBODY, numbers=_NOBODY, failure=error)
 

@@ -292,7 +292,7 @@ class RemoteRollouts:
         pool, flights = self._pool, self._engine.flights
         lost = [worker_id for worker_id in share.worker_ids if worker_id in pool.lost]
         if self._engine.options.on_worker_loss != "restart":
-            pool.outcome.losses.clear()
+            flights.losses.forget()
             flights.losses.lose(flights.losses.envs_of(lost))
             raise pool.lost[lost[0]]
         for worker_id in lost:
