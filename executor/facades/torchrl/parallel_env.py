@@ -266,7 +266,7 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
         options: of the executor. None: TorchRL's `num_sub_threads` and `shutdown_timeout` count, and actions are
             handed to the envs unchecked, as TorchRL does.
         executor: makes what runs the envs, called as the executor's `ParallelEnv` is: `functools.partial(
-            RayParallelEnv, ...)` for the nodes of a cluster, each with so many processes. None: this machine.
+            RayParallelEnv, ...)` for the nodes of a cluster, each with that number of processes. None: this machine.
         **kwargs: TorchRL's own; see docs/torchrl.md for those without a meaning here.
 
     Raises:
@@ -391,11 +391,11 @@ def _snapshots(source: EnvBase | Sequence[EnvBase], expected: int) -> list[EnvBa
     """Return the envs that some envs are to become like.
 
     Raises:
-        NotImplementedError: they are those of a `ParallelEnv`. TypeError: they are no envs. ValueError: so many are not
-            expected.
+        NotImplementedError: they are those of a `ParallelEnv`. TypeError: they are no envs. ValueError: there are
+            too many or too few.
     """
     if isinstance(source, SerialEnv):
-        sources = source._local_envs()  # noqa: SLF001  # of its own class
+        sources = source._local_envs()  # noqa: SLF001  # it is of this class
     elif isinstance(source, torchrl.envs.ParallelEnv):
         raise NotImplementedError(
             "Writing back from a ParallelEnv source is not supported; use an EnvBase snapshot or a SerialEnv source "
