@@ -165,6 +165,7 @@ class Possessions:
     shm: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
     handlers: dict[int, Any] = field(default_factory=lambda: {number: signal.getsignal(number) for number in _SIGNALS})
     folder: str = field(default_factory=os.getcwd)
+    has_grad: bool = field(default_factory=lambda: "torch" not in sys.modules or sys.modules["torch"].is_grad_enabled())
 
     def gained(self) -> list[str]:
         """Say what is held now and was not held then."""
@@ -178,6 +179,7 @@ class Possessions:
         found += [f"thread {t.name}" for t in threading.enumerate() if id(t) not in self.threads and not _is_pool(t)]
         found += [f"/dev/shm/{name}" for name in sorted(_not_of_others(now.shm - self.shm))]
         found += [f"handler of signal {n}" for n, handler in now.handlers.items() if handler != self.handlers[n]]
+        found += ["torch without gradients"] if now.has_grad != self.has_grad else []
         return found + ([f"current folder {now.folder}"] if now.folder != self.folder else [])
 
 

@@ -25,6 +25,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, EnvCreator
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, NotStarted
 from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import LocalCrew, ProcessCrew, WorkerHandle
@@ -316,15 +317,15 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
             return Attributes([value for _, value in found], path, self._find_all)
         return Dispatcher(path, self._find_all, self._call_all)
 
-    @torch.no_grad()
+    @without_grad
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         return super()._step(tensordict)
 
-    @torch.no_grad()
+    @without_grad
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         return super()._reset(tensordict, **kwargs)
 
-    @torch.no_grad()
+    @without_grad
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Step all envs and reset those that have ended, in one round trip; see `BatchedData`."""
         return super().step_and_maybe_reset(tensordict)
