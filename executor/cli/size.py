@@ -21,12 +21,12 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
     ] = None,
     policy_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of the policy for each batch.")] = 0.0,
     target_steps_per_s: Annotated[
-        float | None, typer.Option(min=0.0, help="Take the smallest setting that makes so many env-steps per second.")
+        float | None, typer.Option(min=0.0, help="Take the smallest setting that makes X env-steps a second.")
     ] = None,
     episode_steps: Annotated[
         int | None, typer.Option(min=1, help="How long episodes are, where the probe is too short to see one end.")
     ] = None,
-    cpus: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with so many cores.")] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with that number of cores.")] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Plan for so much available memory, e.g. 256GiB.")
     ] = None,
