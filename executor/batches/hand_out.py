@@ -18,6 +18,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from envherd.executor.batches import gather as gathering
 from envherd.executor.batches.fast_tensordict import maker
 from envherd.executor.batches.gather import Gatherer
+from envherd.executor.batches.reused_memory import ReusedMemory
 from envherd.executor.batches.transfer import Mover
 from envherd.shm.layout import Field
 from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
@@ -104,6 +105,7 @@ class GroupBatch:
         self._done_in_next = self.next_keys.index(("done",))
         self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
         self._split = splitter(self._fields, slab.plan.next_nbytes)
+        self._memory = ReusedMemory(slab.plan.next_nbytes, self._split)
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
         self._mover = mover
         self._sources = [torch.from_numpy(frame) for frame in self.next_bytes]
@@ -148,9 +150,11 @@ class GroupBatch:
         return leaves
 
     def blank_next(self) -> tuple[np.ndarray, Leaves]:
-        """Return memory for a `next` and its leaves on the cpu, to be filled with one memcpy from `next_bytes`."""
-        buffer = np.empty(self.slab.plan.next_nbytes, np.uint8)
-        return buffer, [*map(torch.from_numpy, self._split(buffer))]
+        """Return memory for a `next`, which nobody else holds, and its leaves on the cpu.
+
+        It is to be filled with one memcpy from `next_bytes`.
+        """
+        return self._memory.take()
 
     def _split_on_device(self, buffer: torch.Tensor) -> Leaves:
         leaves = []
