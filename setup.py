@@ -22,7 +22,7 @@ NATIVE = Extension(
     [f"{FOLDER}/{name}.c" for name in ("bell", "step", "loop")],
     depends=[f"{FOLDER}/native.h"],
     define_macros=[("_POSIX_C_SOURCE", "200809L")],
-    extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"],
+    extra_compile_args=["-O2", "-g0", "-std=c11", "-fvisibility=hidden"],
     extra_link_args=["-pthread"],
     py_limited_api=True,
     optional=True,
