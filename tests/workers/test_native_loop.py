@@ -10,13 +10,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDictBase
 
-from envherd.executor import ParallelEnv, WorkerLost
+from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost
 from envherd.shm import slab
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.workers import native, protocol
+from envherd.workers.adapters.named import GymnasiumFactory
 from envherd.workers.protocol import RESET, STEP, WORKER_STEPS
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
@@ -147,6 +152,54 @@ def test_signals_to_a_worker_that_waits_do_what_they_do_without_c():
             for _ in range(10_000):
                 env.step(env.rand_action())
                 env.reset()
+
+
+class Telling(gymnasium.Env[Any, Any]):
+    """Its reward says whether its process has the C extension; nested observations of its own generator."""
+
+    observation_space = spaces.Dict(a=spaces.Box(-9, 9, (2,), np.float32), b=spaces.Tuple((spaces.Discrete(5),)))
+    action_space = spaces.Dict(x=spaces.Discrete(3), y=spaces.Box(-1, 1, (2,), np.float32))
+    num_steps = 0
+
+    def _observe(self) -> dict[str, Any]:
+        return {"a": self.np_random.random(2, np.float32), "b": (int(self.np_random.integers(5)),)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.num_steps = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self.num_steps += 1
+        is_native = native.load() is not None
+        return self._observe(), float(is_native), self.num_steps % 7 == int(action["x"]), self.num_steps == 9, {}
+
+
+def batches(make_env: Any, switch: str) -> tuple[TensorDictBase, int]:
+    """Return what an executor gives in rollouts and batches, one after the other, and the number of episodes."""
+    options = ExecutorOptions(env_vars={native.SWITCH: switch})
+    with ParallelEnv(4, make_env, num_workers=2, seed=3, options=options) as env:
+        torch.manual_seed(0)
+        parts = [env.rollout(20, auto_reset=True), env.rollout(5)]
+        root = env.reset()
+        for _ in range(25):
+            root.update(env.rand_action())
+            stepped, root = env.step_and_maybe_reset(root)
+            parts.append(stepped.clone())
+        episodes = env.statistics().episodes
+    return torch.cat([part.reshape(4, -1) for part in parts], dim=1), episodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_env", [Telling, GymnasiumFactory("CartPole-v1")], ids=["nested", "cartpole"])
+def test_an_executor_gives_the_same_batches_both_ways(make_env):
+    (python, num_ends), (in_c, num_ends_in_c) = (batches(make_env, switch) for switch in "01")
+    if make_env is Telling:
+        assert not python["next", "reward"].any()
+        assert in_c["next", "reward"].all()
+        in_c["next", "reward"].zero_()
+    assert (python == in_c).all()
+    assert num_ends == num_ends_in_c > 0
 
 
 # ---- the code does it in this order, and packs words as python does ---------------------------------
