@@ -12,8 +12,7 @@ from rich.text import Text
 
 from envherd.executor.cli.env_names import Factory
 from envherd.executor.cli.sizing_report import size_text
-from envherd.executor.sizing.limits import Goal
-from envherd.executor.sizing.words import counted
+from envherd.executor.sizing.settings import Goal, counted
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.planning import ClusterPlan
@@ -30,7 +29,7 @@ def plan_with(
         factory: of the env.
         address: of the cluster.
         goal: what is wanted.
-        limits: seconds of the probe, and bytes of it or None.
+        limits: seconds to measure for, and bytes that measuring may take or None.
         console: shows that it is under way.
     """
     from envherd.executor.cluster.env import need_ray

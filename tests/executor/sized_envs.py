@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import socket
 import time
 
 import numpy as np
@@ -43,19 +45,6 @@ class BreathingEnv(CountingEnv):
         return super().reset(seed, options)
 
 
-class JealousEnv(CountingEnv):
-    """Computes 1 ms in a step, and 2 ms if another of its kind was stepped in between."""
-
-    latest = None
-
-    def step(self, action):
-        end = time.thread_time() + (0.001 if JealousEnv.latest is self else 0.002)
-        JealousEnv.latest = self
-        while time.thread_time() < end:
-            pass
-        return super().step(action)
-
-
 class LeakingEnv(CountingEnv):
     """Takes 8 KiB more in each step."""
 
@@ -92,6 +81,60 @@ class FailingEnv(CountingEnv):
 
     def step(self, action):
         raise ValueError("no such key")
+
+
+class HangingEnv(CountingEnv):
+    """Sleeps in its third step."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_steps = 0
+
+    def step(self, action):
+        self.num_steps += 1
+        if self.num_steps == 3:
+            time.sleep(1000)
+        return super().step(action)
+
+
+class TailedEnv(CountingEnv):
+    """Waits 30 ms in one of twelve steps, and hardly in the others; its episodes last 1,000 steps."""
+
+    def __init__(self):
+        super().__init__(1000)
+        self.num_steps = 0
+        self.random = np.random.default_rng()
+
+    def step(self, action):
+        time.sleep(0.03 if self.random.random() < 1 / 12 else 0.0002)
+        return super().step(action)
+
+
+class SlowResetEnv(CountingEnv):
+    """Waits 0.15 s in a reset, and 3 ms in each of the 40 steps of an episode."""
+
+    def __init__(self):
+        super().__init__(40)
+
+    def reset(self, seed, options=None):
+        time.sleep(0.15)
+        return super().reset(seed, options)
+
+    def step(self, action):
+        time.sleep(0.003)
+        return super().step(action)
+
+
+class LonelyEnv(CountingEnv):
+    """Cannot be built in a second process at the same time."""
+
+    def __init__(self):
+        super().__init__()
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(f"\0envherd-lonely-{os.getppid()}")
+
+    def close(self):
+        self.socket.close()
 
 
 def make_failing():
