@@ -89,6 +89,6 @@ def test_without_a_cluster_or_without_ray_it_is_said():
 
 
 def test_options_for_one_machine_are_refused():
-    result = CliRunner().invoke(app, ["size", ENV, "--cluster", "auto", "--cpus", "4", "--verify"])
+    result = CliRunner().invoke(app, ["size", ENV, "--cluster", "auto", "--cpus", "4", "--yaml", "-"])
     assert result.exit_code == 2
-    assert "expected none of what is for one machine, got --cpus, --verify" in result.stderr
+    assert "expected none of what is for one machine, got --cpus, --yaml" in result.stderr

@@ -126,15 +126,15 @@ class SlowResetEnv(CountingEnv):
 
 
 class LonelyEnv(CountingEnv):
-    """Cannot be built in a second process at the same time."""
+    """Cannot be built in two processes of one helper at the same time."""
+
+    own = None
 
     def __init__(self):
         super().__init__()
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.bind(f"\0envherd-lonely-{os.getppid()}")
-
-    def close(self):
-        self.socket.close()
+        if LonelyEnv.own is None:
+            LonelyEnv.own = socket.socket(socket.AF_UNIX)
+            LonelyEnv.own.bind(f"\0envherd-lonely-{os.getppid()}")
 
 
 def make_failing():

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import pytest
 
-from envherd.executor import EnvError, ExecutorOptions
+from envherd.executor import ParallelEnv
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import MODES, Goal
@@ -79,15 +78,7 @@ def test_a_setting_that_fails_is_struck_out_with_its_reason():
     assert all("Address already in use" in one.refusal.text for one in failed)
 
 
-@pytest.mark.broken_pool
-def test_an_env_that_fails_in_every_setting_is_its_own_error():
-    with pytest.raises(EnvError, match="the env raised ValueError: no such key"):
-        sized(sized_envs.FailingLaterEnv, budget_s=1.0, num_envs=2)
-
-
 def test_a_driver_goes_on_in_another_mode_from_where_the_envs_are():
-    from envherd.executor import ParallelEnv
-
     with ParallelEnv(4, CountingEnv, num_workers=2, seed=0) as env:
         driver = Driver(env, 0.01)
         turns = [driver.turn(mode) for mode in (*MODES, *reversed(MODES))]
@@ -96,10 +87,3 @@ def test_a_driver_goes_on_in_another_mode_from_where_the_envs_are():
     assert made > sum(turn.steps for turn in turns)
     assert made - sum(turn.steps for turn in turns) <= 4 * (2 * 4 + 4)  # warm-up, and what was under way at the end
     assert all(0 < turn.busy_s < 2 * turn.seconds for turn in turns)
-
-
-def test_options_are_the_executors():
-    options = ExecutorOptions(info_keys=("n",), infos="plain")
-    done = recommend(CountingEnv, goal=Goal(num_envs=2, num_workers=1), budget_s=0.5, options=options)
-    assert done.advice.setting.num_workers == 1
-    assert done.measured.row_bytes > replace(done.measured, row_bytes=0).row_bytes
