@@ -20,7 +20,7 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
 # An installed package that mypy can follow (it cannot follow the editable install's finder).
 
-.PHONY: help venv rollout test test-quick test-full matrix faults soak mutants lint format types examples bench bench-quick clean
+.PHONY: help venv rollout test test-quick test-full matrix faults soak mutants lint format types examples bench bench-quick docs docs-serve clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
@@ -35,19 +35,21 @@ help:
 	@echo "make mutants      change one place of the core at a time, and see whether a test fails (docs/contributing.md)"
 	@echo "make fuzz         MINUTES minutes (default 10) of random operations, deaths and interrupts, with fresh seeds"
 	@echo "make venv         only make $(VENV)/, with everything installed"
-	@echo "make bench        envherd beside other libraries (most of an hour, on a quiet machine); writes docs/benchmarks.md"
+	@echo "make bench        envherd compared with other libraries (most of an hour, on a quiet machine); writes docs/benchmarks.md"
 	@echo "make bench-quick  the same with less of everything, in a minute"
+	@echo "make docs         build the documentation site into build/site; any warning is an error (make docs-serve shows it)"
 	@echo "make lint types examples"
 
 venv: $(STAMP)
 
 # The stamp makes a second run do nothing until one of these files changes.
-$(STAMP): pyproject.toml constraints.txt .ci/install_meltingpot.py
+$(STAMP): pyproject.toml setup.py shm/_native.c constraints.txt .ci/install_meltingpot.py
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; install it, or: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python .ci/install_meltingpot.py -c constraints.txt
 	@echo "installing everything else, which takes some minutes"
 	$(PIP) install -qq --progress-bar off -c constraints.txt -e ".[all]"
+	@$(BIN)/python setup.py -q build_ext --inplace || echo "the C extension was not built; everything runs in Python" >&2
 	@touch $@
 
 rollout: $(STAMP)
@@ -113,6 +115,24 @@ bench: $(STAMP)
 
 bench-quick: $(STAMP)
 	$(BIN)/envherd bench --quick --json build/bench-quick.json
+
+# The site needs only its own packages: docstrings are read and not imported.
+SITE := .venv.docs
+SITE_STAMP := $(SITE)/.installed
+export NO_MKDOCS_2_WARNING := 1
+
+$(SITE_STAMP): pyproject.toml constraints.txt
+	@$(SITE)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(SITE)
+	$(SITE)/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project'] \
+		['optional-dependencies']['docs'], sep='\n')" > $(SITE)/requirements.txt
+	$(SITE)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt -r $(SITE)/requirements.txt
+	@touch $@
+
+docs: $(SITE_STAMP)
+	$(SITE)/bin/mkdocs build --strict --quiet
+
+docs-serve: $(SITE_STAMP)
+	$(SITE)/bin/mkdocs serve
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

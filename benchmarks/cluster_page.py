@@ -30,7 +30,7 @@ def measured_lines(results: dict[str, Any]) -> Iterator[str]:
     for name, title in (
         ("tiny", "Batches of 8 envs that do nothing, 16 bytes each"),
         ("image", "The same with 28 KB each"),
-        ("cartpole", "Rollouts of 8 CartPoles on 2 nodes, the policy (two layers) beside the envs"),
+        ("cartpole", "Rollouts of 8 CartPoles on 2 nodes, the policy (two layers) next to the envs"),
     ):
         yield from (
             "",

@@ -46,8 +46,9 @@ def costs_of(results: Mapping[str, Any]) -> Costs:
     """Return the model's costs, from the growth laws of a run.
 
     The caller's slope with N, with W (up to the number of processors) and with bytes is what an env, a ring and a byte
-    cost it. What all processes pay for a further env beside that is the worker's. A wake-up is what is left of a
-    batch's time when all that is known to happen one after the other is taken away, halved: there is one on each side.
+    cost it. What all processes pay for a further env in addition to that is the worker's. A wake-up is what is left of
+    a batch's time when all that is known to happen one after the other is taken away, halved: there is one on
+    each side.
     """
     growth = results["growth"]
     envs, workers, parts = growth["envs"][ours.OURS], growth["workers"][ours.OURS], growth["parts"][growth_laws.NARROW]
@@ -80,7 +81,7 @@ def _slope_within(row: Mapping[str, Any], cores: int) -> float:
 
 
 def check(results: Mapping[str, Any]) -> Iterator[tuple[str, Mode, float, float]]:
-    """Yield what was measured beside what the model says: workload, mode, and two rates in env-steps/s.
+    """Yield what was measured, and what the model says: workload, mode, and two rates in env-steps/s.
 
     Envs take a fixed number of instructions and not of seconds, so what an env really took is read off the measured
     ideal, in the same run.
@@ -115,7 +116,7 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
         f"What the model is fed with, in microseconds of the caller's processor: {costs.batch_s * 1e6:.0f} a batch, "
         f"{costs.env_s * 1e6:.2f} an env in it, {costs.ring_s * 1e6:.1f} a worker, {costs.byte_s * 1e9:.2f} for 1,000 "
         f"bytes; {costs.part_s * 1e6:.0f} to receive some envs and send them on, {costs.part_env_s * 1e6:.1f} for each "
-        f"of them. A worker takes {costs.worker_env_s * 1e6:.1f} a step beside the env's own, a wake-up "
+        f"of them. A worker takes {costs.worker_env_s * 1e6:.1f} a step in addition to the env's, a wake-up "
         f"{costs.wake_s * 1e6:.0f}."
     )
     yield from ("", "Against the runs on this machine, env-steps/s:", "")

@@ -34,7 +34,7 @@ class Costs:
         batch_s, env_s, byte_s, ring_s: of the caller's processor for a batch of all envs, for each env in it, for each
             byte of its rows, and for each worker that it rings.
         part_s, part_env_s: the same for a call that receives some envs and sends them on, and for each of them.
-        worker_env_s: of a worker's processor for a step beside the env's own.
+        worker_env_s: of a worker's processor for a step in addition to the env's.
         wake_s: from a worker's last answer to the caller's next line, and from a ring to the worker's first line.
     """
 

@@ -4,7 +4,7 @@ Every case runs in a process of its own, whose orphans this one adopts and count
 the deadline that envherd is given where an env hangs (the others have none, or one of hours) and TorchRL's
 start method.
 
-Run: python -m envherd.benchmarks.faults [--write]    (--write: into docs/faults.md and the README)
+Run: python -m envherd.benchmarks.faults [--write]    (--write: into docs/faults.md)
 """
 
 from __future__ import annotations
@@ -272,9 +272,9 @@ def as_table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def write(table: str) -> None:
-    """Put the table into docs/faults.md and the README."""
+    """Put the table into docs/faults.md."""
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    title = "## Beside other executors"
+    title = "## Other executors"
     text = (
         f"{title}\n\nThe same faults in the last of three envs, by `python -m envherd.benchmarks.faults` "
         f"({versions}, Python {platform.python_version()}). Executors as they come, but TorchRL's workers "
@@ -286,11 +286,6 @@ def write(table: str) -> None:
     page = ROOT / "docs" / "faults.md"
     old = page.read_text() if page.exists() else "# Faults\n\n"
     page.write_text(old.split(title)[0].rstrip("\n") + "\n\n" + text)
-    readme = ROOT / "README.md"
-    begin, end = "<!-- faults -->\n", "<!-- end of faults -->"
-    old = readme.read_text()
-    if begin in old:
-        readme.write_text(old[: old.index(begin) + len(begin)] + table + "\n" + old[old.index(end) :])
 
 
 def _be_alone_in_shm() -> None:
@@ -304,7 +299,7 @@ def _be_alone_in_shm() -> None:
 def main() -> None:
     """Run from the shell."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/faults.md and the README")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/faults.md")
     parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS), help="these faults")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     _be_alone_in_shm()

@@ -8,6 +8,7 @@ from typing import Any
 
 from envherd.benchmarks.work import SteadyFactory
 from envherd.executor import ParallelEnv
+from envherd.workers.protocol import Op
 
 _CALLS, _BATCHES = 500, 30
 
@@ -27,11 +28,12 @@ def _measure(*, copy: bool) -> dict[str, float]:
         for _ in range(4):
             _, root = env.step_and_maybe_reset(env.rand_action(root))
         batches = env.engine.batches
+        draft = batches.draft[Op.STEP]
         column = 0
         found = []
         for _ in range(_BATCHES):
             began = time.thread_time_ns()
             for _ in range(_CALLS):
-                batches.finish(batches.draft(column, has_root=False), column, None, has_root=False)
+                batches.finish(draft(column), column, None)
             found.append((time.thread_time_ns() - began) / 1e3 / _CALLS)
     return {"median_us": statistics.median(found), "lowest_us": min(found)}

@@ -14,14 +14,16 @@ from envherd.benchmarks.targets import ratio_of
 #: Where `--write` puts it, from the root of the repository.
 PAGE, PICTURES, README = Path("docs/benchmarks.md"), Path("docs/images"), Path("README.md")
 
-#: Workload -> what the README calls it.
-_BESIDE = {
-    "tiny": "cost nothing, 4 floats",
-    "image": "cost nothing, 84x84x4 bytes",
-    "w200": "200 us a step",
-    "spikes": "200 us, 1 % of steps x 100 (ours: first-K)",
-    "commons_harvest": "Melting Pot commons_harvest, with resets (ours: first-K)",
+#: Workload -> what the summary calls it.
+_TITLES = {
+    "tiny": "no-op envs, 4 floats",
+    "image": "no-op envs, 84x84x4 bytes",
+    "w200": "200 µs a step",
+    "spikes": "200 µs, 1 % of steps x 100 (envherd: first-K)",
+    "commons_harvest": "Melting Pot commons_harvest, with resets (envherd: first-K)",
 }
+#: Those of the README, which has the first three of `_OTHERS` alone.
+_README_WORKLOADS = ("w200", "commons_harvest")
 _OTHERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU)
 _FACADES = (
     (peers.GYMNASIUM_ASYNC, ours.AS_GYMNASIUM),
@@ -30,10 +32,12 @@ _FACADES = (
     (peers.SB3_SUBPROC, ours.AS_SB3_WIDE),
     (peers.TORCHRL_PARALLEL, ours.AS_TORCHRL),
 )
-_ON_FACADES = (
-    "The facades beside the classes that they stand in for, 8 CartPoles whose episodes last about nine steps; one",
-    "worker, as `envherd size` advises for envs that cheap, unless it says otherwise:",
-)
+_ON_OTHERS = """\
+The other libraries use one process per env. envherd uses one worker per core (for no-op envs one worker in total, which
+is what `num_workers="auto"` chooses). Median and quartiles over the rounds."""
+_ON_FACADES = """\
+The facades compared with the classes that they replace: 8 CartPoles whose episodes last about nine steps; one worker,
+as `envherd size` recommends for envs this cheap, unless the row names another number."""
 
 _HEAD = (
     "Written by `envherd bench --write` (or `make bench`); do not edit. How to run and read them: "
@@ -41,7 +45,7 @@ _HEAD = (
 )
 _MACHINE = "**Machine.** {cpu}, {usable_cores} usable cores, Linux {kernel}, Python {python}; {packages}."
 _METHOD = """\
-**How it was measured.** All pools of a table were alive at the same time, each under a process of its own, and took
+**How it was measured.** All pools of a table were alive at the same time, each under a separate process, and took
 turns in random order in slots of {slot} s; what is compared is always the ratio within a round (for
 work that comes in lumps, such as resets, all rounds together). *By CPU* is processor time of all processes together
 per env step, from the scheduler's own accounts: it hardly depends on other load, and is the figure to trust on a
@@ -68,6 +72,11 @@ def render(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
         _MACHINE.format(**{**machine, "packages": packages}),
         _METHOD.format(slot=_slots(results)).strip(),
         _gate_text(results),
+        "## Compared with other libraries",
+        _ON_OTHERS,
+        to_markdown(sheet_of_others(results)),
+        _ON_FACADES,
+        to_markdown(sheet_of_facades(results)),
         "## Targets",
         to_markdown(sheet_of_targets(results)),
         "What stands in the way of those that are not met, and what was tried: [performance](performance.md).",
@@ -117,31 +126,33 @@ def _gate_text(results: Mapping[str, Any]) -> str:
     return text
 
 
-def sheet_beside(results: Mapping[str, Any]) -> Sheet:
-    """Return the README's table: other libraries' executors beside ours, for the workloads of most interest."""
-    columns = ("8 envs", "beside", "their us a batch", "ours", "faster", "less CPU")
+def sheet_of_others(
+    results: Mapping[str, Any], workloads: Sequence[str] = tuple(_TITLES), others: Sequence[str] = _OTHERS
+) -> Sheet:
+    """Return the summary: envherd compared with other libraries' executors, for the workloads of most interest."""
+    columns = ("8 envs", "compared with", "its µs per batch", "envherd's", "faster", "less CPU")
     rows = []
-    for workload, title in _BESIDE.items():
+    for workload in workloads:
         found = results.get("workloads", {}).get(workload, {})
         table = found.get("contenders", {})
         mine = table.get(found.get("reference"), {})
-        for name in _OTHERS:
+        for name in others:
             theirs = table.get(name, {})
             if theirs.get("status") == mine.get("status") == "measured":
                 us = [f"{_batch_us(one):,.0f}" for one in (theirs, mine)]
                 ratios = [spread(theirs.get(f"{by}_ratio")) for by in ("wall", "cpu")]
-                rows.append([title, name, *us, *ratios])
+                rows.append([_TITLES[workload], name, *us, *ratios])
     return Sheet("", columns, rows)
 
 
 def _batch_us(row: Mapping[str, Any]) -> float:
-    """Return what 8 env steps take: who steps fewer at a time is no faster for that."""
+    """Return the time of 8 env steps, so that executors that step fewer at a time can be compared."""
     return 8e6 / float(row["steps_per_s"])
 
 
 def sheet_of_facades(results: Mapping[str, Any]) -> Sheet:
-    """Return the README's table of facades: each beside the class that it stands in for."""
-    columns = ("", "their us a batch", "ours", "faster", "less CPU")
+    """Return the table of facades: each compared with the class that it replaces."""
+    columns = ("", "its µs per batch", "envherd's", "faster", "less CPU")
     table = results.get("workloads", {}).get("cartpole", {}).get("contenders", {})
     rows = []
     for theirs, mine in _FACADES:
@@ -153,12 +164,12 @@ def sheet_of_facades(results: Mapping[str, Any]) -> Sheet:
 
 
 def write(results: Mapping[str, Any], root: Path) -> list[Path]:
-    """Write the page, its pictures and the README's tables below a repository's root; return their paths."""
+    """Write the page, its pictures and the README's table below a repository's root; return their paths."""
     from envherd.benchmarks.plots import draw_all
 
     pictures = draw_all(results, root / PICTURES)
     page = root / PAGE
     page.write_text(render(results, [f"images/{path.name}" for path in pictures]))
-    lines = [*to_markdown(sheet_beside(results)).split("\n"), "", *_ON_FACADES, ""]
-    write_part(root / README, "envherd bench", [*lines, *to_markdown(sheet_of_facades(results)).split("\n")])
+    short = sheet_of_others(results, _README_WORKLOADS, _OTHERS[:3])
+    write_part(root / README, "envherd bench", to_markdown(short).split("\n"))
     return [page, root / README, *pictures]

@@ -79,7 +79,11 @@ class _Clocks:
 
     def watch(self, owner: Any, name: str, stage: str) -> None:
         """Add what calls of a method take to a stage; to "waiting, CPU" too, of processor time, if that is waiting."""
-        inner, clock, spent = getattr(owner, name), time.perf_counter_ns, self.spent_ns
+        setattr(owner, name, self.timed(getattr(owner, name), stage))
+
+    def timed(self, inner: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        """Return a function whose calls are added to a stage; see `watch`."""
+        clock, spent = time.perf_counter_ns, self.spent_ns
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = clock()
@@ -95,7 +99,7 @@ class _Clocks:
             finally:
                 spent["waiting, CPU"] += time.thread_time_ns() - began
 
-        setattr(owner, name, timed_wait if stage == "waiting" else timed)
+        return timed_wait if stage == "waiting" else timed
 
 
 def measure(calibration: float) -> dict[str, Any]:
@@ -189,18 +193,27 @@ def _measure(case: Case) -> dict[str, float]:
 def _watched(env: ParallelEnv, *, is_first_k: bool) -> _Clocks:
     """Return clocks that an executor's stages run."""
     engine, clocks = env.engine, _Clocks()
-    clocks.watch(engine, "write_inputs", "actions")
     if is_first_k:
+        clocks.watch(engine, "write_inputs", "actions")
         clocks.watch(engine.pool, "submit", "command")
         clocks.watch(engine.pool, "wait_some", "waiting")
         clocks.watch(engine.batches.groups[0], "next_at", "TensorDicts")
         clocks.watch(engine.positions, "stepped", "noting")
-    else:
-        clocks.watch(engine.flights, "begin", "command")
-        clocks.watch(engine.pool, "wait_all", "waiting")
-        clocks.watch(engine.batches, "draft", "TensorDicts")
-        clocks.watch(engine.positions, "stepped_all_and_reset", "noting")
-        clocks.watch(engine.batches, "finish", "copying")
+        return clocks
+    intake, commands = engine.plain_intake, engine.pool.compile()
+    assert intake is not None
+    assert commands is not None
+    timed_intake = intake._replace(take_all=clocks.timed(intake.take_all, "actions"))
+    timed_commands = commands._replace(
+        give=clocks.timed(commands.give, "command"), has_all=clocks.timed(commands.has_all, "waiting")
+    )
+    replaced: Any = engine
+    replaced._intake.plain = timed_intake  # noqa: SLF001
+    replaced.pool.compile = lambda: timed_commands
+    replaced.batches.draft = {op: clocks.timed(make, "TensorDicts") for op, make in engine.batches.draft.items()}
+    clocks.watch(engine.positions, "stepped_all_and_reset", "noting")
+    clocks.watch(engine.batches, "finish", "copying")
+    env.compile()
     return clocks
 
 

@@ -152,7 +152,7 @@ def _start_ups(results: Results) -> list[Verdict]:
             basis="wall clock",
         ),
         _figure(
-            "at most 10 MB of its own for a worker",
+            "at most 10 MB of private memory for a worker",
             10,
             " MB",
             lambda: tiny("plain", "uss_per_worker"),
@@ -200,7 +200,7 @@ def _others(results: Results) -> list[Verdict]:
             basis="CPU",
         ),
         _figure(
-            "a batch in memory of its own in at most 10 us",
+            "a copied batch in at most 10 us",
             10.0,
             " us",
             lambda: results["handout"]["own"]["median_us"],
@@ -214,7 +214,7 @@ def _others(results: Results) -> list[Verdict]:
             basis="CPU",
         ),
         _figure(
-            "each further byte of a batch of one's own at most 2.5 memcpy",
+            "each further byte of a copied batch at most 2.5 memcpy",
             2.5,
             " memcpy",
             lambda: per_byte(ours.OURS),

@@ -1,1 +1,168 @@
-"""Parallel environments for reinforcement learning; see `envherd.executor`."""
+"""Parallel environments for reinforcement learning.
+
+from envherd import ParallelEnv
+
+with ParallelEnv(8, make_env, seed=0) as env:
+    data = env.rollout(200, policy)
+
+All public names are here; each is imported when it is first used. The facades, which stand for the classes of other
+libraries, are in `envherd.executor.facades.{torchrl,sb3,gymnasium}`; what checks an env of your own is in
+`envherd.workers.testing`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from envherd.executor.async_collector import AsyncCollector, AsyncStatistics
+    from envherd.executor.cluster.env import RayParallelEnv
+    from envherd.executor.cluster.errors import ClusterError
+    from envherd.executor.collector import Collector
+    from envherd.executor.exporting import MetricsServer, to_dict, to_scalars, write_scalars
+    from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
+    from envherd.executor.options import ExecutorOptions
+    from envherd.executor.parallel import ParallelEnv
+    from envherd.executor.policy import swapped_parameters, uncopied
+    from envherd.executor.pools.preloading import preloaded
+    from envherd.executor.serial import SerialEnv
+    from envherd.executor.sizing.recommending import recommend
+    from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, MultiDiscrete, OneHot, Unbounded
+    from envherd.workers.adapters.base import Adapter
+    from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
+    from envherd.workers.adapters.named import OldGymFactory, PettingZooFactory, VmasFactory
+    from envherd.workers.adapters.registry import register
+    from envherd.workers.errors import (
+        ActionError,
+        Busy,
+        Closed,
+        EnvError,
+        EnvherdError,
+        FactoryError,
+        InternalError,
+        ResetNeeded,
+        SpecError,
+        WorkerLost,
+        WorkerTimeout,
+    )
+
+    __version__: str
+
+_ERRORS = "envherd.workers.errors"
+_SPECS = "envherd.shm.specs"
+
+#: Public name -> the module that has it.
+_HOMES = {
+    "ActionError": _ERRORS,
+    "Adapter": "envherd.workers.adapters.base",
+    "AsyncCollector": "envherd.executor.async_collector",
+    "AsyncStatistics": "envherd.executor.async_collector",
+    "Binary": _SPECS,
+    "Box": _SPECS,
+    "Busy": _ERRORS,
+    "Closed": _ERRORS,
+    "ClusterError": "envherd.executor.cluster.errors",
+    "Collector": "envherd.executor.collector",
+    "Discrete": _SPECS,
+    "EnvError": _ERRORS,
+    "EnvSpec": _SPECS,
+    "EnvherdError": _ERRORS,
+    "ExecutorOptions": "envherd.executor.options",
+    "FactoryError": _ERRORS,
+    "InternalError": _ERRORS,
+    "LeafSpec": _SPECS,
+    "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
+    "MetricsServer": "envherd.executor.exporting",
+    "MultiDiscrete": _SPECS,
+    "OldGymFactory": "envherd.workers.adapters.named",
+    "OneHot": _SPECS,
+    "ParallelEnv": "envherd.executor.parallel",
+    "PettingZooFactory": "envherd.workers.adapters.named",
+    "RayParallelEnv": "envherd.executor.cluster.env",
+    "ResetNeeded": _ERRORS,
+    "SerialEnv": "envherd.executor.serial",
+    "SpecError": _ERRORS,
+    "Statistics": "envherd.executor.monitor.statistics",
+    "Unbounded": _SPECS,
+    "VmasFactory": "envherd.workers.adapters.named",
+    "WorkerLost": _ERRORS,
+    "WorkerStatistics": "envherd.executor.monitor.statistics",
+    "WorkerTimeout": _ERRORS,
+    "preloaded": "envherd.executor.pools.preloading",
+    "recommend": "envherd.executor.sizing.recommending",
+    "register": "envherd.workers.adapters.registry",
+    "scenario_names": "envherd.workers.adapters.meltingpot.factory",
+    "substrate_names": "envherd.workers.adapters.meltingpot.factory",
+    "swapped_parameters": "envherd.executor.policy",
+    "to_dict": "envherd.executor.exporting",
+    "to_scalars": "envherd.executor.exporting",
+    "uncopied": "envherd.executor.policy",
+    "write_scalars": "envherd.executor.exporting",
+}
+
+__all__ = [
+    "ActionError",
+    "Adapter",
+    "AsyncCollector",
+    "AsyncStatistics",
+    "Binary",
+    "Box",
+    "Busy",
+    "Closed",
+    "ClusterError",
+    "Collector",
+    "Discrete",
+    "EnvError",
+    "EnvSpec",
+    "EnvherdError",
+    "ExecutorOptions",
+    "FactoryError",
+    "InternalError",
+    "LeafSpec",
+    "MeltingPotFactory",
+    "MetricsServer",
+    "MultiDiscrete",
+    "OldGymFactory",
+    "OneHot",
+    "ParallelEnv",
+    "PettingZooFactory",
+    "RayParallelEnv",
+    "ResetNeeded",
+    "SerialEnv",
+    "SpecError",
+    "Statistics",
+    "Unbounded",
+    "VmasFactory",
+    "WorkerLost",
+    "WorkerStatistics",
+    "WorkerTimeout",
+    "preloaded",
+    "recommend",
+    "register",
+    "scenario_names",
+    "substrate_names",
+    "swapped_parameters",
+    "to_dict",
+    "to_scalars",
+    "uncopied",
+    "write_scalars",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: workers and `envherd --help` import this package too."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("envherd")
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted((*__all__, "__version__"))

@@ -21,7 +21,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDictBase
 
-from envherd.executor import ParallelEnv
+from envherd import ParallelEnv
 
 NUM_ENVS, NUM_WORKERS = 12, 4
 MIN_ENVS = 4  # K: how many to receive at a time

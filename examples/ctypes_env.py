@@ -7,7 +7,7 @@ Run: python examples/ctypes_env.py
 
 import ctypes
 
-from envherd.executor import ParallelEnv
+from envherd import ParallelEnv
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters import Adapter, register
 from envherd.workers.testing import check_env_contract

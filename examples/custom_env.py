@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 from tensordict import TensorDictBase
 
-from envherd.executor import FactoryError, ParallelEnv
+from envherd import FactoryError, ParallelEnv
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters import Adapter, register
 from envherd.workers.adapters.base import StepValues

@@ -9,7 +9,7 @@ Run: python examples/meltingpot_rollout.py
 
 from meltingpot import substrate
 
-from envherd.executor import ParallelEnv
+from envherd import ParallelEnv
 
 NAME = "commons_harvest__open"
 

@@ -25,7 +25,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from envherd.executor import ParallelEnv
+from envherd import ParallelEnv
 
 NUM_ENVS, NUM_STEPS = 8, 128
 EPOCHS, NUM_MINIBATCHES = 8, 4

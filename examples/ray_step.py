@@ -17,7 +17,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from envherd.executor import ParallelEnv
+from envherd import ParallelEnv
 from envherd.executor.cluster import RayParallelEnv
 
 NUM_ENVS, NUM_STEPS = 6, 50

@@ -11,7 +11,7 @@ import argparse
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecMonitor
 
-from envherd.executor import MeltingPotFactory
+from envherd import MeltingPotFactory
 from envherd.executor.facades.sb3 import SubprocVecEnv  # was: from stable_baselines3.common.vec_env import ...
 
 NUM_ENVS = 2

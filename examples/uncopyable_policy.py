@@ -21,7 +21,7 @@ from torch import nn
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from envherd.executor import Collector, ParallelEnv
+from envherd import Collector, ParallelEnv
 from envherd.executor.policy import uncopied
 
 NUM_ENVS, NUM_STEPS, NUM_EPOCHS, MINIBATCH = 8, 128, 5, 256

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -30,8 +30,9 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
+from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
-from envherd.executor.rollouts.rollout import RolloutRunner
+from envherd.executor.rollouts.rollout import Policy, RolloutRunner
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.protocol import Op
 
@@ -61,6 +62,11 @@ class BatchedEnv:
         self.num_envs = pool.num_envs
         self.num_workers = pool.num_workers
         self.specs: tuple[EnvSpec, ...] = tuple(pool.specs)
+        self.compile()
+
+    def compile(self) -> None:
+        """Compile the steps; again after a part of the engine was replaced by another, to watch it, say."""
+        self._fast_step, self._fast_step_reset = (compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET))
 
     # ---- what it is --------------------------------------------------------------------------
 
@@ -185,6 +191,8 @@ class BatchedEnv:
             EnvError: an env raised; the others were stepped, see `error.partial`.
             WorkerLost, WorkerTimeout, Busy, Closed.
         """
+        if self._fast_step(td) is not None:
+            return td
         with self._guard:
             next_td, _ = self._engine.step_all(td, Op.STEP)
             self._join(td, next_td, None)
@@ -198,6 +206,8 @@ class BatchedEnv:
             the batch to act on next: reset observations for the envs that ended, and `next` for the
             rest (the same tensors, as `step_mdp` shares them, when no env ended).
         """
+        if (pair := self._fast_step_reset(td)) is not None:
+            return pair
         with self._guard:
             next_td, root = self._engine.step_all(td, Op.STEP_RESET)
             assert root is not None
@@ -214,9 +224,63 @@ class BatchedEnv:
                 root.update(own)
         set_next(td, next_td)
 
-    def rollout(self, max_steps: int, policy: Any = None, **kwargs: Any) -> TensorDictBase:
-        """Collect up to `max_steps` steps; see `RolloutRunner.run` for the arguments and the result."""
-        return self._rollouts.run(self, max_steps, policy, **kwargs)
+    def rollout(  # noqa: PLR0913  # the arguments of TorchRL's rollout
+        self,
+        max_steps: int,
+        policy: Policy | None = None,
+        *,
+        callback: Callable[[Any, TensorDictBase], Any] | None = None,
+        auto_reset: bool = True,
+        break_when_any_done: bool = True,
+        tensordict: TensorDictBase | None = None,
+        set_truncated: bool = False,
+        out: TensorDictBase | None = None,
+        primer: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """Collect up to `max_steps` steps of all envs.
+
+        Args:
+            max_steps: T, at least 1.
+            policy: takes a root batch `[N]` (VIEWS of the rollout: read, do not write) and returns a
+                batch with the action, and whatever else should be kept (log-probabilities, hidden
+                states); None draws random actions. Runs without grad. What it puts into `next` besides
+                the envs' keys is in the root that it is given next, untouched.
+            callback: called with the executor and each step's batch, `next` included (VIEWS of the rollout). It and
+                the policy may ask the envs things (`get`, `call`, `current`, `infos`), but not step or reset them.
+            auto_reset: reset all envs first. False goes on from where they are, and resets those that have ended.
+            break_when_any_done: stop after the first step at which an env ends, as TorchRL does: the batch may have
+                fewer than `max_steps` steps. False resets the envs that end, and always collects `max_steps`.
+            tensordict: with `auto_reset=False`, the root that the caller holds. Of it only what is not
+                the envs' is used: the policy's state before the first step.
+            set_truncated: mark the last step of every env `truncated` and `done`, its agents too.
+            out: batch `[N, T]` to fill; no more steps are made than it has room for. A whole one that an earlier
+                rollout returned, and that is filled to its end, is written by the workers in place; any other by a
+                copy at the end. Where an end stops the rollout early, what is beyond the returned steps is undefined.
+            primer: batch `[N]` of the policy's state at the begin of an episode; the rows of envs that
+                are reset get it.
+
+        Returns:
+            Batch `[N, t]`, time last: root observation, action, `next`. Memory of the caller's own
+            (no later rollout writes it). A process forked from this one shares it: what either changes
+            in place, the other sees; clone what is to be changed there.
+
+        Raises:
+            ValueError: `max_steps`, `out` or `tensordict` do not fit the envs.
+            EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout
+                is lost; the executor goes on.
+        """
+        return self._rollouts.run(
+            self,
+            max_steps,
+            policy,
+            callback=callback,
+            auto_reset=auto_reset,
+            break_when_any_done=break_when_any_done,
+            tensordict=tensordict,
+            set_truncated=set_truncated,
+            out=out,
+            primer=primer,
+        )
 
     @property
     def policy_state(self) -> TensorDictBase | None:
@@ -260,22 +324,26 @@ class BatchedEnv:
         min_envs: int | None = None,
         timeout_s: float | None = None,
         *,
+        max_envs: int | None = None,
         env_ids: Any = None,
         with_root: bool = True,
     ) -> TensorDictBase:
         """Return the transitions of the first envs that are ready, the longest sent first.
 
         Args:
-            min_envs: how many; default: all that were sent, or all of `env_ids`.
+            min_envs: how many at least; default: all that were sent, or all of `env_ids`.
             timeout_s: seconds; None waits for ever (each step still has its own deadline, if one is set).
+            max_envs: how many at most; default: exactly `min_envs`. With `timeout_s`, the call waits up to that long
+                for `max_envs`, and then returns the envs that are ready, if these are `min_envs`. Without it, the call
+                returns as soon as `min_envs` are ready, with all that are, up to `max_envs`.
             env_ids: int `[k]`; only of these, which were sent. All of them come in this order: a group that is stepped
                 while the policy works on another.
             with_root: give what was acted on too. Without it a caller that keeps what it acted on is spared a copy of
                 every observation.
 
         Returns:
-            Batch `[min_envs]` with `env_ids` (int64), the root observation and action of each step (with `with_root`),
-            and its `next`. Where those envs are after it: `current(env_ids)`. Own memory.
+            Batch `[k]`, k from `min_envs` to `max_envs`, with `env_ids` (int64), the root observation and action of
+            each step (with `with_root`), and its `next`. Where those envs are after it: `current(env_ids)`. Own memory.
 
         Raises:
             ValueError: as many, or these envs, were not sent.
@@ -285,7 +353,7 @@ class BatchedEnv:
         with self._guard:
             self._engine.refuse_rolling()
             ids = None if env_ids is None else self._exchange.as_ids(env_ids)
-            return self._exchange.recv(min_envs, timeout_s, ids, with_root=with_root)
+            return self._exchange.recv(min_envs, max_envs, timeout_s, ids, with_root=with_root)
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
         """Return where envs are now: the root batch `[k]` to act on next, with their `env_ids`.
@@ -405,7 +473,6 @@ class BatchedEnv:
         self._guard.is_closed = True
         if (mover := self._engine.batches.mover) is not None:
             mover.close()
-        self._engine.withdraw()
         self._finalizer()
 
     def ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:

@@ -1,8 +1,8 @@
 """`Collector`: an iterator of rollouts, for training loops.
 
 Guarantees: batches follow each other without a gap (each begins where the one before it ended, episodes
-and the policy's own state included), every transition in them was really made, and the policy is never
-copied, pickled or moved unless `policy_device` asks for it.
+and the policy's own state included), every transition in them was executed, and the policy is never
+copied, pickled or moved unless `policy_device` is set.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Collector:
 
     Args:
         env: the executor.
-        policy: takes a root batch `[N]` and returns it with the action (and whatever else shall be kept);
-            None draws random actions. What it writes into `next` comes back to it in the next root.
+        policy: takes a root batch `[N]` and returns it with the action; other keys that it adds are kept. None draws
+            random actions. What it writes into `next` is in its next root.
         frames_per_batch: env steps per batch, all envs together; rounded up to a multiple of N.
-        total_frames: stop after so many; -1 never stops. Rounded up to whole batches.
-        policy_factory: builds the policy here, when the first batch is asked for; instead of `policy`.
-        policy_device: where the policy shall run. None leaves it where it is. Another device means a
-            copy there, which gets the original's weights before every batch; a policy that cannot be
-            copied (or says `copyable = False`) stays, the data goes to it, and a warning names why.
-        storing_device: where batches are kept; None: where the envs' are.
-        init_random_frames: draw random actions for the first so many frames.
+        total_frames: stop after this number of env steps, rounded up to whole batches; -1 never stops.
+        policy_factory: builds the policy in this process, before the first batch; instead of `policy`.
+        policy_device: device on which the policy runs. None does not move it. For another device the policy is copied
+            there once, and the copy gets the original's weights before every batch. A policy that cannot be copied (or
+            has `copyable = False`) is not moved: the data is moved to it, and a warning names the reason.
+        storing_device: device of the batches; None: that of the envs' batches.
+        init_random_frames: draw random actions for this number of frames at the beginning.
         reset_at_each_iter: reset all envs before every batch.
-        primer: batch `[N]`, the policy's state at the begin of an episode (a recurrent state).
+        primer: batch `[N]`, the policy's state at the beginning of an episode (a recurrent state).
         postproc: applied to every batch.
         close_env: close the executor with the collector.
 
@@ -58,7 +58,7 @@ class Collector:
         policy: what is called, or None.
 
     Raises:
-        ValueError: no frames are asked for, or both a policy and a factory are given.
+        ValueError: `frames_per_batch` is below 1, or both a policy and a factory were passed.
     """
 
     def __init__(  # noqa: PLR0913  # the arguments of TorchRL's collectors
@@ -112,21 +112,21 @@ class Collector:
 
     @property
     def policy(self) -> Any:
-        """What is called: the policy itself, or its copy; None for random actions."""
+        """The callable in use: the policy itself, or its copy; None for random actions."""
         return None if self._placed is None else self._placed.policy
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Collect until `total_frames` are there; a loop that was left goes on where it was."""
+        """Collect until `total_frames` are reached; a second loop continues where the first was left."""
         while self.total_frames < 0 or self.num_frames < self.total_frames:
             yield self.collect()
 
     def collect(self) -> TensorDictBase:
-        """Return the next batch `[N, T]`, in memory of the caller's own.
+        """Return the next batch `[N, T]`; the caller owns its memory.
 
         Raises:
-            EnvError, WorkerLost, WorkerTimeout: the batch is lost; the next one resets the envs concerned. The others
-                go on where they are, with the state that the policy has given them last. (Remote rollouts with such
-                a state begin new episodes everywhere: it is lost with the data.)
+            EnvError, WorkerLost, WorkerTimeout: the batch is lost. The next one resets the envs concerned; the others
+                continue, with the policy's latest state. (Remote rollouts with such a state begin new episodes in all
+                envs: the state is lost with the data.)
         """
         try:
             data = self.env.rollout(
@@ -158,7 +158,7 @@ class Collector:
         return self._placed
 
     def update_policy_weights_(self) -> None:
-        """Give the policy's copy, if there is one, the original's present weights; done before every batch anyway."""
+        """Copy the original's present weights to the policy's copy, if there is one; also done before every batch."""
         if self._placed is not None:
             self._placed.follow()
 
@@ -174,10 +174,11 @@ class Collector:
         if self._closes_env:
             self.env.close()
 
-    shutdown = close  # TorchRL's name
+    shutdown = close
+    """The same under TorchRL's name."""
 
     def __enter__(self) -> Self:
-        """Return itself; closed at the end of the `with`."""
+        """Return the collector; it is closed at the end of the `with`."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -23,7 +23,6 @@ from typing import Any, Literal, get_args
 import psutil
 
 from envherd.executor.machine.machine import Machine, read_machine
-from envherd.executor.monitor.running import stale_files
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.sizing.limits import FILES_FIXED, FILES_PER_WORKER
 from envherd.shm.segment import HAS_MEMFD, Segment
@@ -314,11 +313,7 @@ def _left_behind() -> Iterator[Finding]:
     names = [path.name for path in Path("/dev/shm").glob("envherd*")] if Path("/dev/shm").is_dir() else []
     if names:
         yield Finding("left behind", "warn", f"/dev/shm: {', '.join(names)}", "remove them if nothing runs")
-    stale = stale_files()
-    if stale:
-        said = f"{len(stale)} executors ended without taking their entry off the list"
-        yield Finding("left behind", "warn", said, "`envherd top --once` removes the entries")
-    if not (orphans or names or stale):
+    if not (orphans or names):
         yield Finding("left behind", "ok", "nothing")
 
 

@@ -1,4 +1,4 @@
-"""Statistics for what watches training: a plain dict, TensorBoard, and Prometheus on this machine alone."""
+"""Statistics for monitoring: a plain dict, TensorBoard, and Prometheus (on this machine only)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.workers.errors import Closed
 
-#: What only grows; everything else goes up and down.
+#: Fields that only grow; all others go up and down.
 _COUNTERS = {
     *("env_steps", "agent_steps", "resets", "resets_ahead", "resets_missed"),
     *("episodes", "env_errors", "worker_losses", "interrupted"),
@@ -35,7 +35,7 @@ def to_dict(statistics: Statistics) -> dict[str, Any]:
 
 
 def to_scalars(statistics: Statistics, prefix: str = "envherd") -> dict[str, float]:
-    """Return statistics as `{"envherd/env_steps": 3.0, "envherd/worker0/busy_share": 0.4, ...}`; only what is known."""
+    """Return statistics as `{"envherd/env_steps": 3.0, "envherd/worker0/busy_share": 0.4, ...}`, known values only."""
     scalars = {f"{prefix}/{name}": float(value) for name, value in _numbers(statistics)}
     for worker in statistics.workers:
         for name, value in _numbers(worker):
@@ -89,26 +89,26 @@ def _numbers(one: Statistics | WorkerStatistics) -> list[tuple[str, Any]]:
 class MetricsServer:
     """Serves an executor's statistics at `http://127.0.0.1:PORT/metrics`, until it is closed.
 
-    Nothing is served unless this is made; nothing but this machine can reach it. Every request reads the
-    statistics anew, in a thread of its own: training goes on.
+    Only this machine can reach it. Every request reads the statistics anew, in a separate thread, while training
+    continues.
 
     Args:
         env: the executor; once it is closed, requests are answered with 503.
-        port: 0 takes a free one, see `port`.
-        host: an address of this machine's own loopback.
+        port: of the server; 0 takes a free one.
+        host: a loopback address of this machine.
 
     Attributes:
-        port: in use.
+        port: the port in use.
 
     Raises:
-        ValueError: an address that others could reach.
+        ValueError: other machines could reach the address.
     """
 
     def __init__(self, env: BatchedEnv, port: int = 0, host: str = "127.0.0.1") -> None:
         if not (host == "localhost" or _is_loopback(host)):
             raise ValueError(
-                f"MetricsServer failed: expected a loopback address, got {host!r}. What a run does is nobody else's "
-                f"business; forward the port (ssh -L) to read it from elsewhere."
+                f"MetricsServer failed: expected a loopback address, got {host!r}. For security, only loopback "
+                f"addresses are allowed; forward the port (ssh -L) to read it from another machine."
             )
         handler = type("Handler", (_Handler,), {"env": env})
         self._server = ThreadingHTTPServer((host, port), handler)
@@ -124,7 +124,7 @@ class MetricsServer:
         self._thread.join()
 
     def __enter__(self) -> Self:
-        """Return itself; closed at the end of the `with`."""
+        """Return the server; it is closed at the end of the `with`."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
     env: BatchedEnv
 
     def setup(self) -> None:
-        """Let no client that has gone end the program, where SIGPIPE does: the signal is for this thread alone."""
+        """Block SIGPIPE in this thread: a client that disconnects must not end the program."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         super().setup()
 
@@ -160,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: the terminal is the program's."""
+        """Print nothing: the terminal belongs to the program."""
 
 
 def _is_loopback(host: str) -> bool:

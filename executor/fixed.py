@@ -5,6 +5,7 @@ Sizing measures with this class, and `ParallelEnv` is this class with `"auto"`, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from envherd.executor.batched import BatchedEnv
@@ -12,8 +13,17 @@ from envherd.executor.batches.transfer import as_device
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.agreement import check_agreement
 from envherd.executor.pools.ahead_pool import AheadPool
-from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, choose_apart, choose_workers, draw
+from envherd.executor.pools.blueprint import (
+    EnvKwargs,
+    MakeEnv,
+    as_factories,
+    choose_apart,
+    choose_workers,
+    counted,
+    draw,
+)
 from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.workers.build import Factory
 
 
 class FixedParallelEnv(BatchedEnv):
@@ -21,8 +31,8 @@ class FixedParallelEnv(BatchedEnv):
 
     def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
-        num_envs: int,
-        make_env: MakeEnv,
+        num_envs: int | Sequence[Factory],
+        make_env: MakeEnv | None = None,
         *,
         num_workers: int | None = None,
         env_kwargs: EnvKwargs = None,
@@ -31,12 +41,13 @@ class FixedParallelEnv(BatchedEnv):
         copy: bool = True,
         options: ExecutorOptions | None = None,
     ) -> None:
+        count, make_env = counted(num_envs, make_env)
         options = options or ExecutorOptions()
         where = as_device(device)
         if options.reset_ahead:
-            num_workers = choose_apart(num_envs, num_workers)
-        factories = as_factories(num_envs, make_env)
-        blueprint = draw(factories, env_kwargs, choose_workers(num_envs, num_workers), seed, options)
+            num_workers = choose_apart(count, num_workers)
+        factories = as_factories(count, make_env)
+        blueprint = draw(factories, env_kwargs, choose_workers(count, num_workers), seed, options)
         pool = AheadPool(blueprint, options) if options.reset_ahead else WorkerPool(blueprint, options)
         pool.start()
         try:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple, get_args
 
 from envherd.workers.block.info_leaves import check_keys
 from envherd.workers.options import BlockOptions, EnvType, InfoKeys, InfoPolicy
@@ -56,7 +61,7 @@ class ExecutorOptions:
             and the largest integers), so that a program that uses one too long shows it at once.
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
         nice: added to the workers' niceness.
-        env_vars: further environment variables for the workers.
+        env_vars: further environment variables for the workers: a dict, or pairs of names and values.
         infos: what becomes of what envs say beside their observations: "drop", "plain" (see
             `BatchedEnv.infos`; entries that are not plain data are left out) or "pickle" (as they are;
             entries that cannot be pickled are left out). What is left out is named once in the log.
@@ -99,7 +104,7 @@ class ExecutorOptions:
     poison: bool = False
     affinity: tuple[int, ...] | None = None
     nice: int = 0
-    env_vars: tuple[tuple[str, str], ...] = ()
+    env_vars: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     infos: InfoPolicy = "drop"
     info_keys: InfoKeys | None = None
     episode_seeds: bool = True
@@ -145,30 +150,112 @@ class ExecutorOptions:
         return self.ring_frames + self.poison
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work.
+        """Refuse values that cannot work, whatever uses them and when.
 
         Raises:
-            ValueError: fewer than 2 ring frames, an unknown name, `info_keys` that are none, a negative env id, a
-                limit below 1, or `reset_ahead` where an episode begins as the one before it ended.
+            ValueError, TypeError: the name, what was expected and what was given.
         """
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise _refusal(name, f"one of {allowed}", getattr(self, name))
+        for name, limit in _NUMBERS.items():
+            limit.check(name, getattr(self, name))
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, "True or False", getattr(self, name))
+        self._check_lists()
         check_keys(self.info_keys)
         self._check_ahead()
-        if self.first_env_id < 0:
-            raise ValueError(f"ExecutorOptions failed: expected first_env_id of at least 0, got {self.first_env_id}.")
-        if self.ring_frames < 2:
-            raise ValueError(f"ExecutorOptions failed: expected ring_frames of at least 2, got {self.ring_frames}.")
-        for name in ("recycle_after", "max_worker_memory"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"ExecutorOptions failed: expected {name} of at least 1, or None, got {value!r}.")
-        choices = (
-            ("start_method", get_args(StartMethod)),
-            ("on_worker_loss", get_args(LossPolicy)),
-            ("check_actions", get_args(ActionCheck)),
-            ("worker_output", get_args(WorkerOutput)),
-            ("infos", get_args(InfoPolicy)),
-            ("env_type", get_args(EnvType)),
-        )
-        for name, allowed in choices:
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"ExecutorOptions failed: expected {name} in {allowed}, got {getattr(self, name)!r}.")
+
+    def check_here(self) -> None:
+        """Refuse what does not fit the machine that the workers are to run on.
+
+        Raises:
+            ValueError: a module of `preload` is not installed, or this process may not use a processor of `affinity`.
+        """
+        for name in self.preload or ():
+            if find_spec(name.partition(".")[0]) is None:
+                raise _refusal("preload", "names of modules that are installed", name)
+        cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+        if self.affinity is not None and not cpus.issuperset(self.affinity):
+            raise _refusal("affinity", f"some of the CPU ids {sorted(cpus)} that this process may use", self.affinity)
+
+    def _check_lists(self) -> None:
+        if not (self.preload is None or _is_list_of(str, self.preload)):
+            raise _refusal("preload", "a sequence of module names, or None", self.preload)
+        if not (self.affinity is None or (_is_list_of(int, self.affinity) and self.affinity)):
+            raise _refusal("affinity", "a sequence of CPU ids, or None", self.affinity)
+        try:
+            is_text = all(isinstance(text, str) for pair in dict(self.env_vars).items() for text in pair)
+        except (TypeError, ValueError):
+            is_text = False
+        if not is_text:
+            raise _refusal("env_vars", "a dict of names and values, or pairs of them, all texts", self.env_vars)
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
+
+
+class _Number(NamedTuple):
+    """What a number may be.
+
+    Attributes:
+        least: the lowest value; with `is_above`, values must be above it.
+        most: the highest value.
+        is_whole: whether it must be an integer.
+        is_optional: whether None is a value.
+    """
+
+    least: float
+    is_above: bool = False
+    most: float = math.inf
+    is_whole: bool = False
+    is_optional: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError unless a value is such a number."""
+        if value is None and self.is_optional:
+            return
+        kinds: Any = numbers.Integral if self.is_whole else numbers.Real
+        is_kind = isinstance(value, kinds) and not isinstance(value, bool)
+        if is_kind and self.least <= value <= self.most and not (self.is_above and value == self.least):
+            return
+        kind = "an integer" if self.is_whole else "a number"
+        lowest = f"above {self.least:g}" if self.is_above else f"of at least {self.least:g}"
+        highest = "" if self.most == math.inf else f" and at most {self.most:g}"
+        raise _refusal(name, f"{kind} {lowest}{highest}{', or None' if self.is_optional else ''}", value)
+
+
+def _refusal(name: str, expected: str, got: Any) -> ValueError:
+    return ValueError(f"ExecutorOptions failed: expected {name} to be {expected}, got {got!r}.")
+
+
+_SECONDS = _Number(0, is_above=True)
+_SECONDS_OR_NONE = _Number(0, is_above=True, is_optional=True)
+_COUNT_OR_NONE = _Number(1, is_whole=True, is_optional=True)
+_NUMBERS = {
+    "worker_threads": _COUNT_OR_NONE,
+    "build_timeout_s": _SECONDS_OR_NONE,
+    "reset_timeout_s": _SECONDS_OR_NONE,
+    "step_timeout_s": _SECONDS_OR_NONE,
+    "stall_log_s": _SECONDS,
+    "loss_grace_s": _Number(0, is_optional=True),
+    "close_timeout_s": _Number(0),
+    "max_restarts": _Number(0, is_whole=True),
+    "restart_window_s": _SECONDS,
+    "recycle_after": _COUNT_OR_NONE,
+    "max_worker_memory": _COUNT_OR_NONE,
+    "ring_frames": _Number(2, is_whole=True),
+    "nice": _Number(-20, most=19, is_whole=True),
+    "first_env_id": _Number(0, is_whole=True),
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "start_method": get_args(StartMethod),
+    "worker_output": get_args(WorkerOutput),
+    "on_worker_loss": get_args(LossPolicy),
+    "check_actions": get_args(ActionCheck),
+    "infos": get_args(InfoPolicy),
+    "env_type": get_args(EnvType),
+}
+_SWITCHES = ("check_finite", "isolate_rng", "poison", "episode_seeds", "pickle_replies", "reset_ahead")

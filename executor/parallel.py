@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.fixed import FixedParallelEnv
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv
+from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, counted
+from envherd.workers.build import Factory
 
 
 class ParallelEnv(FixedParallelEnv):
     """N envs in worker processes, stepped as one batch over shared memory.
 
     Args:
-        num_envs: N; "auto" measures an env for some seconds and decides (see `envherd size` and docs/sizing.md).
+        num_envs: N, or a list of N factories alone; "auto" measures an env for some seconds and decides (see
+            `envherd size` and docs/sizing.md).
         make_env: a callable that builds one env, or a list of N callables (different tasks). It is
             pickled by value and called inside a worker; this process never builds an env. Called twice for each env
             with `options.reset_ahead`, in two processes.
@@ -36,8 +39,8 @@ class ParallelEnv(FixedParallelEnv):
 
     def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
-        num_envs: int | Literal["auto"],
-        make_env: MakeEnv,
+        num_envs: int | Literal["auto"] | Sequence[Factory],
+        make_env: MakeEnv | None = None,
         *,
         num_workers: int | Literal["auto"] | None = None,
         env_kwargs: EnvKwargs = None,
@@ -46,13 +49,14 @@ class ParallelEnv(FixedParallelEnv):
         copy: bool = True,
         options: ExecutorOptions | None = None,
     ) -> None:
+        count, make_env = counted(num_envs, make_env)
         where = as_device(device)  # refused before anything is measured
-        if isinstance(num_envs, str) or isinstance(num_workers, str):
+        if isinstance(count, str) or isinstance(num_workers, str):
             from envherd.executor.sizing.recommending import resolve  # here: a program that names numbers needs none
 
-            num_envs, num_workers = resolve(num_envs, num_workers, make_env, env_kwargs, options or ExecutorOptions())
+            count, num_workers = resolve(count, num_workers, make_env, env_kwargs, options or ExecutorOptions())
         super().__init__(
-            num_envs,
+            count,
             make_env,
             num_workers=num_workers,
             env_kwargs=env_kwargs,

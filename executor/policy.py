@@ -1,9 +1,9 @@
-"""Policies as they are: run where they live, never copied, pickled or moved unless somebody asked.
+"""Policies run where they are: they are never copied, pickled or moved unless the caller requests it.
 
 Guarantees:
-- A policy that need not move is called as it is, the very object. One that shall move and can be copied
-  is copied once, and the copy follows the original's weights (`Placed.follow`). One that cannot be
-  copied stays where it is; the data goes to it instead, and a warning names what stands in the way.
+- A policy that need not move is called itself. A policy that must move and can be copied is copied once, and the
+  copy follows the original's weights (`Placed.follow`). A policy that cannot be copied is not moved; the data is
+  moved to it instead, and a warning names the obstacle.
 - `uncopied` and `swapped_parameters` let losses that copy modules, or run them with other parameters,
   use a policy that must not be copied.
 Does not know: what the policy does.
@@ -32,11 +32,11 @@ class Placed:
 
     Args:
         policy: takes a root batch `[N]` and returns it with the action.
-        device: where it shall run; None: where it is.
+        device: where it is to run; None: where it is.
 
     Attributes:
-        policy: what is called: the policy itself, or its copy.
-        device: of its inputs; None if it takes them as they come.
+        policy: the callable in use: the policy itself, or its copy.
+        device: of its inputs; None if inputs are not moved.
         is_copy: whether it is a copy.
     """
 
@@ -64,7 +64,7 @@ class Placed:
             self.policy, self.is_copy = clone.to(wanted), True
 
     def __call__(self, root: TensorDictBase) -> TensorDictBase:
-        """Run the policy; what it adds comes back on the device of the batch."""
+        """Run the policy; the keys that it adds are moved to the device of the batch."""
         home = root.device or torch.device("cpu")
         if self.device is None or self.device == home:
             return self.policy(root)
@@ -80,7 +80,7 @@ class Placed:
         return root.update(acted.select(*written).to(home))
 
     def follow(self) -> None:
-        """Give a copy the original's present weights and buffers."""
+        """Copy the original's present weights and buffers to the copy, if there is one."""
         if not self.is_copy:
             return
         ours, theirs = self._tensors(self.policy), self._tensors(self._original)
@@ -94,7 +94,7 @@ class Placed:
 
 
 def _version(value: Any) -> Any:
-    """Return what differs after a write into a tensor; where torch does not count writes, something new every time."""
+    """Return a value that changes with every write into a tensor; a new object if torch does not count its writes."""
     if isinstance(value, torch.Tensor) and value.is_inference():
         return object()
     return getattr(value, "_version", None)
@@ -117,7 +117,7 @@ def _device_of(policy: Any) -> torch.device | None:
 def _try_copy(policy: Any) -> tuple[Any, str]:
     """Return a deep copy, or None and why there is none."""
     if getattr(policy, "copyable", True) is False:
-        return None, f"{type(policy).__name__} says that it cannot be copied (copyable = False)"
+        return None, f"{type(policy).__name__} declares that it cannot be copied (copyable = False)"
     for name, parameter in policy.named_parameters():
         if is_lazy(parameter):
             return None, f"{name} is not initialised yet, and a copy would initialise itself differently"
@@ -143,12 +143,11 @@ def _find_obstacle(policy: nn.Module) -> str:
 
 @contextlib.contextmanager
 def uncopied(*modules: nn.Module) -> Iterator[None]:
-    """Let `copy.deepcopy` give these modules themselves, for as long as this lasts.
+    """Make `copy.deepcopy` return these modules themselves inside the `with`.
 
-    For losses that copy the modules they are given and run them with parameters of their own, as
-    TorchRL's do in their constructor: `with uncopied(policy): loss = ClipPPOLoss(actor, critic)`, where
-    `policy` is `actor` or a part of it. The loss then runs the very module, its parameters swapped in
-    and out as TensorDict does it.
+    For losses that deep-copy their modules and run them with other parameters, as TorchRL's do in their constructor:
+    `with uncopied(policy): loss = ClipPPOLoss(actor, critic)`, where `policy` is `actor` or a part of it. The loss then
+    runs the module itself, and TensorDict swaps its parameters.
 
     Thread-safety: one thread at a time may run the loss or the policy.
     """
@@ -164,18 +163,18 @@ def uncopied(*modules: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def swapped_parameters(module: nn.Module, parameters: TensorDictBase) -> Iterator[nn.Module]:
-    """Run a module with other parameters, for as long as this lasts; its own come back, whatever happens.
+    """Run a module with other parameters inside the `with`; its own are restored at the end, also after an exception.
 
     Args:
-        module: is neither copied nor changed for good.
-        parameters: as `TensorDict.from_module(module)` gives them: a target network's, an averaged
-            copy, a functional call's (grads flow to them).
+        module: not copied.
+        parameters: as `TensorDict.from_module(module)` returns them: a target network's, an averaged
+            copy, a functional call's. Gradients flow to them.
 
     Yields:
         The module itself.
 
     Raises:
-        KeyError: a parameter of that name is not there.
+        KeyError: a parameter of the module is missing in `parameters`.
     """
     own = TensorDict.from_module(module)
     names = set(own.keys(include_nested=True, leaves_only=True))

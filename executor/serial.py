@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.agreement import check_agreement
-from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, serial_blueprint
+from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, counted, serial_blueprint
 from envherd.executor.pools.serial_pool import SerialPool
+from envherd.workers.build import Factory
 
 
 class SerialEnv(BatchedEnv):
@@ -25,8 +27,8 @@ class SerialEnv(BatchedEnv):
 
     def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
-        num_envs: int,
-        make_env: MakeEnv,
+        num_envs: int | Sequence[Factory],
+        make_env: MakeEnv | None = None,
         *,
         num_workers: int | None = None,
         env_kwargs: EnvKwargs = None,
@@ -36,9 +38,10 @@ class SerialEnv(BatchedEnv):
         options: ExecutorOptions | None = None,
     ) -> None:
         del num_workers
+        count, make_env = counted(num_envs, make_env)
         options = options or ExecutorOptions()
         where = as_device(device)
-        factories = as_factories(num_envs, make_env)
+        factories = as_factories(count, make_env)
         blueprint = serial_blueprint(factories, env_kwargs, seed)
         pool = SerialPool(factories, blueprint, options)
         try:

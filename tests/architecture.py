@@ -52,8 +52,11 @@ BOXES = {
         ("executor/parallel.py", "executor/__init__.py"), 'ParallelEnv, with "auto"', 16, (3, 3)
     ),
     "executor/sizing/": Box(("executor/sizing/*",), "how many envs and workers", 15, (1, 1)),
-    "executor/{collector,policy,exporting}.py": Box(
-        ("executor/collector.py", "executor/policy.py", "executor/exporting.py"), "training loops, figures", 15, (3, 3)
+    "executor/{collector,async_collector,policy,exporting}.py": Box(
+        ("executor/collector.py", "executor/async_collector.py", "executor/policy.py", "executor/exporting.py"),
+        "training loops, figures",
+        15,
+        (3, 3),
     ),
     "executor/{batched,serial,fixed}.py": Box(
         ("executor/batched.py", "executor/serial.py", "executor/fixed.py"),

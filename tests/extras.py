@@ -17,6 +17,7 @@ PACKAGES = {
     "box2d": ("Box2D", "pygame"),
     "cli": ("typer", "rich"),
     "dm-control": ("dm_control",),
+    "docs": ("mkdocs", "mkdocstrings", "material"),
     "envpool": ("envpool",),
     "gymnasium": ("gymnasium",),
     "media": ("matplotlib", "imageio", "PIL"),

@@ -39,8 +39,15 @@ TESTS = {
     "executor/protocol/exchange.py": ("executor/test_exchange.py", *_LOSSES, "executor/test_infos.py"),
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
     "executor/pools/command_words.py": (*_STEPS, *_LOSSES),
+    "executor/pools/fast_commands.py": ("executor/test_fast_step.py", *_LOSSES),
     "executor/pools/deadline.py": (*_LOSSES, "executor/test_losses.py", "executor/test_reset_ahead.py"),
     "executor/pools/questions.py": (*_LOSSES, "executor/test_exchange.py"),
+    "executor/protocol/fast_step.py": (
+        "executor/test_fast_step.py",
+        "executor/test_stepping.py",
+        "executor/test_rollout.py",
+        "faults/test_interrupts.py",
+    ),
     "executor/protocol/positions.py": (
         *_STEPS,
         "executor/test_quick_step.py",
@@ -75,6 +82,7 @@ TESTS = {
         "executor/test_quick_step.py",
         "executor/test_stepping.py",
     ),
+    "executor/batches/plain_actions.py": ("executor/test_quick_step.py", "executor/test_fast_step.py"),
     "workers/block/block.py": (
         "workers/test_protocol.py",
         "executor/test_stepping.py",

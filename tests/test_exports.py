@@ -7,12 +7,15 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from setuptools import find_packages
 
+import envherd
 import envherd.executor
 from envherd.workers import errors
 
@@ -20,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
 LAYERS = ("shm", "workers", "executor", "benchmarks")
-PUBLIC = ("envherd.executor", "envherd.workers.adapters", "envherd.workers.testing")
+PUBLIC = ("envherd", "envherd.executor", "envherd.workers.adapters", "envherd.workers.testing")
 
 
 def normalized(requirement: str) -> str:
@@ -39,6 +42,21 @@ def test_all_is_sorted_and_there(package):
 
 def test_users_see_at_most_twenty_names():
     assert len(envherd.executor.__all__) <= 20
+
+
+def test_all_names_are_in_one_place():
+    assert set(envherd.executor.__all__) <= set(envherd.__all__) == envherd._HOMES.keys()
+    assert envherd.ParallelEnv is envherd.executor.ParallelEnv
+    assert envherd.__version__ == importlib.metadata.version("envherd")
+    with pytest.raises(AttributeError, match="has no attribute 'ParalelEnv'"):
+        _ = envherd.ParalelEnv
+
+
+def test_the_package_imports_nothing_until_it_is_asked():
+    heavy = ("envherd.", "torch", "numpy")
+    code = f"import sys, envherd; print([name for name in sys.modules if name.startswith({heavy})])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("package", PUBLIC)
@@ -84,10 +102,10 @@ def test_the_console_script_is_there():
     assert callable(script.load())
 
 
-def test_the_extra_all_has_every_other_extra():
+def test_the_extra_all_has_every_other_extra_but_that_of_the_site():
     extras = PYPROJECT["project"]["optional-dependencies"]
     (everything,) = (one for one in extras["all"] if one.startswith("envherd["))
-    assert set(re.fullmatch(r"envherd\[(.*)\]", everything)[1].split(",")) == set(extras) - {"all"}
+    assert set(re.fullmatch(r"envherd\[(.*)\]", everything)[1].split(",")) == set(extras) - {"all", "docs"}
 
 
 def test_constraints_are_pins_and_nothing_else():

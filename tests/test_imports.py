@@ -50,6 +50,7 @@ ALLOWED = {
     "executor/facades/gymnasium/*": {"gymnasium"},
     "executor/facades/sb3/*": {"stable_baselines3", "gymnasium"},
     "executor/facades/torchrl/*": {"torchrl"},
+    "executor/facades/benchmarl.py": {"benchmarl"},
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "envherd.benchmarks"},
     "benchmarks/rllib.py": {"ray"},
@@ -62,7 +63,19 @@ ALLOWED = {
 }
 #: The parts of each layer, packages and single modules: each imports only itself and what stands before it.
 ORDER = {
-    "shm": ("interrupts", "specs", "layout", "sync", "tally", "cgroups", "segment", "slab", "__init__"),
+    "shm": (
+        "interrupts",
+        "specs",
+        "layout",
+        "sync",
+        "tally",
+        "cgroups",
+        "segment",
+        "nameplate",
+        "native",
+        "slab",
+        "__init__",
+    ),
     "workers": (
         *("__init__", "errors", "plain", "options", "infos", "messages", "protocol", "reply", "seeding"),
         *("random_values", "processes", "writers"),
@@ -74,7 +87,8 @@ ORDER = {
     ),
     "executor": (
         *("options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),
-        *("batched", "exporting", "policy", "collector", "serial", "fixed", "sizing", "parallel", "__init__"),
+        *("batched", "exporting", "policy", "collector", "async_collector", "serial", "fixed", "sizing"),
+        *("parallel", "__init__"),
         *("doctor", "facades", "cluster", "cli"),
     ),
 }

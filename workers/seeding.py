@@ -7,6 +7,7 @@ which mixes the triple by hashing; neighbouring root seeds do not overlap as `se
 
 from __future__ import annotations
 
+import operator
 import random
 import secrets
 import sys
@@ -21,6 +22,23 @@ _BUILD = 2**32 - 1
 def draw_root_seed() -> int:
     """Return a fresh root seed in `[0, 2**63)` from the operating system's entropy."""
     return secrets.randbits(63)
+
+
+def as_root_seed(seed: Any, what: str = "seed") -> int:
+    """Return a root seed as given, or a fresh one for None.
+
+    Raises:
+        ValueError: neither an integer of at least 0 nor None; `what` names the call.
+    """
+    if seed is None:
+        return draw_root_seed()
+    try:
+        found = operator.index(seed)
+    except TypeError:
+        found = -1
+    if found < 0 or isinstance(seed, bool):
+        raise ValueError(f"{what} failed: expected an integer of at least 0, or None, got {seed!r}.")
+    return found
 
 
 def episode_seed(root_seed: int, env_id: int, episode: int) -> int:

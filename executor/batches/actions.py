@@ -6,7 +6,6 @@ touched nothing. The caller's tensors are read, never kept or changed.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from tensordict import NonTensorStack, TensorDictBase
 
 from envherd.executor.batches.fast_tensordict import get_leaf
+from envherd.executor.batches.plain_actions import Check, PlainIntake, compile_intake
 from envherd.executor.options import ActionCheck
 from envherd.shm.slab import GroupSlab
 from envherd.shm.specs import Binary, Box, Discrete, Key, LeafSpec, MultiDiscrete, OneHot
@@ -22,17 +22,8 @@ from envherd.workers.errors import ActionError
 
 RESET_KEY = "_reset"
 
-#: Up to so many values python's own numbers are faster than numpy's and torch's (1 us against 2.5 for 8).
-_FEW = 48
-
-#: Returns where values are illegal, bool like the values, or None where all are legal.
-Check = Callable[[np.ndarray], np.ndarray | None]
 #: `(key, rows of a group)` -> values `[k, ...]` of the envs' present roots; None where roots have no such leaf.
 Present = Callable[[Key, np.ndarray | None], np.ndarray | None]
-#: `(batch, rows)`: checks and writes, or returns False; see `GroupIntake.take`.
-Take = Callable[[TensorDictBase, np.ndarray | None], bool]
-#: `(batch, rows)` -> the one input leaf, if it is a tensor as the slab has it, on the cpu.
-Plain = Callable[[TensorDictBase, np.ndarray | None], torch.Tensor | None]
 
 
 def to_numpy(value: Any) -> np.ndarray:
@@ -109,42 +100,6 @@ def check_for(leaf: LeafSpec, level: ActionCheck) -> Check | None:
     return _finite if dtype.kind == "f" else None
 
 
-def _take_few(plain: Plain, target: np.ndarray, limit: int | None) -> Take:
-    """Return what takes a few int64 in `0 .. limit - 1` (None: any), as python's own numbers."""
-    memory = target.data
-    pack, pack_one = struct.Struct(f"{len(target)}q").pack_into, struct.Struct("q").pack_into
-
-    def take(td: TensorDictBase, rows: np.ndarray | None) -> bool:
-        value = plain(td, rows)
-        if value is None:
-            return False
-        values = value.tolist()
-        if limit is not None and values and not (min(values) >= 0 and max(values) < limit):
-            return False
-        if rows is None:
-            pack(memory, 0, *values)
-        else:
-            for row, one in zip(rows.tolist(), values, strict=True):
-                pack_one(memory, row << 3, one)
-        return True
-
-    return take
-
-
-def _take_array(plain: Plain, target: np.ndarray, check: Check | None) -> Take:
-    def take(td: TensorDictBase, rows: np.ndarray | None) -> bool:
-        value = plain(td, rows)
-        if value is None:
-            return False
-        array = value.numpy()
-        if check is not None and check(array) is not None:
-            return False
-        target[... if rows is None else rows] = array
-        return True
-
-    return take
-
-
 class GroupIntake:
     """Checks and writes the inputs of one group of equal envs.
 
@@ -152,6 +107,9 @@ class GroupIntake:
         slab: the group's arrays.
         level: see `ExecutorOptions.check_actions`.
         present: gives state that the caller leaves out; None refuses a batch that lacks a leaf.
+
+    Attributes:
+        plain: takes what is as plain as it mostly is; None where no batch is.
     """
 
     def __init__(self, slab: GroupSlab, level: ActionCheck, present: Present | None = None) -> None:
@@ -163,7 +121,7 @@ class GroupIntake:
         self._targets = [slab.inputs["input", *leaf.key] for leaf in self.leaves]
         self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
         self._checks = [check_for(leaf, level) if leaf in spec.action else None for leaf in self.leaves]
-        self._take = self._compile_take()
+        self.plain = self._compile()
         self._present = present
 
     def take(self, td: TensorDictBase, rows: np.ndarray | None = None) -> bool:
@@ -176,28 +134,16 @@ class GroupIntake:
         Returns:
             False if nothing was written: `read` and `write` do it then, or say what is wrong.
         """
-        return self._take is not None and self._take(td, rows)
+        plain = self.plain
+        if plain is None:
+            return False
+        value = get_leaf(td, plain.key)
+        return plain.take_all(value) if rows is None else plain.take_some(value, rows)
 
-    def _compile_take(self) -> Take | None:
+    def _compile(self) -> PlainIntake | None:
         if len(self.leaves) != 1 or len(self.leaves[0].key) != 1 or self.side_leaves:
             return None  # side values do not go through the slab: `read` and `write` leave them to their sender
-        leaf, check, target = self.leaves[0], self._checks[0], self._targets[0]
-        key, own_shape, num_rows, dtype = leaf.key[0], target.shape[1:], len(target), torch.from_numpy(target).dtype
-
-        def plain(td: TensorDictBase, rows: np.ndarray | None) -> torch.Tensor | None:
-            value = get_leaf(td, key)
-            is_plain = (
-                value.__class__ is torch.Tensor
-                and value.dtype is dtype
-                and value.shape == (num_rows if rows is None else len(rows), *own_shape)
-                and not value.requires_grad
-                and value.is_cpu
-            )
-            return value if is_plain else None
-
-        if leaf.shape == () and isinstance(leaf.domain, Discrete) and leaf.dtype == "int64" and num_rows <= _FEW:
-            return _take_few(plain, target, None if check is None else leaf.domain.n)
-        return _take_array(plain, target, check)
+        return compile_intake(self.leaves[0], self._targets[0], self._checks[0])
 
     def read(self, td: TensorDictBase, rows: np.ndarray | None) -> list[np.ndarray]:
         """Return the checked inputs, one array `[k, ...]` per leaf.

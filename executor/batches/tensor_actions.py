@@ -39,9 +39,8 @@ class LendingIntake(GroupIntake):
         self._level = level
         self._kept: dict[int, list[torch.Tensor]] = {}
 
-    def take(self, td: TensorDictBase, rows: np.ndarray | None = None) -> bool:  # noqa: ARG002
+    def _compile(self) -> None:
         """Leave every batch to `read` and `write`."""
-        return False
 
     def read(self, td: TensorDictBase, rows: np.ndarray | None) -> list[Any]:
         """Return the checked inputs, one tensor `[k, ...]` per leaf: the caller's own (VIEW) where they fit.

@@ -1,4 +1,4 @@
-"""`envherd bench`: the executor beside others, measured on this machine."""
+"""`envherd bench`: compares envherd with other libraries on this machine."""
 
 from __future__ import annotations
 
@@ -21,24 +21,32 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
     *,
     quick: Annotated[bool, typer.Option("--quick", help="A few workloads and peers, within a minute.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="WORKLOAD", help="Only this; may be given again. --list names them.")
+        list[str] | None,
+        typer.Option(metavar="WORKLOAD", help="Only this workload (see --list); repeat the option for more."),
     ] = None,
     peers: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Only these peers; 'none' for ourselves alone.")
+        str | None, typer.Option(metavar="A,B,...", help="Only these peers; 'none' for envherd alone.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each workload, instead of its own.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of each workload; default: set by the workload.")
+    ] = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Where results go, and are added to; ./envherd-bench.json.")
+        Path | None,
+        typer.Option(metavar="PATH", help="File to which results are added (default: ./envherd-bench.json)."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Leave out what the JSON has already.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw pictures (PNG) to this folder.")] = None,
-    write: Annotated[bool, typer.Option("--write", help="Write docs/benchmarks.md and its pictures.")] = False,
-    render: Annotated[bool, typer.Option("--render", help="Measure nothing: show, plot or write the JSON.")] = False,
-    listing: Annotated[bool, typer.Option("--list", help="Name the workloads and the peers.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip workloads that the JSON file already has.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Write plots (PNG) to this folder.")] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="In a checkout: write docs/benchmarks.md and its plots.")
+    ] = False,
+    render: Annotated[
+        bool, typer.Option("--render", help="Measure nothing: show, plot or write the results in the JSON file.")
+    ] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List the workloads and the peers.")] = False,
 ) -> None:
-    """Run envs under envherd and under other libraries in one run, and say how they compare.
+    """Run envs under envherd and under other libraries in one run, and compare their speed.
 
-    Peers that are not installed are left out and named. A run that was stopped goes on with --resume.
+    Peers that are not installed are listed and skipped. --resume continues a run that was stopped.
     """
     missing = [name for name, package in _NEEDED.items() if importlib.util.find_spec(package) is None]
     if missing:
@@ -68,7 +76,7 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
     except ValueError as error:
         _refuse(str(error).removeprefix("bench failed: "))
     except KeyboardInterrupt:
-        console.print(f"interrupted; what was measured before is in {path}, and --resume goes on")
+        console.print(f"interrupted; the results so far are in {path}; --resume continues")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if render:
         _show(console, results)
@@ -117,7 +125,7 @@ def _show(console: Console, results: dict[str, object]) -> None:
 
 
 def _draw(console: Console, results: dict[str, object], folder: Path | None, *, has_page: bool) -> None:
-    """Draw pictures to a folder, and write the page, as far as they were asked for."""
+    """Write plots to a folder, and the page, if requested."""
     from envherd.benchmarks import page, plots
 
     written = plots.draw_all(results, folder) if folder is not None else []

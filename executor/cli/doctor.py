@@ -1,4 +1,4 @@
-"""`envherd doctor`: check the machine and the installation, and say how to mend what is wrong."""
+"""`envherd doctor`: checks the machine and the installation, and suggests fixes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def doctor(
     *,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check Python, packages, Melting Pot, start methods, shared memory, limits, GPU, and what dead runs left.
+    """Check Python, packages, Melting Pot, start methods, shared memory, limits, GPU, and leftovers of crashed runs.
 
     The exit code is 1 if anything fails, 0 otherwise; warnings do not count.
     """

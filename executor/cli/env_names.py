@@ -216,7 +216,7 @@ def _require(package: str, extra: str) -> None:
         importlib.import_module(package)
     except ImportError as error:
         raise FactoryError(
-            f"{package}: failed: expected the package {package}, got {error}. pip install 'envherd[{extra}]'"
+            f"{package} failed: expected the package {package}, got {error}. pip install 'envherd[{extra}]'"
         ) from error
 
 

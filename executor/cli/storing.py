@@ -19,18 +19,18 @@ class RolloutStore:
     """Takes one batch `[N]` after another and leaves `[N, T]` in a directory.
 
     Args:
-        directory: made if it is not there; an earlier rollout in it is replaced.
+        directory: created if it does not exist; an earlier rollout in it is replaced.
         num_steps: T, unless `finish` is called earlier.
 
     Raises:
-        StoreError: there is something else in the directory.
+        StoreError: the directory has other files.
     """
 
     def __init__(self, directory: Path, num_steps: int) -> None:
         if not _may_be_replaced(directory):
             raise StoreError(
-                f"writing {directory} failed: expected no such path, an empty directory or an earlier rollout, got "
-                f"something else. Name another directory."
+                f"writing {directory} failed: expected a new or empty directory or an earlier rollout, got other "
+                f"files. Choose another directory."
             )
         self.directory = directory
         self.num_steps = num_steps

@@ -1,4 +1,4 @@
-"""`envherd top`: what running executors and their workers are doing now."""
+"""`envherd top`: shows what running executors and their workers are doing."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import typer
 
 def top(
     *,
-    once: Annotated[bool, typer.Option("--once", help="Look once, print, and leave.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON; with --once one object, else one a line.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: one object with --once, otherwise one per line.")
+    ] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval in seconds.")] = 1.0,
     pid: Annotated[int | None, typer.Option(help="Only the executors of this process.")] = None,
     stack: Annotated[
         int | None, typer.Option(metavar="WORKER", help="Also show the Python stack of this worker.")
     ] = None,
 ) -> None:
-    """Watch this user's running executors: each worker's speed, load, memory, and what it is at.
+    """Watch this user's running executors: speed, load, memory and current command of each worker.
 
-    Keys: up and down select a worker, s shows its Python stack, q leaves.
+    Keys: up and down select a worker, s shows its Python stack, q quits.
     """
     from envherd.executor.cli.watching import Request, run
 

@@ -59,7 +59,7 @@ class Watcher:
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[tuple[int, int], Watch] = {}
 
     def look(self) -> list[ExecutorView]:
         """Return what was done since the last look; those that have just come have done nothing."""
@@ -68,13 +68,13 @@ class Watcher:
 
     def find(self) -> None:
         """Begin to watch those that have come, and forget those that have gone."""
-        found = {one.path.name: one for one in listings() if self._pid is None or one.pid == self._pid}
-        for name in [name for name in self._watches if name not in found]:
-            self._watches.pop(name).close()
-        for name, listing in found.items():
-            if name not in self._watches:
+        found = {(one.pid, one.inode): one for one in listings() if self._pid is None or one.pid == self._pid}
+        for key in [key for key in self._watches if key not in found]:
+            self._watches.pop(key).close()
+        for key, listing in found.items():
+            if key not in self._watches:
                 with contextlib.suppress(OSError):  # it has gone meanwhile
-                    self._watches[name] = Watch(listing)
+                    self._watches[key] = Watch(listing)
 
     def close(self) -> None:
         """Let go of all of them."""
@@ -167,7 +167,7 @@ def _keys() -> Iterator[Any]:
 def screen(views: list[ExecutorView], *, selected: int, stack: str) -> RenderableType:
     """Return everything as tables."""
     if not views:
-        return Text("no executor of this user is running (they are listed when they start)", "dim")
+        return Text("no executor of this user is running (`SerialEnv` has no workers to show)", "dim")
     parts: list[RenderableType] = []
     row = 0
     for view in views:

@@ -12,7 +12,8 @@ from envherd.executor.cluster.orders import Report
 from envherd.executor.cluster.shares import bundles_for
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.agreement import check_agreement
-from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, draw
+from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, counted, draw
+from envherd.workers.build import Factory
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.remote_rollouts import RemoteRollouts
@@ -56,8 +57,8 @@ class RayParallelEnv(BatchedEnv):
 
     def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
         self,
-        num_envs: int,
-        make_env: MakeEnv,
+        num_envs: int | Sequence[Factory],
+        make_env: MakeEnv | None = None,
         *,
         num_nodes: int | None = None,
         resources_per_node: Mapping[str, float] | Sequence[Mapping[str, float]] | None = None,
@@ -73,11 +74,12 @@ class RayParallelEnv(BatchedEnv):
         node_timeout_s: float = 30.0,
         placement_timeout_s: float = 60.0,
     ) -> None:
+        count, make_env = counted(num_envs, make_env)
         options = options or ExecutorOptions()
         if options.reset_ahead:
             raise ValueError("RayParallelEnv failed: expected reset_ahead=False, got True. Only ParallelEnv has it.")
         where = as_device(device)
-        factories = as_factories(num_envs, make_env)
+        factories = as_factories(count, make_env)
         blueprint = draw(factories, env_kwargs, 1, seed, options)
         need_ray("RayParallelEnv")
         from envherd.executor.cluster.fleet import Fleet
@@ -86,7 +88,7 @@ class RayParallelEnv(BatchedEnv):
         fleet = Fleet(address, node_timeout_s)
         try:
             fleet.reserve(
-                lambda free: bundles_for(free, num_envs, num_nodes, resources_per_node),
+                lambda free: bundles_for(free, count, num_nodes, resources_per_node),
                 (strategy, placement_timeout_s, runtime_env),
             )
             pool = ClusterPool(fleet.build(blueprint, options, num_workers), fleet.shares, options, fleet)

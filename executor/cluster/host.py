@@ -58,7 +58,7 @@ from envherd.executor.sizing.recommending import helper, measure, opener
 from envherd.executor.sizing.settings import WORKERS_ONLY
 from envherd.shm.cgroups import read_word
 from envherd.shm.slab import WORDS
-from envherd.workers.errors import EnvherdError
+from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.protocol import RESET, Flag, Op
 
 _NOBODY = np.zeros(0, np.int64)
@@ -129,6 +129,9 @@ class NodeHost:
         except EnvherdError as error:
             self._is_built.set()
             return error
+        except ValueError as error:
+            self._is_built.set()
+            return FactoryError(f"{error} ({report.place})")
         self._share = share
         self._pool = pool
         self._env = BatchedEnv(pool, seed=share.root_seed, device=None, copy=True, options=options)

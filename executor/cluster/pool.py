@@ -69,7 +69,7 @@ class ClusterPool(WorkerFacts):
         self.num_ahead = self.num_missed = 0
         self.holds_storages = False
         self.serving = range(self.num_workers)
-        self.segment = self.recyclable = None  # the hosts announce themselves, and recycle
+        self.recyclable = None  # the hosts recycle
         self.outcome = Outcome()
         self.lenders: dict[int, Lend] = {}  # hosts read their inputs from the slab
         self.specs = [spec for share in shares for spec in share.specs]
@@ -102,6 +102,9 @@ class ClusterPool(WorkerFacts):
         return np.asarray((self._command_seq[env_ids] > since) & self._is_under_way[env_ids])
 
     # ---- commands ----------------------------------------------------------------------------
+
+    def compile(self) -> None:
+        """Return None: a command takes longer than all that could be saved."""
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Give every env the same command, but some (int `[k]`) a RESET."""

@@ -99,6 +99,9 @@ class AheadPool(WorkerPool):
         """None: it replaces workers by itself, when they have been relieved."""
         return None
 
+    def compile(self) -> None:
+        """Return None: what follows on a step is not known before its answer."""
+
     # ---- commands ----------------------------------------------------------------------------
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:

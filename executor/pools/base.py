@@ -15,8 +15,8 @@ import torch
 from envherd.executor.batches.device_rows import Residence
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.fast_commands import FastCommands
 from envherd.executor.pools.replies import Outcome
-from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
@@ -94,11 +94,6 @@ class Pool(Protocol):
         ...
 
     @property
-    def segment(self) -> Segment | None:
-        """The slab's memory, if other processes of this machine may read it; else None."""
-        ...
-
-    @property
     def forfeited(self) -> np.ndarray:
         """Whether a loss has taken the answer to the latest command of an env, bool `[N]`; the engine writes to it."""
         ...
@@ -148,6 +143,10 @@ class Pool(Protocol):
             WorkerLost, WorkerTimeout: a worker is lost and stays so; no env was given anything.
         Blocks: until workers that are being replaced serve.
         """
+        ...
+
+    def compile(self) -> FastCommands | None:
+        """Return commands to all envs that do what `submit_all` and `wait_all` do; None where there are none."""
         ...
 
     def submit(

@@ -15,7 +15,7 @@ from envherd.executor.pools.crew import Blueprint
 from envherd.workers.adapters import is_env_like
 from envherd.workers.build import Factory, check_factory, modules_of, pickle_factory
 from envherd.workers.errors import FactoryError
-from envherd.workers.seeding import draw_root_seed
+from envherd.workers.seeding import as_root_seed
 
 MakeEnv = Factory | Sequence[Factory]
 EnvKwargs = dict[str, Any] | Sequence[dict[str, Any]] | None
@@ -23,6 +23,22 @@ EnvKwargs = dict[str, Any] | Sequence[dict[str, Any]] | None
 #: What envs of a module import when they are built, where it is installed, and what takes seconds: a `GymEnv` looks
 #: whether it was given one of Stable-Baselines3's.
 _BROUGHT_IN = {"torchrl.envs.libs.gym": "stable_baselines3"}
+
+
+def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:
+    """Return how many envs there are and what makes them: a list of factories alone says both.
+
+    Raises:
+        FactoryError: the factory came first, or there is none.
+    """
+    if make_env is None and isinstance(num_envs, (list, tuple)):
+        return len(num_envs), num_envs
+    if callable(num_envs) or isinstance(num_envs, (list, tuple)):
+        raise FactoryError(
+            f"num_envs failed: expected the number of envs first, got {num_envs!r}. Write (4, make_env), or give a "
+            f"list of factories alone."
+        )
+    return num_envs, make_env  # type: ignore[return-value]  # None is refused with the others that cannot be called
 
 
 def as_factories(num_envs: int, make_env: MakeEnv) -> list[Factory]:
@@ -107,7 +123,7 @@ def draw(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
         blocks=spread(len(factories), num_workers),
-        root_seed=draw_root_seed() if seed is None else seed,
+        root_seed=as_root_seed(seed),
         preload=preload,
     )
 
@@ -115,8 +131,7 @@ def draw(
 def serial_blueprint(factories: list[Factory], env_kwargs: EnvKwargs, seed: int | None) -> Blueprint:
     """Return the blueprint of a serial pool: nothing is pickled."""
     kwargs = tuple(copy.copy(one) for one in as_kwargs(len(factories), env_kwargs))
-    root_seed = draw_root_seed() if seed is None else seed
-    return Blueprint((), kwargs, spread(len(factories), 1), root_seed)
+    return Blueprint((), kwargs, spread(len(factories), 1), as_root_seed(seed))
 
 
 def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:

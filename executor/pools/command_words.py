@@ -38,7 +38,8 @@ class CommandWords:
         """Write some envs' next commands, int64 `[k]`, under one number."""
         self.number += 1
         self.command[env_ids] = commands
-        self.forfeited[env_ids] = False
+        if b"\x01" in self.forfeited.tobytes():
+            self.forfeited[env_ids] = False
         self.command_seq[env_ids] = self.number
 
     def write_all(self, command: int, reset_ids: np.ndarray | None, reset: int) -> None:

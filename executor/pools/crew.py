@@ -76,11 +76,6 @@ class Crew:
         self._knock: Callable[[int], None] = lambda _: None
         self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
 
-    @property
-    def segment(self) -> Segment | None:
-        """The slab's memory, from `hand_over` on."""
-        return self._segment
-
     # ---- start -------------------------------------------------------------------------------
 
     def start(self) -> list[EnvSpec]:
@@ -88,7 +83,9 @@ class Crew:
 
         Raises:
             FactoryError, WorkerLost, WorkerTimeout: close the crew, nothing is of use then.
+            ValueError: the options do not fit this machine.
         """
+        self.options.check_here()
         check_descriptors(len(self.blueprint.blocks))
         self._zygote = find_helper(self.options) or Zygote(self.options, list(self.blueprint.preload))
         self._zygote.wait_ready()

@@ -131,22 +131,21 @@ def room_between(before: Usage, now: Usage, caller: int | None) -> dict[int, flo
 
 
 class Placement:
-    """Places the workers of one pool: `look` when it `is_due`, best while they have just begun to work.
+    """Places the workers of one pool: `look` when it is `due`, best while they have just begun to work.
 
     Args:
         words: of the slab; "seat", "looks" and "stacked" of each worker are written here.
+
+    Attributes:
+        due: when to look next, in seconds of the monotonic clock.
     """
 
     def __init__(self, words: Mapping[str, np.ndarray]) -> None:
         self._seats, self._looks, self._stacked = words["seat"], words["looks"], words["stacked"]
-        self._due = 0.0
+        self.due = 0.0
         self._before = Usage(0.0, 0.0, {})
         self._shared_at = -_WATCH_S
         self._topology = read_topology()
-
-    def is_due(self, now: float) -> bool:
-        """Return whether to look, at a time of the monotonic clock."""
-        return now >= self._due
 
     def look(self, pids: Sequence[int]) -> None:
         """See where the workers are (by worker id), and ask those to move that share a processor and need not."""
@@ -164,7 +163,7 @@ class Placement:
         is_watching = now.at - self._shared_at < _WATCH_S
         if now.at - before.at >= _EVERY_S:
             self._before = now._replace(idle=idle_s()) if is_watching else now
-        self._due = now.at + max(_SOON_S if is_watching else _EVERY_S, _COST * (time.thread_time() - now.own))
+        self.due = now.at + max(_SOON_S if is_watching else _EVERY_S, _COST * (time.thread_time() - now.own))
 
     def _take_apart(self, places: dict[int, int], caller: int | None, pids: Sequence[int], now: Usage) -> None:
         allowed = {worker_id: _affinity(pids[worker_id]) for worker_id in places}

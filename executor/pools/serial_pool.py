@@ -54,7 +54,7 @@ class SerialPool:
         self.num_ahead = self.num_missed = self.num_recycled = 0
         self.holds_storages = True  # in the block
         self.serving = range(1)
-        self.segment = self.recyclable = None
+        self.recyclable = None
         self.worker_of = np.zeros(self.num_envs, np.int64)
         self.forfeited = np.zeros(self.num_envs, bool)
         self.outcome = Outcome()
@@ -119,6 +119,9 @@ class SerialPool:
                 for row, env_id in enumerate(env_ids):
                     self._block.settle(env_id, *ring.writers_of(row))
         return residences
+
+    def compile(self) -> None:
+        """Return None: what runs here begins with its command."""
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Carry out the same command for every env, but a RESET for some (int `[k]`)."""

@@ -3,7 +3,7 @@
 Guarantees:
 - A command is announced only after its rows are complete, and an answer is read only after its number
   has come. An interrupt or a timeout at any instant leaves numbers that tell what is outstanding.
-- A worker's death is noticed within `_LOOK_S` while a thread waits, and is logged at once; no thread spins without
+- A worker's death is noticed within `LOOK_S` while a thread waits, and is logged at once; no thread spins without
   bound.
 - After a loss the other workers continue, and their rows are complete.
 Assumes: one caller at a time.
@@ -26,10 +26,13 @@ from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.deadline import Deadline
 from envherd.executor.pools.error_messages import Frame, log_stall
+from envherd.executor.pools.fast_commands import LOOK_S, FastCommands, compile_give, compile_has_all
 from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.slab_plate import LABEL, describe
 from envherd.executor.pools.supervisor import Supervisor
+from envherd.shm.nameplate import create_named
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
@@ -39,8 +42,8 @@ from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.protocol import Op, describe_phase, pack, pack_each
 
-#: Seconds between looks at the workers' pidfds: while anybody waits, and where answers come too fast for a wait.
-_LOOK_S, _LOOK_ANYWAY_S = 0.01, 0.03
+#: Seconds between looks at the workers' pidfds where answers come too fast for a wait; see `LOOK_S`.
+_LOOK_ANYWAY_S = 0.03
 #: The same while a worker writes a large message, which it can do only as fast as it is read.
 _LOOK_WHILE_READING_S = 0.0002
 #: Seconds for workers to close the envs they have built when another's factory has failed.
@@ -64,6 +67,7 @@ class WorkerPool:
         self._all_ids = np.arange(self.num_envs)
         self.holds_storages = False
         self._is_hailed, self._looked_at = False, 0.0
+        self.has_waited = False  # `FastCommands.has_all` has taken the tokens that `wait_all` would take
         self._is_reading = False  # a worker is writing more than its socket holds
 
     def start(self) -> None:
@@ -85,7 +89,8 @@ class WorkerPool:
 
     def _make_slab(self) -> None:
         self.plan: SlabPlan = plan_slab(self.specs, len(self.worker_ids), self.options.num_frames)
-        segment = Segment.create(self.plan.nbytes, "envherd-slab")
+        plate = describe(self.plan, self.blueprint.blocks, self.specs[0].family)
+        segment = create_named(self.plan.nbytes, LABEL, plate)
         buffer = segment.array()
         self.slab = Slab(self.plan, buffer)
         self._done = Doorbell.create(buffer, self.plan.bells_offset)
@@ -149,11 +154,6 @@ class WorkerPool:
         return self.supervisor.num_recycled
 
     @property
-    def segment(self) -> Segment | None:
-        """The slab's memory."""
-        return self.crew.segment
-
-    @property
     def recyclable(self) -> RecyclablePool | None:
         """This pool: the engine knows when the envs of a worker are between episodes."""
         return self
@@ -183,8 +183,8 @@ class WorkerPool:
             columns: int `[k]`.
             flags: see `workers.protocol.Flag`.
         """
-        is_all = len(env_ids) == self.num_envs
-        worker_ids = self.serving if is_all else set(self.worker_of[env_ids].tolist())
+        is_for_all = len(env_ids) == self.num_envs or self.num_workers == 1
+        worker_ids = self.serving if is_for_all else set(self.worker_of[env_ids].tolist())
         if self.supervisor.absent:
             self.supervisor.revive(worker_ids)
         self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
@@ -228,21 +228,31 @@ class WorkerPool:
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
         """Wait for every outstanding answer; see `Pool.wait_all`."""
-        self._place()
+        self.place()
+        if self.has_waited or not self._take_tokens():
+            self.has_waited = False
+            deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
+            self._wait_slowly(self._all_ids, self.num_envs, deadline)
+        self._collect()
+        return self._words.is_idle()
+
+    def _take_tokens(self) -> bool:
+        """Take a token of each worker, and more until all envs have answered; return False if none comes for long."""
         wait, is_idle, num_tokens = self._done.wait, self._words.is_idle, 0
-        while True:
+        while wait(LOOK_S):
+            num_tokens += 1
             if num_tokens >= self.num_workers:
                 self._follow_up()
                 if is_idle():
-                    self._collect()
                     return True
-            if not wait(_LOOK_S):
-                deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
-                self._wait_slowly(self._all_ids, self.num_envs, deadline)
-                break
-            num_tokens += 1
-        self._collect()
-        return is_idle()
+        return False
+
+    def compile(self) -> FastCommands | None:
+        """Return commands to all envs that are compiled for this pool; see `fast_commands`."""
+        give = compile_give(self._words, self._rings)
+        return FastCommands(
+            self.supervisor.absent, give, compile_has_all(self, self._words, self._done, self._placement)
+        )
 
     def wait_some(  # the kinds of waits
         self,
@@ -283,7 +293,7 @@ class WorkerPool:
             total, missing = self._tally.total(), count - len(self._words.ready(env_ids))
             if missing <= 0 or self._is_hailed:
                 return
-            left_s = deadline.left_s(_LOOK_WHILE_READING_S if self._is_reading else _LOOK_S)
+            left_s = deadline.left_s(_LOOK_WHILE_READING_S if self._is_reading else LOOK_S)
             if not self._tally.expect(total + missing) or (left_s > 0 and self._done.wait(left_s)):
                 continue
             self._look_around()
@@ -331,12 +341,13 @@ class WorkerPool:
     def _look_around(self) -> None:
         """Notice deaths and successors, and read what workers have written so that none blocks on a full socket."""
         self._looked_at = time.monotonic()
-        self._place()
+        self.place()
         self.supervisor.advance()
         self._is_reading = self.supervisor.look(self._owing())
 
-    def _place(self) -> None:
-        if self._placement.is_due(time.monotonic()):
+    def place(self) -> None:
+        """See where workers run, if it is time to."""
+        if time.monotonic() >= self._placement.due:
             self._placement.look([w.pid if self.is_serving(w.worker_id) else 0 for w in self.crew.workers])
 
     def _collect(self) -> None:

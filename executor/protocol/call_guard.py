@@ -51,11 +51,19 @@ class CallGuard:
     """Holds the engine for one call: refuses a second thread, a call inside a call, a closed executor, a forked copy.
 
     The frame of the call is what holds it. The policy and the callback of a rollout may make calls inside that call.
+
+    Attributes:
+        is_closed: the executor was closed.
+        is_foreign: this process is a fork of the one that made the executor.
+        hold: `("call", frame)` -> the frame that holds the guard: this one, unless another did already.
+        release: lets go of it, for a call that has ended without an exception; see `break_off`.
     """
 
     def __init__(self, engine: Guarded) -> None:
         self._engine = engine
         self._holder: dict[str, FrameType] = {}
+        self.hold = self._holder.setdefault  # one C function: two threads cannot both be first
+        self.release = self._holder.clear
         self.is_closed = False
         self.is_foreign = False
         _guards.add(self)
@@ -69,7 +77,7 @@ class CallGuard:
 
     def __enter__(self) -> None:
         frame = sys._getframe(1)
-        holder = self._holder.setdefault("call", frame)  # one C function: two threads cannot both be first
+        holder = self.hold("call", frame)
         if holder is not frame and not self._take_over(holder, frame):
             self.check()
             return
@@ -103,10 +111,25 @@ class CallGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._holder.get("call") is sys._getframe(1):
-            if error is not None and (not isinstance(error, EnvherdError) or self._engine.is_in_flight):
+        if error is not None:
+            self.break_off(sys._getframe(1), error)
+        elif self._holder.get("call") is sys._getframe(1):
+            self.release()
+
+    def break_off(self, frame: FrameType, error: BaseException) -> None:
+        """Let go of the guard after an exception.
+
+        Args:
+            frame: of the call; it holds the guard, unless it has let go already.
+            error: the exception.
+
+        Raises:
+            Closed: the executor was closed meanwhile.
+        """
+        if self._holder.get("call") is frame:
+            if not isinstance(error, EnvherdError) or self._engine.is_in_flight:
                 self._engine.is_dirty = True
-            self._holder.clear()
+            self.release()
         if self.is_closed and isinstance(error, Exception) and not isinstance(error, Closed):
             raise Closed("the call failed: this executor was closed while it waited. Make a new one.") from error
 

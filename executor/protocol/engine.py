@@ -7,11 +7,10 @@ loss) leaves every env in a known state. `BatchedEnv`, rollouts and the exchange
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,18 +21,18 @@ from tensordict import NonTensorData, TensorDictBase
 from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.fast_tensordict import set_leaf
 from envherd.executor.batches.hand_out import add_side
+from envherd.executor.batches.plain_actions import PlainIntake
 from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.batches.tensor_actions import LendingIntake
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.monitor.memory_log import MemoryLog
-from envherd.executor.monitor.running import announce
 from envherd.executor.monitor.statistics import Statistics, Tally, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
-from envherd.executor.protocol.env_batches import EnvBatches
+from envherd.executor.protocol.env_batches import Draft, EnvBatches
 from envherd.executor.protocol.env_states import Event
-from envherd.executor.protocol.flight import Flights
+from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
 from envherd.executor.protocol.side_data import SideData
@@ -41,9 +40,22 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import Busy, EnvherdError
 from envherd.workers.protocol import Op
-from envherd.workers.seeding import draw_root_seed
+from envherd.workers.seeding import as_root_seed
 
 _NO_EXTRAS: Mapping[int, messages.Prepare] = {}
+
+
+class Rolling:
+    """A context in which `engine.is_rolling` (0.3 us; a generator's takes 1)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.is_rolling = True
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.is_rolling = False
 
 
 class Engine:
@@ -88,11 +100,10 @@ class Engine:
         self.flights = Flights(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
         self.is_rolling = self.is_dirty = False
+        self._rolling = Rolling(self)
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
         self.ready_at = time.monotonic()
-        #: Takes this executor off the list that `envherd top` reads.
-        self.withdraw = self._announce()
         self.use_seed(seed)
 
     def _make_intake(self, index: int) -> GroupIntake:
@@ -124,14 +135,9 @@ class Engine:
         if self.is_rolling:
             raise Busy("the call failed: a rollout is in progress. Its policy and callback cannot step or reset envs.")
 
-    @contextlib.contextmanager
-    def rolling(self) -> Iterator[None]:
-        """Let the policy or callback of a rollout run, which must not step envs."""
-        self.is_rolling = True
-        try:
-            yield
-        finally:
-            self.is_rolling = False
+    def rolling(self) -> Rolling:
+        """Let the policy or callback of a rollout run, which must not step envs: `with engine.rolling(): ...`."""
+        return self._rolling
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -168,7 +174,7 @@ class Engine:
         places = self.positions.places
         if self._intake is not None or len(groups := set(places.group_of[env_ids].tolist())) == 1:
             intake = self._intake or self._intakes[groups.pop()]
-            for leaf, value in zip(intake.leaves, intake.current(places.row_of[env_ids]), strict=True):
+            for leaf, value in zip(intake.leaves, intake.current(places.rows_of(env_ids)), strict=True):
                 set_leaf(td, leaf.key, torch.from_numpy(value))
             if intake.side_leaves:
                 add_side(td, intake.side_keys, [self.side_inputs[i] for i in env_ids.tolist()])
@@ -196,16 +202,32 @@ class Engine:
         if not batch_size or batch_size[0] != self.num_envs:
             raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {batch_size}.")
         self.refuse_rolling()
-        batches, has_root = self.batches, op == Op.STEP_RESET
         flight = self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td))
-        draft = batches.draft(flight.at, has_root=has_root)
+        draft = self.batches.draft[op](flight.at) if self.batches.is_plain else None
+        return self.land_step(flight, draft)
+
+    def land_step(self, flight: Flight, draft: Draft | None) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Land a step of all envs, whose batches may have been drafted meanwhile; return what `step_all` does."""
+        batches = self.batches
         try:
             self.flights.land(flight)
         except EnvherdError as error:
             if flight.has_landed:
                 error.partial = batches.next_td(batches.next_leaves(flight.at))
             raise
-        return batches.finish(draft, flight.at, flight.ended, has_root=has_root)
+        if draft is not None:
+            return batches.finish(draft, flight.at, flight.ended)
+        return batches.after_step(flight.at, flight.ended, has_root=flight.op == Op.STEP_RESET)
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether a step of all may take or give more than tensors on the cpu, or have more to do than that."""
+        return not self.batches.is_plain or self.options.recycles or self.options.infos != "drop"
+
+    @property
+    def plain_intake(self) -> PlainIntake | None:
+        """What takes the actions of a step of all, if these are one leaf of one group."""
+        return None if self._intake is None else self._intake.plain
 
     def recover(self) -> None:
         """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""
@@ -301,11 +323,8 @@ class Engine:
 
     def use_seed(self, seed: int | None) -> None:
         """Draw random actions from a root seed."""
-        seed = draw_root_seed() if seed is None else int(seed)
-        if seed < 0:
-            raise ValueError(f"set_seed failed: expected a seed of at least 0, got {seed}.")
-        self.seed = seed
-        self.sampler = ActionSampler(self.specs, seed)
+        self.seed = as_root_seed(seed, "set_seed")
+        self.sampler = ActionSampler(self.specs, self.seed)
 
     def set_seed(self, seed: int | None) -> None:
         """Use a new root seed everywhere: the next reset of every env begins its episode 0."""
@@ -313,20 +332,10 @@ class Engine:
         self.use_seed(seed)
         self.pool.seed(self.seed)
 
-    def _announce(self) -> Callable[[], Any]:
-        segment = self.pool.segment
-        if segment is None:
-            return _nothing
-        return announce(self, segment, self.pool.plan, self.pool.blueprint.blocks, self.specs[0].family)
-
     def statistics(self) -> Statistics:
         """Return what was done so far."""
         flights = self.flights
         return count(self.pool, self.memory, Tally(flights.num_errors, flights.losses.num_interrupted, self.ready_at))
-
-
-def _nothing() -> None:
-    """Withdraw nothing: it was not announced."""
 
 
 def _as_seed(given: Any, env_id: int) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +16,10 @@ from envherd.executor.batches.transfer import Mover
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
 from envherd.shm.layout import Name
+from envherd.workers.protocol import Op
 
-
-class Draft(NamedTuple):
-    """The batches of a step, made before their memory is filled."""
-
-    buffer: np.ndarray | None
-    leaves: Leaves
-    next_td: TensorDict
-    root_td: TensorDict | None
+#: The batches of a step, made before their memory is filled: `(memory, None for views; next; root)`.
+Draft = tuple[np.ndarray | None, TensorDict, TensorDict | None]
 
 
 class EnvBatches:
@@ -42,6 +37,8 @@ class EnvBatches:
         groups: per group of equal envs, what hands out its rows.
         is_plain: one group on the cpu, with nothing besides the slab's leaves.
         root_shell: for all envs of that group.
+        draft: op -> `column -> draft`: makes the batches of a step before its rows are there, which `finish` fills in.
+            The parent does it while the workers step. Only where batches are plain.
     """
 
     def __init__(
@@ -58,6 +55,7 @@ class EnvBatches:
         self.root_shell = first.shell("root", (first.num_rows,))
         self._next_shell = first.shell("next", (first.num_rows,))
         self._root_shell_over_next = first.root_shell_over_next((first.num_rows,))
+        self.draft = {op: self._drafter(has_root=op == Op.STEP_RESET) for op in (Op.STEP, Op.STEP_RESET)}
 
     def _make_group(self, index: int, device: torch.device | None) -> GroupBatch:
         positions, has_interrupted = self._positions, self._has_interrupted
@@ -68,44 +66,46 @@ class EnvBatches:
 
     # ---- steps of all envs -------------------------------------------------------------------
 
-    def draft(self, column: int, *, has_root: bool) -> Draft | None:
-        """Make the batches of a step before its rows are there; None where that is not worth it.
+    def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
+        """Return what drafts the batches of a step to a column; see `draft`."""
+        batch, build_next, build_root = self.groups[0], self._next_shell.build, self._root_shell_over_next.build
+        blank, views = batch.blank_next, batch.next_views
 
-        The parent does it while the workers step. `finish` fills it in.
-        """
-        if not self.is_plain:
-            return None
-        batch = self.groups[0]
-        if self._is_copy:
-            buffer, leaves = batch.blank_next()
-        else:
-            buffer, leaves = None, batch.next_views(column)
-        root = self._root_shell_over_next.build(leaves) if has_root else None
-        return Draft(buffer, leaves, self._next_shell.build(leaves), root)
+        def draft_copy(_: int) -> Draft:
+            buffer, leaves = blank()
+            return buffer, build_next(leaves), build_root(leaves) if has_root else None
 
-    def finish(
-        self, draft: Draft | None, column: int, reset_ids: np.ndarray | None, *, has_root: bool
-    ) -> tuple[TensorDictBase, TensorDictBase | None]:
-        """Return the `next` batch of a step, and the root after it if that is wanted.
+        def draft_views(column: int) -> Draft:
+            leaves = views(column)
+            return None, build_next(leaves), build_root(leaves) if has_root else None
+
+        return draft_copy if self._is_copy else draft_views
+
+    def finish(self, draft: Draft, column: int, reset_ids: np.ndarray | None) -> tuple[TensorDict, TensorDict | None]:
+        """Return the `next` batch `[N]` of a step, and the root after it.
 
         Args:
             draft: of this step.
             column: of the ring.
             reset_ids: int64 `[k]`, envs that were reset after the step; None for none.
-            has_root: whether the root is wanted.
 
         Returns:
-            Batches `[N]`: copies, or views if the executor hands out views. The root shares the leaves of `next`
-            unless an env was reset.
+            Copies, or views if the executor hands out views. The root shares the leaves of `next` unless an env was
+            reset.
         """
-        if draft is None:
-            leaves = self.next_leaves(column)
-            return self.next_td(leaves), self._root_after(leaves, column, reset_ids) if has_root else None
-        if draft.buffer is not None:
-            draft.buffer[:] = self.groups[0].next_bytes[column]
-        if has_root and reset_ids is not None:
-            return draft.next_td, self.root_shell.build(self.groups[0].mended_roots(column, reset_ids))
-        return draft.next_td, draft.root_td
+        buffer, next_td, root = draft
+        if buffer is not None:
+            buffer[:] = self.groups[0].next_bytes[column]
+        if reset_ids is not None and root is not None:
+            root = self.root_shell.build(self.groups[0].mended_roots(column, reset_ids))
+        return next_td, root
+
+    def after_step(
+        self, column: int, reset_ids: np.ndarray | None, *, has_root: bool
+    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Return what `finish` does, of rows that are there, and that need not be plain; without root if not wanted."""
+        leaves = self.next_leaves(column)
+        return self.next_td(leaves), self._root_after(leaves, column, reset_ids) if has_root else None
 
     def next_leaves(self, column: int) -> list[Leaves]:
         """Return the `next` leaves of each group at a column: copies, or views if the executor hands out views."""

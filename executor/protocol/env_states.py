@@ -130,8 +130,9 @@ class EnvStates:
 
     Attributes:
         values: int8 `[N]`, a `State` each.
-        ops: int64 `[N]`, the `Op` of each env's latest command.
+        ops: int64 `[N]`, the `Op` of the command of each env that has one.
         columns: int64 `[N]`, the column that this command names.
+        running: the bytes of `values` where all envs are RUNNING.
     """
 
     def __init__(self, num_envs: int) -> None:
@@ -139,11 +140,11 @@ class EnvStates:
         self.ops = np.zeros(num_envs, np.int64)
         self.columns = np.zeros(num_envs, np.int64)
         self._all_ids = np.arange(num_envs)
-        self._running = bytes([_RUNNING]) * num_envs
+        self.running = bytes([_RUNNING]) * num_envs
 
     def are_running(self) -> bool:
         """Return whether all envs are RUNNING."""
-        return self.values.tobytes() == self._running
+        return self.values.tobytes() == self.running
 
     @property
     def needs_reset(self) -> np.ndarray:
@@ -163,7 +164,7 @@ class EnvStates:
             ResetNeeded: a step of an env that must be reset.
         """
         values = self.values[env_ids]
-        if event != Event.RESET and values.tobytes() == self._running[: len(values)]:
+        if event != Event.RESET and values.tobytes() == self.running[: len(values)]:
             return
         following = _NEXT[event][values]
         if _IMPOSSIBLE_BYTE not in following.tobytes():

@@ -122,24 +122,33 @@ class Exchange:
             positions.interrupted[env_ids] = False  # of an earlier step of all
 
     def recv(
-        self, min_envs: int | None, timeout_s: float | None, env_ids: np.ndarray | None, *, with_root: bool
+        self,
+        min_envs: int | None,
+        max_envs: int | None,
+        timeout_s: float | None,
+        env_ids: np.ndarray | None,
+        *,
+        with_root: bool,
     ) -> TensorDictBase:
-        """Wait for the first `min_envs` (None: all) of the envs that were sent, or of some; see `BatchedEnv.recv`."""
+        """Wait for some of the envs that were sent; see `BatchedEnv.recv`."""
         is_sent = self._engine.states.under_way
         sent = is_sent.nonzero()[0] if env_ids is None else env_ids
         if env_ids is not None and not is_sent[env_ids].all():
             idle = env_ids[~is_sent[env_ids]].tolist()
             raise ValueError(f"recv failed: expected envs that were sent, got envs {idle} that were not.")
-        wanted = len(sent) if min_envs is None else min_envs
-        if not 0 < wanted <= len(sent):
-            raise ValueError(f"recv failed: expected 1 to {len(sent)} envs (as many as were sent), got {wanted}.")
-        ready = self._engine.flights.wait_for(sent, wanted, timeout_s)
-        if len(ready) < wanted:
+        least = len(sent) if min_envs is None else min_envs
+        most = least if max_envs is None else min(max_envs, len(sent))
+        if not 0 < least <= len(sent):
+            raise ValueError(f"recv failed: expected 1 to {len(sent)} envs (as many as were sent), got {least}.")
+        if max_envs is not None and max_envs < least:
+            raise ValueError(f"recv failed: expected max_envs of at least {least} (min_envs), got {max_envs}.")
+        ready = self._engine.flights.wait_for(sent, least if timeout_s is None else most, timeout_s)
+        if len(ready) < least:
             raise TimeoutError(
-                f"recv failed: expected {wanted} envs within {timeout_s:g} s, got {len(ready)}. "
+                f"recv failed: expected {least} envs within {timeout_s:g} s, got {len(ready)}. "
                 f"Nothing is lost: recv again."
             )
-        return self._take(sent if env_ids is not None and wanted == len(sent) else ready[:wanted], with_root=with_root)
+        return self._take(sent if env_ids is not None and least == len(sent) else ready[:most], with_root=with_root)
 
     def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
         """Make the batch for envs that have answered, and take them off the list of those sent."""

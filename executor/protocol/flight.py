@@ -163,13 +163,14 @@ class Flights:
             Busy, ResetNeeded, ActionError, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
         """
         is_mixed = resets is not None or cut is not None
-        is_plain = ids is None and not is_mixed and op != Op.RESET and self.states.are_running()
+        is_plain = ids is None and not is_mixed and op != RESET and self.states.are_running()
+        concerned = self.all_ids if ids is None else ids
         if not is_plain:
-            self._check(op, ids, resets, cut)
+            self._check(op, concerned, resets, cut)
         if not is_late:
-            if op == Op.RESET and self._recycler is not None:
-                self._recycler.before_resets(self.all_ids if ids is None else ids)
-            self.pool.await_workers(self.all_ids if ids is None else ids)
+            if op == RESET and self._recycler is not None:
+                self._recycler.before_resets(concerned, self.losses.lose)
+            self.pool.await_workers(concerned)
         if write_inputs is not None:
             write_inputs()
         if at is None:
@@ -193,16 +194,15 @@ class Flights:
             self.current = flight.outer
         return flight
 
-    def _check(self, op: Op, ids: np.ndarray | None, resets: np.ndarray | None, cut: np.ndarray | None) -> None:
-        stepped = self.all_ids if ids is None else ids
+    def _check(self, op: Op, env_ids: np.ndarray, resets: np.ndarray | None, cut: np.ndarray | None) -> None:
         for others in (resets, cut):
             if others is not None:
-                stepped = np.setdiff1d(stepped, others)
+                env_ids = np.setdiff1d(env_ids, others)
                 self.states.check(Op.RESET, others)
-        self.states.check(op, stepped)
+        self.states.check(op, env_ids)
 
     def _next_column(self, op: Op, ids: np.ndarray | None) -> Any:
-        if op == Op.RESET:
+        if op == RESET:
             return self.positions.reset_columns(self.all_ids if ids is None else ids)
         return self.positions.next_column() if ids is None else self.positions.next_columns(ids)
 
@@ -223,24 +223,35 @@ class Flights:
             states.start(resets, Op.RESET, at + positions.where.root_ahead)
         if cut is not None and op == Op.STEP_RESET:
             states.start(cut, Op.RESET, at + positions.where.root_ahead)
+        elif cut is not None:
+            states.start(cut, op, at)  # no worker has it: its row is complete
 
     def _submit(self, flight: Flight, flags: int, *, is_late: bool) -> None:
-        pool, op, where, cut = self.pool, flight.op, self.positions.where, flight.cut
-        for env_id in flight.ids.tolist() if flight.extras else ():
-            if env_id in flight.extras:
-                pool.prepare(flight.extras[env_id])
+        pool, op, target, ids, cut = self.pool, flight.op, self.positions.where.target, flight.ids, flight.cut
         if flight.extras:
+            for env_id in ids.tolist():
+                if env_id in flight.extras:
+                    pool.prepare(flight.extras[env_id])
             flags |= Flag.PREPARED
         if flight.is_all and isinstance(flight.at, int) and cut is None:
-            pool.submit_all(op, where.target, flight.at, flight.resets)
+            pool.submit_all(op, target, flight.at, flight.resets)
             return
-        ids = flight.ids if cut is None or op == Op.STEP_RESET else np.setdiff1d(flight.ids, cut)
-        columns = self.states.columns[ids]
+        if cut is not None and op != STEP_RESET:
+            ids = np.setdiff1d(ids, cut)
+        columns = self.states.columns[ids] if flight.at.__class__ is int or cut is not None else flight.at
         if is_late:
-            pool.submit_later(ids, op, where.target, columns, flags)
+            pool.submit_later(ids, op, target, columns, flags)
             pool.nudge()  # this may be the successor already, with no worker left to rebuild
         else:
-            pool.submit(ids, op if cut is None else self.states.ops[ids], where.target, columns, flags)
+            pool.submit(ids, op if cut is None else self.states.ops[ids], target, columns, flags)
+
+    def adopt(self, op: Op, at: int) -> Flight:
+        """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given, and does not land."""
+        flight = Flight(self, op, None, at)
+        flight.outer = None
+        self.states.start_all(op, at)
+        self.current = flight
+        return flight
 
     # ---- land --------------------------------------------------------------------------------
 
@@ -290,6 +301,8 @@ class Flights:
     def _close(self, flight: Flight, event: Event | None = None) -> None:
         """End a flight; its envs' states follow from an event, or have been noted."""
         if event is not None:
+            if flight.cut is not None:
+                self.states.move(flight.cut, Event.IS_LOST)
             self.states.move(flight.ids[self.states.under_way[flight.ids]], event)
         self.current = flight.outer
 

@@ -64,10 +64,11 @@ class Positions:
         self.has_interrupted = options.on_worker_loss == "restart"
         self.interrupted = np.zeros((self.num_envs, 1), bool)
         self.ring = self.where = ring_columns(slab, self.places)
-        self._before: tuple[Columns, np.ndarray, np.ndarray] | None = None  # a move that is not complete
+        self._before: tuple[Columns, np.ndarray, np.ndarray, np.ndarray] | None = None  # a move that is not complete
         self.column = 0
         self._columns = np.zeros(self.num_envs, np.int64)
         self._in_root = np.ones(self.num_envs, bool)
+        self._step_columns = np.zeros(self.num_envs, np.int64)  # of the ring, of each env's latest step
         self._stepped_to: int | None = None  # a column that all envs were stepped to, which the two do not say yet
         self._following = (np.arange(self.num_frames) + 1) % self.num_frames
         self._is_mixed = False  # whether latest rows may be in several columns
@@ -87,7 +88,7 @@ class Positions:
 
     def _catch_up(self) -> None:
         if self._stepped_to is not None:
-            self._columns[:] = self._stepped_to
+            self._columns[:] = self._step_columns[:] = self._stepped_to
             self._in_root[:] = False
             if self._reset_there is not None:
                 self._in_root[self._reset_there] = True
@@ -108,34 +109,29 @@ class Positions:
         return self.column
 
     def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
-        """Return the ring columns for a command to some envs, int64 `[k]`: one after each env's own latest."""
+        """Return the ring columns for a command to some envs, int64 `[k]`: one after that of each env's latest step."""
         self._is_mixed = True
-        return np.asarray(self._following[self.columns[env_ids]])
+        self._catch_up()
+        return np.asarray(self._following[self._step_columns[env_ids]])
 
     def reset_columns(self, env_ids: np.ndarray) -> np.ndarray:
-        """Return the ring columns for resets, int64 `[k]`: where the envs are, so that no frame is used up.
+        """Return the ring columns for resets, int64 `[k]`: of the envs' latest steps, so that no frame is used up.
 
-        A reset writes roots alone, and views are handed out of steps alone. All envs together go to one column. An env
-        that is at the root of that column goes to the column before it: a reset that is broken off may leave a root of
-        which only some leaves are written.
+        A reset writes roots alone, and views are handed out of steps alone. An env that is at the root of that column
+        goes to the column before it: a reset that is broken off may leave a root of which only some leaves are written.
         """
-        is_all = len(env_ids) == self.num_envs
-        columns = np.full(self.num_envs, self.column) if is_all else self.columns[env_ids]
-        is_there = self.in_root[env_ids] & (self.columns[env_ids] == columns)
-        if not is_there.any():
-            return columns
-        self._is_mixed = True
-        before = (columns - 1) % self.num_frames
-        if not is_all:
-            return np.where(is_there, before, columns)
-        for env_id in np.flatnonzero(self.in_root & (self.columns == before)).tolist():
-            self._move_latest(env_id, self.column)
-        return before
+        self._catch_up()
+        columns = self._step_columns[env_ids]
+        is_there = self._in_root[env_ids] & (self._columns[env_ids] == columns)
+        if is_there.any():
+            self._is_mixed = True  # in a ring of two frames, the next step writes to the column before
+        return np.asarray((columns - is_there) % self.num_frames)
 
     def _keep_latest(self, column: int) -> None:
         """Put aside the latest rows in a column that is to be written: they are needed should the step fail."""
         for env_id in np.flatnonzero(self.columns == column).tolist():
             self._move_latest(env_id, (column - 1) % self.num_frames)
+            self._step_columns[env_id] = column
 
     def _move_latest(self, env_id: int, column: int) -> None:
         """Copy an env's latest row to the root of a column and note that it is there.
@@ -178,23 +174,22 @@ class Positions:
             self._move(self.ring, self.column)
 
     def _move(self, where: Columns, column: int) -> None:
-        self._before = self.where, self.columns.copy(), self.in_root.copy()
+        self._before = self.where, self.columns.copy(), self._in_root.copy(), self._step_columns.copy()
         for group, (arrays, env_ids) in enumerate(zip(where.groups, self.places.env_ids, strict=True)):
             leaves = root_leaves(self.slab.groups[group].spec)
             for leaf, latest in zip(leaves, self.gather_roots(group, env_ids), strict=True):
                 arrays["root", *leaf.key][column] = latest
         if self._side.has_values:
             self._side.root = self._side.latest(self.in_root)
-        self._columns[:] = column
+        self._columns[:] = self._step_columns[:] = column
         self._in_root[:] = True
         self._is_mixed = False
         self.where = where
         self._before = None
 
-    def _undo(self, where: Columns, columns: np.ndarray, in_root: np.ndarray) -> None:
+    def _undo(self, where: Columns, columns: np.ndarray, in_root: np.ndarray, step_columns: np.ndarray) -> None:
         """Be where all envs were before a move. It has written to roots alone at which none of them was."""
-        self._columns[:] = columns
-        self._in_root[:] = in_root
+        self._columns[:], self._in_root[:], self._step_columns[:] = columns, in_root, step_columns
         self._is_mixed = True
         self.where = where
         self._before = None
@@ -233,7 +228,7 @@ class Positions:
     def stepped(self, env_ids: np.ndarray, columns: np.ndarray, ended: np.ndarray | None = None) -> np.ndarray:
         """Note that some envs were stepped to columns of their own; return `ended`, bool `[k]`, found if None."""
         self._catch_up()
-        self._columns[env_ids] = columns
+        self._columns[env_ids] = self._step_columns[env_ids] = columns
         self._in_root[env_ids] = False
         if ended is None:
             ended = self.where.next_done_of(env_ids, columns)

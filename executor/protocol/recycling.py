@@ -63,10 +63,16 @@ class Recycler:
         self._pool = pool
         self._began = np.zeros(self._pool.num_workers, np.int64)  # resets of each worker's envs when it came
 
-    def before_resets(self, env_ids: np.ndarray) -> None:
-        """Replace the workers that are due and all of whose envs are about to be reset."""
+    def before_resets(self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]) -> None:
+        """Replace the workers that must be replaced and all of whose envs are about to be reset.
+
+        Args:
+            env_ids: int `[k]`, which will be reset.
+            lose: notes that envs must be reset, int `[k]`: an interrupt may come before their reset.
+        """
         for worker_id in self._whole_workers(env_ids):
             if self._is_due(worker_id, num_begun=0) and self._are_reset_whole(worker_id):
+                lose(np.array(self._pool.blueprint.blocks[worker_id]))
                 self._replace(worker_id)
 
     def after_steps(self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew) -> None:

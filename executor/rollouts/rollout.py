@@ -18,6 +18,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 
 from envherd.executor.batches.hand_out import stack_groups
 from envherd.executor.protocol.columns import storage_columns
+from envherd.executor.protocol.fast_step import compile_command
 from envherd.executor.rollouts.policy_state import Carried, check_acted, leaf_keys
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.executor.rollouts.storage import Lease, StorageShelf
@@ -67,39 +68,7 @@ class RolloutRunner:
         out: TensorDictBase | None = None,
         primer: TensorDictBase | None = None,
     ) -> TensorDictBase:
-        """Collect up to `max_steps` steps of all envs.
-
-        Args:
-            env: the executor, for the callback.
-            max_steps: T, at least 1.
-            policy: takes a root batch `[N]` (VIEWS of the rollout: read, do not write) and returns a
-                batch with the action, and whatever else should be kept (log-probabilities, hidden
-                states); None draws random actions. Runs without grad. What it puts into `next` besides
-                the envs' keys is in the root that it is given next, untouched.
-            callback: called with the executor and each step's batch, `next` included (VIEWS of the rollout). It and
-                the policy may ask the envs things (`get`, `call`, `current`, `infos`), but not step or reset them.
-            auto_reset: reset all envs first. False goes on from where they are, and resets those that have ended.
-            break_when_any_done: stop after the first step at which an env ends. False resets the envs
-                that end, and always collects `max_steps`.
-            tensordict: with `auto_reset=False`, the root that the caller holds. Of it only what is not
-                the envs' is used: the policy's state before the first step.
-            set_truncated: mark the last step of every env `truncated` and `done`, its agents too.
-            out: batch `[N, T]` to fill; no more steps are made than it has room for. A whole one that an earlier
-                rollout returned, and that is filled to its end, is written by the workers in place; any other by a
-                copy at the end. Where an end stops the rollout early, what is beyond the returned steps is undefined.
-            primer: batch `[N]` of the policy's state at the begin of an episode; the rows of envs that
-                are reset get it.
-
-        Returns:
-            Batch `[N, t]`, time last: root observation, action, `next`. Memory of the caller's own
-            (no later rollout writes it). A process forked from this one shares it: what either changes
-            in place, the other sees; clone what is to be changed there.
-
-        Raises:
-            ValueError: `max_steps`, `out` or `tensordict` do not fit the envs.
-            EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout
-                is lost; the executor goes on.
-        """
+        """Collect up to `max_steps` steps of all envs; `env` is given to the callback. See `BatchedEnv.rollout`."""
         engine = self._engine
         if max_steps < 1:
             raise ValueError(f"rollout failed: expected max_steps of at least 1, got {max_steps}.")
@@ -211,6 +180,7 @@ class _Run:
         self._fresh, self._cut = self._engine.reset_for_rollout(auto_reset=auto_reset)
         lease = self._lease
         self._positions.move_to(storage_columns(lease.target, lease.storage, self._positions.places))
+        self._commands = {op: compile_command(self._engine, op) for op in (Op.STEP, Op.STEP_RESET)}
 
     def go(self, num_steps: int) -> int:
         """Step until the end; return how many steps were made."""
@@ -223,9 +193,10 @@ class _Run:
                 acted = self._act(step)
             op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
             cut, self._cut = self._cut, None
-            flight = flights.begin(op, at=step, cut=cut)
+            flight = self._commands[op](step) if cut is None else flights.begin(op, at=step, cut=cut)
             try:
-                flights.land(flight)
+                if not flight.has_landed:
+                    flights.land(flight)
             except EnvherdError:
                 self.carried.renew(flight.fresh)
                 raise

@@ -1,4 +1,4 @@
-"""What scripts write into pages: between their own lines, again and again; and the README's tables."""
+"""What scripts write into pages: between their own lines, again and again; and the summary's tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.extras import skip_without
 skip_without("cli")
 
 from envherd.benchmarks import ours, peers
-from envherd.benchmarks.page import sheet_beside, sheet_of_facades
+from envherd.benchmarks.page import sheet_of_facades, sheet_of_others
 from envherd.benchmarks.parts import write_part
 
 
@@ -31,18 +31,19 @@ def row(steps_per_s, ratio=None):
     return {"status": "measured", "cpu_ratio": ratios, "wall_ratio": ratios, **figures}
 
 
-def test_the_readmes_tables_have_what_was_measured_and_nothing_else():
+def test_the_summarys_tables_have_what_was_measured_and_nothing_else():
     tiny = {ours.AUTO: row(80_000, 1.0), peers.GYMNASIUM_ASYNC: row(5_000, 16.0), peers.TIANSHOU: {"status": "gone"}}
     cartpole = {ours.AS_SB3: row(24_000, 0.5), peers.SB3_SUBPROC: row(5_000, 3.0), ours.AS_SB3_WIDE: {"status": "no"}}
     workloads = {
         "tiny": {"reference": ours.AUTO, "contenders": tiny},
         "cartpole": {"reference": ours.ONE, "contenders": cartpole},
     }
-    beside = sheet_beside({"workloads": workloads})
-    assert beside.rows == [
-        ["cost nothing, 4 floats", peers.GYMNASIUM_ASYNC, "1,600", "100", "16x (15-17)", "16x (15-17)"]
+    others = sheet_of_others({"workloads": workloads})
+    assert others.rows == [
+        ["no-op envs, 4 floats", peers.GYMNASIUM_ASYNC, "1,600", "100", "16x (15-17)", "16x (15-17)"]
     ]
     assert sheet_of_facades({"workloads": workloads}).rows == [
         [f"{ours.AS_SB3}: {peers.SB3_SUBPROC}", "1,600", "333", "6.0x", "6.0x"]
     ]
-    assert not sheet_beside({}).rows
+    assert not sheet_of_others({"workloads": workloads}, ("tiny",), (peers.TIANSHOU,)).rows
+    assert not sheet_of_others({}).rows

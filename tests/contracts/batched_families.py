@@ -51,7 +51,7 @@ def _vector(kind: str, mode: str) -> Family:
     titles = {
         "sync": "Gymnasium `SyncVectorEnv`",
         "async": "Gymnasium `AsyncVectorEnv`",
-        "custom": "Gymnasium `VectorEnv` of one's own",
+        "custom": "custom Gymnasium `VectorEnv`",
         "wrapped": "Gymnasium `SyncVectorEnv` in a vector wrapper",
     }
     # A SyncVectorEnv is switched out of SAME_STEP, in which it can lose last observations.

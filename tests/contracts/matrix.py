@@ -13,8 +13,8 @@ COLUMNS = {
     "with the same seeds and actions",
     "partial resets": "the same, with resets of random envs (or rows) by mask, in the middle of episodes and at their "
     "ends",
-    "invalid transitions": "of so many collected, those that the env driven by hand did not make: steps that only "
-    "reset, observations of the next episode as last ones, steps after an end",
+    "invalid transitions": "the number of collected transitions, and of those that the env driven by hand did not "
+    "make: steps that only reset, observations of the next episode as last ones, steps after an end",
     "seeds": "the same seed gives the same data on one worker and on two, another seed gives others",
     "rendering": "the size of a picture",
     "async": "envs sent and received one by one, compared as above",

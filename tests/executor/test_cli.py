@@ -117,7 +117,7 @@ def test_help_names_every_option():
         (["python:my_envs:Break"], "Breaks"),
         ([COUNTING, "--policy", "my_envs:stubbor"], "stubborn"),
         ([COUNTING, "--policy", "stubborn"], "MODULE:CALLABLE"),
-        ([COUNTING, "--out", "."], "expected no such path"),
+        ([COUNTING, "--out", "."], "expected a new or empty directory"),
         ([COUNTING, "--envs", "0"], "--envs"),
         ([COUNTING, "--steps", "many"], "--steps"),
     ],

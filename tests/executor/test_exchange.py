@@ -16,7 +16,7 @@ from envherd.shm.sync import Doorbell
 from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
 from tests.executor.sized_envs import SleepingEnv
 from tests.faults.envs import HaltingEnv
-from tests.gates import Gate
+from tests.gates import Gate, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -295,3 +295,37 @@ def test_what_is_neither_ids_nor_a_mask_is_refused(make, env_ids):
         for ask in (env.current, lambda ids: env.get("num_steps", ids), lambda ids: env.set("length", 1, ids)):
             with pytest.raises(ValueError, match=r"expected env ids as integers, or as a bool mask of shape \(3,\)"):
                 ask(env_ids)
+
+
+@pytest.mark.slow
+class TestAtMost:
+    """`recv(min_envs, timeout_s, max_envs=...)`: no env that is ready is held back."""
+
+    def test_all_that_are_ready_come_without_a_deadline(self):
+        with ParallelEnv(4, CountingEnv, num_workers=2, seed=0) as env:
+            env.reset()
+            env.send(env.rand_action())
+            wait_for(lambda: not len(env.engine.pool.outstanding()))
+            assert len(env.recv(1, max_envs=3)) == 3
+            assert len(env.recv(1, max_envs=3)) == 1
+
+    def test_at_the_deadline_those_come_that_are_ready(self, tmp_path):
+        gate = Gate(tmp_path)
+        make = [CountingEnv, CountingEnv, functools.partial(HaltingEnv, gate, 1)]
+        with ParallelEnv(3, make, num_workers=3, seed=0) as env:
+            env.reset()
+            env.send(env.rand_action())
+            wait_for(lambda: env.engine.pool.outstanding().tolist() == [2])
+            assert sorted(env.recv(1, 0.01, max_envs=3)["env_ids"].tolist()) == [0, 1]
+            with pytest.raises(TimeoutError, match=r"expected 1 envs within 0\.01 s, got 0"):
+                env.recv(1, 0.01, max_envs=1)
+            gate.open()
+            assert env.recv(1, 60.0, max_envs=3)["env_ids"].tolist() == [2]
+
+    def test_fewer_at_most_than_at_least_are_refused(self):
+        with SerialEnv(3, CountingEnv) as env:
+            env.reset()
+            env.send(env.rand_action())
+            with pytest.raises(ValueError, match="expected max_envs of at least 2"):
+                env.recv(2, max_envs=1)
+            assert len(env.recv()) == 3

@@ -217,3 +217,27 @@ def test_a_serial_executor_that_cannot_be_made_closes_its_envs(monkeypatch, fail
     with pytest.raises(SpecError if disagrees else TypeError):
         SerialEnv(2, Growing)
     assert Growing.num_closed == 2
+
+
+@pytest.mark.parametrize("kind", [SerialEnv, functools.partial(ParallelEnv, num_workers=1)])
+class TestWhatIsGivenFirst:
+    def test_a_list_of_factories_says_how_many(self, kind):
+        with kind([CountingEnv] * 3) as env:
+            assert env.num_envs == 3
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((CountingEnv, 4), r"expected the number of envs first, got <class .*CountingEnv.*Write \(4, make_env\)"),
+            (([CountingEnv], 1), "expected the number of envs first"),
+            ((4,), "got builtins.NoneType"),
+        ],
+    )
+    def test_arguments_in_another_order_are_refused_with_the_right_one(self, kind, arguments, message):
+        with pytest.raises(FactoryError, match=message):
+            kind(*arguments)
+
+    @pytest.mark.parametrize("seed", [-1, "a", 1.5, True])
+    def test_what_is_no_seed_is_refused_before_anything_starts(self, kind, seed):
+        with pytest.raises(ValueError, match="seed failed: expected an integer of at least 0, or None, got "):
+            kind(1, CountingEnv, seed=seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -26,6 +27,7 @@ from envherd.executor import (
     ExecutorOptions,
     InternalError,
     ParallelEnv,
+    ResetNeeded,
     SerialEnv,
     WorkerLost,
     WorkerTimeout,
@@ -125,6 +127,29 @@ class TestBetweenRollouts:
             data = env.rollout(1, auto_reset=False, break_when_any_done=False)
             assert counters(data) == [[1], [0]]
             assert words["resets"].tolist() == [2, 2]
+
+    @pytest.mark.parametrize("fault", ["kill", "value_error"])
+    def test_of_one_step_in_which_another_env_fails(self, tmp_path, fault):
+        """The row of the env that was lost before is of this step, though it makes none."""
+        fails = functools.partial(FaultyEnv, fault, step=1, flag=str(tmp_path / "failed"), length=2)
+        with ParallelEnv(2, [fails, ENDLESS], num_workers=1 + (fault != "kill"), options=RESTART) as env:
+            (tmp_path / "failed").touch()
+            env.rollout(2, break_when_any_done=False)
+            (tmp_path / "failed").unlink()
+            kill(env, -1)
+            with contextlib.suppress(WorkerLost):  # which is known before the step
+                env.get("num_steps")
+            if fault == "kill":
+                data = env.rollout(1, auto_reset=False)
+                assert flags(data, "interrupted") == [True, True]
+                assert counters(data) == counters(data["next"]) == [[0], [2]]
+            else:
+                with pytest.raises(EnvError, match="env 0"):
+                    env.rollout(1, auto_reset=False)
+            assert env.current()["done"].all()
+            with pytest.raises(ResetNeeded):
+                env.step(act(env))
+            assert counters(env.rollout(2, auto_reset=False, break_when_any_done=False)) == [[0, 1], [0, 1]]
 
 
 class TestSuccessorsThatFail:

@@ -371,3 +371,22 @@ class TestLosses:
                     env.step(act(env))
                 nexts = caught.value.partial
             assert counters(nexts) == [1, 1]
+
+
+@pytest.mark.parametrize("ring_frames", [2, 4])
+def test_resets_use_up_no_frame(ring_frames):
+    """However often envs are reset, a batch of views is valid until its env has made `ring_frames` further steps."""
+    with SerialEnv(2, ENDLESS, copy=False, options=ExecutorOptions(ring_frames=ring_frames)) as env:
+        env.reset()
+        view = env.step(act(env))["next"]
+        before = view.clone()
+        for _ in range(3):
+            env.reset()
+            env.reset(only(env, 0))
+        env.send(act(env)[:1], [0])
+        assert env.recv()["next", "observation"][0, 1] == 1
+        env.reset(only(env, 0))
+        for _ in range(ring_frames - 2):
+            env.step(act(env))
+        assert torch.equal(view["observation"], before["observation"])
+        assert torch.equal(view["reward"], before["reward"])

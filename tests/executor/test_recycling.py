@@ -96,12 +96,13 @@ def test_an_env_that_does_not_leak_does_not_grow():
 
 @pytest.mark.parametrize("name", ["recycle_after", "max_worker_memory"])
 def test_a_limit_that_cannot_be(name):
-    with pytest.raises(ValueError, match=f"expected {name} of at least 1, or None, got 0"):
+    with pytest.raises(ValueError, match=f"expected {name} to be an integer of at least 1, or None, got 0"):
         ExecutorOptions(**{name: 0})
 
 
+@pytest.mark.parametrize("way", ["after a step", "before a reset"])
 @pytest.mark.parametrize("name", ["dismiss", "collect_specs"])
-def test_an_interrupt_while_a_worker_is_replaced(name, monkeypatch):
+def test_an_interrupt_while_a_worker_is_replaced(name, way, monkeypatch):
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -111,7 +112,7 @@ def test_an_interrupt_while_a_worker_is_replaced(name, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(env._pool.crew, name, interrupt)
             with pytest.raises(KeyboardInterrupt):
-                env.step_and_maybe_reset(act(root))
+                env.step_and_maybe_reset(act(root)) if way == "after a step" else env.reset()
         with pytest.raises(ResetNeeded):
             env.step_and_maybe_reset(act(root))
         root = env.reset()

@@ -179,7 +179,7 @@ def test_keyword_arguments_reach_the_envs_reset_unchanged(make):
         ({"seed": [123, "x", 3]}, r"expected an integer or None as seed, got 'x' \(env 1\)"),
         ({"seed": [123]}, "expected 3 items in seed, got 1"),
         ({"seed": 9, "list_of_kwargs": [{}]}, "expected 3 items in list_of_kwargs, got 1"),
-        ({"seed": -3, "level": 1}, "expected a seed of at least 0, got -3"),
+        ({"seed": -3, "level": 1}, "expected an integer of at least 0, or None, got -3"),
     ],
 )
 def test_of_a_refused_reset_nothing_is_kept(make, refused, message):
@@ -207,7 +207,7 @@ def test_of_a_reset_with_an_argument_that_cannot_be_sent_nothing_is_kept():
 @both
 def test_a_refused_root_seed_changes_nothing(make):
     with make(2, long_env, seed=5) as env, make(2, long_env, seed=5) as other:
-        with pytest.raises(ValueError, match="at least 0, got -3"):
+        with pytest.raises(ValueError, match="at least 0, or None, got -3"):
             env.set_seed(-3)
         assert env.seed == 5
         assert torch.equal(env.reset()["observation"], other.reset()["observation"])

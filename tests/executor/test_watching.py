@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import stat
 import subprocess
 import sys
 import urllib.error
@@ -17,17 +15,20 @@ import pytest
 from envherd.executor import ParallelEnv, SerialEnv
 from envherd.executor.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
 from envherd.executor.monitor.loads import quantile
-from envherd.executor.monitor.running import FOLDER_VARIABLE, listings, stale_files
+from envherd.executor.monitor.running import listings
 from envherd.executor.monitor.watching import Watch, stack_of
+from envherd.executor.pools.slab_plate import LABEL
+from envherd.shm.nameplate import create_named, find
+from envherd.shm.segment import Segment
 from envherd.shm.slab import NUM_BINS, bin_of
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
 from tests.gates import wait_for
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "running"))
+def own_listings():
+    """Return the executors of this process: others may run on this machine."""
+    return [one for one in listings() if one.pid == os.getpid()]
 
 
 def rolled(env, steps=60):
@@ -48,10 +49,8 @@ def test_quantiles_of_a_histogram():
 @pytest.mark.slow
 def test_statistics_and_a_watch_from_outside_agree():
     with ParallelEnv(3, CountingEnv, num_workers=2, seed=0) as env:
-        (listing,) = listings()
+        (listing,) = own_listings()
         assert (listing.pid, listing.env, listing.blocks) == (os.getpid(), "plain", ((0, 1), (2,)))
-        mode = stat.S_IMODE(listing.path.stat().st_mode), stat.S_IMODE(listing.path.parent.stat().st_mode)
-        assert mode == (0o600, 0o700)
         watch = Watch(listing)
         rolled(env)
         wait_for(lambda: {told.phase for told in env.statistics().workers} == {"idle"})  # soon after the last answer
@@ -68,8 +67,7 @@ def test_statistics_and_a_watch_from_outside_agree():
             assert seen.steps_per_s > 0
             assert 0 < seen.uss_bytes <= seen.rss_bytes
         assert "loop.py" in stack_of(inside.workers[0].pid)
-    assert list(listings()) == []
-    assert not listing.path.exists()
+    assert own_listings() == []
 
 
 @pytest.mark.slow
@@ -83,7 +81,7 @@ def test_a_restarted_worker_is_seen(tmp_path):
         before = env.statistics().workers[1].pid
         os.kill(before, 9)
         rolled(env, 3)
-        (listing,) = listings()
+        (listing,) = own_listings()
         watch = Watch(listing)
         load = watch.look().workers[1].load
         watch.close()
@@ -91,72 +89,42 @@ def test_a_restarted_worker_is_seen(tmp_path):
         assert load.pid == env.statistics().workers[1].pid != before
 
 
-def write_listing(path, **changes):
-    """Write the file of an executor in this process that has gone."""
-    gone = {"schema": "envherd.running/1", "pid": os.getpid(), "namespace": os.readlink("/proc/self/ns/pid")}
-    gone |= {"started_at": 1, "made_at": 0, "env": "x", "blocks": [], "fd": 0, "inode": 0, "words": {}, "nbytes": 0}
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    path.write_text(json.dumps({**gone, **changes}))
-
-
-def test_files_of_what_has_gone_are_not_believed(tmp_path):
-    folder = tmp_path / "running"
-    write_listing(folder / "7-1.json")
-    write_listing(folder / "7-2.json", pid=2**22 + 1)
-    write_listing(folder / "7-3.json", namespace="pid:[1]")
-    assert {path.name for path in stale_files()} == {"7-1.json", "7-2.json"}
-    assert list(listings()) == []
-    assert [path.name for path in folder.iterdir()] == ["7-3.json"]
-
-
-def test_files_that_are_not_of_executors_are_left_alone(tmp_path):
-    folder = tmp_path / "running"
-    write_listing(folder / "results.json")
-    write_listing(folder / "7-1.json", schema="envherd.running/2")
-    (folder / "8-1.json").write_text("{}")
-    (folder / "package.json").write_text('{"name": "x"}')
-    kept = sorted(path.name for path in folder.iterdir())
-    assert stale_files() == []
-    assert list(listings()) == []
-    assert sorted(path.name for path in folder.iterdir()) == kept
-
-
-@pytest.mark.parametrize("error", [errno.EMFILE, errno.EACCES])
-def test_an_executor_of_which_nothing_can_be_found_out_stays_listed(tmp_path, monkeypatch, error):
-    path = tmp_path / "running" / "7-1.json"
-    write_listing(path)
-
-    def fail(pid):
-        raise OSError(error, "no")
-
-    monkeypatch.setattr("envherd.executor.monitor.running.start_of", fail)
-    assert stale_files() == []
-    assert list(listings()) == []
-    assert path.exists()
+def test_nameplates_that_are_not_of_executors_are_left_out():
+    """Slabs of another version, of another process (a fork has its parent's), and what only has the label."""
+    plain = {"schema": "envherd.slab/1", "pid": os.getpid(), "namespace": "pid:[1]", "made_at": 0, "env": "x"}
+    plain |= {"blocks": [], "words": {}, "nbytes": 0}
+    contents = [plain, {**plain, "schema": "envherd.slab/2"}, {**plain, "pid": 1}, {}]
+    kept = [create_named(100, LABEL, content) for content in contents]
+    kept.append(Segment.create(100, LABEL))
+    found = [plate.content for plate in find(LABEL) if plate.pid == os.getpid()]
+    assert sorted(found, key=str) == sorted(contents, key=str)
+    assert own_listings() == []
+    for segment in kept:
+        segment.close()
+    assert [plate for plate in find(LABEL) if plate.pid == os.getpid()] == []
 
 
 @pytest.mark.slow
-def test_a_folder_that_others_may_write_to_is_left_alone(tmp_path):
-    folder = tmp_path / "running"
-    folder.mkdir()
-    folder.chmod(0o777)
-    with ParallelEnv(1, CountingEnv, seed=0) as env:
-        rolled(env, 2)
-    assert list(folder.iterdir()) == []
-    assert list(listings()) == []
-
-
-@pytest.mark.slow
-def test_a_killed_owner_is_forgotten(tmp_path):
+def test_executors_of_other_processes_are_found_until_they_end():
     script = (
-        "import os, signal; from envherd.executor import ParallelEnv; from envherd.workers.testing import CountingEnv; "
-        "env = ParallelEnv(1, CountingEnv); os.kill(os.getpid(), signal.SIGKILL)"
+        "import sys; from envherd.executor import ParallelEnv; from envherd.workers.testing import CountingEnv; "
+        "env = ParallelEnv(2, CountingEnv, num_workers=1); print('made', flush=True); sys.stdin.read()"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=False)
-    assert done.returncode == -9
-    assert len(list((tmp_path / "running").iterdir())) == 1
-    assert list(listings()) == []
-    assert list((tmp_path / "running").iterdir()) == []
+    other = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"made\n"
+        (listing,) = (one for one in listings() if one.pid == other.pid)
+        assert (listing.num_envs, listing.env) == (2, "plain")
+        assert "CountingEnv" in listing.command
+        watch = Watch(listing)
+        assert watch.look().workers[0].load.phase == "idle"
+        watch.close()
+    finally:
+        other.kill()
+        other.communicate()
+    assert other.pid not in {one.pid for one in listings()}
+    with pytest.raises(OSError, match=str(other.pid)):
+        Watch(listing)
 
 
 @needs("cli")

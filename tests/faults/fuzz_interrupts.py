@@ -30,6 +30,7 @@ VARIANTS = (
     "recycle",
     "serial",
     "raise",
+    "raise views",
     "pairs",
     "tasks",
     "views",

@@ -19,6 +19,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"num_workers": "each", "on_worker_loss": "restart"},
     "shared": {"num_workers": "few", "on_worker_loss": "restart"},
     "raise": {"on_worker_loss": "raise"},
+    "raise views": {"copy": False, "on_worker_loss": "raise"},
     "ahead": {"reset_ahead": True, "on_worker_loss": "restart"},
     "recycle": {"recycle_after": 2, "on_worker_loss": "restart"},
     "ahead recycle": {"reset_ahead": True, "recycle_after": 2, "on_worker_loss": "restart"},

@@ -582,7 +582,8 @@ class Session:
             return  # those that an error has dropped
         if td is not None:
             ids = td["env_ids"].reshape(len(td), -1)[:, 0].tolist()
-            if not set(ids) <= set(sent) or len(ids) != arguments.get("min_envs", len(arguments.get("env_ids", sent))):
+            least = arguments.get("min_envs", len(arguments.get("env_ids", sent)))
+            if not set(ids) <= set(sent) or not least <= len(ids) <= arguments.get("max_envs", least):
                 raise Violation(f"received {ids} with {arguments}, sent were {sent}")
             self.take_steps(td, ids, has_root=arguments["with_root"])
             self._take_current(td, ids)
@@ -591,6 +592,8 @@ class Session:
         arguments: dict[str, Any] = {"with_root": self.rng.random() < 0.7}
         if how in ("some", "soon"):
             arguments["min_envs"] = self.rng.randint(1, len(sent))
+            if self.rng.random() < 0.4:
+                arguments["max_envs"] = self.rng.randint(arguments["min_envs"], len(sent) + 1)
         if how == "soon":
             arguments["timeout_s"] = self.rng.choice([0.0, 0.001, 0.05])
         if how == "these":

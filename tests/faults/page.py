@@ -18,11 +18,11 @@ from tests.faults.matrix import CELLS, FAULTS, STATES, Cell
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 #: What the page says of all cells once.
 USUAL = ("go on", "go on, all", "go on; all after a reset")
-PEERS = "## Beside other executors"
+PEERS = "## Other executors"
 
 _HEAD = """# Faults
 
-What happens when something breaks. This page is written by `make faults` from what its tests saw
+What happens when something breaks. This page is written by `make faults` from the records of its tests
 ({machine}); an ordinary run makes part of them.
 All faults are real: the process is really killed, the GIL really held. After every one of them `close()` left no
 process, no descriptor and no name in /dev/shm.
@@ -33,9 +33,9 @@ build, 12 s if spawned; 2 s to reset and to render). A dash: there is no such th
 """
 
 _INTERLUDE = """
-The worker runs two envs, one of which breaks; another worker runs a third. After an exception of an env all others go
-on, also those in its worker, and it does after a reset. After a loss the envs of other workers go on where they were
-(where a cell says so, after a reset); those of the lost worker raise it again at every call, or, with
+The worker runs two envs, one of which breaks; another worker runs a third. When an env raises, all other envs continue,
+including those in the same worker; the failed env can be reset. When a worker crashes, the envs of other workers
+continue (after a reset where a cell says so). Those of the crashed worker raise the error at every call, or, with
 `on_worker_loss="restart"`, are built anew:
 
 """

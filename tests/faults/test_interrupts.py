@@ -92,6 +92,14 @@ def test_at_every_line(make, name):
         interrupt_every_line(env, name)
 
 
+@pytest.mark.parametrize("name", ["fused", "step"])
+def test_at_every_line_of_views(name):
+    options = ExecutorOptions(ring_frames=2)
+    make_env = functools.partial(CountingEnv, 4)
+    with ParallelEnv(NUM_ENVS, make_env, num_workers=1, copy=False, seed=0, options=options) as env:
+        interrupt_every_line(env, name)
+
+
 @pytest.mark.parametrize("name", ["fused", "send and receive"])
 def test_at_every_line_with_resets_ahead(name):
     """Every step ends an episode, and the pool gives a reset of its own."""

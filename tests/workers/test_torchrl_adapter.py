@@ -17,13 +17,13 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl.envs import DMControlEnv, EnvBase, GymEnv, PendulumEnv, StepCounter, TransformedEnv
-from torchrl.testing import mocking_classes as torchrl_own
 
 from envherd.shm.specs import DONE_KEYS, LeafSpec
 from envherd.workers import plain
 from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.torchrl.adapter import TorchRLAdapter
 from envherd.workers.errors import ResetNeeded, SpecError
+from tests import torchrl_own
 from tests.workers import torchrl_envs
 from tests.workers.adapter_values import stored
 from tests.workers.torchrl_envs import EXTRAS, SAME_DATA

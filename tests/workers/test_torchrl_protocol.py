@@ -31,11 +31,11 @@ from torchrl.envs import (
     StepCounter,
     TransformedEnv,
 )
-from torchrl.testing import mocking_classes as torchrl_own
 
 from envherd.workers import plain
 from envherd.workers.adapters.torchrl.adapter import TorchRLAdapter
 from envherd.workers.errors import FactoryError
+from tests import torchrl_own
 from tests.workers import torchrl_envs
 from tests.workers.adapter_values import stored
 

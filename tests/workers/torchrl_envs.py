@@ -26,7 +26,8 @@ from torchrl.envs import (
     TransformedEnv,
     VmasEnv,
 )
-from torchrl.testing import mocking_classes as torchrl_own
+
+from tests import torchrl_own
 
 # dm_control loads an OpenGL driver whose LLVM and TensorFlow's abort a process that exits with both.
 os.environ.setdefault("MUJOCO_GL", "off")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,25 @@ from envherd.shm.specs import EnvSpec, Key
 
 #: (observation values, reward values, terminated, truncated)
 StepValues = tuple[list[Any], list[Any], Any, Any]
+
+
+class Direct(NamedTuple):
+    """How to step a native env past its adapter: `env.step(give(action))`, and `accept` of what that returns.
+
+    Attributes:
+        give: of the value of the only action leaf, what the env takes; None where they are the same.
+        ready: what `give` returns for the first indices of a Discrete action.
+        accept: checks what `env.step` returned, keeps its info, and returns the values.
+    """
+
+    give: Callable[[Any], Any] | None
+    ready: tuple[Any, ...]
+    accept: Callable[[Any], StepValues]
+
+
+_WITHOUT_STATE = (
+    "expected an env or wrapper with the methods state_dict() and load_state_dict(state), got {} without them. Add them"
+)
 
 
 class Adapter(ABC):
@@ -89,6 +108,10 @@ class Adapter(ABC):
             bools (bool arrays `[*batch_shape, 1]` for envs that are themselves a batch).
         """
 
+    def direct(self) -> Direct | None:
+        """Return how to do without `step`, where its effects are those of `Direct` and one observation; else None."""
+        return None
+
     def done_values(self) -> list[Any]:
         """Return the values of the nested done leaves (`spec.done[3:]`) after the last reset or step."""
         return []
@@ -99,11 +122,11 @@ class Adapter(ABC):
 
     def state_dict(self) -> Any:
         """Return the env's state as plain data; envs that cannot raise `NotImplementedError`."""
-        raise NotImplementedError(f"{type(self.env).__name__} has no state_dict")
+        raise NotImplementedError(_WITHOUT_STATE.format(type(self.env).__name__))
 
     def load_state_dict(self, state: Any) -> None:
         """Put back what `state_dict` returned; envs that cannot raise `NotImplementedError`."""
-        raise NotImplementedError(f"{type(self.env).__name__} has no load_state_dict")
+        raise NotImplementedError(_WITHOUT_STATE.format(type(self.env).__name__))
 
     def close(self) -> None:
         """Close the native env if it can be closed."""

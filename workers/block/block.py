@@ -19,6 +19,7 @@ import numpy as np
 from envherd.shm.slab import Slab, Storage
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.block.native_step import compile_native
 from envherd.workers.block.questions import answer
 from envherd.workers.block.slot import Sink, Slot, compile_step, store
 from envherd.workers.errors import InternalError, SpecError
@@ -104,7 +105,8 @@ class Block:
                 values: StepValues = self._with_own_rng(slot, "step", lambda: adapter.step(action))
                 return values
 
-        sink.step = compile_step(slot, sink, self._words, step)
+        compiled = compile_native(slot, sink, self._words, step)
+        sink.step = compile_step(slot, sink, self._words, step) if compiled is None else compiled
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""

@@ -21,6 +21,8 @@ from envherd.workers.writers import Writer, writer_for
 
 #: Column -> the observation values of one `env.step`, which are written there.
 Step = Callable[[int], list[Any]]
+#: Column and what `env.step` gave -> its observation values, which are written there.
+Keep = Callable[[int, StepValues], list[Any]]
 
 
 class Sink:
@@ -28,6 +30,7 @@ class Sink:
 
     def __init__(self, slot: Slot, arrays: Mapping[Name, np.ndarray], *, root_follows: bool) -> None:
         spec = slot.spec
+        self.arrays = arrays
         self.root_follows = root_follows
         self.num_columns = len(arrays["next", "done"])
         self.next_observation = [slot.writer(leaf, arrays, "next", i) for i, leaf in enumerate(spec.observation)]
@@ -59,6 +62,7 @@ class Slot:
         self.check_finite = check_finite
         self.place = (0, 0)
         self.sinks: dict[int, Sink] = {}
+        self.inputs: Mapping[Name, np.ndarray] = {}
         self.action_readers: list[Callable[[], Any]] = []
         self.reset_mask: np.ndarray | None = None
         self.prepared: Prepare | None = None
@@ -104,6 +108,7 @@ class Slot:
 
     def bind_inputs(self, inputs: Mapping[Name, np.ndarray], row: int) -> None:
         """Prepare to read this env's action and state."""
+        self.inputs = inputs
         self.action_readers = []
         side_index = 0
         for leaf in (*self.spec.action, *self.spec.state):
@@ -153,22 +158,31 @@ def compile_step(
         words: of the slab.
         step: steps the env, given the values of its action.
     """
-    env_id, readers = slot.env_id, slot.action_readers
-    env_steps, ends = words["env_steps"], words["ends"]
+    readers, keep = slot.action_readers, compile_keep(slot, sink, words)
+    read_only = readers[0] if len(readers) == 1 else None
+
+    def run(column: int) -> list[Any]:
+        action = [read() for read in readers] if read_only is None else [read_only()]
+        slot.prepared = None
+        return keep(column, step(action))
+
+    return run
+
+
+def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Keep:
+    """Return the function that writes what one step of an env gave: the part of `compile_step` after the step."""
+    env_id, env_steps, ends = slot.env_id, words["env_steps"], words["ends"]
     observe, give_reward = sink.next_observation, sink.reward
     num_observations, num_rewards = len(observe), len(give_reward)
     done, terminated_flags, truncated_flags = _storable(slot, sink.next_done)
-    read_only = readers[0] if len(readers) == 1 else None
     observe_only = observe[0] if num_observations == 1 else None
     reward_only = give_reward[0] if num_rewards == 1 else None
 
     note_ends = _ends_noter(slot, sink) if sink.next_nested or slot.spec.batch_shape else None
     follow = _follower(slot, sink) if sink.root_follows else None
 
-    def run(column: int) -> list[Any]:
-        action = [read() for read in readers] if read_only is None else [read_only()]
-        slot.prepared = None
-        observation, reward, terminated, truncated = step(action)
+    def keep(column: int, values: StepValues) -> list[Any]:
+        observation, reward, terminated, truncated = values
         env_steps[env_id] += 1
         if len(observation) != num_observations or len(reward) != num_rewards:
             raise wrong_count(slot.spec, observation, reward)
@@ -194,7 +208,7 @@ def compile_step(
             follow(column + 1, observation)
         return observation
 
-    return run
+    return keep
 
 
 def _ends_noter(slot: Slot, sink: Sink) -> Callable[[int, Any, Any], bool]:

@@ -47,6 +47,14 @@ class Column:
             return self._only[column].copy()
         return self._gather(column).reshape(self._shape)
 
+    def read_each(self, columns: np.ndarray) -> np.ndarray:
+        """Return the rows of each env at its own column, int64 `[num_envs]`, copied."""
+        read = self.read(int(columns[0]))
+        for column in set(columns.tolist()) - {int(columns[0])}:
+            is_there = np.repeat(columns == column, len(read) // self._num_envs)
+            read[is_there] = self.look(column)[is_there]
+        return read
+
     def look(self, column: int) -> np.ndarray:
         """Return all rows at a column, as a VIEW where that is possible."""
         return self._only[column] if self._is_plain else self.read(column)

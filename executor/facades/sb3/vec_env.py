@@ -110,8 +110,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._reset_options()
         said = self._reset_said()
         self.reset_infos = [said.get(i // self.num_agents, {}) for i in range(self.num_envs)]
-        column = int(self._positions.columns[0])
-        return self._compose([leaf.read(column) for leaf in self._reader.root])
+        columns = self._positions.columns
+        return self._compose([leaf.read_each(columns) for leaf in self._reader.root])
 
     def step_async(self, actions: Any) -> None:
         """Give every env its action; they step while the caller goes on, until `step_wait`.

@@ -19,12 +19,18 @@ from tensordict.utils import is_non_tensor
 from torchrl.data import NonTensor
 from torchrl.data.tensor_specs import Stacked
 from torchrl.envs import EnvBase
-from torchrl.envs.batched_envs import BatchedEnvBase, _normalize_batched_env_index
-from torchrl.envs.utils import _aggregate_end_of_traj, _update_during_reset
 
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
 from envherd.executor.batches.hand_out import Shell
+from envherd.executor.facades.torchrl.batched import Batched
 from envherd.workers.adapters.hosts.torchrl_guest import dense_leaves
+from envherd.workers.adapters.torchrl.private_api import (
+    aggregate_ends,
+    is_compiled,
+    merge_reset,
+    skipped_step,
+    without_collected,
+)
 from envherd.workers.protocol import Op
 
 
@@ -34,7 +40,7 @@ class Shells:
     def __init__(self, env: BatchedData) -> None:
         leaves = dense_leaves(env)
         assert leaves is not None
-        template = env._env_tensordict  # noqa: SLF001  # what TorchRL keeps of its env's structure
+        template = env.fake_tensordict()
         self.device = env.device
         self.is_on_cpu = env.device is None or env.device.type == "cpu"
         self.input_keys = [key for key, _ in leaves["input"]]
@@ -76,11 +82,8 @@ class Shells:
         return td if self.is_on_cpu else td.to(self.device)
 
 
-class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
+class BatchedData(Batched):
     """Steps and resets; see the module."""
-
-    _use_buffers: bool | None
-    _properties_set: bool
 
     # ---- which way ---------------------------------------------------------------------------
 
@@ -89,7 +92,7 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
         shells: Shells | None = self.__dict__["_shells"]
         if shells is None:
             crew = self._open()
-            if not (self._use_buffers and crew.is_dense and self._owns_workers) or self.share_individual_td:
+            if not (self._fixed_shapes and crew.is_dense and self._is_whole) or self.share_individual_td:
                 return None
             shells = self.__dict__["_shells"] = Shells(self)
         if get_leaf(td, "_step") is not None or get_leaf(td, "next") is not None:
@@ -113,10 +116,9 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
         Raises:
             EnvError: an env raised; all others were stepped. WorkerLost, WorkerTimeout.
         """
-        self._assert_tensordict_shape(tensordict)
-        shells = self._slab_shells(tensordict)
+        shells = self._slab_shells(tensordict) if tensordict.batch_size == self.batch_size else None
         if shells is None:
-            return super().step(tensordict)
+            return EnvBase.step(self, tensordict)
         flat, _ = self._step_slab(shells, tensordict, Op.STEP)
         set_next(tensordict, shells.next_of(flat))
         return tensordict
@@ -141,17 +143,31 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
             return shells.next_of(self._step_slab(shells, tensordict, Op.STEP)[0])
         mask = tensordict.get("_step", None)
         if mask is not None and not mask.all():
-            return self._step_some(tensordict, self._step_worker_mask(mask))
+            return self._step_some(tensordict, self._whole_envs(mask))
         return self._step_told(tensordict, range(self.num_workers))
+
+    def _whole_envs(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return which envs a `_step` mask means, bool `[N]`.
+
+        Raises:
+            ValueError: it means parts of an env that is itself a batch.
+        """
+        mask = mask.reshape(self.num_workers, -1)
+        if not (mask == mask[:, :1]).all():
+            raise ValueError(
+                "A batched environment's _step mask must select whole workers. Place the partial-step transform "
+                "inside each worker to select individual entries of its batch."
+            )
+        return mask[:, 0]
 
     def _step_some(self, td: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
         """Step some envs; the others' rows of `next` are where they were, with reward 0."""
         selected = mask.nonzero(as_tuple=True)[0].tolist()
         if not selected:
-            return self._skip_tensordict(td)
+            return skipped_step(self, td)
         out = self._step_told(td, selected)
-        if self._non_tensor_keys:
-            skipped = self._skip_tensordict(td)
+        if self._keys_without_tensors:
+            skipped = skipped_step(self, td)
             skipped = skipped.clear_device_() if out.device is None else skipped.to(out.device)
             rows = [out[selected.index(i)] if i in selected else skipped[i] for i in range(self.num_workers)]
             return self._stacked(rows)
@@ -170,9 +186,9 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
 
     def _step_told(self, td: TensorDictBase, selected: Any) -> TensorDictBase:
         crew = self._open()
-        ids = [self._worker_indices[i] for i in selected]
+        ids = [self._env_ids[i] for i in selected]
         rows = [self._step_row(td[i]) for i in selected]
-        is_whole = not self._use_buffers
+        is_whole = not self._fixed_shapes
         out = self._stacked(crew.tell(ids, [("step", (row,), {"is_whole": is_whole}) for row in rows]))
         preset = td.get("next", None)
         if preset is not None:
@@ -186,7 +202,7 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
 
     def _step_row(self, row: TensorDictBase) -> TensorDictBase:
         """Return what an env is told before its step: its inputs, and what it declares of what is under `next`."""
-        if self._use_buffers:
+        if self._fixed_shapes:
             inputs = [*self.action_keys, *self.state_keys]
             sent = row.select(*inputs, strict=False)
         else:
@@ -199,7 +215,7 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
         return sent
 
     @property
-    def _non_tensor_keys(self) -> list[Any]:
+    def _keys_without_tensors(self) -> list[Any]:
         """Keys of what is no tensor."""
         full = (self.full_observation_spec, self.full_action_spec, self.full_state_spec)
         leaves = [item for spec in full for item in spec.items(include_nested=True, leaves_only=True)]
@@ -219,16 +235,16 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
             tensordict = tensordict.to(self.device) if self.device is not None else tensordict.copy().clear_device_()
         self._open()
         shells = self._slab_shells(tensordict)
-        if shells is None or shells.has_own_state or self.__dict__.get("_compiled_step_and_maybe_reset") is not None:
-            if tensordict.get("_step", None) is not None or not self._use_buffers:
+        if shells is None or shells.has_own_state or is_compiled(self):
+            if tensordict.get("_step", None) is not None or not self._fixed_shapes:
                 return EnvBase.step_and_maybe_reset(self, tensordict)
             return self._step_and_maybe_reset_told(tensordict)
         flat, flat_root = self._step_slab(shells, tensordict, Op.STEP_RESET)
-        set_next(tensordict, self._without_collected(shells.next_of(flat)))
+        set_next(tensordict, without_collected(self, shells.next_of(flat)))
         return tensordict, shells.root_of(flat_root)
 
     def _step_and_maybe_reset_told(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        crew, ids = self._open(), self._worker_indices
+        crew, ids = self._open(), self._env_ids
         rows = [self._step_row(td[i]) for i in range(self.num_workers)]
         answers = crew.tell(ids, [("step_and_maybe_reset", (row,), {}) for row in rows])
         following = self._stacked([answer[0] for answer in answers])
@@ -239,20 +255,13 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
         root = self.step_mdp(td)
         if self.any_done(root):
             roots = self._stacked([answer[1] for answer in answers])
-            root = _update_during_reset(roots, root, self.reset_keys)
+            root = merge_reset(roots, root, self.reset_keys)
         return td, root
-
-    def _without_collected(self, following: TensorDictBase) -> TensorDictBase:
-        """Leave out what a registered collector would throw away at once."""
-        if self._collector is None:
-            return following
-        keys = self._get_collector_next_keys_to_exclude()
-        return following.exclude(*keys) if keys else following
 
     # ---- reset -------------------------------------------------------------------------------
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        crew, ids = self._open(), self._worker_indices
+        crew, ids = self._open(), self._env_ids
         own_kwargs = self._reset_kwargs(kwargs)
         mask = self._reset_mask(tensordict)
         calls: list[Any] = []
@@ -276,7 +285,7 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
             return [True] * self.num_workers
         mask = td.get("_reset", None)
         if mask is None:
-            mask = _aggregate_end_of_traj(td, reset_keys=self.reset_keys)
+            mask = aggregate_ends(td, reset_keys=self.reset_keys)
         if not mask.ndim:
             mask = mask.expand(self.num_workers)
         rows: list[bool] = mask.reshape(self.num_workers, -1).any(-1).tolist()
@@ -284,35 +293,30 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
 
     def _reset_row(self, row: TensorDictBase) -> TensorDictBase | None:
         """Return what an env is told before its reset: its own leaves and masks."""
-        if self._use_buffers:
+        if self._fixed_shapes:
             known = [*self.observation_keys, *self.done_keys, *self.reset_keys, *self.action_keys, *self.state_keys]
             row = row.select(*known, strict=False)
         else:
             row = row.exclude("next")
         return None if row.is_empty() else row
 
-    def _reset_proc_data(self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase) -> TensorDictBase:
+    def _with_missing(self, td: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
         """Give a caller who passed masks alone the rows of all envs, as they are."""
-        if tensordict is not None:
-            have = set(tensordict.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
-            missing = [
-                key
-                for key in tensordict_reset.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf)
-                if key not in have
-            ]
-            if missing and not isinstance(tensordict, LazyStackedTensorDict):
-                added = tensordict_reset.select(*missing)
-                if isinstance(added, LazyStackedTensorDict):
-                    tensordict = LazyStackedTensorDict(*tensordict.unbind(0))
-                tensordict.update(added.clone())
-        result: TensorDictBase = super()._reset_proc_data(tensordict, tensordict_reset)
-        return result
+        have = set(td.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
+        keys = rows.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf)
+        missing = [key for key in keys if key not in have]
+        if missing and not isinstance(td, LazyStackedTensorDict):
+            added = rows.select(*missing)
+            if isinstance(added, LazyStackedTensorDict):
+                td = LazyStackedTensorDict(*td.unbind(0))
+            td.update(added.clone())
+        return td
 
     # ---- batches -----------------------------------------------------------------------------
 
     def _stacked(self, rows: list[TensorDictBase]) -> TensorDictBase:
         """Return the rows of envs as one batch on this env's device."""
-        if self.share_individual_td or not self._use_buffers:
+        if self.share_individual_td or not self._fixed_shapes:
             stack = LazyStackedTensorDict.maybe_dense_stack if not self.share_individual_td else _lazy_stack
             batch = stack(rows)
         else:
@@ -323,21 +327,9 @@ class BatchedData(BatchedEnvBase):  # type: ignore[misc]  # untyped
 
     # ---- views -------------------------------------------------------------------------------
 
-    def _indices(self, item: Any) -> list[int]:
-        indices: list[int] = _normalize_batched_env_index(item, self.num_workers)
-        return indices
-
     def __getitem__(self, item: Any) -> Any:
         self._open()
-        return self._make_batched_view(self._indices(item))
-
-    def _make_batched_view(self, indices: list[int]) -> Any:
-        use_buffers, self._use_buffers = self._use_buffers, False  # TorchRL would select from its buffers
-        try:
-            view = super()._make_batched_view(indices)
-        finally:
-            self._use_buffers = use_buffers
-        view.__dict__["_use_buffers"] = use_buffers
+        view = self._view_of(self._indices(item))
         view.__dict__["_shells"] = None
         return view
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,19 +23,16 @@ import torch
 import torchrl.envs
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, EnvCreator
-from torchrl.envs.batched_envs import BatchedEnvBase, _PEnvMeta
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, NotStarted
+from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import LocalCrew, ProcessCrew, WorkerHandle
 from envherd.executor.facades.torchrl.data import BatchedData
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.adapters.hosts.torchrl_guest import Guest
 from envherd.workers.build import check_factory
 from envherd.workers.errors import EnvError, FactoryError
-
-MakeEnv = Callable[..., EnvBase]
-
 
 _newborn = threading.local()
 
@@ -94,28 +92,15 @@ class BatchedFacade(BatchedData):
 
     def _dismiss(self) -> None:
         crew = self.__dict__.get("_crew")
-        if crew is not None and self.__dict__.get("_owns_workers", True):
+        if crew is not None and self.__dict__.get("_is_whole", True):
             crew.close()
         self.__dict__["_crew"] = None
 
-    def _get_metadata(self, create_env_fn: list[MakeEnv], create_env_kwargs: list[dict[str, Any]]) -> None:
-        """Learn the specs from where the envs live."""
-        del create_env_fn, create_env_kwargs
-        asked = range(1) if self._single_task and not self._metadata_from_workers else range(self.num_workers)
-        found = self._crew_at_work().tell(asked, [("describe", (), {})] * len(asked))
-        if self._metadata_from_workers:
-            self._set_worker_metadata(found)
-        else:
-            self._set_metadata(found[0] if self._single_task else found)
+    def _learn_specs(self) -> None:
+        asked = range(1) if self._one_task and not self._asks_all else range(self.num_workers)
+        self._set_specs(self._crew_at_work().tell(asked, [("describe", (), {})] * len(asked)))
 
-    def _create_td(self) -> None:
-        """TorchRL allocates its buffers here."""
-
-    def _start_workers(self) -> None:
-        if self.__dict__.get("meta_data") is None:
-            self._get_metadata(self.create_env_fn, self.create_env_kwargs)
-        elif not self._properties_set:
-            self._set_properties()
+    def _begin(self) -> None:
         self._crew_at_work()
         self.is_closed = False
         self.set_spec_lock_()
@@ -126,12 +111,12 @@ class BatchedFacade(BatchedData):
         Raises:
             RuntimeError: it is a view of an env that was closed.
         """
-        if self._owns_workers:
+        if self._is_whole:
             if self.is_closed:
-                self._start_workers()
+                self._begin()
         elif self.is_closed:
             raise RuntimeError("the call failed: this is a closed indexed view of an env. Index its parent again.")
-        elif self._parent_env is None or self._parent_env.is_closed:
+        elif self._whole is None or self._whole.is_closed:
             raise RuntimeError(
                 "the call failed: this is a view of an env, used after its parent environment has been closed. "
                 "Index the parent again."
@@ -147,7 +132,7 @@ class BatchedFacade(BatchedData):
         """
         if not self.is_closed:
             raise RuntimeError("trying to start a environment that is not closed.")
-        self._start_workers()
+        self._begin()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close the envs and end their workers; the next use starts new ones.
@@ -161,11 +146,7 @@ class BatchedFacade(BatchedData):
             if raise_if_closed:
                 raise RuntimeError("trying to close a closed environment")
             return
-        if not self._owns_workers:
-            self.__dict__["_parent_env"] = None
-        self.__dict__["_input_spec"] = None
-        self.__dict__["_output_spec"] = None
-        self._properties_set = False
+        self.__dict__["_whole"] = None
         self.is_closed = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,22 +171,22 @@ class BatchedFacade(BatchedData):
     def to(self, device: Any) -> Any:
         """Move specs and outputs to a device; the envs stay where they are. Returns the env itself."""
         self.__dict__["_shells"] = None
-        return super().to(device)
+        return EnvBase.to(self, device)
 
     # ---- control -----------------------------------------------------------------------------
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:  # noqa: FBT001, FBT002  # TorchRL's
         """Seed env after env with TorchRL's chain of seeds; return the seed that follows."""
         crew = self._open()
-        self._seeds: list[int | None] | None = []
-        for env_id in self._worker_indices:
-            self._seeds.append(seed)
+        self._env_seeds = []
+        for env_id in self._env_ids:
+            self._env_seeds.append(seed)
             seed = crew.tell([env_id], [("seed", (seed,), {"static": static_seed})])[0]
         return seed
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return `{"worker0": ..., ...}`, each env's own."""
-        crew, ids = self._open(), self._worker_indices
+        crew, ids = self._open(), self._env_ids
         states = crew.tell(ids, [("state_dict", (), {})] * len(ids))
         return OrderedDict((f"worker{i}", state) for i, state in enumerate(states))
 
@@ -215,7 +196,7 @@ class BatchedFacade(BatchedData):
         Raises:
             EnvError: an env refused it.
         """
-        crew, ids = self._open(), self._worker_indices
+        crew, ids = self._open(), self._env_ids
         if "worker0" not in state_dict:
             state_dict = {f"worker{i}": state_dict for i in range(len(ids))}
         crew.tell(ids, [("load_state_dict", (state_dict[f"worker{i}"], kwargs), {}) for i in range(len(ids))])
@@ -223,8 +204,8 @@ class BatchedFacade(BatchedData):
     def __setitem__(self, item: Any, source: EnvBase | Sequence[EnvBase]) -> None:
         crew = self._open()
         indices = self._indices(item)
-        sources = self._indexed_snapshot_sources(source, len(indices))
-        ids = [self._worker_indices[i] for i in indices]
+        sources = _snapshots(source, len(indices))
+        ids = [self._env_ids[i] for i in indices]
         try:
             crew.tell(ids, [("become", (one,), {}) for one in sources])
         except EnvError as error:
@@ -236,7 +217,7 @@ class BatchedFacade(BatchedData):
 
     def __getattr__(self, attr: str) -> Any:
         if attr in _OWN_NAMES or attr in self.__dict__.get("_modules", {}) or hasattr(type(self), attr):
-            return super(BatchedEnvBase, self).__getattr__(attr)
+            return EnvBase.__getattr__(self, attr)
         if attr.startswith("__") or self.__dict__.get("is_closed", True):
             raise NotStarted(
                 f"{type(self).__name__} has no attribute {attr!r}, and its envs are not started to be asked. "
@@ -249,15 +230,15 @@ class BatchedFacade(BatchedData):
 
     def _call_all(self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         args = tuple(arg for arg in args if arg is not self)
-        ids = self._worker_indices
+        ids = self._env_ids
         results: list[Any] = self._open().tell(ids, [("call", (path, args, kwargs), {})] * len(ids))
         return results
 
 
-class _ParallelMeta(_PEnvMeta):  # type: ignore[misc]  # untyped
+class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # untyped
     """Skips what TorchRL does to lambdas, which is to build their env in this process."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # a class, seen from its metaclass
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # a class, seen from its metaclass
         kwargs.pop("auto_wrap_envs", None)
         is_single = kwargs.pop("serial_for_single", False) and kwargs.get("num_workers", args[0] if args else None) == 1
         if is_single and kwargs.get("executor") is None:
@@ -266,7 +247,7 @@ class _ParallelMeta(_PEnvMeta):  # type: ignore[misc]  # untyped
             return SerialEnv(*args, **kwargs)
         _newborn.env = None
         try:
-            return super(_PEnvMeta, cls).__call__(*args, **kwargs)
+            return type(EnvBase).__call__(cls, *args, **kwargs)
         except BaseException:
             if _newborn.env is not None:  # TorchRL refused it after its constructor: leave no worker behind
                 _newborn.env.close(raise_if_closed=False)
@@ -318,20 +299,19 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
             self.create_env_fn, self.create_env_kwargs, self._num_processes, options, self.__dict__["_make_executor"]
         )
 
-    @property
-    def _workers(self) -> list[WorkerHandle]:
+    def _worker_handles(self) -> list[WorkerHandle]:
         crew = self._crew_at_work()
         assert isinstance(crew, ProcessCrew)
         return [WorkerHandle(crew.pool, worker_id) for worker_id in range(crew.pool.num_workers)]
 
     def _find_all(self, path: tuple[str, ...]) -> Any:
-        ids = self._worker_indices
+        ids = self._env_ids
         try:
             found = self._open().tell(ids, [("look_up", (path,), {})] * len(ids))
         except RuntimeError as error:
             if getattr(error, "context", {}).get("type_name") != "AttributeError":
                 raise
-            raise AttributeError(f"attribute {'.'.join(path)} not found in {self._dummy_env_str}") from error
+            raise AttributeError(f"attribute {'.'.join(path)} not found in {self._env_text}") from error
         if all(kind == "value" for kind, _ in found):
             return Attributes([value for _, value in found], path, self._find_all)
         return Dispatcher(path, self._find_all, self._call_all)
@@ -349,6 +329,19 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
         """Step all envs and reset those that have ended, in one round trip; see `BatchedData`."""
         return super().step_and_maybe_reset(tensordict)
 
+    def to(self, device: Any) -> Any:
+        """Move specs and outputs to a device, and seed the envs again, as TorchRL does; returns the env itself."""
+        is_moved = torch.empty(0, device=device).device != self.device
+        super().to(device)
+        if is_moved and self._env_seeds is not None:
+            warnings.warn(
+                f"Sending a seeded ParallelEnv to another device requires re-seeding it. "
+                f"Re-seeding envs to {self._env_seeds}.",
+                stacklevel=2,
+            )
+            self.set_seed(self._env_seeds[0])
+        return self
+
     def __reduce__(self) -> Any:
         if not self.is_closed:
             self.close()
@@ -361,9 +354,8 @@ class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):  # type: ignore[misc]  #
     def _hire(self) -> LocalCrew:
         return LocalCrew(self.create_env_fn, self.create_env_kwargs)
 
-    @property
-    def _envs(self) -> list[EnvBase]:
-        return [self._guests[i].env for i in self._worker_indices]
+    def _local_envs(self) -> list[EnvBase]:
+        return [self._guests[i].env for i in self._env_ids]
 
     @property
     def _guests(self) -> list[Guest]:
@@ -372,7 +364,7 @@ class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):  # type: ignore[misc]  #
         return crew.guests
 
     def _find_all(self, path: tuple[str, ...]) -> Any:
-        found = [self._guests[i].find(path) for i in self._worker_indices]
+        found = [self._guests[i].find(path) for i in self._env_ids]
         if callable(found[0]):
             return Dispatcher(path, self._find_all, self._call_all)
         return Attributes(found, path, self._find_all)
@@ -380,19 +372,44 @@ class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):  # type: ignore[misc]  #
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:  # noqa: FBT001, FBT002  # TorchRL's
         """Seed env after env with TorchRL's chain of seeds; return the seed that follows."""
         seed = super().set_seed(seed, static_seed)
-        self._seeds = None  # moving it to another device does not reseed it
+        self._env_seeds = None  # moving it to another device does not reseed it
         return seed
 
     def to(self, device: Any) -> Any:
         """Move specs, outputs and the envs themselves."""
-        BatchedEnvBase.to(self, device)
+        super().to(device)
         for guest in self._guests:
             guest.env.to(device)
         return self
 
 
 #: Names that are looked for before they are set, and must not be asked of the envs.
-_OWN_NAMES = frozenset({"is_closed", "parent_channels", "batch_size", "_dummy_env_str", "meta_data", "_cache"})
+_OWN_NAMES = frozenset({"is_closed", "parent_channels", "batch_size", "meta_data"})
+
+
+def _snapshots(source: EnvBase | Sequence[EnvBase], expected: int) -> list[EnvBase]:
+    """Return the envs that some envs are to become like.
+
+    Raises:
+        NotImplementedError: they are those of a `ParallelEnv`. TypeError: they are no envs. ValueError: so many are not
+            expected.
+    """
+    if isinstance(source, SerialEnv):
+        sources = source._local_envs()  # noqa: SLF001  # of its own class
+    elif isinstance(source, torchrl.envs.ParallelEnv):
+        raise NotImplementedError(
+            "Writing back from a ParallelEnv source is not supported; use an EnvBase snapshot or a SerialEnv source "
+            "instead."
+        )
+    else:
+        sources = [source] if isinstance(source, EnvBase) else list(source)
+    if not all(isinstance(env, EnvBase) for env in sources):
+        raise TypeError("All indexed sources must be EnvBase instances.")
+    if len(sources) != expected:
+        raise ValueError(
+            f"The source count does not match the indexed destination: got {len(sources)} and expected {expected}."
+        )
+    return sources
 
 
 def _by_value(factory: MakeEnv) -> MakeEnv:

@@ -19,11 +19,11 @@ import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torchrl.envs import EnvBase, ExcludeTransform, GymEnv, GymWrapper, MeltingpotEnv, TransformedEnv
-from torchrl.testing import mocking_classes as own
 
 from envherd.executor import ExecutorOptions
 from envherd.executor.facades.torchrl import ParallelEnv, SerialEnv
 from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
+from tests import torchrl_own as own
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads("torchrl.envs", "stable_baselines3")]
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torchrl.envs import PettingZooWrapper
 from torchrl.envs import SerialEnv as OwnSerialEnv
-from torchrl.testing import mocking_classes as own
 
 from envherd.executor import ExecutorOptions
 from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.workers.errors import EnvError, WorkerTimeout
+from tests import torchrl_own as own
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads("torchrl.envs", "stable_baselines3")]
 

@@ -20,11 +20,11 @@ import torch
 import torchrl.envs
 from tensordict import TensorDict, TensorDictBase, assert_close
 from torchrl.envs import Compose, EnvBase, GymEnv, PendulumEnv, RewardSum, StepCounter, TransformedEnv, check_env_specs
-from torchrl.testing import mocking_classes as own
 
 from envherd.executor.facades.torchrl import BuildFailed, ParallelEnv, SerialEnv
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import EnvError, FactoryError, WorkerLost
+from tests import torchrl_own as own
 
 pytestmark = [pytest.mark.slow, pytest.mark.preloads("torchrl.envs", "stable_baselines3")]
 
@@ -261,6 +261,10 @@ def test_different_tasks_and_kwargs() -> None:
         assert env.rollout(3)[1]["next", "observation"].shape == (3, 2)
     with pytest.raises(RuntimeError, match="Stacking specs"):  # TorchRL's own refusal; it leaves nothing behind
         ParallelEnv(2, [cartpole, PendulumEnv])
+
+
+@own.since((0, 13), "reset to a given state (PendulumEnv refuses it)")
+def test_state_given_to_reset_is_honoured() -> None:
     with started(2, PendulumEnv) as env:
         td = env.reset()
         state = td.select("th", "thdot", "params").clone()

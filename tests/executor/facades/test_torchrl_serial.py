@@ -15,10 +15,10 @@ import torch
 import torchrl.envs
 from tensordict import TensorDict, TensorDictBase, assert_close
 from torchrl.envs import EnvBase, GymEnv, PendulumEnv, StepCounter, TransformedEnv, check_env_specs
-from torchrl.testing import mocking_classes as own
 
 from envherd.executor.facades.torchrl import SerialEnv
 from envherd.workers.errors import FactoryError
+from tests import torchrl_own as own
 
 FAMILIES: dict[str, Callable[[], EnvBase]] = {
     "counting": own.CountingEnv,
@@ -127,7 +127,12 @@ def test_step_masks(env: SerialEnv) -> None:
         for one in (theirs, env):
             td = one.reset()
             td = one.step_mdp(step(one, td))
+            if one is theirs and not any(mask) and own.VERSION < (0, 13):  # fails for a misspelt name in EnvBase.step
+                continue
             results.append(step(one, td.set("_step", torch.tensor(mask))))
+        if len(results) == 1:
+            assert results[0]["next", "observation"].flatten().tolist() == [1, 1, 1]
+            continue
         assert_close(*results)
         assert set(map(str, results[0].keys())) == set(map(str, results[1].keys()))
 
@@ -189,6 +194,7 @@ def test_gradients_pass() -> None:
     env.close()
 
 
+@own.since((0, 13), "reset to a given state (PendulumEnv refuses it)")
 def test_state_given_to_reset_is_honoured() -> None:
     env = SerialEnv(2, PendulumEnv)
     td = env.reset()

@@ -16,14 +16,17 @@ import torch
 from tensordict import assert_close
 from tensordict.nn import TensorDictModule
 from torchrl.envs import EnvBase, GymEnv, MeltingpotEnv, StepCounter, TransformedEnv
-from torchrl.testing import mocking_classes as own
 
 from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.workers.errors import FactoryError
+from tests import torchrl_own as own
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TorchRL deprecates parts of itself as they are imported
-    from torchrl.collectors import Collector
+    import torchrl.collectors
+
+    # Its name before TorchRL 0.11.
+    Collector = getattr(torchrl.collectors, "Collector", None) or torchrl.collectors.SyncDataCollector
 
 pytestmark = [
     pytest.mark.slow,

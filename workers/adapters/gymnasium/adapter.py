@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 
 from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Direct, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import as_flag, as_float
 from envherd.workers.adapters.common.tree import Leaf, builder, flattener, is_bare, leaf_specs
@@ -64,6 +64,7 @@ class GymnasiumAdapter(Adapter):
         self._is_bare = is_bare(observation)
         self._flatten = flattener(observation, "observation")
         self._build = builder(action)
+        self._takes_bare = isinstance(action, Leaf)
         self._give = action.give if isinstance(action, Leaf) else None
         self._has_one_reward = reward is None
         self.spec = EnvSpec(
@@ -107,7 +108,19 @@ class GymnasiumAdapter(Adapter):
             SpecError: the env returned no five values, no number as reward, or no bool as a flag.
         """
         give = self._give
-        result = self.env.step(self._build(action) if give is None else give(action[0]))
+        return self._accept(self.env.step(self._build(action) if give is None else give(action[0])))
+
+    def direct(self) -> Direct | None:
+        """Return how to do without `step`, for a single action and observation; see `Adapter.direct`."""
+        is_own = type(self) is GymnasiumAdapter and not {"step", "_accept"} & vars(self).keys()
+        if not (is_own and self._is_bare and self._has_one_reward and len(self.spec.action) == 1):
+            return None
+        build = self._build
+        give = self._give if self._takes_bare else (lambda value: build([value]))
+        return Direct(give, gymnasium_spaces.ready_values(give), self._accept)
+
+    def _accept(self, result: Any) -> StepValues:
+        """Check what `env.step` returned."""
         try:
             observation, reward, terminated, truncated, self.info = result
         except (TypeError, ValueError):

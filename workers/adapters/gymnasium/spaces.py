@@ -188,6 +188,12 @@ class _Scalars(dict[int, Any]):
         return self._make(index + self._start)
 
 
+def ready_values(give: Convert | None) -> tuple[Any, ...]:
+    """Return what an action leaf's `give` returns for the first indices, where it is a table."""
+    table = getattr(give, "__self__", None)
+    return tuple(table[i] for i in range(len(table))) if isinstance(table, _Scalars) else ()
+
+
 def _from_indices(space: spaces.MultiDiscrete[Any]) -> Convert | None:
     dtype, start = space.dtype, space.start.astype(np.int64)
     if not start.any():

@@ -33,6 +33,7 @@ from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.registry import register
 from envherd.workers.adapters.torchrl.gym import DirectGym, direct_gym, refuse_late_resets
+from envherd.workers.adapters.torchrl.private_api import check_worker_env, supports_set_state
 from envherd.workers.errors import FactoryError
 from envherd.workers.reply import Fault
 
@@ -146,7 +147,7 @@ class Guest:
             masks = [row.get(key, None) for key in self.env.reset_keys]
             if self.root is not None and any(mask is not None and not mask.all() for mask in masks):
                 row = self.root.select(*self.reset_names, strict=False).clone().update(row)
-                if "set_state" not in kwargs and self.env._supports_set_state:  # noqa: SLF001  # as BatchedEnvBase reads it
+                if "set_state" not in kwargs and supports_set_state(self.env):
                     kwargs = {**kwargs, "set_state": False}
         self.root = self.env.reset(row, **kwargs)
         return self._given(self.root.select(*self.reset_names, strict=False))
@@ -242,14 +243,6 @@ class Guest:
     def close(self) -> None:
         """Close the env."""
         self.env.close(raise_if_closed=False)
-
-
-def check_worker_env(env: EnvBase) -> None:
-    """Have an env's transforms say whether they may live in a worker, as TorchRL asks them to."""
-    transform = vars(env).get("_modules", {}).get("_transform")
-    check = getattr(transform, "_check_batched_worker_compat", None)
-    if check is not None:
-        check()
 
 
 def _without_locks(state: Mapping[str, Any]) -> dict[str, Any]:

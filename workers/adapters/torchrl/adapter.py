@@ -37,6 +37,7 @@ from envherd.shm.specs import DONE_KEYS, EnvSpec, Unbounded, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.torchrl.gym import base_env, refuse_late_resets
+from envherd.workers.adapters.torchrl.private_api import seeding_names
 from envherd.workers.adapters.torchrl.reading import ends_reader, reader, to_numpy, to_plain, topmost
 from envherd.workers.adapters.torchrl.specs import Member, Path, PlacedLeaf, group_shapes, place_leaves
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
@@ -82,7 +83,7 @@ class TorchRLAdapter(Adapter):
             metadata=_metadata(env, base),
         )
         self._read_observation = [reader(leaf) for leaf in leaves["observation"]]
-        self._read_reward = [reader(leaf) for leaf in leaves["reward"]]
+        self._read_rewards = [reader(leaf) for leaf in leaves["reward"]]
         self._read_nested_done = [reader(leaf) for leaf in nested_done]
         self._read_ends = ends_reader(leaves["done"], batch_shape)
         self._write_input = [_writer(leaf, env, is_optional=False) for leaf in leaves["action"]]
@@ -141,7 +142,7 @@ class TorchRLAdapter(Adapter):
         self._latest = following
         terminated, truncated = self._read_ends(following)
         observation = [read(following) for read in self._read_observation]
-        return observation, [read(following) for read in self._read_reward], terminated, truncated
+        return observation, [read(following) for read in self._read_rewards], terminated, truncated
 
     def done_values(self) -> list[Any]:
         """Return the values of `spec.done[3:]` after the last reset or step: VIEWS of the env's tensors."""
@@ -223,8 +224,8 @@ def _metadata(env: EnvBase, base: EnvBase) -> dict[str, Any]:
 
 def _is_seedable(base: EnvBase) -> bool:
     """Whether `_set_seed` can have an effect: known from the names it uses, as a call would reset or reseed the env."""
-    code = getattr(type(base)._set_seed, "__code__", None)  # noqa: SLF001  # the method that TorchRL has envs implement
-    return code is None or not set(code.co_names) <= {"NotImplementedError"}
+    names = seeding_names(base)
+    return names is None or not names <= {"NotImplementedError"}
 
 
 def _seeder(env: EnvBase, base: EnvBase) -> Callable[[int], dict[str, Any]]:

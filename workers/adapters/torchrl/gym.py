@@ -19,6 +19,7 @@ from torchrl.data import Bounded, Categorical, OneHot, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
 from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.torchrl.private_api import converts_actions, resets_itself, wrapped_env
 from envherd.workers.errors import FactoryError
 
 #: Leaves that such an env has, as the adapter lists them.
@@ -62,7 +63,7 @@ class DirectGym:
 
     def __init__(self, env: EnvBase) -> None:
         self._torchrl_env = env
-        self._gym_env = env._env  # noqa: SLF001  # where TorchRL keeps it
+        self._gym_env = wrapped_env(env)
         self._as_native = _action_reader(env.full_action_spec["action"]) or np.asarray
         self._dtype = np.dtype(str(env.full_observation_spec["observation"].dtype).removeprefix("torch."))
         self._latest: tuple[Any, bool, bool] = (None, False, False)
@@ -121,15 +122,15 @@ def direct_gym(env: EnvBase, inputs: list[Any], observed: list[Any], rewards: li
         return None
     # Anything that TorchRL would do beside converting must be done by TorchRL.
     is_plain = (
-        isinstance(env._env, gymnasium.Env)  # noqa: SLF001
-        and not isinstance(env._env, gymnasium.vector.VectorEnv)  # noqa: SLF001
+        isinstance(wrapped_env(env), gymnasium.Env)
+        and not isinstance(wrapped_env(env), gymnasium.vector.VectorEnv)
         and not env.batch_size
         and env.device in (None, torch.device("cpu"))
         and env.wrapper_frame_skip == 1
         and not env.info_dict_reader
         and not env.run_type_checks
-        and not vars(env).get("_torchrl_native_autoreset", False)
-        and bool(env._convert_actions_to_numpy)  # noqa: SLF001
+        and not resets_itself(env)
+        and converts_actions(env)
     )
     keys_fit = inputs == ["action"] and sorted(observed) == sorted(_OBSERVED) and observed[0] == "observation"
     if not (is_plain and keys_fit and observed[1:] == _OBSERVED[1:] and rewards == ["reward"]):

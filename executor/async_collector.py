@@ -1,0 +1,449 @@
+"""`AsyncCollector`: collects from envs that advance independently, and acts for those that are ready.
+
+Guarantees: every transition that an env has made is in exactly one batch, in the order in which its env made it; a
+batch has exactly `frames_per_batch` transitions; the rows of one env depend on its actions alone, and not on which env
+was ready first. No env waits for another one: the policy runs on the envs that are ready.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.policy import Placed, Policy
+from envherd.executor.rollouts.contiguous_rows import ContiguousRows
+from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_leaves
+
+VALID = "valid"
+Bound = Literal["envs", "policy", "learner", "collector"]
+
+
+@dataclass(frozen=True)
+class AsyncStatistics:
+    """What an `AsyncCollector` has done so far.
+
+    Attributes:
+        frames: transitions that were received.
+        wait_s, policy_s, other_s: seconds spent waiting for envs, in the policy, and on the data.
+        learner_s: seconds between batches, in which nothing was collected: the learner's, or with `in_background` those
+            in which the batches ahead were waiting for it.
+        batch_sizes: number of envs that were acted for at once -> how often.
+        version: of the policy's weights now.
+        lag_mean, lag_max: how many versions older the weights that had acted were than those in use when the batch
+            was handed out.
+    """
+
+    frames: int
+    wait_s: float
+    policy_s: float
+    other_s: float
+    learner_s: float
+    batch_sizes: dict[int, int]
+    version: int
+    lag_mean: float
+    lag_max: int
+
+    @property
+    def bound_by(self) -> Bound:
+        """What took most of the time."""
+        spent: dict[Bound, float] = {
+            "envs": self.wait_s,
+            "policy": self.policy_s,
+            "learner": self.learner_s,
+            "collector": self.other_s,
+        }
+        return max(spent, key=spent.__getitem__)
+
+
+class AsyncCollector:
+    """Iterates batches `[B, T]` of `frames_per_batch` transitions; each row is T contiguous steps of one env.
+
+    Envs that are fast give more rows than envs that are slow. Episodes that end within a row are followed by the next
+    one. Each transition has, besides what the envs and the policy give, `env_ids` (int64), `step` (int64, the number of
+    the env's step since the collector began) and `policy_version` (int64, of the weights that have acted).
+
+    Args:
+        env: the executor; it must not be used by others meanwhile.
+        policy: takes a root batch `[k]` of the envs that are ready (with `env_ids`) and returns it with the action;
+            None draws random actions. What it writes into `next` is in the root of the same env's next step.
+        frames_per_batch: env steps per batch; rounded up to whole rows.
+        steps_per_row: T; None for `frames_per_batch` / N, at least 1.
+        total_frames: stop after that many; -1 never stops. Rounded up to whole batches.
+        min_envs: the policy waits for that many envs.
+        max_envs: the policy acts for at most that many envs at once; None for all that are ready.
+        deadline_s: seconds to wait for `max_envs`, after which it acts for the envs that are ready, if these are
+            `min_envs`. None acts as soon as `min_envs` are ready.
+        batch_sizes: the policy is given batches of these sizes alone, ascending: the rows that fill one up repeat its
+            first row, and the entry `valid` (bool `[k]`) says which rows are envs'. The largest limits `max_envs`.
+            None gives batches of any size.
+        policy_device: where the policy runs; None for where it is. See `Collector`.
+        storing_device: where batches are handed out; None for the cpu.
+        primer: batch `[N]`, the policy's state at the begin of an episode (a recurrent state).
+        in_background: number of batches that a thread collects while the caller learns. The policy is copied for it;
+            `update_policy_` gives the copy new weights. 0 collects when a batch is asked for, with the policy itself.
+        postproc: applied to every batch.
+        close_env: close the executor with the collector.
+
+    Attributes:
+        num_frames: transitions handed out so far.
+        version: of the policy's weights, from 0; `update_policy_` counts.
+
+    Raises:
+        ValueError: a number is out of range, the envs are of several kinds or have leaves without a fixed shape, or
+            the policy cannot be copied and `in_background` is above 0.
+    """
+
+    def __init__(  # noqa: PLR0913  # a collector's
+        self,
+        env: BatchedEnv,
+        policy: Policy | None = None,
+        *,
+        frames_per_batch: int,
+        steps_per_row: int | None = None,
+        total_frames: int = -1,
+        min_envs: int = 1,
+        max_envs: int | None = None,
+        deadline_s: float | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        policy_device: torch.device | str | None = None,
+        storing_device: torch.device | str | None = None,
+        primer: TensorDictBase | None = None,
+        in_background: int = 0,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        close_env: bool = True,
+    ) -> None:
+        num_envs = env.num_envs
+        _check_env(env)
+        self._sizes = sorted(batch_sizes or ())
+        if self._sizes:
+            max_envs = min(max_envs or num_envs, self._sizes[-1])
+        max_envs = num_envs if max_envs is None else max_envs
+        self._num_steps = steps_per_row or max(1, frames_per_batch // num_envs)
+        for name, value, limit in (
+            ("frames_per_batch", frames_per_batch, math.inf),
+            ("steps_per_row", self._num_steps, math.inf),
+            ("max_envs", max_envs, num_envs),
+            ("min_envs", min_envs, max_envs),
+        ):
+            if not 1 <= value <= limit:
+                raise ValueError(f"AsyncCollector failed: expected {name} in 1..{limit}, got {value}.")
+        self.env = env
+        self.num_rows = math.ceil(frames_per_batch / self._num_steps)
+        self.frames_per_batch = self.num_rows * self._num_steps
+        self.total_frames = total_frames
+        self.num_frames = self.version = 0
+        self._wanted = min_envs, max_envs, deadline_s
+        self._storing_device, self._postproc, self._closes_env = storing_device, postproc, close_env
+        self._primer = None if primer is None else primer.to("cpu")
+        self._placed = _place(policy, policy_device, is_apart=in_background > 0)
+        self._original = policy
+        self._policy_lock = threading.Lock()
+        self._rows = ContiguousRows(num_envs, self._num_steps, self.num_rows + num_envs)
+        self._steps = np.zeros(num_envs, np.int64)
+        self._state: TensorDictBase | None = self._primer
+        self._known = {leaf.key for leaf in env.specs[0].leaves()}
+        self._has_begun = False
+        self._num_received = 0
+        self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
+        self._since = time.perf_counter()
+        self._batch_sizes: Counter[int] = Counter()
+        self._lags: list[float] = []
+        self._lag_max = 0
+        self._background = _Background(self._collect, in_background) if in_background else None
+
+    # ---- what users call ---------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Any:
+        """What acts: the policy itself, or its copy; None for random actions."""
+        return None if self._placed is None else self._placed.policy
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Collect until `total_frames` are there; a loop that was left goes on where it was."""
+        while self.total_frames < 0 or self.num_frames < self.total_frames:
+            yield self.collect()
+
+    def collect(self) -> TensorDictBase:
+        """Return the next batch `[B, T]`, time last, in memory of the caller's own.
+
+        Raises:
+            EnvError, WorkerLost, WorkerTimeout: the transition concerned is lost, and its env begins a new episode;
+                all others are in the batches to come. Call again.
+        """
+        data = self._collect() if self._background is None else self._background.take()
+        self.num_frames += self.frames_per_batch
+        lag = self.version - data.get("policy_version")
+        self._lags.append(float(lag.double().mean()))
+        self._lag_max = max(self._lag_max, int(lag.max()))
+        if self._storing_device is not None:
+            data = data.to(self._storing_device)
+        return data if self._postproc is None else self._postproc(data)
+
+    def update_policy_(self, parameters: TensorDictBase | Mapping[str, Any] | None = None) -> int:
+        """Let the policy act with new weights from its next call on; return their version.
+
+        Args:
+            parameters: a state dict, or a TensorDict of parameters; None for the present weights of the policy that
+                the collector was given.
+        """
+        with self._policy_lock:
+            if self._placed is not None:
+                if parameters is None:
+                    self._follow()
+                elif isinstance(parameters, TensorDictBase):
+                    parameters.data.to_module(self.policy, inplace=True)
+                else:
+                    self.policy.load_state_dict(parameters)
+            self.version += 1
+            return self.version
+
+    def _follow(self) -> None:
+        """Give the policy's copy the weights and buffers of the policy that the collector was given."""
+        mine, given = self.policy, self._original
+        if mine is given or not isinstance(given, torch.nn.Module):
+            return
+        with torch.no_grad():
+            for copied, original in zip(
+                (*mine.parameters(), *mine.buffers()), (*given.parameters(), *given.buffers()), strict=True
+            ):
+                copied.copy_(original)
+
+    def statistics(self) -> AsyncStatistics:
+        """Return what was done so far."""
+        spent, lags = self._spent, self._lags
+        return AsyncStatistics(
+            frames=self._num_received,
+            wait_s=spent["wait"],
+            policy_s=spent["policy"],
+            other_s=spent["other"],
+            learner_s=spent["learner"],
+            batch_sizes=dict(sorted(self._batch_sizes.items())),
+            version=self.version,
+            lag_mean=sum(lags) / len(lags) if lags else 0.0,
+            lag_max=self._lag_max,
+        )
+
+    def close(self) -> None:
+        """End the thread, and close the executor unless it is the caller's (`close_env=False`). Idempotent."""
+        if self._background is not None:
+            self._background.begin_close()
+        if self._closes_env:
+            self.env.close()  # which also ends the thread's wait
+        if self._background is not None:
+            self._background.join()
+        if not self.env.is_closed and (self.env.engine.states.under_way).any():
+            self.env.recv()  # the caller goes on with envs that owe nothing
+
+    shutdown = close  # TorchRL's name
+
+    def __enter__(self) -> Self:
+        """Return itself; closed at the end of the `with`."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    # ---- collecting --------------------------------------------------------------------------
+
+    def _collect(self) -> TensorDictBase:
+        """Collect the next batch."""
+        self._charge("learner")
+        with torch.no_grad():
+            self._begin_idle()
+            while len(self._rows.full) < self.num_rows:
+                self._turn()
+            data = self._rows.take(self.num_rows)
+        self._charge("other")
+        return data
+
+    def _begin_idle(self) -> None:
+        """Act for the envs that have no command: all at first, and those that have failed."""
+        env, states, limit = self.env, self.env.engine.states, self._wanted[1]
+        if not self._has_begun:
+            env.reset()
+            self._has_begun = True
+        idle = np.flatnonzero(~states.under_way)
+        needs_reset = states.needs_reset[idle]
+        if needs_reset.any():
+            failed = idle[needs_reset]
+            mask = np.zeros(env.num_envs, bool)
+            mask[failed] = True
+            env.reset(TensorDict({"_reset": torch.from_numpy(mask)}, [env.num_envs]))
+            self._rows.cut(failed)
+            self._renew(failed)
+        for start in range(0, len(idle), limit):
+            self._act(idle[start : start + limit])
+
+    def _turn(self) -> None:
+        """Receive the envs that are ready, and act for them."""
+        min_envs, max_envs, deadline_s = self._wanted
+        self._charge("other")
+        num_sent = int(np.count_nonzero(self.env.engine.states.under_way))
+        least = min(min_envs, num_sent)
+        try:
+            td = self.env.recv(least, deadline_s, max_envs=max(least, max_envs), with_root=False)
+        except TimeoutError:
+            return
+        finally:
+            self._charge("wait")
+        following = td.get("next")
+        env_ids = td.get("env_ids").reshape(len(td), -1)[:, 0].numpy()
+        rows = self._rows
+        rows.write(env_ids, following, is_next=True)
+        if self._state is not None:
+            self._note_ends(env_ids, following)
+        rows.advance(env_ids)
+        self._steps[env_ids] += 1
+        self._num_received += len(env_ids)
+        self._act(env_ids, td)
+
+    def _act(self, env_ids: np.ndarray, received: TensorDictBase | None = None) -> None:
+        """Act for some envs, which may just have been received, and send them."""
+        root = self.env.current(env_ids if received is None else received.get("env_ids"))
+        self._charge("other")
+        acted, version = self._acted(root, env_ids)
+        self._charge("policy")
+        written = acted.get("next", None)
+        own = None if written is None else own_leaves(written, self._known)
+        if own is not None:
+            self._keep_state(env_ids, own)
+        sent = acted.exclude("next", VALID)
+        sent.set("step", torch.from_numpy(self._steps[env_ids]))
+        sent.set("policy_version", torch.full((len(env_ids),), version))
+        self._rows.write(env_ids, sent, is_next=False)
+        if received is not None:
+            self._rows.learn_structure(sent, received.get("next"))
+        self.env.send(sent, env_ids)
+        self._charge("other")
+
+    def _acted(self, root: TensorDictBase, env_ids: np.ndarray) -> tuple[TensorDictBase, int]:
+        self._batch_sizes[len(env_ids)] += 1
+        if self._state is not None:
+            root.update(self._state[torch.from_numpy(env_ids)])
+        if self._placed is None:
+            return self.env.rand_action(root), self.version
+        size = next((size for size in self._sizes if size >= len(env_ids)), len(env_ids))
+        padded = root if not self._sizes else _padded(root, size)
+        with self._policy_lock:
+            acted, version = check_acted(self._placed(padded)), self.version
+        return (acted[: len(env_ids)] if len(acted) != len(env_ids) else acted), version
+
+    # ---- the policy's state ------------------------------------------------------------------
+
+    def _keep_state(self, env_ids: np.ndarray, own: TensorDictBase) -> None:
+        """Keep what the policy hands on to the next step of some envs, batch `[k]`."""
+        if self._state is None or self._state is self._primer:
+            self._state = own[:1].expand(self.env.num_envs, *own.batch_size[1:]).clone().zero_()
+            if self._primer is not None:
+                self._state.update(self._primer.clone())
+        self._state[torch.from_numpy(env_ids)] = own.to("cpu")
+
+    def _note_ends(self, env_ids: np.ndarray, following: TensorDictBase) -> None:
+        done = following.get("done").reshape(len(env_ids), -1).any(1).cpu().numpy()
+        if done.any():
+            self._renew(env_ids[done])
+
+    def _renew(self, env_ids: np.ndarray) -> None:
+        """Give envs that begin an episode the policy's state of a begin, if there is one."""
+        if self._primer is not None and self._state is not None and self._state is not self._primer:
+            index = torch.from_numpy(env_ids)
+            for key in leaf_keys(self._primer):
+                self._state.get(key)[index] = self._primer.get(key)[index]
+
+    def _charge(self, what: str) -> None:
+        """Charge the time since the last call to something."""
+        now = time.perf_counter()
+        self._spent[what] += now - self._since
+        self._since = now
+
+
+class _Background:
+    """Collects in a thread, at most `num_ahead` batches ahead of the caller."""
+
+    def __init__(self, collect: Callable[[], TensorDictBase], num_ahead: int) -> None:
+        self._collect = collect
+        self._batches: queue.Queue[TensorDictBase | BaseException] = queue.Queue(num_ahead)
+        self._is_closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> TensorDictBase:
+        """Return the next batch, or raise what was raised in its place."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="envherd-collector", daemon=True)
+            self._thread.start()
+        found = self._batches.get()
+        if isinstance(found, BaseException):
+            self._thread.join()
+            self._thread = None
+            raise found
+        return found
+
+    def _run(self) -> None:
+        while not self._is_closing.is_set():
+            try:
+                found: TensorDictBase | BaseException = self._collect()
+            except BaseException as error:
+                found = error
+            while not self._is_closing.is_set():
+                try:
+                    self._batches.put(found, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(found, BaseException):
+                return
+
+    def begin_close(self) -> None:
+        """Begin no further batch."""
+        self._is_closing.set()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, after the batch that it is at."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _check_env(env: BatchedEnv) -> None:
+    kinds = set(env.specs)
+    if len(kinds) != 1:
+        raise ValueError(f"AsyncCollector failed: expected envs of one kind, got {len(kinds)}.")
+    side = [leaf for leaf in env.specs[0].leaves() if leaf.is_side]
+    if side:
+        raise ValueError(f"AsyncCollector failed: expected leaves of fixed shapes, got {side[0]}. Leave it out.")
+
+
+def _place(policy: Policy | None, device: torch.device | str | None, *, is_apart: bool) -> Placed | None:
+    """Return the policy where it runs; with `is_apart` a copy, which the caller's learner does not write to."""
+    if policy is None:
+        return None
+    if not is_apart or not isinstance(policy, torch.nn.Module):
+        return Placed(policy, device)
+    if getattr(policy, "copyable", True) is False:
+        raise ValueError(
+            "AsyncCollector failed: expected a policy that can be copied with in_background, got one that says "
+            "copyable=False. Collect with in_background=0."
+        )
+    return Placed(copy.deepcopy(policy), device)
+
+
+def _padded(root: TensorDictBase, size: int) -> TensorDictBase:
+    """Return a batch filled up to a size with its first row, and `valid`, which rows are its own."""
+    count, padded = len(root), root
+    if size > count:
+        more: Any = root[:1].expand(size - count, *root.batch_size[1:])
+        padded = TensorDict.cat([root, more], 0)
+    valid = torch.arange(size) < count
+    return padded.set(VALID, valid.reshape(size, *(1 for _ in root.batch_size[1:])).expand(padded.batch_size).clone())

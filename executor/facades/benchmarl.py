@@ -1,0 +1,42 @@
+"""BenchMARL's experiments on the executor: envs of a training that BenchMARL would run in a `ParallelEnv` of TorchRL.
+
+    from envherd.executor.facades.benchmarl import installed
+
+    with installed(num_processes=4):
+        experiment = Experiment(task=MeltingPotTask.COMMONS_HARVEST__OPEN.get_from_yaml(), ...)
+    experiment.run()
+
+Experiments that are built inside the block collect with `executor.facades.torchrl.ParallelEnv` for as long as they
+live, if their config says `parallel_collection` and their task is no batch already (VMAS). The env that BenchMARL
+builds for its evaluation stays in its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import benchmarl.experiment.experiment
+
+from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.executor.options import ExecutorOptions
+
+__all__ = ["installed"]
+
+
+@contextlib.contextmanager
+def installed(*, num_processes: int | None = None, options: ExecutorOptions | None = None) -> Iterator[None]:
+    """Put our `ParallelEnv` in place of TorchRL's where BenchMARL's experiments take it from, for the block.
+
+    Args:
+        num_processes: worker processes of an experiment; None for one per usable core, at most one per env.
+        options: of the executor.
+    """
+    module = benchmarl.experiment.experiment
+    before = module.ParallelEnv
+    module.ParallelEnv = functools.partial(ParallelEnv, num_processes=num_processes, options=options)
+    try:
+        yield
+    finally:
+        module.ParallelEnv = before

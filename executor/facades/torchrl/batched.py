@@ -1,0 +1,323 @@
+"""What a batched env of TorchRL is before it has envs: arguments, specs, device, views.
+
+Instances are TorchRL's `BatchedEnvBase` to every isinstance check and have its public attributes, but none of its
+code runs: everything here goes through the public `EnvBase`, so that TorchRL may change how its own batched envs work.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torchrl.envs
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torchrl.data import Composite
+from torchrl.data.utils import contains_lazy_spec
+from torchrl.envs import EnvBase
+from torchrl.envs.batched_envs import BatchedEnvBase
+from torchrl.envs.common import EnvMetaData
+
+from envherd.workers.adapters.torchrl.private_api import BatchedHooks, place
+
+MakeEnv = Callable[..., EnvBase]
+
+_SPECS = ("action_spec", "state_spec", "observation_spec", "reward_spec", "done_spec")
+_MISMATCH = "len({}) and num_workers mismatch, got {} and {}."
+
+
+class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
+    """Arguments, specs and views; the constructor's arguments are TorchRL's.
+
+    Its own attributes have private names, since public ones that TorchRL has not are asked of the envs: `_env_ids`
+    (of a view: which envs of the whole it shows), `_is_whole` (it is no view), `_whole` (of a view that is not closed).
+    """
+
+    def __init__(  # noqa: PLR0913  # TorchRL's
+        self,
+        num_workers: int,
+        create_env_fn: MakeEnv | Sequence[MakeEnv],
+        *,
+        create_env_kwargs: Mapping[str, Any] | Sequence[dict[str, Any]] | None = None,
+        device: Any = None,
+        use_buffers: bool | None = None,
+        share_individual_td: bool | None = None,
+        metadata_from_workers: bool = False,
+        num_threads: int | None = None,
+        num_sub_threads: int = 1,
+        mp_start_method: str | None = None,
+        shutdown_timeout: float = 10.0,
+        daemon: bool = False,
+        consolidate: bool = True,
+        policy_proof: Callable[..., Any] | None = None,
+        non_blocking: bool = False,
+        shared_memory: bool = True,
+        memmap: bool = False,
+        pin_memory: bool = False,
+        allow_step_when_done: bool = False,
+        serial_for_single: bool = False,
+    ) -> None:
+        EnvBase.__init__(self, device=device)
+        self._refuse(
+            pin_memory=pin_memory,
+            allow_step_when_done=allow_step_when_done,
+            both_memories=shared_memory and memmap,
+            start_method=mp_start_method,
+            metadata_from_workers=metadata_from_workers,
+            use_buffers=use_buffers,
+        )
+        self.is_closed = True
+        self.num_workers = num_workers
+        self.create_env_fn = _one_each(create_env_fn, num_workers)
+        self.create_env_kwargs = _kwargs_each(create_env_kwargs, num_workers)
+        self._one_task = callable(create_env_fn) or len(set(create_env_fn)) == 1
+        self._fixed_shapes = False if metadata_from_workers else use_buffers
+        self.share_individual_td = share_individual_td
+        self._asks_all = metadata_from_workers
+        self.num_threads, self.num_sub_threads = num_threads, num_sub_threads
+        self._start_method = mp_start_method
+        self.shutdown_timeout = float(shutdown_timeout)
+        self.daemon, self.consolidate, self.policy_proof = daemon, consolidate, policy_proof
+        self._is_non_blocking, self.serial_for_single = non_blocking, serial_for_single
+        self._env_seeds: list[int | None] | None = None
+        self._is_whole = True
+        self.__dict__["_whole"] = None  # not a submodule
+        self._env_ids = list(range(num_workers))
+        self._learn_specs()
+        if metadata_from_workers:
+            self._begin()
+
+    def _refuse(
+        self,
+        *,
+        pin_memory: bool,
+        allow_step_when_done: bool,
+        both_memories: bool,
+        start_method: str | None,
+        metadata_from_workers: bool,
+        use_buffers: bool | None,
+    ) -> None:
+        """Raise what TorchRL's constructor raises."""
+        is_parallel = isinstance(self, torchrl.envs.ParallelEnv)
+        if pin_memory:
+            raise ValueError("pin_memory for batched envs is deprecated")
+        if allow_step_when_done:
+            raise ValueError("allow_step_when_done is deprecated")
+        if both_memories:
+            raise RuntimeError("memmap and shared memory are mutually exclusive features.")
+        if start_method is not None and not is_parallel:
+            raise TypeError(f"Cannot use mp_start_method={start_method} with envs of type {type(self)}.")
+        if metadata_from_workers and not is_parallel:
+            raise TypeError("metadata_from_workers=True is only supported by ParallelEnv.")
+        if metadata_from_workers and use_buffers:
+            raise RuntimeError("metadata_from_workers=True currently requires use_buffers=False.")
+
+    def _learn_specs(self) -> None:
+        """Ask the envs what they are, and call `_set_specs` with it."""
+        raise NotImplementedError
+
+    # ---- specs -------------------------------------------------------------------------------
+
+    def _set_specs(self, found: list[EnvMetaData]) -> None:
+        """Take over what the envs are.
+
+        Args:
+            found: metadata of each env; of one alone if all are of the same task.
+
+        Raises:
+            ValueError: the envs are on several devices and none was given, or cannot be stacked and must be.
+            RuntimeError: an env has empty specs, or workers that were asked one by one are unlike.
+        """
+        if self._asks_all:
+            _require_alike(found)
+        self._per_env = found if len(found) == self.num_workers else found * self.num_workers
+        self._choose_layout(found)
+        if self._one_task:
+            first = found[0]
+            self.meta_data = first.expand(self.num_workers, *first.batch_size)
+            batch_size, specs = self.meta_data.batch_size, [_not_empty(self.meta_data.specs, type(self))]
+            self._env_text = first.env_str
+        else:
+            self.meta_data = found
+            batch_size = torch.Size([self.num_workers, *found[0].batch_size])
+            specs = [_not_empty(one.specs, type(self)) for one in found]
+            self._env_text = str(found[0])
+        place(self, batch_size, self.device if self.device is not None else self._common_device(found))
+        for name in _SPECS:
+            side = "input_spec" if name in _SPECS[:2] else "output_spec"
+            parts = [one[side][f"full_{name}"] for one in specs]
+            setattr(self, name, parts[0] if self._one_task else torch.stack(parts, 0))
+        self.has_lazy_inputs = contains_lazy_spec(self.input_spec)
+
+    def _common_device(self, found: list[EnvMetaData]) -> torch.device | None:
+        devices = {one.device for one in found}
+        if len(devices) > 1:
+            raise ValueError(
+                f"The device wasn't passed to {type(self)}, but more than one device was found in the "
+                f"sub-environments. Please indicate a device to be used for collection."
+            )
+        device: torch.device | None = devices.pop()
+        return device
+
+    def _choose_layout(self, found: list[EnvMetaData]) -> None:
+        """Choose `use_buffers` and `share_individual_td` where the caller has not."""
+        if self._fixed_shapes is not False:
+            is_fixed = not any(one.has_dynamic_specs for one in found)
+            if self._fixed_shapes and not is_fixed:
+                warnings.warn(
+                    "A value of use_buffers=True was passed but this is incompatible with the list of environments "
+                    "provided. Turning use_buffers to False.",
+                    stacklevel=2,
+                )
+            self._fixed_shapes = is_fixed
+        if self._one_task:
+            self.share_individual_td = bool(self.share_individual_td)
+        elif self.share_individual_td is not True:
+            is_unlike = not _can_be_stacked([one.tensordict for one in found])
+            if is_unlike and self.share_individual_td is False:
+                raise ValueError(
+                    "share_individual_td=False was provided but share_individual_td must be True to accommodate "
+                    "non-stackable tensors."
+                )
+            self.share_individual_td = is_unlike
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(\n\tenv={self._env_text}, \n\tbatch_size={self.batch_size})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def _set_seed(self, seed: int | None) -> None:
+        """TorchRL has every env write this; `set_seed` of a batched env asks its envs."""
+
+    def configure_parallel(self, **kwargs: Any) -> Any:
+        """Change what the constructor was given, as long as the env is not started; returns the env itself.
+
+        Args:
+            **kwargs: `use_buffers`, `mp_start_method`, `num_threads`, `num_sub_threads`, `daemon`,
+                `shutdown_timeout`; `shared_memory`, `memmap` and `non_blocking` without effect.
+
+        Raises:
+            RuntimeError: it is started. TypeError: another argument.
+        """
+        if not self.is_closed:
+            raise RuntimeError(
+                "configure_parallel() cannot be called after the environment has started. "
+                "Call configure_parallel() before accessing specs or calling reset/step."
+            )
+        unknown = kwargs.keys() - _CONFIGURABLE.keys() - _WITHOUT_EFFECT
+        if unknown:
+            raise TypeError(f"configure_parallel() got an unexpected keyword argument {min(unknown)!r}")
+        for name, value in kwargs.items():
+            if value is not None and name in _CONFIGURABLE:
+                setattr(self, _CONFIGURABLE[name], float(value) if name == "shutdown_timeout" else value)
+        return self
+
+    @property
+    def non_blocking(self) -> bool:
+        """What the constructor was given; without effect."""
+        return self._is_non_blocking
+
+    # ---- views -------------------------------------------------------------------------------
+
+    def _indices(self, item: Any) -> list[int]:
+        """Return which envs an index means.
+
+        Raises:
+            NotImplementedError: it is a boolean mask. IndexError: it is out of bounds, empty or of several dimensions.
+        """
+        if isinstance(item, slice):
+            found = list(range(self.num_workers))[item]
+        else:
+            index = torch.as_tensor(item)
+            if index.dtype == torch.bool:
+                raise NotImplementedError("Boolean masks are not supported for batched envs.")
+            if index.ndim > 1:
+                raise IndexError(f"Batched env indices must be scalar or 1D, got shape {index.shape}.")
+            found = [int(i) for i in index.reshape(-1).tolist()]
+        if not found:
+            raise IndexError("Empty batched env indexing is not supported.")
+        for i in found:
+            if not -self.num_workers <= i < self.num_workers:
+                raise IndexError(f"index {i} is out of bounds for {self.num_workers} envs.")
+        return [i % self.num_workers for i in found]
+
+    def _view_of(self, indices: list[int]) -> Any:
+        """Return a view: an env of its own that shows some of this one's envs, and ends with it."""
+        view = type(self).__new__(type(self))
+        view.__dict__.update(self.__dict__, _is_whole=False, _whole=self.__dict__["_whole"] or self)
+        view.num_workers = len(indices)
+        for name in ("_env_ids", "create_env_fn", "create_env_kwargs", "_env_seeds"):
+            listed = getattr(self, name)
+            setattr(view, name, listed and [listed[i] for i in indices])
+        Batched._set_specs(view, self._per_env[:1] if self._one_task else [self._per_env[i] for i in indices])
+        return view
+
+
+#: Argument -> attribute.
+_CONFIGURABLE = {
+    "use_buffers": "_fixed_shapes",
+    "mp_start_method": "_start_method",
+    "num_threads": "num_threads",
+    "num_sub_threads": "num_sub_threads",
+    "daemon": "daemon",
+    "shutdown_timeout": "shutdown_timeout",
+}
+_WITHOUT_EFFECT = {"shared_memory", "memmap", "non_blocking"}
+
+
+def _one_each(factories: MakeEnv | Sequence[MakeEnv], num_workers: int) -> list[MakeEnv]:
+    if callable(factories):
+        return [factories] * num_workers
+    if len(factories) != num_workers:
+        raise RuntimeError(_MISMATCH.format("create_env_fn", len(factories), num_workers))
+    return list(factories)
+
+
+def _kwargs_each(
+    kwargs: Mapping[str, Any] | Sequence[dict[str, Any]] | None, num_workers: int
+) -> Sequence[dict[str, Any]]:
+    if kwargs is None or isinstance(kwargs, Mapping):
+        return [copy.deepcopy(dict(kwargs or {})) for _ in range(num_workers)]
+    if len(kwargs) != num_workers:
+        raise RuntimeError(_MISMATCH.format("create_env_kwargs", len(kwargs), num_workers))
+    return kwargs
+
+
+def _not_empty(specs: Composite, cls: type) -> Composite:
+    for side in ("input_spec", "output_spec"):
+        for key, item in specs[side].items(include_nested=True):
+            if isinstance(item, Composite) and isinstance(key, tuple) and item.is_empty():
+                raise RuntimeError(
+                    f"The environment passed to {cls.__name__} has empty specs in {key[-1]}. Consider using "
+                    f"torchrl.envs.transforms.RemoveEmptySpecs to remove the empty specs."
+                )
+    return specs
+
+
+def _can_be_stacked(tds: list[TensorDictBase]) -> bool:
+    if len({frozenset(td.keys(include_nested=True, leaves_only=True)) for td in tds}) > 1:
+        return False
+    try:
+        LazyStackedTensorDict(*tds, stack_dim=0).contiguous()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _require_alike(found: list[EnvMetaData]) -> None:
+    schemas = [_schema(one) for one in found]
+    for worker, schema in enumerate(schemas):
+        if schema != schemas[0]:
+            raise RuntimeError(
+                f"ParallelEnv worker metadata are incompatible: worker {worker} has a different tensor schema from "
+                f"worker 0."
+            )
+
+
+def _schema(one: EnvMetaData) -> tuple[Any, ...]:
+    specs = one.specs.items(include_nested=True, leaves_only=True)
+    leaves = [(key, type(spec), tuple(spec.shape), getattr(spec, "dtype", None)) for key, spec in specs]
+    return one.batch_size, one.device, one.batch_locked, leaves

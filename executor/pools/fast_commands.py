@@ -1,0 +1,95 @@
+"""Commands to all envs, compiled for one pool: what a step gives and waits for where nothing else happens.
+
+Guarantees: the words are written in the order of `CommandWords.write_all`, and an answer counts as
+`WorkerPool.wait_all` counts it: these are the specification. What takes longer, or comes with more than rows, is left
+to `wait_all`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sized
+from typing import NamedTuple, Protocol
+
+from envherd.executor.pools.command_words import CommandWords
+from envherd.executor.pools.placement import Placement
+from envherd.executor.pools.replies import Outcome
+from envherd.shm.sync import Doorbell
+
+#: Seconds without an answer after which the caller looks at the workers' pidfds.
+LOOK_S = 0.01
+
+
+class FastCommands(NamedTuple):
+    """The two halves of a command to all envs.
+
+    Attributes:
+        absent: the workers that do not serve; while there is one, no command may be given in this way.
+        give: gives all envs a command, a word of `workers.protocol.pack`, and wakes their workers.
+        has_all: waits for the answers; returns False where `Pool.wait_all` must go on: no answer has come for a while,
+            or there is more to know than rows.
+    """
+
+    absent: Sized
+    give: Callable[[int], None]
+    has_all: Callable[[], bool]
+
+
+class Waiting(Protocol):
+    """A pool, as far as `compile_has_all` uses it.
+
+    Attributes:
+        num_workers: each rings when it has answered for all its envs.
+        outcome: what happened besides the rows.
+        has_waited: `wait_all` need not wait for the tokens of these; it clears that.
+    """
+
+    num_workers: int
+    outcome: Outcome
+    has_waited: bool
+
+    def place(self) -> None:
+        """See where workers run, if it is time to."""
+        ...
+
+
+def compile_give(words: CommandWords, rings: list[Callable[[], None]]) -> Callable[[int], None]:
+    """Return `FastCommands.give` over the words and the doorbells of a pool."""
+    fill_command, fill_forfeited, fill_seq = words.command.fill, words.forfeited.fill, words.command_seq.fill
+
+    def give(command: int) -> None:
+        words.number = number = words.number + 1
+        fill_command(command)
+        fill_forfeited(0)
+        fill_seq(number)
+        for ring in rings:
+            ring()
+
+    return give
+
+
+def compile_has_all(pool: Waiting, words: CommandWords, done: Doorbell, placement: Placement) -> Callable[[], bool]:
+    """Return `FastCommands.has_all` over what a pool waits with."""
+    replies, numbers, wait, num_workers = (
+        words.reply_seq.tobytes,
+        words.command_seq.tobytes,
+        done.wait,
+        pool.num_workers,
+    )
+    status, no_status, now = words.status.tobytes, bytes(words.status.nbytes), time.monotonic
+
+    def has_all() -> bool:
+        if now() >= placement.due:
+            pool.place()
+        num_tokens = 0
+        while num_tokens < num_workers or replies() != numbers():
+            if not wait(LOOK_S):
+                pool.has_waited = True
+                return False
+            num_tokens += 1
+        if status() == no_status and not pool.outcome:
+            return True
+        pool.has_waited = True
+        return False
+
+    return has_all

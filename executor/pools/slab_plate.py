@@ -1,0 +1,39 @@
+"""What the nameplate of a slab holds, by which `envherd top` finds and reads it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from envherd.shm.slab import SlabPlan
+
+LABEL = "envherd-slab"
+SCHEMA = "envherd.slab/1"
+
+
+def describe(plan: SlabPlan, blocks: Sequence[Sequence[int]], family: str) -> dict[str, Any]:
+    """Return what is written to the nameplate of a slab of this process.
+
+    Args:
+        plan: of the slab.
+        blocks: env ids of each worker.
+        family: of the envs.
+    """
+    return {
+        "schema": SCHEMA,
+        "pid": os.getpid(),
+        "namespace": namespace(),
+        "made_at": time.time(),
+        "env": family,
+        "blocks": [list(block) for block in blocks],
+        "words": {field.name[0]: [field.offset, field.shape[0]] for field in plan.words},
+        "nbytes": plan.words.nbytes,
+    }
+
+
+def namespace() -> str:
+    """Return what names the pids that this process sees; empty where there is one such space alone."""
+    return os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""

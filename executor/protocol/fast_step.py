@@ -1,0 +1,152 @@
+"""A step of all envs, compiled for one executor and its plain case: all envs run, and answer with rows alone.
+
+Guarantees: `Engine.step_all` is the specification. What is not plain is left to it: before the command is given,
+nothing has been changed, and the caller goes on to it as if nothing had been tried; after it, the command becomes a
+`Flight` that `Flights` lands. An exception at any line leaves what `Flights.recover` takes for a flight of all envs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tensordict import TensorDict, TensorDictBase
+
+from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
+from envherd.executor.pools.fast_commands import FastCommands
+from envherd.executor.protocol.flight import Flight
+from envherd.workers.protocol import RING, STEP_RESET, Op, pack
+
+if TYPE_CHECKING:
+    from envherd.executor.protocol.engine import Engine
+
+#: `td -> (next, root)`, or None where the step was not made.
+FastStep = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None]
+
+
+def never(_: Any) -> None:
+    """Do nothing, which says that the general way is to be gone."""
+
+
+def compile_step(engine: Engine, op: Op) -> FastStep:
+    """Return a step of all envs; it holds the call guard in the name of its caller, and sets `next` of its batch."""
+    commands = _commands(engine)
+    if commands is None or not IS_AS_EXPECTED:
+        return never
+    absent, give, has_all = commands
+    guard, flights, positions, batches = engine.guard, engine.flights, engine.positions, engine.batches
+    hold, release, frame_of = guard.hold, guard.release, sys._getframe
+    batch_size, device = engine.batch_size, engine.device
+    take, write_inputs, land = compile_take(engine), engine.write_inputs, engine.land_step
+    next_column, draft, finish = positions.next_column, batches.draft[op], batches.finish
+    note = compile_note(engine, op)
+    values, running = flights.states.values.tobytes, flights.states.running
+    words = [pack(int(op), RING, column) for column in range(positions.num_frames)]
+    under_way = Flight(flights, op, None, None)
+
+    def step(td: Any) -> Any:
+        frame = frame_of(1)
+        if hold("call", frame) is not frame:
+            return None
+        try:
+            if (
+                td.__class__ is not TensorDict
+                or td._batch_size != batch_size  # noqa: SLF001  # as `IS_AS_EXPECTED` says
+                or td._device is not device  # noqa: SLF001
+                or td._td_dim_names is not None  # noqa: SLF001
+                or td._is_locked  # noqa: SLF001
+                or "next" in (source := td._tensordict)  # noqa: SLF001
+                or guard.is_closed
+                or guard.is_foreign
+                or engine.is_dirty
+                or absent
+                or values() != running
+            ):
+                release()
+                return None
+            if not take(source):
+                write_inputs(td)
+            column = next_column()
+            flights.current = under_way
+            give(words[column])
+            drafted = draft(column)
+            if has_all():
+                ended = note(column)
+                flights.current = None
+                pair = finish(drafted, column, ended)
+            else:
+                pair = land(flights.adopt(op, column), drafted)
+            source["next"] = pair[0]
+            release()
+            return td, pair[1]
+        except BaseException as error:
+            guard.break_off(frame, error)
+            raise
+
+    return step
+
+
+def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
+    """Return what gives all envs a command whose inputs are written, at a column of the target in use now.
+
+    Returns:
+        column -> a flight that may have landed already.
+    """
+    commands, flights = _commands(engine), engine.flights
+    begin = flights.begin
+    if commands is None:
+        return lambda at: begin(op, at=at)
+    absent, give, has_all = commands
+    values, running, note = flights.states.values.tobytes, flights.states.running, compile_note(engine, op)
+    first, each = pack(int(op), engine.positions.where.target, 0), pack(0, 0, 1)
+    under_way = Flight(flights, op, None, None)
+
+    def command(at: int) -> Flight:
+        if absent or values() != running:
+            return begin(op, at=at)
+        under_way.has_landed = False
+        flights.current = under_way
+        give(first + at * each)
+        if not has_all():
+            return flights.adopt(op, at)
+        under_way.was_reset = note(at)
+        under_way.has_landed = True
+        flights.current = None
+        return under_way
+
+    return command
+
+
+def _commands(engine: Engine) -> FastCommands | None:
+    return None if engine.is_unusual else engine.pool.compile()
+
+
+def compile_take(engine: Engine) -> Callable[[dict[str, Any]], bool | None]:
+    """Return what takes the actions among the entries of a batch, if they are plain, and says whether it has."""
+    plain = engine.plain_intake
+    if plain is None:
+        return never
+    key, take_all = plain.key, plain.take_all
+    return lambda source: take_all(source.get(key))
+
+
+def compile_note(engine: Engine, op: Op) -> Callable[[int], np.ndarray | None]:
+    """Return what notes that all envs, which were RUNNING, have answered at a column; it returns who was reset."""
+    positions, states = engine.positions, engine.states
+
+    def note_step(column: int) -> None:
+        ended = positions.stepped_all(column)
+        if ended is not None:
+            states.land_all(ended)
+
+    def note_step_reset(column: int) -> np.ndarray | None:
+        ended = positions.stepped_all_and_reset(column)
+        if ended is not None:
+            over = positions.over_at_once(ended, column + positions.where.root_ahead)
+            if over is not None:
+                states.land_all(over)
+        return ended
+
+    return note_step_reset if op == STEP_RESET else note_step

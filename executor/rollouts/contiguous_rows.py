@@ -1,0 +1,96 @@
+"""Rows of T contiguous steps, for envs that advance independently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from envherd.executor.batches.fast_tensordict import get_leaf
+from envherd.executor.rollouts.policy_state import leaf_keys
+from envherd.shm.specs import Key
+
+
+class ContiguousRows:
+    """Rows of T steps, each of one env: written step by step, and taken when they are full.
+
+    Args:
+        num_envs: N.
+        num_steps: T.
+        num_more: rows besides one per env; more are added when they are needed.
+    """
+
+    def __init__(self, num_envs: int, num_steps: int, num_more: int) -> None:
+        self.full: list[int] = []
+        self._num_steps = num_steps
+        self._slots = np.arange(num_envs)
+        self._at = np.zeros(num_envs, np.int64)
+        self._num_slots = num_envs + num_more
+        self._free = list(range(num_envs, self._num_slots))
+        self._leaves: dict[Key, torch.Tensor] = {}
+        self._names: dict[bool, tuple[str, ...]] = {False: (), True: ()}  # of the batches written last
+        self._targets: dict[bool, list[tuple[Any, torch.Tensor]]] = {}
+        self._template: TensorDictBase | None = None
+
+    def write(self, env_ids: np.ndarray, td: TensorDictBase, *, is_next: bool) -> None:
+        """Write what belongs to the present step of some envs: batch `[k]`."""
+        names = tuple(td.keys())
+        if names != self._names[is_next]:
+            self._names[is_next] = names
+            self._targets[is_next] = [self._target(td, key, is_next=is_next) for key in leaf_keys(td)]
+        index = torch.from_numpy(self._slots[env_ids] * self._num_steps + self._at[env_ids])
+        for key, flat in self._targets[is_next]:
+            value: torch.Tensor = get_leaf(td, key) if key.__class__ is str else td.get(key)
+            flat.index_copy_(0, index, value if value.device == flat.device else value.to(flat.device))
+
+    def _target(self, td: TensorDictBase, key: Key, *, is_next: bool) -> tuple[Any, torch.Tensor]:
+        """Return how a leaf is called in `td`, and where it is written: `[slots * T, ...]` (VIEW)."""
+        name, value = ("next", *key) if is_next else key, td.get(key)
+        if name not in self._leaves:
+            shape = (self._num_slots, self._num_steps, *value.shape[1:])
+            self._leaves[name] = torch.zeros(shape, dtype=value.dtype)
+        return key[0] if len(key) == 1 else key, self._leaves[name].flatten(0, 1)
+
+    def learn_structure(self, acted: TensorDictBase, following: TensorDictBase) -> None:
+        """Keep how the leaves of a transition nest, from one of `[k]`."""
+        if self._template is None:
+            template = acted[:1].exclude("next").copy().set("next", following[:1].copy())
+            self._template = template.cpu().unsqueeze(1)
+
+    def advance(self, env_ids: np.ndarray) -> None:
+        """Go on to the next step of some envs; rows that are full are put aside."""
+        self._at[env_ids] += 1
+        for env_id in env_ids[self._at[env_ids] == self._num_steps].tolist():
+            self.full.append(int(self._slots[env_id]))
+            if not self._free:
+                self._add_rows()
+            self._slots[env_id] = self._free.pop()
+            self._at[env_id] = 0
+
+    def cut(self, env_ids: np.ndarray) -> None:
+        """Mark the latest steps of some envs as truncated: what follows them was lost, and another episode begins."""
+        env_ids = env_ids[self._at[env_ids] > 0]
+        slots, at = torch.from_numpy(self._slots[env_ids]), torch.from_numpy(self._at[env_ids] - 1)
+        for key, leaf in self._leaves.items():
+            if key[0] == "next" and key[-1] in ("done", "truncated"):
+                leaf[slots, at] = True
+
+    def _add_rows(self) -> None:
+        self._free = list(range(self._num_slots, 2 * self._num_slots))
+        self._num_slots *= 2
+        self._leaves = {key: torch.cat([leaf, torch.zeros_like(leaf)]) for key, leaf in self._leaves.items()}
+        self._names = {False: (), True: ()}  # whose targets are views of the old leaves
+
+    def take(self, num_rows: int) -> TensorDictBase:
+        """Return the rows that were full first, batch `[num_rows, T]`, in memory of their own."""
+        assert self._template is not None
+        taken, self.full = self.full[:num_rows], self.full[num_rows:]
+        self._free += taken
+        index = torch.tensor(taken)
+        data = self._template.expand(num_rows, self._num_steps).clone(recurse=False)
+        for key, leaf in self._leaves.items():
+            data.set(key, leaf[index])
+        data.refine_names(..., "time")
+        return data

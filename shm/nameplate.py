@@ -1,0 +1,104 @@
+"""A nameplate: plain data at the end of a segment, by which other processes of its user learn what the segment is.
+
+The last 16 bytes of the segment are the length of the text and a mark; the text, JSON, ends where they begin.
+
+Guarantees: the nameplate is there as long as the memory is, and goes with it: nothing is left behind.
+Platforms: `find` needs Linux's `/proc`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from envherd.shm.segment import Segment
+
+_TRAILER = struct.Struct("<q8s")
+_MARK = b"envherd\x01"
+#: Bytes; a text is shorter.
+_MOST = 2**24
+
+
+class Plate(NamedTuple):
+    """A nameplate that was found.
+
+    Attributes:
+        pid: process that has the segment.
+        path: where the segment can be opened.
+        inode: of the segment, by which it is known.
+        content: what its maker wrote.
+    """
+
+    pid: int
+    path: str
+    inode: int
+    content: dict[str, Any]
+
+
+def create_named(nbytes: int, label: str, content: dict[str, Any]) -> Segment:
+    """Return a new segment of at least `nbytes` bytes, with a nameplate after them.
+
+    Args:
+        nbytes: for the maker's own use.
+        label: see `Segment.create`.
+        content: what JSON can hold.
+
+    Raises:
+        MemoryError: see `Segment.create`.
+    """
+    text = json.dumps(content).encode()
+    segment = Segment.create(nbytes + len(text) + _TRAILER.size, label)
+    memory = segment.array().data
+    end = segment.nbytes - _TRAILER.size
+    memory[end - len(text) : end] = text
+    memory[end:] = _TRAILER.pack(len(text), _MARK)
+    return segment
+
+
+def find(label: str) -> Iterator[Plate]:
+    """Yield the nameplates of the segments of one label in this user's processes.
+
+    Workers have the segments of their executor, and a fork has those of its parent: the content should say whose the
+    segment is. A process that ends meanwhile is left out, and so is one of which nothing can be found out.
+    """
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            if entry.stat().st_uid == os.getuid():
+                yield from _of_process(int(entry.name), label)
+
+
+def _of_process(pid: int, label: str) -> Iterator[Plate]:
+    target = f"/memfd:{label} (deleted)"
+    seen = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        with contextlib.suppress(OSError, ValueError):
+            if os.readlink(path) != target:
+                continue
+            inode = os.stat(path).st_ino
+            if inode not in seen and (content := _read(path)) is not None:
+                seen.add(inode)
+                yield Plate(pid, path, inode, content)
+
+
+def _read(path: str) -> dict[str, Any] | None:
+    """Return what a segment's nameplate holds; None if it has none.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it is no JSON.
+    """
+    with Path(path).open("rb") as file:
+        end = file.seek(-_TRAILER.size, os.SEEK_END)
+        length, mark = _TRAILER.unpack(file.read(_TRAILER.size))
+        if mark != _MARK or not 0 < length < min(end, _MOST):
+            return None
+        file.seek(end - length)
+        content = json.loads(file.read(length))
+    return content if isinstance(content, dict) else None

@@ -1,0 +1,38 @@
+"""BenchMARL trains on the facade."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+from tests.extras import needs, skip_without
+
+skip_without("torchrl")
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("benchmarl", reason="needs BenchMARL 1.5 (pip install benchmarl), with TorchRL 0.10 or 0.11")
+    import benchmarl.experiment.experiment
+
+from envherd.executor.facades.benchmarl import installed
+
+
+@pytest.mark.slow
+@needs("meltingpot")
+def test_ippo_trains_on_the_facade(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.executor.facades.benchmarl_training", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_name_comes_back_after_an_error() -> None:
+    usual = benchmarl.experiment.experiment.ParallelEnv
+    with pytest.raises(KeyError), installed():
+        raise KeyError
+    assert benchmarl.experiment.experiment.ParallelEnv is usual

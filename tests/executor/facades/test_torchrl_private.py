@@ -1,0 +1,138 @@
+"""What is used of TorchRL's private API: in one module, in the table of docs/private_apis.md, with its versions."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests.extras import skip_without
+
+skip_without("torchrl")
+
+import pytest
+import tensordict
+import torchrl.envs
+from torchrl.envs import Compose, Transform, TransformedEnv
+
+from envherd.executor.facades.torchrl import ParallelEnv, SerialEnv
+from tests import torchrl_own as own
+
+ROOT = Path(__file__).parents[3]
+ONE_MODULE = ROOT / "workers" / "adapters" / "torchrl" / "private_api.py"
+OTHERS = sorted(
+    {
+        *(ROOT / "executor" / "facades" / "torchrl").glob("*.py"),
+        *(ROOT / "workers" / "adapters" / "torchrl").glob("*.py"),
+        *(ROOT / "workers" / "adapters" / "hosts").glob("torchrl_*.py"),
+    }
+    - {ONE_MODULE}
+)
+#: What TorchRL's documentation has authors of envs write.
+FOR_AUTHORS = {"_step", "_reset", "_set_seed"}
+#: Python's and torch's, not TorchRL's.
+OF_TORCH = {"_modules"}
+PRIVATE = re.compile(r"_[a-z]\w*")
+
+
+def names_in(file: Path) -> set[str]:
+    """Return the private names that a module uses: attributes, methods, imports, and strings that are just a name."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, (ast.ImportFrom, ast.Import)):
+            found.update(part for alias in node.names for part in alias.name.split("."))
+        elif isinstance(node, ast.keyword) and node.arg:
+            found.add(node.arg)
+        elif isinstance(node, ast.Assign):
+            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return {name for name in found if PRIVATE.fullmatch(name)}
+
+
+def names_of_torchrl() -> set[str]:
+    """Return the private names that TorchRL's batched envs and wrappers have, the names of their values among them."""
+    env = torchrl.envs.SerialEnv(2, own.CountingEnv)
+    env.reset()
+    found = {*dir(torchrl.envs.ParallelEnv), *dir(torchrl.envs.SerialEnv), *dir(torchrl.envs.GymEnv), *vars(env)}
+    env.close()
+    return found - {"_modules"}
+
+
+@pytest.mark.parametrize("file", OTHERS, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_no_other_module_uses_a_private_name_of_torchrl(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torchrl", "tensordict"):
+            assert not [alias.name for alias in node.names if alias.name.startswith("_")], ast.unparse(node)
+    assert names_in(file) & names_of_torchrl() <= FOR_AUTHORS
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """Return the rows of the documentation: name -> (first and last version that has it, its tests)."""
+    rows = {}
+    for line in (ROOT / "docs" / "private_apis.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `_"):
+            for name in re.findall(r"`(_\w+)`", cells[0]):
+                rows[name] = (cells[2], cells[4])
+    return rows
+
+
+def test_every_private_name_is_in_the_table() -> None:
+    its_own = {"_fixed_shapes", "_one_task", "_start_method", "_with_missing"}
+    its_own |= {"_begin", "_local_envs", "_worker_handles"}
+    assert names_in(ONE_MODULE) - its_own - OF_TORCH <= table().keys()
+
+
+@pytest.mark.parametrize("name", table())
+def test_the_table_says_which_versions_have_a_name(name: str) -> None:
+    library = tensordict if name in ("_new_unsafe", "_get_str", "_set_str", "_td_dim_names") else torchrl
+    folder = Path(library.__file__).parent
+    files = folder.glob("*.py") if library is tensordict else (folder / "envs").rglob("*.py")
+    has_it = any(re.search(rf"\b{name}\b", file.read_text()) for file in files)
+    first, _, last = table()[name][0].partition(" to ")
+    first_version, last_version = (tuple(map(int, version.split("."))) for version in (first, last or "0.99"))
+    assert has_it == (first_version <= own.VERSION <= last_version)
+
+
+@pytest.mark.parametrize("name", table())
+def test_the_tests_that_hold_a_name_exist(name: str) -> None:
+    tests = re.findall(r"`(test_\w+)`", table()[name][1])
+    assert tests
+    text = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [test for test in tests if f"def {test}(" not in text] == []
+
+
+class Outside(Transform):
+    """Must not live in a worker."""
+
+    def _check_batched_worker_compat(self) -> None:
+        raise RuntimeError("put this around the batched env")
+
+
+@own.since((0, 13), "Transform._check_batched_worker_compat")
+def test_transforms_say_whether_they_may_live_in_a_worker() -> None:
+    with pytest.raises(RuntimeError, match="put this around"):
+        SerialEnv(2, lambda: TransformedEnv(own.CountingEnv(), Compose(Outside())))
+    env = TransformedEnv(SerialEnv(2, own.CountingEnv), Outside())
+    assert env.rollout(2).shape == (2, 2)
+    env.close()
+
+
+def test_what_programs_read_is_there() -> None:
+    env = SerialEnv(2, own.CountingEnv)
+    assert (env._single_task, env._use_buffers, env._mp_start_method) == (True, True, None)
+    assert not env._has_dynamic_specs
+    assert isinstance(env._supports_set_state, bool)
+    assert not hasattr(env, "_workers")
+    assert env.is_closed
+    env._create_td()
+    env._start_workers()
+    assert not env.is_closed
+    assert [type(one) for one in env._envs] == [own.CountingEnv] * 2
+    env.close()
+    assert not hasattr(ParallelEnv, "shared_tensordict_parent")

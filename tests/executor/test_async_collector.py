@@ -1,0 +1,265 @@
+"""The asynchronous collector: every step once and in order, whichever env is ready first."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from envherd import EnvError, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor.async_collector import AsyncCollector
+from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
+
+N, LENGTH = 4, 5
+MakeEnv = functools.partial(CountingEnv, LENGTH)
+
+
+def policy(root: Any) -> Any:
+    """Act on the env's own step, so that what it did does not depend on the order of the others."""
+    return root.set("action", (root["observation"][:, 1] + root["env_ids"]) % 4)
+
+
+def expected_rows(num_steps: int, seed: int) -> dict[int, torch.Tensor]:
+    """Return what each env observes before and after each of its steps, int64 `[T, 2, 3]`."""
+    rows: dict[int, list[torch.Tensor]] = {i: [] for i in range(N)}
+    with SerialEnv(N, MakeEnv, seed=seed) as env:
+        root = env.reset()
+        for _ in range(num_steps):
+            acted = policy(root.set("env_ids", torch.arange(N)))
+            td, after = env.step_and_maybe_reset(acted)
+            for i in range(N):
+                rows[i].append(torch.stack([td["observation"][i], td["next", "observation"][i]]))
+            root = after.clone()
+    return {i: torch.stack(row) for i, row in rows.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [0, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"min_envs": 2}, {"max_envs": 1}, {"max_envs": 3, "deadline_s": 0.0005}, {"batch_sizes": (2, 4)}],
+    ids=str,
+)
+def test_every_step_is_there_once_and_as_it_would_be_alone(options, in_background):
+    num_batches, frames = 20, 24
+    with ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env:
+        with AsyncCollector(env, policy, frames_per_batch=frames, in_background=in_background, **options) as collector:
+            batches = [collector.collect() for _ in range(num_batches)]
+        assert env.is_closed
+    seen: dict[int, dict[int, torch.Tensor]] = {i: {} for i in range(N)}
+    for data in batches:
+        assert data.batch_size == (4, 6)
+        assert data.names[-1] == "time"
+        assert (data["env_ids"] == data["env_ids"][:, :1]).all()
+        assert (data["step"].diff(dim=1) == 1).all()
+        for row in data.unbind(0):
+            for one in row.unbind(0):
+                rows = torch.stack([one["observation"], one["next", "observation"]])
+                assert seen[int(one["env_ids"])].setdefault(int(one["step"]), rows) is rows, "a step came twice"
+                assert one["next", "done"] == (one["next", "observation"][1] == LENGTH)
+    most = max(max(steps) for steps in seen.values() if steps)
+    wanted = expected_rows(most + 1, 3)
+    for env_id, steps in seen.items():
+        gaps = set(range(max(steps, default=-1) + 1)) - steps.keys()
+        # Rows that were full, and are not handed out yet, may be older than others of their env only by whole rows.
+        assert len(gaps) % 6 == 0, (env_id, gaps)
+        for step, rows in steps.items():
+            assert torch.equal(rows, wanted[env_id][step])
+    assert sum(map(len, seen.values())) == num_batches * frames
+
+
+@pytest.mark.slow
+def test_the_policy_sees_batches_of_the_given_sizes_alone():
+    sizes: list[tuple[int, int]] = []
+
+    def padded(root: Any) -> Any:
+        sizes.append((len(root), int(root["valid"].sum())))
+        assert not root["valid"][sizes[-1][1] :].any()
+        return policy(root)
+
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
+        AsyncCollector(env, padded, frames_per_batch=40, batch_sizes=(3, 1)) as collector,
+    ):
+        data = collector.collect()
+        assert collector.statistics().frames >= 40
+    assert {size for size, _ in sizes} <= {1, 3}
+    assert all(valid <= size for size, valid in sizes)
+    assert "valid" not in data
+
+
+class Recurrent(nn.Module):
+    """Counts its own steps in a hidden state, which it hands on to itself."""
+
+    def forward(self, root: Any) -> Any:
+        hidden = root.get("hidden", None)
+        hidden = torch.zeros(len(root), 1) if hidden is None else hidden
+        policy(root)
+        root["seen"] = hidden.clone()
+        return root.set("next", TensorDict({"hidden": hidden + 1}, root.batch_size))
+
+
+@pytest.mark.slow
+def test_the_state_of_a_recurrent_policy_is_its_envs_own():
+    primer = TensorDict({"hidden": torch.full((N, 1), 10.0)}, [N])
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
+        AsyncCollector(env, Recurrent(), frames_per_batch=60, primer=primer) as collector,
+    ):
+        for _ in range(3):
+            data = collector.collect()
+            assert torch.equal(data["seen"][..., 0], 10.0 + data["observation"][..., 1])
+    # Without a primer it goes on from episode to episode.
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
+        AsyncCollector(env, Recurrent(), frames_per_batch=60) as collector,
+    ):
+        data = collector.collect()
+        assert torch.equal(data["seen"][..., 0].long(), data["step"])
+
+
+class Weighted(nn.Module):
+    """Writes its weight into what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, root: Any) -> Any:
+        return policy(root).set("weight", self.weight.expand(len(root)).clone())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [0, 1])
+def test_each_step_says_which_weights_have_acted(in_background):
+    learner = Weighted()
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
+        AsyncCollector(env, learner, frames_per_batch=24, in_background=in_background) as collector,
+    ):
+        assert (collector.policy is learner) == (not in_background)
+        for step in range(6):
+            data = collector.collect()
+            assert torch.equal(data["weight"].long(), data["policy_version"])
+            with torch.no_grad():
+                learner.weight.add_(1)
+            way = (None, learner.state_dict(), TensorDict.from_module(learner))[step % 3]
+            assert collector.update_policy_(way) == step + 1
+        statistics = collector.statistics()
+        assert statistics.version == 6
+        assert statistics.lag_max <= 3
+    assert not [one for one in threading.enumerate() if one.name == "envherd-collector"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [0, 1])
+def test_an_env_that_raises_loses_that_step_alone(in_background):
+    make = [functools.partial(FaultyEnv, "value_error", step=4, length=LENGTH), MakeEnv, MakeEnv, MakeEnv]
+    with ParallelEnv(N, make, num_workers=2, seed=0) as env:
+        with AsyncCollector(env, policy, frames_per_batch=24, in_background=in_background) as collector:
+            batches, failed = [], []
+            while len(batches) < 6:
+                try:
+                    batches.append(collector.collect())
+                except EnvError as error:
+                    failed += error.env_ids
+        assert set(failed) == {0}
+    for data in batches:
+        follows = data["next", "observation"][:, :-1] == data["observation"][:, 1:]
+        is_done = data["next", "done"][:, :-1, 0]
+        assert (follows.all(-1) | is_done).all()
+        assert (data["next", "observation"][..., 1] == data["observation"][..., 1] + 1).all()
+        assert (data["next", "done"][..., 0] == (data["next", "terminated"] | data["next", "truncated"])[..., 0]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_a_lost_worker_gives_an_interrupted_row(tmp_path):
+    make = [functools.partial(FaultyEnv, "kill", step=3, flag=str(tmp_path / "died")), MakeEnv]
+    with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(on_worker_loss="restart")) as env:
+        with AsyncCollector(env, policy, frames_per_batch=20) as collector:
+            batches = [collector.collect() for _ in range(8)]
+        assert sum(int(data["next", "interrupted"].sum()) for data in batches) == 1
+        for data in batches:
+            follows = (data["next", "observation"][:, :-1] == data["observation"][:, 1:]).all(-1)
+            assert (follows | data["next", "done"][:, :-1, 0]).all()
+
+
+@pytest.mark.slow
+def test_an_executor_that_is_the_callers_is_left_without_a_command():
+    with ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env:
+        for in_background in (0, 1):
+            with AsyncCollector(
+                env, None, frames_per_batch=10, total_frames=30, in_background=in_background, close_env=False
+            ) as collector:
+                assert [len(data) for data in collector] == [5, 5, 5]
+                assert collector.num_frames == 30
+            assert not env.engine.states.under_way.any()
+        env.reset()
+        assert env.rollout(3)["action"].shape == (N, 3)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"frames_per_batch": 0},
+            {"frames_per_batch": 8, "min_envs": 3, "max_envs": 2},
+            {"frames_per_batch": 8, "max_envs": 9},
+        ],
+    )
+    def test_numbers_out_of_range(self, options):
+        with SerialEnv(N, MakeEnv) as env, pytest.raises(ValueError, match="AsyncCollector failed: expected "):
+            AsyncCollector(env, policy, **options)
+
+    def test_envs_with_text(self):
+        with SerialEnv(N, TextEnv) as env, pytest.raises(ValueError, match="expected leaves of fixed shapes, got text"):
+            AsyncCollector(env, policy, frames_per_batch=8)
+
+    def test_a_policy_that_must_not_be_copied_in_the_background(self):
+        module = Weighted()
+        module.copyable = False
+        with SerialEnv(N, MakeEnv) as env, pytest.raises(ValueError, match="Collect with in_background=0"):
+            AsyncCollector(env, module, frames_per_batch=8, in_background=1)
+
+
+@pytest.mark.slow
+def test_it_learns_from_what_it_collects():
+    """A linear policy finds the action that is rewarded, from batches that were collected in the background."""
+    torch.manual_seed(0)
+    logits = TensorDictModule(nn.Linear(3, 4), in_keys=["scaled"], out_keys=["logits"])
+
+    class Actor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = logits
+
+        def forward(self, root: Any) -> Any:
+            root["scaled"] = torch.ones(*root.batch_size, 3)
+            root = self.net(root)
+            return root.set("action", torch.distributions.Categorical(logits=root["logits"]).sample())
+
+    actor = Actor()
+    optimizer = torch.optim.Adam(actor.parameters(), lr=0.1)
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
+        AsyncCollector(env, actor, frames_per_batch=64, in_background=1) as collector,
+    ):
+        for _ in range(30):
+            data = collector.collect()
+            reward = (data["action"] == 2).float()
+            chosen = torch.log_softmax(actor.net(data.set("scaled", torch.ones(*data.batch_size, 3)))["logits"], -1)
+            loss = -(chosen.gather(-1, data["action"][..., None])[..., 0] * (reward - reward.mean())).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            collector.update_policy_()
+        share = np.mean([float((collector.collect()["action"] == 2).float().mean()) for _ in range(3)])
+    assert share > 0.8

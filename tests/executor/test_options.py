@@ -1,0 +1,60 @@
+"""Options are checked where they are made, and where the workers run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envherd.executor import ExecutorOptions, ParallelEnv
+from envherd.executor.options import _CHOICES, _NUMBERS, _SWITCHES
+from envherd.workers.testing import CountingEnv
+
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+FIELDS = {field.name: field for field in dataclasses.fields(ExecutorOptions)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"step_timeout_s": -1}, "a number above 0, or None, got -1"),
+        ({"step_timeout_s": "3"}, "a number above 0, or None, got '3'"),
+        ({"reset_timeout_s": float("nan")}, "a number above 0, or None, got nan"),
+        ({"close_timeout_s": -0.1}, "a number of at least 0, got -0.1"),
+        ({"stall_log_s": None}, "a number above 0, got None"),
+        ({"worker_threads": 0}, "an integer of at least 1, or None, got 0"),
+        ({"max_restarts": 1.5}, "an integer of at least 0, got 1.5"),
+        ({"max_restarts": True}, "an integer of at least 0, got True"),
+        ({"nice": 40}, "an integer of at least -20 and at most 19, got 40"),
+        ({"ring_frames": 1}, "an integer of at least 2, got 1"),
+        ({"poison": 1}, "True or False, got 1"),
+        ({"infos": "all"}, "one of ('drop', 'plain', 'pickle'), got 'all'"),
+        ({"env_vars": {"A": 1}}, "a dict of names and values, or pairs of them, all texts, got {'A': 1}"),
+        ({"env_vars": ("A",)}, "a dict of names and values, or pairs of them, all texts, got ('A',)"),
+        ({"preload": "numpy"}, "a sequence of module names, or None, got 'numpy'"),
+        ({"affinity": ()}, "a sequence of CPU ids, or None, got ()"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(options, expected):
+    (name,) = options
+    with pytest.raises(ValueError, match=re.escape(f"ExecutorOptions failed: expected {name} to be {expected}.")):
+        ExecutorOptions(**options)
+
+
+def test_every_option_is_checked():
+    lists = {"preload", "affinity", "env_vars", "info_keys"}
+    assert {*_NUMBERS, *_CHOICES, *_SWITCHES, *lists} == FIELDS.keys()
+
+
+@pytest.mark.parametrize("options", [{"preload": ("nump.linalg",)}, {"affinity": (0, 9999)}])
+def test_what_does_not_fit_the_machine_is_refused_before_anything_starts(options):
+    with pytest.raises(ValueError, match=f"expected {next(iter(options))} to be .*, got "):
+        ParallelEnv(1, CountingEnv, options=ExecutorOptions(**options))
+
+
+def test_the_page_has_every_option_with_its_default():
+    rows: dict[str, Any] = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", PAGE.read_text(), re.MULTILINE))
+    assert rows == {name: repr(field.default) for name, field in FIELDS.items()}

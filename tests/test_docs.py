@@ -1,0 +1,262 @@
+"""README and docs: every Python block runs as printed, every link has a target, the reference is complete.
+
+All blocks of a page are one script, in the page's order. A block after `<!-- fragment: REASON -->` is only compiled.
+A line such as `data["action"]    # int64 [8, 200]` is checked against the comment: a shape, after a dtype or alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+import pydoc
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import envherd
+from envherd.executor.rollouts.rollout import RolloutRunner
+from tests.extras import needs
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]
+#: Page -> the extras that its blocks need.
+NEEDED = {
+    "README.md": ("meltingpot", "gymnasium"),
+    "docs/custom_envs.md": ("gymnasium", "old-gym"),
+    "docs/gymnasium.md": ("gymnasium",),
+    "docs/meltingpot.md": ("meltingpot",),
+    "docs/pettingzoo.md": ("pettingzoo",),
+    "docs/sb3.md": ("sb3",),
+    "docs/policies.md": ("gymnasium", "torchrl"),
+    "docs/coming_from.md": ("gymnasium", "sb3", "torchrl"),
+    "docs/torch_envs.md": ("vmas",),
+}
+BLOCK = re.compile(
+    r"(?:^<!-- fragment: (?P<why>[^\n]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+SHAPED = re.compile(r"^(\s*)([^#]+?)\s+# (?:(\w+) )?(\[\d+(?:, \d+)*\])")
+#: Takes the line of the page's title.
+CHECK = (
+    "def _holds(value, dtype, shape): assert list(value.shape) == shape and dtype in (None, str(value.dtype)[6:]), "
+    "f'expected {dtype} {shape}, got {value.dtype} {list(value.shape)}'"
+)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+WORDS = ("whoever", "so many", "of its own", "of one's own", "beside", "told", "said", "has to see to", "for ever")
+#: Pages in which the words have not been looked for yet.
+UNREAD = {"architecture", "cluster", "contributing", "faults", "performance", "sizing", "torchrl"}
+#: What the pages of the reference show, by the directives of mkdocstrings.
+DIRECTIVES = [
+    path
+    for page in sorted((DOCS / "reference").glob("*.md"))
+    for path in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
+]
+MEMBERS = (types.FunctionType, property, classmethod, staticmethod)
+
+
+class Block(NamedTuple):
+    """One Python block.
+
+    Attributes:
+        line: of its first line of code, from 1.
+        code: its text.
+        why: the reason why it is only compiled, or None.
+    """
+
+    line: int
+    code: str
+    why: str | None
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks_of(text: str) -> list[Block]:
+    return [
+        Block(text[: found.start("code")].count("\n") + 1, found["code"], found["why"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def checked(line: str) -> str:
+    """Return a line of code; an expression with a shape in its comment becomes a check of that shape."""
+    found = SHAPED.match(line)
+    if found is None:
+        return line
+    indent, expression, dtype, shape = found.groups()
+    try:
+        compile(expression, "line", "eval")
+    except SyntaxError:
+        return line
+    return f"{indent}_holds({expression}, {dtype!r}, {shape})"
+
+
+def script_of(text: str) -> str:
+    """Return the script of a page, whose lines have the numbers that they have on the page."""
+    lines = [CHECK] + [""] * text.count("\n")
+    for block in blocks_of(text):
+        if block.why is None:
+            code = block.code.splitlines()
+            lines[block.line - 1 : block.line - 1 + len(code)] = map(checked, code)
+    return "\n".join(lines) + "\n"
+
+
+def parameters() -> list[object]:
+    pages = [page for page in PAGES if any(block.why is None for block in blocks_of(page.read_text()))]
+    return [
+        pytest.param(
+            page, marks=[pytest.mark.slow, needs(*NEEDED.get(name_of(page), ("gymnasium",)))], id=name_of(page)
+        )
+        for page in pages
+    ]
+
+
+@pytest.mark.parametrize("page", parameters())
+def test_the_blocks_of_a_page_run_as_printed(page, tmp_path):
+    script = tmp_path / f"page_of_{page.stem}.py"
+    script.write_text(script_of(page.read_text()))
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path]))}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, f"{name_of(page)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_fragments_compile(page):
+    for block in blocks_of(page.read_text()):
+        compile(block.code, f"{name_of(page)}:{block.line}", "exec")
+
+
+def test_a_wrong_shape_is_noticed():
+    script = script_of("# Title\n```python\nimport torch\ntorch.zeros(2, 3)   # float32 [2, 4]\n```\n")
+    assert script.splitlines()[3] == "_holds(torch.zeros(2, 3), 'float32', [2, 4])"
+    with pytest.raises(AssertionError, match=re.escape("expected float32 [2, 4], got torch.float32 [2, 3]")):
+        exec(script, {})
+
+
+def prose_of(page: Path) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@functools.cache
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    titles = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"], ids=name_of
+)
+def test_every_link_has_a_target(page):
+    broken = []
+    for link in LINK.findall(prose_of(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page if not path else (page.parent / path).resolve()
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_the_index_has_every_page():
+    linked = {(DOCS / link.partition("#")[0]).resolve() for link in LINK.findall((DOCS / "index.md").read_text())}
+    assert [name_of(page) for page in PAGES[1:] if page not in linked and page.name != "index.md"] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in UNREAD], ids=name_of)
+def test_pages_avoid_the_worst_words(page):
+    plain = re.sub(r"`[^`]*`|\"[^\"]*\"|\]\([^)]*\)", "", prose_of(page))
+    found = re.findall(rf"\b(?:{'|'.join(WORDS)})\b", plain, re.IGNORECASE)
+    assert found == []
+
+
+def members_of(path: str) -> dict[str, object]:
+    """Return what the reference shows of an object: itself, and for a class its public methods and properties."""
+    value = pydoc.locate(path)
+    assert value is not None, path
+    found = {path: value}
+    if inspect.isclass(value):
+        for name in dir(value):
+            member = inspect.getattr_static(value, name)
+            is_ours = any(name in vars(base) and base.__module__.startswith("envherd.") for base in value.__mro__)
+            if not name.startswith("_") and is_ours and isinstance(member, MEMBERS):
+                found[f"{path}.{name}"] = member
+    return found
+
+
+def test_the_reference_has_every_public_name():
+    assert {f"envherd.{name}" for name in envherd.__all__} <= set(DIRECTIVES)
+    assert len(DIRECTIVES) == len(set(DIRECTIVES))
+
+
+@pytest.mark.parametrize("path", [path for path in DIRECTIVES if ".facades." not in path])
+def test_what_the_reference_shows_has_a_docstring(path):
+    assert [name for name, member in members_of(path).items() if not inspect.getdoc(member)] == []
+
+
+def test_the_reference_has_every_option():
+    attributes = inspect.getdoc(envherd.ExecutorOptions).partition("Attributes:")[2]
+    documented = re.findall(r"^ {4}(\w+): ", attributes, re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(envherd.ExecutorOptions)]
+
+
+def test_the_tutorial_has_every_argument_of_rollout():
+    parameters = dict(inspect.signature(RolloutRunner.run).parameters)
+    del parameters["self"], parameters["env"]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\w*) \|", (DOCS / "tutorial.md").read_text(), re.MULTILINE))
+    rows["max_steps"] = rows["max_steps"] or str(inspect.Parameter.empty)
+    assert rows == {name: str(parameter.default) for name, parameter in parameters.items()}
+
+
+def test_the_page_of_errors_has_the_whole_tree():
+    tree = dict(re.findall(r"^\+-- (\w+) +\((\w+)\)", (DOCS / "errors.md").read_text(), re.MULTILINE))
+    known = [getattr(envherd, name) for name in envherd.__all__]
+    known = [one for one in known if inspect.isclass(one) and issubclass(one, envherd.EnvherdError)]
+    assert tree == {one.__name__: one.__bases__[1].__name__ for one in known if one is not envherd.EnvherdError}
+
+
+def test_the_index_has_every_example():
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} <= set(
+        re.findall(r"\[(\w+\.py)\]", (DOCS / "index.md").read_text())
+    )
+
+
+def test_the_readmes_first_screen_has_the_ratios_of_its_table():
+    text = (ROOT / "README.md").read_text()
+    ratios = {
+        (work.split(" ")[0], other): float(ratio)
+        for work, other, ratio in re.findall(
+            r"^\| ([^|]+) \| ([^|]+) \| [\d,]+ \| [\d,]+ \| ([\d.]+)x ", text, re.MULTILINE
+        )
+    }
+    claim = re.search(r"(\d+)x the throughput of TorchRL's.*?(\d+)x that of Gymnasium's", text, re.DOTALL)
+    melting_pot, gymnasium = claim.groups()
+    assert len(ratios) == 4
+    assert int(melting_pot) == round(ratios["Melting", "TorchRL ParallelEnv"])
+    assert int(gymnasium) == round(ratios["200", "Gymnasium AsyncVectorEnv"])
+
+
+@needs("docs")
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_is_complete(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = set()
+    for page in (tmp_path / "site" / "reference").glob("*/index.html"):
+        shown |= set(re.findall(r'<h\d id="([^"]+)"', page.read_text()))
+    wanted = {name for path in DIRECTIVES if ".facades." not in path for name in members_of(path)}
+    assert wanted - shown == set()

@@ -1,0 +1,169 @@
+"""All that this package uses of TorchRL's private API, or fills in for it; docs/private_apis.md lists it by version.
+
+Works with TorchRL 0.10 to 0.14: what a version lacks is detected here, and its users get what that version itself
+would do. No other module imports a private name of TorchRL, reads one from a TorchRL env, or overrides one but
+`_step`, `_reset` and `_set_seed`, which TorchRL's documentation has env authors write.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import _aggregate_end_of_traj, _update_during_reset
+
+#: From a tensordict and `reset_keys=` to a bool tensor: which rows have ended or are to be reset.
+aggregate_ends = _aggregate_end_of_traj
+#: From rows after a reset, rows before it and the reset keys to the merged rows; masks are taken out.
+merge_reset = _update_during_reset
+
+
+# ---- reading an env --------------------------------------------------------------------------
+
+
+def supports_set_state(env: EnvBase) -> bool:
+    """Return whether `reset(set_state=...)` is known to the env; False before TorchRL 0.13."""
+    return bool(getattr(env, "_supports_set_state", False))
+
+
+def check_worker_env(env: EnvBase) -> None:
+    """Have an env's transforms say whether they may live in a worker; before TorchRL 0.13 none objects."""
+    transform = vars(env).get("_modules", {}).get("_transform")
+    check = getattr(transform, "_check_batched_worker_compat", None)
+    if check is not None:
+        check()
+
+
+def wrapped_env(env: EnvBase) -> Any:
+    """Return the env of another library that a TorchRL wrapper holds, or None."""
+    return vars(env).get("_env")
+
+
+def converts_actions(env: EnvBase) -> bool:
+    """Return whether a `GymWrapper` gives its env numpy actions."""
+    return bool(getattr(env, "_convert_actions_to_numpy", False))
+
+
+def resets_itself(env: EnvBase) -> bool:
+    """Return whether TorchRL has the env's own resets pass through; False before TorchRL 0.13."""
+    return bool(vars(env).get("_torchrl_native_autoreset", False))
+
+
+def seeding_names(env: EnvBase) -> set[str] | None:
+    """Return the global names and attributes that `_set_seed` uses; None if it is no python function."""
+    code = getattr(type(env)._set_seed, "__code__", None)  # noqa: SLF001
+    return None if code is None else set(code.co_names)
+
+
+# ---- batched envs ----------------------------------------------------------------------------
+
+
+def place(env: EnvBase, batch_size: torch.Size, device: torch.device | None) -> None:
+    """Set the batch size and device of an env whose specs follow; its present specs are dropped.
+
+    The public setters change the shape of the present specs, and set a device once only.
+    """
+    env.__dict__.update(_batch_size=batch_size, _device=device, _input_spec=None, _output_spec=None, _cache={})
+
+
+def is_compiled(env: EnvBase) -> bool:
+    """Return whether the caller asked for a compiled `step_and_maybe_reset`; False before TorchRL 0.13."""
+    return vars(env).get("_compiled_step_and_maybe_reset") is not None
+
+
+def skipped_step(env: EnvBase, td: TensorDictBase) -> TensorDictBase:
+    """Return the `next` of envs that were not stepped: where they were, and zeros for what is not in `td`."""
+    return env._skip_tensordict(td)  # noqa: SLF001
+
+
+def without_collected(env: EnvBase, following: TensorDictBase) -> TensorDictBase:
+    """Leave out of `next` what the env's collector would throw away at once; before TorchRL 0.14 it throws nothing."""
+    if vars(env).get("_collector") is None or not hasattr(env, "_get_collector_next_keys_to_exclude"):
+        return following
+    keys = env._get_collector_next_keys_to_exclude()  # noqa: SLF001
+    return following.exclude(*keys) if keys else following
+
+
+class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
+    """What TorchRL and programs that use it ask of batched envs under private names.
+
+    Subclasses have `_fixed_shapes` (whether every leaf of every env has a fixed shape), `_one_task`, `_start_method`,
+    `meta_data` (of the envs, as TorchRL keeps it: one for all, or a list), and the methods that raise here.
+    """
+
+    _fixed_shapes: bool | None
+    _one_task: bool
+    _start_method: str | None
+    meta_data: Any
+
+    #: Specs are set once, by the constructor, and not when first asked for.
+    _properties_set = True
+
+    @property
+    def _has_dynamic_specs(self) -> bool:
+        return not self._fixed_shapes
+
+    @property
+    def _use_buffers(self) -> bool | None:
+        return self._fixed_shapes
+
+    @property
+    def _single_task(self) -> bool:
+        return self._one_task
+
+    @property
+    def _mp_start_method(self) -> str | None:
+        return self._start_method
+
+    @property
+    def _envs(self) -> list[EnvBase]:
+        """The envs of a `SerialEnv`."""
+        return self._local_envs()
+
+    @property
+    def _workers(self) -> list[Any]:
+        """The processes of a `ParallelEnv`: each has `pid` and `is_alive()`."""
+        return self._worker_handles()
+
+    def _create_td(self) -> None:
+        """TorchRL calls it before `_start_workers`, to allocate its buffers."""
+
+    def _start_workers(self) -> None:
+        self._begin()
+
+    @property
+    def _supports_set_state(self) -> bool:
+        found = self.meta_data if isinstance(self.meta_data, list) else [self.meta_data]
+        return all(getattr(one, "supports_set_state", False) for one in found)
+
+    def _skip_tensordic(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Be there under the name that `EnvBase.step` misspells before TorchRL 0.13."""
+        return skipped_step(self, tensordict)
+
+    def _reset_proc_data(self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        """Return what `reset` returns; the envs themselves have checked and completed their rows."""
+        if tensordict is None:
+            return tensordict_reset
+        tensordict = self._with_missing(tensordict, tensordict_reset)
+        if isinstance(tensordict_reset, LazyStackedTensorDict) and not isinstance(tensordict, LazyStackedTensorDict):
+            tensordict = LazyStackedTensorDict(*tensordict.unbind(0))
+        result: TensorDictBase = merge_reset(tensordict_reset, tensordict, self.reset_keys)
+        return result
+
+    def _with_missing(self, td: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
+        """Return the tensordict given to a reset, with what it lacks of the rows of all envs."""
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        """Have the envs at work."""
+        raise NotImplementedError
+
+    def _local_envs(self) -> list[EnvBase]:
+        """Return envs that live in this process."""
+        raise AttributeError(f"the envs of a {type(self).__name__} live in other processes")
+
+    def _worker_handles(self) -> list[Any]:
+        """Return what stands for worker processes."""
+        raise AttributeError(f"a {type(self).__name__} has no worker processes")
