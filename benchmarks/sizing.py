@@ -27,16 +27,18 @@ from rich.console import Console
 
 from envherd.benchmarks.parts import write_part
 from envherd.benchmarks.report import Sheet, to_markdown, to_rich
-from envherd.executor import ExecutorOptions, MeltingPotFactory, SerialEnv
-from envherd.executor.batched import BatchedEnv
+from envherd.executor import ExecutorOptions, MeltingPotFactory
 from envherd.executor.cli.env_names import factory_for
 from envherd.executor.machine.machine import read_machine
-from envherd.executor.sizing.driving import Driver
-from envherd.executor.sizing.recommending import helper, opener, recommend, subject_of
+from envherd.executor.sizing.driving import Runner
+from envherd.executor.sizing.opening import Opener, helper, subject_of
+from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import Goal, Setting
 
 RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8
+#: Seconds that a call of an executor may take.
+_PATIENCE_S = 120.0
 
 
 class Synthetic(gymnasium.Env[np.ndarray, Any]):
@@ -138,19 +140,23 @@ def sweep(factory: Any, settings: Sequence[Setting], num_rounds: int, span_s: fl
     """Run settings in rounds, all alive together; return the env-steps per second of each, by round."""
     options, order = ExecutorOptions(), random.Random(0)
     subject = subject_of(factory, None, options)
-
-    def open_serial(num_envs: int) -> BatchedEnv:
-        return SerialEnv(num_envs, factory, seed=0)
-
-    open_env = opener(subject, options, num_rounds * span_s, open_serial)
+    opener = Opener(subject, options, span_s, 0.0, _PATIENCE_S)
     rates: dict[Setting, list[float]] = {setting: [] for setting in settings}
     with contextlib.ExitStack() as stack:
         stack.enter_context(helper(subject, options))
-        drivers = {one: Driver(stack.enter_context(open_env(one)), span_s) for one in settings}
+        stack.enter_context(contextlib.closing(opener))
+        runners: dict[tuple[int, bool], Runner] = {}
+        for one in settings:
+            if _key(one) not in runners:
+                runners[_key(one)] = stack.enter_context(contextlib.closing(opener.open(one, _PATIENCE_S)))
         for _ in range(num_rounds):
             for setting in order.sample(list(settings), len(settings)):
-                rates[setting].append(drivers[setting].turn(setting.mode).rate)
+                rates[setting].append(runners[_key(setting)].turn(setting.mode).rate)
     return rates
+
+
+def _key(setting: Setting) -> tuple[int, bool]:
+    return setting.num_workers, setting.reset_ahead
 
 
 def share_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> float:

@@ -54,7 +54,7 @@ from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.flight import Flight
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.executor.sizing.probing import ProbeLimits, Subject
-from envherd.executor.sizing.recommending import helper, measure, opener
+from envherd.executor.sizing.recommending import measure
 from envherd.executor.sizing.settings import WORKERS_ONLY
 from envherd.shm.cgroups import read_word
 from envherd.shm.slab import WORDS
@@ -107,9 +107,7 @@ class NodeHost:
         """Look at this machine, measure an env and run it on workers; what went wrong is returned."""
         options = ExecutorOptions()
         try:
-            with helper(subject, options):
-                open_env = opener(subject, options, limits.budget_s)
-                measured, machine, found = measure(subject, open_env, WORKERS_ONLY, limits, options)
+            measured, machine, found = measure(subject, WORKERS_ONLY, limits, options)
         except EnvherdError as error:
             return error
         return Survey(machine=machine, measured=measured, runs=found.runs)

@@ -20,8 +20,8 @@ from envherd.executor.cluster.shares import Resources, bundles_for, divide
 from envherd.executor.machine.machine import Machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sizing.limits import DoesNotFit, Limits
+from envherd.executor.sizing.opening import subject_of
 from envherd.executor.sizing.probing import ProbeLimits
-from envherd.executor.sizing.recommending import subject_of
 from envherd.executor.sizing.scaling import Prediction, Scale, plan
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
 

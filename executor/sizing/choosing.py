@@ -21,7 +21,7 @@ _LEAST_SPREAD = 0.06
 #: Standard errors by which a setting is too slow to be run further, and by which the choice is clear.
 _DROP_ERRORS, _CLEAR_ERRORS = 2.0, 1.0
 #: Rounds before a setting is dropped, before the choice is believed, and after which it is believed anyway.
-_BEFORE_DROP, _BEFORE_CHOICE, MOST_ROUNDS = 2, 4, 12
+_BEFORE_DROP, _BEFORE_CHOICE, MOST_ROUNDS = 2, 4, 6
 #: Resets in all turns from which on they say how often episodes end; before, the probe does.
 _MANY_RESETS = 20
 #: What is left of a turn's seconds at least, however many resets more than usual it had.
@@ -31,17 +31,6 @@ _LEAST_PART = 0.2
 Round = Mapping[Setting, float]
 
 
-def relative(rounds: Sequence[Round], to: Setting | None = None) -> dict[Setting, float]:
-    """Return the speed of each setting relative to one: medians over the rounds that had both.
-
-    Args:
-        rounds: at least one.
-        to: the one; None for that with most rounds. Settings that had no round with it are missing.
-    """
-    logs = _logs(rounds, _anchor(rounds) if to is None else to)
-    return {one: float(np.exp(np.median(values))) for one, values in logs.items()}
-
-
 def choose(rounds: Sequence[Round], target: float | None = None) -> Setting:
     """Return the smallest setting within 5 % of the best, or the smallest that reaches a target.
 
@@ -49,29 +38,30 @@ def choose(rounds: Sequence[Round], target: float | None = None) -> Setting:
         rounds: at least one. A setting that was dropped is missing from the latest, and is not chosen.
         target: env-steps per second. Where none reaches it, the best counts.
     """
-    speeds = {one: speed for one, speed in relative(rounds).items() if one in rounds[-1]}
-    if target is not None:
-        rates = typical_rates(rounds)
-        if reached := [one for one in speeds if rates[one] >= target]:
-            return min(reached, key=lambda one: one.rank)
-    best = max(speeds.values())
-    return min((one for one in speeds if speeds[one] >= GOOD_ENOUGH * best), key=lambda one: one.rank)
+    rates = {one: rate for one, rate in speeds(rounds).items() if one in rounds[-1]}
+    enough = GOOD_ENOUGH * max(rates.values())
+    if target is not None and max(rates.values()) >= target:
+        enough = target
+    return min((one for one in rates if rates[one] >= enough), key=lambda one: one.rank)
 
 
-def typical_rates(rounds: Sequence[Round]) -> dict[Setting, float]:
-    """Return the median speed of each setting."""
-    values: dict[Setting, list[float]] = {}
-    for one in rounds:
-        for setting, rate in one.items():
-            values.setdefault(setting, []).append(rate)
-    return {setting: float(np.median(rates)) for setting, rates in values.items()}
+def speeds(rounds: Sequence[Round]) -> dict[Setting, float]:
+    """Return the speed of each setting, env-steps per second, comparable with one another.
+
+    A speed is the median over rounds of its ratio to one setting's, the anchor's, times the anchor's median. A setting
+    that had no round with the anchor has its own median.
+    """
+    anchor, own = _anchor(rounds), _by_setting(rounds)
+    shared = {one: float(np.exp(np.median(values))) for one, values in _logs(rounds, anchor).items()}
+    rate = float(np.median(own[anchor]))
+    return {one: shared[one] * rate if one in shared else float(np.median(rates)) for one, rates in own.items()}
 
 
 def survivors(rounds: Sequence[Round], target: float | None = None) -> set[Setting]:
     """Return the settings of the latest round that may still be chosen: not those that are clearly too slow."""
     logs, spread = _alive_logs(rounds)
     line = max(float(np.median(values)) for values in logs.values()) + np.log(GOOD_ENOUGH)
-    rates = typical_rates(rounds)
+    rates = speeds(rounds)
 
     def may_be_chosen(one: Setting) -> bool:
         count = len(logs[one])
@@ -116,18 +106,28 @@ def corrected(turn: Turn, setting: Setting, measured: Measurement, end_share: fl
 
 
 def share_of_ends(turns: Sequence[Turn], measured: Measurement) -> float:
-    """Return the share of steps that end an episode: of all turns if there were many, else of the probe."""
+    """Return the share of steps that end an episode: of all turns if there were many, else of the probe.
+
+    Where the probe saw none, its steps and those of all turns count together.
+    """
     resets, steps = sum(turn.resets for turn in turns), sum(turn.steps for turn in turns)
-    return resets / steps if resets >= _MANY_RESETS else measured.end_share
+    if resets >= _MANY_RESETS:
+        return resets / steps
+    return measured.end_share or resets / max(1, steps + measured.steps_measured)
+
+
+def _by_setting(rounds: Sequence[Round]) -> dict[Setting, list[float]]:
+    rates: dict[Setting, list[float]] = {}
+    for one in rounds:
+        for setting, rate in one.items():
+            rates.setdefault(setting, []).append(rate)
+    return rates
 
 
 def _anchor(rounds: Sequence[Round]) -> Setting:
-    counts: dict[Setting, int] = {}
-    for one in rounds:
-        for setting in one:
-            counts[setting] = counts.get(setting, 0) + 1
-    rates = typical_rates(rounds)
-    return max(counts, key=lambda one: (counts[one], rates[one]))
+    """Return the setting of the latest round that had most rounds; of several, the fastest."""
+    rates = _by_setting(rounds)
+    return max(rounds[-1], key=lambda one: (len(rates[one]), np.median(rates[one])))
 
 
 def _logs(rounds: Sequence[Round], anchor: Setting) -> dict[Setting, list[float]]:

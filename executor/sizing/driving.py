@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 
@@ -43,23 +43,77 @@ class Turn:
         return self.steps / self.seconds
 
 
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What is known of an executor after its turns.
+
+    Attributes:
+        step_p50_s, step_p99_s: of the worker where they are largest; None if too few steps were timed.
+        worker_bytes: memory that its workers do not share.
+    """
+
+    step_p50_s: float | None = None
+    step_p99_s: float | None = None
+    worker_bytes: int = 0
+
+
+class Runner(Protocol):
+    """An executor that a search runs in turns.
+
+    Attributes:
+        start_s: seconds until it was ready and its envs were reset.
+    """
+
+    start_s: float
+
+    def turn(self, mode: Mode) -> Turn:
+        """Run for a while in a mode."""
+
+    def figures(self) -> Figures:
+        """Return what is known of it."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 class Driver:
-    """Steps an executor in turns; between turns nothing is under way.
+    """Starts an executor and steps it in turns; between turns no env is stepping.
 
     Args:
-        env: just made.
+        open_env: starts it.
         span_s: seconds of a turn.
         policy_s: seconds to wait before each batch of actions, as for a policy on a GPU.
     """
 
-    def __init__(self, env: BatchedEnv, span_s: float, policy_s: float = 0.0) -> None:
-        self._env, self._span_s, self._policy_s = env, span_s, policy_s
-        self._keys = [leaf.key for leaf in (*env.action_spec, *env.spec.state)]
-        self._root = env.reset()
-        self._has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
-        self._drawn = [env.rand_action().select(*self._keys) for _ in range(_NUM_DRAWN)]
-        self._num_acts = 0
-        self._half = max(1, env.num_envs // 2)
+    def __init__(self, open_env: Callable[[], BatchedEnv], span_s: float, policy_s: float = 0.0) -> None:
+        began = time.monotonic()
+        self._env = env = open_env()
+        try:
+            self._span_s, self._policy_s = span_s, policy_s
+            self._keys = [leaf.key for leaf in (*env.action_spec, *env.spec.state)]
+            self._root = env.reset()
+            self.start_s = time.monotonic() - began
+            self._has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
+            self._drawn = [env.rand_action().select(*self._keys) for _ in range(_NUM_DRAWN)]
+            self._num_acts = 0
+            self._half = max(1, env.num_envs // 2)
+        except BaseException:
+            env.close()
+            raise
+
+    def close(self) -> None:
+        """Close the executor."""
+        self._env.close()
+
+    def figures(self) -> Figures:
+        """Return what `statistics()` reports of the workers."""
+        workers = self._env.statistics().workers
+        known = [(one.step_p50_s, one.step_p99_s) for one in workers if one.step_p50_s and one.step_p99_s]
+        return Figures(
+            step_p50_s=max((p50 for p50, _ in known), default=None),
+            step_p99_s=max((p99 for _, p99 in known), default=None),
+            worker_bytes=sum(one.uss_bytes for one in workers),
+        )
 
     def turn(self, mode: Mode) -> Turn:
         """Run for a while in a mode."""

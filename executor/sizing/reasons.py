@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from envherd.executor.sizing.choosing import GOOD_ENOUGH
+from envherd.executor.sizing.driving import Figures
 from envherd.executor.sizing.limits import Limits
 from envherd.executor.sizing.scaling import Prediction
 from envherd.executor.sizing.search import Run
@@ -35,7 +36,7 @@ class Facts:
         chosen, predicted: the setting, and what it makes.
         base: the run of the chosen setting, or the one it was scaled from.
         best_steps_per_s: of all settings.
-        quantiles: (median, 99th percentile) of step times in workers, seconds.
+        figures: of the chosen setting's executor here.
     """
 
     limits: Limits
@@ -45,7 +46,7 @@ class Facts:
     predicted: Prediction
     base: Run
     best_steps_per_s: float
-    quantiles: tuple[float, float] | None
+    figures: Figures
 
     @property
     def meets_target(self) -> bool | None:
@@ -77,7 +78,7 @@ def _binding(facts: Facts) -> tuple[str, str]:
 
 def _waiting_for_caller(facts: Facts) -> tuple[str, str] | None:
     """Return what keeps workers waiting, where they are not busy."""
-    busy, median_s, p99_s = facts.base.busy_share, *(facts.quantiles or (1.0, 1.0))
+    busy, median_s, p99_s = facts.base.busy_share, facts.figures.step_p50_s or 1.0, facts.figures.step_p99_s or 1.0
     if not facts.base.setting.num_workers or busy >= _BUSY:
         return None
     if p99_s > _VARIES * median_s and facts.limits.measured.contention < _DISTURBED:

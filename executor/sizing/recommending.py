@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from envherd.executor.batched import BatchedEnv
 from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.ahead_pool import AheadPool
-from envherd.executor.pools.blueprint import MakeEnv, as_factories, choose_apart, draw, spread
-from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.preloading import preloaded
-from envherd.executor.pools.worker_pool import WorkerPool
-from envherd.executor.serial import SerialEnv
+from envherd.executor.pools.blueprint import MakeEnv, choose_apart
 from envherd.executor.sizing.limits import Limits
 from envherd.executor.sizing.measurement import Measurement
+from envherd.executor.sizing.opening import Opener, helper, span_of, subject_of
 from envherd.executor.sizing.probing import ProbeLimits, Subject, probe
 from envherd.executor.sizing.reasons import Facts, reasons
 from envherd.executor.sizing.scaling import Prediction, Scale, plan
-from envherd.executor.sizing.search import Found, Progress, Run, Search
-from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
+from envherd.executor.sizing.search import PATIENCE_S, Found, Progress, Run, Search
+from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting, tries_serial
+from envherd.workers.errors import EnvherdError
 
 _log = logging.getLogger("envherd")
 #: Seconds that `recommend` may take to measure, and `"auto"`, for which a program waits when it starts.
@@ -33,8 +29,6 @@ BUDGET_S, AUTO_BUDGET_S = 15.0, 5.0
 PROBE_MEMORY_SHARE = 0.8
 #: Share of the budget that the probe may take.
 _PROBE_SHARE = 0.25
-#: Seconds for a step or reset while settings are run, beyond the budget: a setting in which one takes longer fails.
-_PATIENCE_S = 60.0
 
 Auto = Literal["auto"]
 
@@ -114,8 +108,7 @@ def recommend(  # noqa: PLR0913  # what is measured, for what, and within which 
     """Measure an env, run settings of it on real executors, and say which to take: the smallest of the best.
 
     Args:
-        make_env: builds one env; see `ParallelEnv`. Where steps are short, `SerialEnv` is tried too: then this process
-            builds envs. `Goal(has_serial=False)` keeps it from that.
+        make_env: builds one env; see `ParallelEnv`. It is called in worker processes alone.
         env_kwargs: keyword arguments of the call.
         goal: what is fixed and what is wanted; see `Goal`.
         budget_s: seconds to measure for; less is taken where it is clear earlier, and a few more where starts are slow.
@@ -129,21 +122,13 @@ def recommend(  # noqa: PLR0913  # what is measured, for what, and within which 
         DoesNotFit: not even one fits.
     """
     options, goal = replace(options or ExecutorOptions(), reset_ahead=False), goal or Goal()
-    subject = subject_of(make_env, env_kwargs, options)
     limits = ProbeLimits(budget_s=budget_s, memory_bytes=probe_bytes)
-
-    def open_serial(num_envs: int) -> BatchedEnv:
-        return SerialEnv(num_envs, make_env, env_kwargs=env_kwargs, seed=0, options=options)
-
-    open_env = opener(subject, options, budget_s, open_serial)
-    with helper(subject, options):
-        measured, here, found = measure(subject, open_env, goal, limits, options, progress)
+    measured, here, found = measure(subject_of(make_env, env_kwargs, options), goal, limits, options, progress)
     return decide(measured, here, found, goal, machine or here, options.num_frames)
 
 
 def measure(
     subject: Subject,
-    open_env: Callable[[Setting], BatchedEnv],
     goal: Goal,
     limits: ProbeLimits,
     options: ExecutorOptions,
@@ -152,24 +137,30 @@ def measure(
     """Probe an env and search, on this machine; see `recommend`.
 
     Args:
-        subject: the env, for the probe.
-        open_env: starts the executor of a setting.
+        subject: the env.
         goal: see `recommend`.
         limits: seconds and bytes for everything.
-        options: the executor's.
+        options: the executors'.
         progress: see `recommend`.
     """
-    began = time.monotonic()
-    here = read_machine()
+    began, here = time.monotonic(), read_machine()
     most_bytes = int(here.memory_available * PROBE_MEMORY_SHARE) if limits.memory_bytes is None else limits.memory_bytes
-    probe_limits = replace(limits, budget_s=_PROBE_SHARE * limits.budget_s, memory_bytes=most_bytes)
-    measured = probe(
-        subject, probe_limits, options, lambda stage, share: progress(f"probe: {stage}", _PROBE_SHARE * share)
-    )
-    if goal.episode_steps is not None:
-        measured = replace(measured, end_share=1 / goal.episode_steps)
-    fitting = Limits(measured, here, goal, options.num_frames)
-    return measured, here, Search(open_env, fitting, goal, most_bytes, (began, began + limits.budget_s), progress).run()
+    opener = Opener(subject, options, span_of(here), goal.policy_s, PATIENCE_S + limits.budget_s)
+    with helper(subject, options), contextlib.closing(opener):
+        if here.cores > 1 and goal.has_serial and goal.num_workers is None:
+            with contextlib.suppress(EnvherdError):  # if it is needed, it is started again, and the error is the reason
+                opener.prepare_serial()
+        probe_limits = replace(limits, budget_s=_PROBE_SHARE * limits.budget_s, memory_bytes=most_bytes)
+        measured = probe(
+            subject, probe_limits, options, lambda stage, share: progress(f"probe: {stage}", _PROBE_SHARE * share)
+        )
+        if goal.episode_steps is not None:
+            measured = replace(measured, end_share=1 / goal.episode_steps)
+        if not tries_serial(measured, here.cores, goal):
+            opener.close()
+        fitting = Limits(measured, here, goal, options.num_frames)
+        end = began + limits.budget_s
+        return measured, here, Search(opener, fitting, goal, most_bytes, (began, end), progress).run()
 
 
 def decide(
@@ -189,8 +180,8 @@ def decide(
     else:
         chosen, every = plan(scale, limits, goal)
     predicted = every[chosen]
-    if found.worker_bytes is not None and not predicted.is_scaled:
-        taken = measured.shared_bytes + found.worker_bytes + limits.slab_bytes(chosen)
+    if chosen.num_workers and not predicted.is_scaled:
+        taken = measured.shared_bytes + found.figures.worker_bytes + limits.slab_bytes(chosen)
         predicted = replace(predicted, memory_bytes=taken)
     base = scale.base(chosen)
     assert base is not None
@@ -202,7 +193,7 @@ def decide(
         predicted=predicted,
         base=base,
         best_steps_per_s=max(one.steps_per_s for one in every.values()),
-        quantiles=found.quantiles,
+        figures=found.figures,
     )
     binding, why = reasons(facts)
     with_workers = [one for one in every if one.num_workers]
@@ -218,63 +209,6 @@ def decide(
         meets_target=facts.meets_target,
     )
     return Sizing(machine=machine, measured=measured, runs=found.runs, advice=advice)
-
-
-def opener(
-    subject: Subject, options: ExecutorOptions, budget_s: float, open_serial: Callable[[int], BatchedEnv] | None = None
-) -> Callable[[Setting], BatchedEnv]:
-    """Return what starts the executor of a setting. A call that hangs there fails, where no deadline is set.
-
-    Args:
-        subject: the env.
-        options: the executor's.
-        budget_s: seconds of the search.
-        open_serial: starts a `SerialEnv` of that many envs.
-    """
-    patience_s = budget_s + _PATIENCE_S
-    options = replace(
-        options,
-        step_timeout_s=options.step_timeout_s or patience_s,
-        reset_timeout_s=options.reset_timeout_s or patience_s,
-    )
-
-    def open_env(setting: Setting) -> BatchedEnv:
-        if not setting.num_workers:
-            assert open_serial is not None
-            return open_serial(setting.num_envs)
-        count, own = setting.num_envs, replace(options, reset_ahead=setting.reset_ahead)
-        blocks = spread(count, setting.num_workers)
-        blueprint = Blueprint((subject.factory,) * count, (subject.env_kwargs,) * count, blocks, 0, subject.preload)
-        pool = AheadPool(blueprint, own) if setting.reset_ahead else WorkerPool(blueprint, own)
-        pool.start()
-        try:
-            return BatchedEnv(pool, seed=0, device=None, copy=True, options=own)
-        except BaseException:
-            pool.close(timeout_s=0)
-            raise
-
-    return open_env
-
-
-def subject_of(make_env: Callable[..., Any], env_kwargs: dict[str, Any] | None, options: ExecutorOptions) -> Subject:
-    """Return what a probe builds: an env from a factory, pickled."""
-    blueprint = draw(as_factories(1, make_env), env_kwargs, 1, 0, options)
-    return Subject(
-        factory=blueprint.factories[0],
-        env_kwargs=blueprint.env_kwargs[0],
-        preload=blueprint.preload,
-        seed=blueprint.root_seed,
-    )
-
-
-@contextlib.contextmanager
-def helper(subject: Subject, options: ExecutorOptions) -> Iterator[None]:
-    """Let the probe and all executors start their workers from one helper, where they can."""
-    with contextlib.ExitStack() as stack:
-        if subject.preload and options.start_method == "zygote":
-            with contextlib.suppress(ImportError):  # a module that cannot be imported is the workers' own error
-                stack.enter_context(preloaded(*subject.preload, options=options))
-        yield
 
 
 def _preload(measured: Measurement) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """The search: settings run on real executors, in rounds, until it is clear which one to take.
 
 Guarantees: whatever happens, an interrupt too, nothing is left running. The time budget is kept, late by two rounds and
-one start of an executor at most; each setting that is not run has the reason.
+one start of an executor at most. A setting that fails, dies or hangs is struck out. Each setting that is not run has
+the reason.
 Assumes: the env was probed, so that a single one is known to work.
 """
 
@@ -12,35 +13,41 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from envherd.executor.batched import BatchedEnv
-from envherd.executor.sizing.choosing import (
-    choose,
-    corrected,
-    is_sure,
-    relative,
-    share_of_ends,
-    survivors,
-    typical_rates,
-)
-from envherd.executor.sizing.driving import Driver, Turn
+from envherd.executor.sizing.choosing import choose, corrected, is_sure, share_of_ends, speeds, survivors
+from envherd.executor.sizing.driving import Figures, Runner, Turn
 from envherd.executor.sizing.limits import Limits, Refusal
-from envherd.executor.sizing.settings import Goal, Setting, ladder, smaller, worker_counts
-from envherd.workers.errors import EnvherdError
+from envherd.executor.sizing.settings import (
+    Goal,
+    Setting,
+    ladder,
+    most_envs_per_worker,
+    smaller,
+    worker_counts,
+)
 
-Open = Callable[[Setting], BatchedEnv]
 #: Called with what is done now, and the share of the budget that is used up.
 Progress = Callable[[str, float], None]
 
-#: Seconds of a turn; and where a quota stops all processes, mostly ten times a second.
-_SPAN_S, _THROTTLED_SPAN_S = 0.15, 0.5
-#: Share of the time that is left which the start of one executor may take.
-_START_SHARE = 0.4
+#: Share of the time that is left which the start of one executor may take; and the starts of all, where the number of
+#: envs is free, so that fewer envs make starts quicker.
+_START_SHARE, _ALL_STARTS_SHARE = 0.4, 0.5
 #: Share of the time that is left for comparing numbers of workers, where the number of envs is to be chosen too.
 _FIRST_SHARE = 0.6
 #: Rounds however short the budget is.
 _LEAST_ROUNDS = 2
+#: A call that takes this many times as long as expected, and this many seconds more, hangs.
+_PATIENCE_FACTOR, PATIENCE_S = 10.0, 20.0
+#: What the process of `SerialEnv` takes in addition to the envs, most of it torch.
+_SERIAL_BYTES = 400 * 2**20
+
+
+class Open(Protocol):
+    """What starts executors; see `opening.Opener`."""
+
+    def open(self, setting: Setting, patience_s: float) -> Runner:
+        """Start the executor of a setting; a call of it that takes longer fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +56,8 @@ class Run:
 
     Attributes:
         setting: see `Setting`.
-        steps_per_s: env-steps per second; the median of its turns. 0 if it was struck out.
-        relative: to the best of all.
+        steps_per_s: env-steps per second; see `choosing.speeds`. 0 if it was struck out.
+        relative: to the fastest of those that were run to the end.
         busy_share: of its workers' time, spent on commands, 0..1.
         reset_share: of that time, spent on commands with a reset.
         resets: that happened while it ran.
@@ -85,25 +92,19 @@ class Found:
     Attributes:
         runs: of all settings, those that were struck out too, in the order in which they were considered.
         chosen: the setting to take.
-        quantiles: (median, 99th percentile) of step times in the chosen setting's workers, seconds; None if unknown.
-        worker_bytes: memory that the chosen setting's workers have for themselves, as measured; None for `SerialEnv`.
+        figures: of the chosen setting's executor.
     """
 
     runs: tuple[Run, ...]
     chosen: Setting
-    quantiles: tuple[float, float] | None
-    worker_bytes: int | None
-
-    def run_of(self, setting: Setting) -> Run:
-        """Return the run of a setting."""
-        return next(one for one in self.runs if one.setting == setting)
+    figures: Figures
 
 
 class Search:
     """One search.
 
     Args:
-        open_env: starts the executor of a setting.
+        opener: starts executors.
         limits: what fits this machine.
         goal: what is fixed and wanted.
         most_bytes: that all executors together may take.
@@ -113,22 +114,19 @@ class Search:
 
     def __init__(
         self,
-        open_env: Open,
+        opener: Open,
         limits: Limits,
         goal: Goal,
-        most_bytes: int | None,
+        most_bytes: int,
         budget: tuple[float, float],
         progress: Progress,
     ) -> None:
-        self._open, self._limits, self._goal = open_env, limits, goal
-        self._most_bytes = limits.usable if most_bytes is None else most_bytes
+        self._opener, self._limits, self._goal = opener, limits, goal
+        self._most_bytes = most_bytes
         self._began, self._end = budget
         self._progress = progress
-        self._span_s = _THROTTLED_SPAN_S if limits.machine.is_throttled else _SPAN_S
-        self._drivers: dict[tuple[int, int, bool], Driver] = {}
-        self._envs: dict[tuple[int, int, bool], BatchedEnv] = {}
-        self._starts: dict[tuple[int, int, bool], float] = {}
-        self._taken_bytes = 0
+        self._runners: dict[_Key, Runner] = {}
+        self._taken_bytes: dict[_Key, int] = {}
         self._considered: dict[Setting, Refusal | None] = {}
         self._turns: list[dict[Setting, Turn]] = []
         self._error: Exception | None = None
@@ -140,13 +138,17 @@ class Search:
             DoesNotFit: not even one env fits, or not as many as are wanted.
             EnvherdError, OSError: every setting failed; the error of the last.
         """
-        with contextlib.ExitStack() as stack:
-            alive = self._start_all(stack)
+        try:
+            alive = self._start_all()
             share = 1.0 if self._goal.num_envs is not None else _FIRST_SHARE
             alive = self._rounds(alive, time.monotonic() + share * self._left)
             if self._goal.num_envs is None:
-                self._try_fewer_envs(stack, alive)
+                self._try_fewer_envs(alive)
             return self._found()
+        finally:
+            with contextlib.ExitStack() as stack:  # closes all of them, whatever one raises
+                for runner in self._runners.values():
+                    stack.callback(runner.close)
 
     @property
     def _left(self) -> float:
@@ -158,19 +160,19 @@ class Search:
 
     # ---- starting ----------------------------------------------------------------------------
 
-    def _start_all(self, stack: contextlib.ExitStack) -> list[Setting]:
+    def _start_all(self) -> list[Setting]:
         """Start what fits, and return it; a worker for each core first, since time or memory may suffice for one."""
         limits, goal = self._limits, self._goal
         alive: list[Setting] = []
         top = min(math.ceil(limits.machine.cores), worker_counts(limits.measured, limits.machine.cores, goal)[-1])
-        wanted = ladder(limits.measured, limits.machine.cores, goal)
-        for setting in sorted(wanted, key=lambda one: (one.reset_ahead, one.num_workers != top, -one.num_workers)):
-            refusal = limits.refusal(setting)
+        for setting in sorted(
+            self._wanted(), key=lambda one: (one.reset_ahead, one.num_workers != top, -one.num_workers)
+        ):
             fitting = limits.fitted(setting)
             if fitting != setting:
-                self._considered[setting] = refusal
+                self._considered[setting] = limits.refusal(setting)
             if fitting is not None and fitting not in self._considered:
-                self._consider(fitting, stack, alive)
+                self._consider(fitting, alive)
         if not alive:
             if self._error is not None:
                 raise self._error
@@ -178,13 +180,28 @@ class Search:
             raise limits.does_not_fit(refusals[-1])
         return alive
 
-    def _consider(self, setting: Setting, stack: contextlib.ExitStack, alive: list[Setting]) -> None:
+    def _wanted(self) -> list[Setting]:
+        """Return the ladder, with so few envs for each worker that all of it can be started."""
+        limits, goal = self._limits, self._goal
+        each, most_s = most_envs_per_worker(limits.measured), _ALL_STARTS_SHARE * self._left
+        while True:
+            wanted = list(ladder(limits.measured, limits.machine.cores, goal, each))
+            start_s = sum(limits.start_s(one) for one in {_key(one): one for one in wanted}.values())
+            if start_s <= most_s or each == 1 or goal.num_envs is not None:
+                return wanted
+            largest = max(wanted, key=lambda one: one.num_envs)
+            self._considered[largest] = Refusal(
+                "start", f"takes {start_s:,.1f} s to start, with all others; a longer --budget allows for it"
+            )
+            each //= 2
+
+    def _consider(self, setting: Setting, alive: list[Setting]) -> None:
         """Start a setting, or strike it out; with fewer envs where it takes too long and their number is free."""
         fewer = smaller(setting) if self._goal.num_envs is None else ()
         candidates = [setting, *(one for one in fewer if one not in self._considered)]
         for one in candidates:
             must_start = not alive and one is candidates[-1]
-            refusal = self._refusal_now(one, must_start=must_start) or self._start(one, stack)
+            refusal = self._refusal_now(one, must_start=must_start) or self._start(one)
             self._considered[one] = refusal
             if refusal is None:
                 alive.append(one)
@@ -193,53 +210,46 @@ class Search:
 
     def _refusal_now(self, setting: Setting, *, must_start: bool) -> Refusal | None:
         """Return why a setting that fits the machine cannot be started next to the others."""
-        if (refusal := self._limits.refusal(setting)) is not None or _key(setting) in self._drivers:
+        if (refusal := self._limits.refusal(setting)) is not None or _key(setting) in self._runners:
             return refusal
         start_s, most_s = self._limits.start_s(setting), _START_SHARE * self._left
-        if self._taken_bytes + self._limits.memory_bytes(setting) > self._most_bytes and not must_start:
+        taken_bytes = sum(self._taken_bytes.values()) + self._needed_bytes(setting)
+        if taken_bytes > self._most_bytes and not must_start:
             return Refusal("start", "does not fit the memory next to the others")
         if start_s > most_s and not must_start:
             return Refusal("start", f"takes {start_s:,.1f} s to start; a longer --budget allows for it")
         return None
 
-    def _start(self, setting: Setting, stack: contextlib.ExitStack) -> Refusal | None:
+    def _needed_bytes(self, setting: Setting) -> int:
+        return self._limits.memory_bytes(setting) + (0 if setting.num_workers else _SERIAL_BYTES)
+
+    def _start(self, setting: Setting) -> Refusal | None:
         key = _key(setting)
-        if key in self._drivers:
+        if key in self._runners:
             return None
         self._show(f"starting {setting}")
-        began = time.monotonic()
+        patience_s = PATIENCE_S + _PATIENCE_FACTOR * self._limits.start_s(setting)
         try:
-            with contextlib.ExitStack() as own:
-                env = own.enter_context(self._open(setting))
-                self._drivers[key] = Driver(env, self._span_s, self._goal.policy_s)
-                self._envs[key] = env
-                stack.enter_context(own.pop_all())
-        except (EnvherdError, OSError, ValueError) as error:
+            self._runners[key] = self._opener.open(setting, patience_s)
+        except Exception as error:  # whatever keeps one setting from being run: the others are run
             return self._failure(error)
-        self._starts[key] = time.monotonic() - began
-        self._taken_bytes += self._limits.memory_bytes(setting)
+        self._taken_bytes[key] = self._needed_bytes(setting)
         return None
 
     def _failure(self, error: Exception) -> Refusal:
         self._error = error
-        return Refusal("failure", f"failed: {str(error).split(chr(10), 1)[0]}")
+        return Refusal("failure", f"failed: {str(error).split(chr(10), 1)[0] or type(error).__name__}")
 
     # ---- running -----------------------------------------------------------------------------
 
     def _rounds(self, alive: Iterable[Setting], end: float) -> list[Setting]:
         """Run settings in rounds until it is clear which is the best, or the time is up; return those left."""
         alive, done, target = list(alive), 0, self._goal.target_steps_per_s
-        while alive and (done < _LEAST_ROUNDS or time.monotonic() < end):
+        while done < _LEAST_ROUNDS or time.monotonic() < end:
             self._turns.append({})
             for setting in tuple(alive):
-                self._show(f"round {len(self._turns)}: {setting}{self._leader()}")
-                try:
-                    self._turns[-1][setting] = self._drivers[_key(setting)].turn(setting.mode)
-                except EnvherdError as error:
-                    self._considered[setting] = self._failure(error)
-                    alive.remove(setting)
-                    for one in self._turns:
-                        one.pop(setting, None)
+                if setting in alive:  # still: two modes share an executor
+                    self._run_turn(setting, alive)
             done += 1
             self._turns = [one for one in self._turns if one]
             if not alive:
@@ -249,24 +259,42 @@ class Search:
             alive = [one for one in alive if one in may_be_chosen]
             if is_sure(rounds[-done:]) and (target is None or len(alive) == 1 or done >= 2 * _LEAST_ROUNDS):
                 break
-        if not self._turns and self._error is not None:
+        if not self._turns:
+            assert self._error is not None
             raise self._error
         return alive
 
+    def _run_turn(self, setting: Setting, alive: list[Setting]) -> None:
+        """Run one setting; if it fails, strike out all settings of its executor."""
+        key = _key(setting)
+        self._show(f"round {len(self._turns)}: {setting}{self._leader()}")
+        try:
+            self._turns[-1][setting] = self._runners[key].turn(setting.mode)
+        except Exception as error:  # as in a start
+            refusal = self._failure(error)
+            self._runners[key].close()
+            self._taken_bytes[key] = 0
+            for one in [one for one, reason in self._considered.items() if _key(one) == key and reason is None]:
+                self._considered[one] = refusal
+                if one in alive:
+                    alive.remove(one)
+                for turns in self._turns:
+                    turns.pop(one, None)
+
     def _leader(self) -> str:
-        if len(self._turns) < 2:
+        if not any(self._turns[:-1]):
             return ""
-        rates = typical_rates(self._speeds()[:-1])
+        rates = speeds([one for one in self._speeds()[:-1] if one])
         best = max(rates, key=rates.__getitem__)
         return f" (best so far: {best}, {rates[best]:,.0f}/s)"
 
-    def _try_fewer_envs(self, stack: contextlib.ExitStack, alive: list[Setting]) -> None:
+    def _try_fewer_envs(self, alive: list[Setting]) -> None:
         """Compare the best with the same on fewer envs."""
         best = choose(self._speeds(), self._goal.target_steps_per_s)
         fewer = [one for one in smaller(best) if one not in self._considered]
         started = [best]
         for setting in fewer:
-            self._consider(setting, stack, started)
+            self._consider(setting, started)
         if len(started) > 1:
             others = [one for one in alive if one != best]
             self._rounds([*started, *others], self._end)
@@ -285,44 +313,34 @@ class Search:
     def _found(self) -> Found:
         rounds = self._speeds()
         chosen = choose(rounds, self._goal.target_steps_per_s)
-        rates, shares = typical_rates(rounds), relative(rounds)
-        best = max((one for one in shares if one in rounds[-1]), key=shares.__getitem__)
-        shares = {one: share / shares[best] for one, share in shares.items()} | relative(rounds, best)
-        runs = []
-        for setting, refusal in self._considered.items():
-            turns = [one[setting] for one in self._turns if setting in one]
-            if not turns or refusal is not None:
-                runs.append(
-                    Run(setting=setting, memory_bytes=self._limits.memory_bytes(setting), refusal=refusal or _NO_TIME)
-                )
-                continue
-            worked_s = sum(turn.seconds for turn in turns) * max(1, setting.num_workers)
-            runs.append(
-                Run(
-                    setting=setting,
-                    steps_per_s=rates[setting],
-                    relative=shares[setting],
-                    busy_share=min(1.0, sum(turn.busy_s for turn in turns) / worked_s),
-                    reset_share=min(1.0, sum(turn.reset_s for turn in turns) / worked_s),
-                    resets=sum(turn.resets for turn in turns),
-                    rounds=len(turns),
-                    memory_bytes=self._limits.memory_bytes(setting),
-                    start_s=self._starts[_key(setting)],
-                )
-            )
-        return Found(tuple(runs), chosen, *self._statistics_of(chosen))
+        rates = speeds(rounds)
+        best = max(rates[one] for one in rounds[-1])
+        runs = tuple(self._run_of(setting, rates, best) for setting in self._considered)
+        return Found(runs, chosen, self._runners[_key(chosen)].figures())
 
-    def _statistics_of(self, setting: Setting) -> tuple[tuple[float, float] | None, int | None]:
-        """Return what `statistics()` says of the workers: quantiles of steps, and memory."""
-        workers = self._envs[_key(setting)].statistics().workers
-        known = [(one.step_p50_s, one.step_p99_s) for one in workers if one.step_p50_s and one.step_p99_s]
-        middle = (max(p50 for p50, _ in known), max(p99 for _, p99 in known)) if known else None
-        return middle, sum(one.uss_bytes for one in workers) if setting.num_workers else None
+    def _run_of(self, setting: Setting, rates: Mapping[Setting, float], best: float) -> Run:
+        refusal, memory_bytes = self._considered[setting], self._limits.memory_bytes(setting)
+        turns = [one[setting] for one in self._turns if setting in one]
+        if not turns or refusal is not None:
+            return Run(setting=setting, memory_bytes=memory_bytes, refusal=refusal or _NO_TIME)
+        worked_s = sum(turn.seconds for turn in turns) * max(1, setting.num_workers)
+        return Run(
+            setting=setting,
+            steps_per_s=rates[setting],
+            relative=rates[setting] / best,
+            busy_share=min(1.0, sum(turn.busy_s for turn in turns) / worked_s),
+            reset_share=min(1.0, sum(turn.reset_s for turn in turns) / worked_s),
+            resets=sum(turn.resets for turn in turns),
+            rounds=len(turns),
+            memory_bytes=memory_bytes,
+            start_s=self._runners[_key(setting)].start_s,
+        )
 
 
 _NO_TIME = Refusal("budget", "no time was left to run it")
+_Key = tuple[int, int, bool]
 
 
-def _key(setting: Setting) -> tuple[int, int, bool]:
+def _key(setting: Setting) -> _Key:
     """Return which executor runs a setting: one runs both modes."""
     return setting.num_envs, setting.num_workers, setting.reset_ahead

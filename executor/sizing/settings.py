@@ -13,7 +13,7 @@ from envherd.executor.sizing.measurement import Measurement
 Mode = Literal["sync", "first-k"]
 MODES: tuple[Mode, ...] = ("sync", "first-k")
 
-#: Seconds of a step from which `SerialEnv` is not tried on several cores: processes cost less than a tenth of that.
+#: Seconds of a step from which `SerialEnv` is not tried on several cores: workers cost less than a tenth of that.
 _TOO_LONG_FOR_SERIAL_S = 0.5e-3
 #: An env waits if the processor is free for more than this share of its steps.
 WAITS = 0.2
@@ -62,7 +62,7 @@ class Setting:
         """Say it in words."""
         envs = counted(self.num_envs, "env")
         if not self.num_workers:
-            return f"{envs} in this process"
+            return f"SerialEnv of {envs}"
         how = ", resets ahead" if self.reset_ahead else ", first-K" if self.mode == "first-k" else ""
         return f"{envs} on {counted(self.num_workers, 'worker')}{how}"
 
@@ -79,7 +79,7 @@ class Goal:
         episode_steps: how long episodes are; None for what the probe sees.
         headroom: share of the available memory that is left alone.
         modes: that may be advised.
-        has_serial: whether `SerialEnv` may be advised. It is run in this process, which then builds envs.
+        has_serial: whether `SerialEnv` may be advised.
         has_reset_ahead: whether resets ahead may be advised.
     """
 
@@ -98,17 +98,18 @@ class Goal:
 WORKERS_ONLY = Goal(modes=("sync",), has_serial=False, has_reset_ahead=False)
 
 
-def ladder(measured: Measurement, cores: float, goal: Goal) -> Iterator[Setting]:
-    """Yield the settings to compare, with the largest number of envs for each; those where `smaller` begins.
+def ladder(measured: Measurement, cores: float, goal: Goal, each: int | None = None) -> Iterator[Setting]:
+    """Yield the settings to compare, with the largest number of envs for each; `smaller` yields those with fewer.
 
     Args:
         measured: of the env.
         cores: that may be used.
         goal: what is fixed.
+        each: envs of a worker, where their number is free; None for `most_envs_per_worker`.
     """
     top = math.ceil(cores)
     rungs = worker_counts(measured, cores, goal)
-    each = most_envs_per_worker(measured)
+    each = each or most_envs_per_worker(measured)
     if tries_serial(measured, cores, goal):
         yield Setting(num_envs=goal.num_envs or each, num_workers=0)
     for count in rungs:
@@ -137,7 +138,7 @@ def worker_counts(measured: Measurement, cores: float, goal: Goal) -> list[int]:
 
 
 def most_envs_per_worker(measured: Measurement) -> int:
-    """Return how many envs a worker gets at most: as many as hide what a batch costs, where envs need not be alone."""
+    """Return how many envs a worker gets at most: enough to hide what a batch costs, and 1 where envs must be alone."""
     if measured.is_alone or measured.spec.batch_shape:
         return 1
     needed = math.ceil(_HIDES_S / max(measured.step_mean_s, 1e-9))
@@ -145,15 +146,14 @@ def most_envs_per_worker(measured: Measurement) -> int:
 
 
 def smaller(setting: Setting) -> Iterator[Setting]:
-    """Yield the same with fewer envs, down to one for each worker."""
-    each = setting.num_envs // max(1, setting.num_workers)
+    """Yield the same with a quarter and a sixteenth of the envs, with one for each worker at least."""
+    workers = max(1, setting.num_workers)
+    each = setting.num_envs // workers
     if setting.reset_ahead:
         return
-    for part in _PARTS:
-        if each >= part:
-            num_envs = each // part * max(1, setting.num_workers)
-            mode: Mode = setting.mode if num_envs > 1 else "sync"
-            yield Setting(num_envs=num_envs, num_workers=setting.num_workers, mode=mode)
+    for fewer in sorted({max(1, each // part) for part in _PARTS} - {each}, reverse=True):
+        num_envs = fewer * workers
+        yield Setting(num_envs=num_envs, num_workers=setting.num_workers, mode=setting.mode if num_envs > 1 else "sync")
 
 
 def tries_serial(measured: Measurement, cores: float, goal: Goal) -> bool:
