@@ -140,7 +140,7 @@ def sweep(factory: Any, settings: Sequence[Setting], num_rounds: int, span_s: fl
     """Run settings in rounds, all alive together; return the env-steps per second of each, by round."""
     options, order = ExecutorOptions(), random.Random(0)
     subject = subject_of(factory, None, options)
-    opener = Opener(subject, options, span_s, 0.0, _PATIENCE_S)
+    opener = Opener(subject, options, span_s, 0.0)
     rates: dict[Setting, list[float]] = {setting: [] for setting in settings}
     with contextlib.ExitStack() as stack:
         stack.enter_context(helper(subject, options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -45,26 +46,30 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
 
     The machine is taken as it is now: affinity, CPU quota, memory limit, open files, other load.
     """
-    # Here rather than above, so that `--help` does not wait for torch.
-    from envherd.executor.cli.sizing import Request, run
+    # Here rather than above, so that `--help` does not wait for numpy, nor the helper for this process's torch.
+    from envherd.executor.options import ExecutorOptions
+    from envherd.executor.sizing.serial_host import importing
 
-    request = Request(
-        env=env,
-        num_envs=envs,
-        num_workers=workers,
-        cluster=cluster,
-        policy_s=policy_ms / 1e3,
-        target_steps_per_s=target_steps_per_s,
-        episode_steps=episode_steps,
-        cpus=cpus,
-        memory=memory,
-        gpu=gpu,
-        budget_s=budget,
-        probe_memory=probe_memory,
-        headroom=headroom,
-        has_verify=verify,
-        plot=plot,
-        json_path=json,
-        yaml_path=yaml,
-    )
-    raise typer.Exit(run(request))
+    with importing(ExecutorOptions()) if workers is None and cluster is None else contextlib.nullcontext():
+        from envherd.executor.cli.sizing import Request, run
+
+        request = Request(
+            env=env,
+            num_envs=envs,
+            num_workers=workers,
+            cluster=cluster,
+            policy_s=policy_ms / 1e3,
+            target_steps_per_s=target_steps_per_s,
+            episode_steps=episode_steps,
+            cpus=cpus,
+            memory=memory,
+            gpu=gpu,
+            budget_s=budget,
+            probe_memory=probe_memory,
+            headroom=headroom,
+            has_verify=verify,
+            plot=plot,
+            json_path=json,
+            yaml_path=yaml,
+        )
+        raise typer.Exit(run(request))

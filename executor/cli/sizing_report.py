@@ -15,7 +15,7 @@ from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.recommending import Sizing
 from envherd.executor.sizing.search import Run
-from envherd.executor.sizing.settings import Setting, counted
+from envherd.executor.sizing.settings import Setting, counted, time_text
 
 SCHEMA = "envherd.size/2"
 _MIB, _GIB = 2**20, 2**30
@@ -75,7 +75,7 @@ def machine_text(machine: Machine) -> str:
 
 
 def _measured(measured: Measurement) -> list[tuple[str, str]]:
-    cpu = f"{_time(measured.cpu_per_step_s)} of processors"
+    cpu = f"{time_text(measured.cpu_per_step_s)} of processors"
     if measured.num_threads:
         cpu += f", {measured.hidden_cpu_share:.0%} in {counted(measured.num_threads, 'further thread')}"
     memory = (
@@ -83,9 +83,9 @@ def _measured(measured: Measurement) -> list[tuple[str, str]]:
         f"{size_text(measured.further_env_bytes)} each further env, {size_text(measured.shared_bytes)} shared by all"
     )
     return [
-        ("build", f"{_time(measured.build_s)} first, {_time(measured.build_further_s)} further"),
-        ("reset", f"{_time(measured.first_reset_s)} first, {_time(measured.reset_median_s)} later"),
-        ("step", f"{_time(measured.step_median_s)} median, {_time(measured.step_p99_s)} p99"),
+        ("build", f"{time_text(measured.build_s)} first, {time_text(measured.build_further_s)} further"),
+        ("reset", f"{time_text(measured.first_reset_s)} first, {time_text(measured.reset_median_s)} later"),
+        ("step", f"{time_text(measured.step_median_s)} median, {time_text(measured.step_p99_s)} p99"),
         ("cpu of a step", cpu),
         ("memory of envs", memory),
         ("row of a batch", size_text(measured.row_bytes)),
@@ -101,10 +101,11 @@ def _reasons(sizing: Sizing) -> RenderableType:
 
 def _runs(sizing: Sizing) -> list[RenderableType]:
     """Return the settings that were run, and below them those that were struck out, with the reasons."""
-    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title="run on this machine", title_justify="left")
-    grid.add_column("envs", justify="right")
-    grid.add_column("workers", justify="right")
-    grid.add_column("stepped")
+    title = Text("run on this machine", "bold")
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
+    grid.add_column("envs", justify="right", no_wrap=True)
+    grid.add_column("workers", justify="right", no_wrap=True)
+    grid.add_column("stepped", no_wrap=True)
     for name in ("env-steps/s", "of best", "busy", "resets", "memory", "turns"):
         grid.add_column(name, justify="right", no_wrap=True)
     for one in sorted((one for one in sizing.runs if one.refusal is None), key=lambda one: -one.relative):
@@ -116,7 +117,7 @@ def _runs(sizing: Sizing) -> list[RenderableType]:
             f"{one.steps_per_s:,.0f}",
             f"{one.relative:.0%}",
             f"{one.busy_share:.0%}",
-            f"{one.reset_share:.0%}",
+            f"{one.reset_share:.0%}" if setting.num_workers else "",
             size_text(one.memory_bytes),
             str(one.rounds),
             style="bold" if setting == sizing.advice.setting else "",
@@ -175,9 +176,3 @@ def size_text(size: float) -> str:
     if size < _MIB:
         return f"{size / 1024:,.1f} KiB"
     return f"{size / _MIB:,.1f} MiB" if size < 10 * _GIB else f"{size / _GIB:,.1f} GiB"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:,.1f} us"
-    return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"

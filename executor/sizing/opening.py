@@ -21,7 +21,7 @@ from envherd.executor.pools.preloading import preloaded
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.sizing.driving import Driver, Figures, Runner, Turn
 from envherd.executor.sizing.probing import Subject
-from envherd.executor.sizing.serial_host import SerialFactory
+from envherd.executor.sizing.serial_host import SerialFactory, options_of_host
 from envherd.executor.sizing.settings import Mode, Setting
 from envherd.workers.build import pickle_factory
 
@@ -42,27 +42,12 @@ class Opener:
         options: the executors'.
         span_s: seconds of a turn.
         policy_s: see `Driver`.
-        patience_s: seconds that a call of the process of `SerialEnv` may take.
     """
 
-    def __init__(
-        self, subject: Subject, options: ExecutorOptions, span_s: float, policy_s: float, patience_s: float
-    ) -> None:
+    def __init__(self, subject: Subject, options: ExecutorOptions, span_s: float, policy_s: float) -> None:
         self._subject, self._options = subject, options
-        self._span_s, self._policy_s, self._patience_s = span_s, policy_s, patience_s
+        self._span_s, self._policy_s = span_s, policy_s
         self._serial: _SerialProcess | None = None
-
-    def prepare_serial(self) -> None:
-        """Start the process of `SerialEnv`, which imports what it needs while this process does other things."""
-        if self._serial is None:
-            made_by = SerialFactory(
-                factory=self._subject.factory,
-                env_kwargs=self._subject.env_kwargs,
-                options=self._options,
-                span_s=self._span_s,
-                policy_s=self._policy_s,
-            )
-            self._serial = _SerialProcess(made_by, _within(self._options, self._patience_s))
 
     def open(self, setting: Setting, patience_s: float) -> Runner:
         """Start the executor of a setting.
@@ -75,10 +60,20 @@ class Opener:
             EnvherdError: it cannot be started; nothing of it is left running.
         """
         if not setting.num_workers:
-            self.prepare_serial()
-            assert self._serial is not None
+            if self._serial is None:
+                self._serial = self._start_serial(patience_s)
             return _SerialRunner(self._serial, setting.num_envs)
         return Driver(lambda: self._start(setting, patience_s), self._span_s, self._policy_s)
+
+    def _start_serial(self, patience_s: float) -> _SerialProcess:
+        made_by = SerialFactory(
+            factory=self._subject.factory,
+            env_kwargs=self._subject.env_kwargs,
+            options=self._options,
+            span_s=self._span_s,
+            policy_s=self._policy_s,
+        )
+        return _SerialProcess(made_by, _within(options_of_host(self._options), patience_s))
 
     def _start(self, setting: Setting, patience_s: float) -> BatchedEnv:
         subject, count = self._subject, setting.num_envs
@@ -104,24 +99,12 @@ class _SerialProcess:
     """The owner's handle of a worker with a `SerialHost`."""
 
     def __init__(self, made_by: SerialFactory, options: ExecutorOptions) -> None:
-        blueprint = Blueprint((pickle_factory(made_by),), ({},), spread(1, 1), 0, ())
-        self._pool = WorkerPool(blueprint, replace(options, env_type="auto", info_keys=None))
+        self._pool = WorkerPool(Blueprint((pickle_factory(made_by),), ({},), spread(1, 1), 0, ()), options)
         self._pool.start()
-        try:
-            self._asked: dict[int, list[int]] | None = self._question("prepare")
-        except BaseException:
-            self.close()
-            raise
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of the host and return what it returns."""
-        if self._asked is not None:
-            self._pool.answers(self._asked, "call")
-            self._asked = None
-        return self._pool.answers(self._question(name, *args), "call")[0]["plain"]
-
-    def _question(self, name: str, *args: Any) -> dict[int, list[int]]:
-        return self._pool.question("call", [0], name=name, args=args, kwargs={})
+        return self._pool.ask("call", [0], name=name, args=args, kwargs={})[0]["plain"]
 
     def close(self) -> None:
         self._pool.close(timeout_s=0)

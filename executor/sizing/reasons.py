@@ -10,7 +10,7 @@ from envherd.executor.sizing.driving import Figures
 from envherd.executor.sizing.limits import Limits
 from envherd.executor.sizing.scaling import Prediction
 from envherd.executor.sizing.search import Run
-from envherd.executor.sizing.settings import WAITS, Goal, Setting, counted
+from envherd.executor.sizing.settings import WAITS, Goal, Setting, counted, time_text
 
 _MIB = 2**20
 #: Share of a batch from which on something is worth a sentence.
@@ -179,11 +179,11 @@ def _scaled(facts: Facts) -> Iterator[str]:
 def _about_env(facts: Facts) -> Iterator[str]:
     measured = facts.limits.measured
     if measured.reset_share > _WORTH_A_SENTENCE:
-        yield f"resets take {measured.reset_share:.0%} of an env's time ({measured.reset_median_s * 1e3:,.1f} ms each)."
+        yield f"resets take {measured.reset_share:.0%} of an env's time ({time_text(measured.reset_median_s)} each)."
     if measured.end_share == 0 and not facts.base.resets:
         yield (
-            f"no episode ended in {measured.steps_measured:,} steps, so resets ({measured.reset_median_s * 1e3:,.1f} "
-            f"ms each) are not in these speeds; --episode-steps says how long episodes are."
+            f"no episode ended in {measured.steps_measured:,} steps, so resets ({time_text(measured.reset_median_s)} "
+            f"each) are not in these speeds; --episode-steps says how long episodes are."
         )
     if measured.hidden_cpu_share > _WORTH_A_SENTENCE:
         yield (

@@ -18,9 +18,9 @@ from envherd.executor.sizing.opening import Opener, helper, span_of, subject_of
 from envherd.executor.sizing.probing import ProbeLimits, Subject, probe
 from envherd.executor.sizing.reasons import Facts, reasons
 from envherd.executor.sizing.scaling import Prediction, Scale, plan
-from envherd.executor.sizing.search import PATIENCE_S, Found, Progress, Run, Search
-from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting, tries_serial
-from envherd.workers.errors import EnvherdError
+from envherd.executor.sizing.search import Found, Progress, Run, Search
+from envherd.executor.sizing.serial_host import importing
+from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
 
 _log = logging.getLogger("envherd")
 #: Seconds that `recommend` may take to measure, and `"auto"`, for which a program waits when it starts.
@@ -145,19 +145,18 @@ def measure(
     """
     began, here = time.monotonic(), read_machine()
     most_bytes = int(here.memory_available * PROBE_MEMORY_SHARE) if limits.memory_bytes is None else limits.memory_bytes
-    opener = Opener(subject, options, span_of(here), goal.policy_s, PATIENCE_S + limits.budget_s)
-    with helper(subject, options), contextlib.closing(opener):
+    opener = Opener(subject, options, span_of(here), goal.policy_s)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(helper(subject, options))
         if here.cores > 1 and goal.has_serial and goal.num_workers is None:
-            with contextlib.suppress(EnvherdError):  # if it is needed, it is started again, and the error is the reason
-                opener.prepare_serial()
+            stack.enter_context(importing(options))
+        stack.enter_context(contextlib.closing(opener))
         probe_limits = replace(limits, budget_s=_PROBE_SHARE * limits.budget_s, memory_bytes=most_bytes)
         measured = probe(
             subject, probe_limits, options, lambda stage, share: progress(f"probe: {stage}", _PROBE_SHARE * share)
         )
         if goal.episode_steps is not None:
             measured = replace(measured, end_share=1 / goal.episode_steps)
-        if not tries_serial(measured, here.cores, goal):
-            opener.close()
         fitting = Limits(measured, here, goal, options.num_frames)
         end = began + limits.budget_s
         return measured, here, Search(opener, fitting, goal, most_bytes, (began, end), progress).run()

@@ -38,7 +38,7 @@ _FIRST_SHARE = 0.6
 #: Rounds however short the budget is.
 _LEAST_ROUNDS = 2
 #: A call that takes this many times as long as expected, and this many seconds more, hangs.
-_PATIENCE_FACTOR, PATIENCE_S = 10.0, 20.0
+_PATIENCE_FACTOR, _PATIENCE_S = 10.0, 20.0
 #: What the process of `SerialEnv` takes in addition to the envs, most of it torch.
 _SERIAL_BYTES = 400 * 2**20
 
@@ -228,7 +228,7 @@ class Search:
         if key in self._runners:
             return None
         self._show(f"starting {setting}")
-        patience_s = PATIENCE_S + _PATIENCE_FACTOR * self._limits.start_s(setting)
+        patience_s = _PATIENCE_S + _PATIENCE_FACTOR * self._limits.start_s(setting)
         try:
             self._runners[key] = self._opener.open(setting, patience_s)
         except Exception as error:  # whatever keeps one setting from being run: the others are run

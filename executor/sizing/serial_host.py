@@ -1,26 +1,48 @@
 """`SerialEnv`s in a worker process, where a search runs them: an env that crashes or hangs there ends nothing else.
 
-The worker sees one env, `SerialHost`, that is called and never stepped. This module is imported before any env is
-measured, so it imports neither torch nor the executor; `prepare` does.
+The worker has one env, a `SerialHost`, which is called and never stepped. Its helper process imports torch and the
+executor; `importing` lets it begin early. This module itself imports neither.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.preloading import has_helper, preloading
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
 
 if TYPE_CHECKING:
     from envherd.executor.sizing.driving import Driver
     from envherd.executor.sizing.settings import Mode
+
+#: An environment variable that workers with a `SerialHost` have, so that their helper is not used by other workers.
+_MARK = {"ENVHERD_SERIAL_HOST": "1"}
+
+
+def options_of_host(options: ExecutorOptions) -> ExecutorOptions:
+    """Return the options of the worker of a `SerialHost`, from those of the executors that are compared."""
+    env_vars = {**dict(options.env_vars), **_MARK}
+    return dataclasses.replace(options, env_vars=env_vars, env_type="auto", info_keys=None, reset_ahead=False)
+
+
+@contextlib.contextmanager
+def importing(options: ExecutorOptions) -> Iterator[None]:
+    """Import in a helper what a `SerialHost` needs, while this process does other things. Nested blocks share it."""
+    own = options_of_host(options)
+    with contextlib.ExitStack() as stack:
+        if options.start_method == "zygote" and not has_helper(own):
+            modules = ("envherd.executor.serial", "envherd.executor.sizing.driving")
+            stack.enter_context(preloading(*modules, options=own))
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +73,6 @@ class SerialHost:
     def __init__(self, made_by: SerialFactory) -> None:
         self._made_by = made_by
         self._drivers: dict[int, Driver] = {}
-
-    def prepare(self) -> None:
-        """Import what executors need."""
-        from envherd.executor import serial  # noqa: F401
-        from envherd.executor.sizing import driving  # noqa: F401
 
     def open(self, num_envs: int) -> float:
         """Start a `SerialEnv`; return how many seconds that took."""

@@ -173,3 +173,10 @@ def tries_reset_ahead(measured: Measurement, goal: Goal) -> bool:
 def counted(count: int, noun: str) -> str:
     """Return e.g. "1 env", "2 envs"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def time_text(seconds: float) -> str:
+    """Return a duration for readers, e.g. "7.2 us"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:,.1f} us"
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"

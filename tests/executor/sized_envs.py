@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import sys
 import time
 
 import numpy as np
@@ -71,9 +72,51 @@ class DyingEnv(CountingEnv):
     """Ends its process in a step."""
 
     def step(self, action):
-        import os
-
         os._exit(7)
+
+
+class DyingBesideTorchEnv(CountingEnv):
+    """Ends its process in a step where torch is imported."""
+
+    def step(self, action):
+        if "torch" in sys.modules:
+            os._exit(9)
+        return super().step(action)
+
+
+class HangingBesideTorchEnv(CountingEnv):
+    """Sleeps in a step where torch is imported."""
+
+    def step(self, action):
+        if "torch" in sys.modules:
+            time.sleep(1000)
+        return super().step(action)
+
+
+class CrowdedEnv(CountingEnv):
+    """Ends its process in its 100th step if that has more than two of it, and sleeps if the class's `hangs`."""
+
+    count = 0
+    hangs = False
+
+    def __init__(self):
+        super().__init__()
+        type(self).count += 1
+        self.num_steps = 0
+
+    def step(self, action):
+        self.num_steps += 1
+        if self.count > 2 and self.num_steps == 100:
+            if self.hangs:
+                time.sleep(1000)
+            os._exit(7)
+        return super().step(action)
+
+
+class CrowdedHangingEnv(CrowdedEnv):
+    """Sleeps instead."""
+
+    hangs = True
 
 
 class FailingEnv(CountingEnv):

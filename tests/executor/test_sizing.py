@@ -21,6 +21,7 @@ from envherd.executor.cli.app import app
 from envherd.executor.cli.sizing import BadOption, Request, parse_size, planned
 from envherd.executor.cli.sizing_report import yaml_text
 from envherd.executor.machine.cgroups import Cgroup
+from envherd.executor.sizing.driving import Figures
 from envherd.executor.sizing.probing import ProbeFailed, ProbeLimits, Subject, probe
 from envherd.executor.sizing.recommending import decide
 from envherd.executor.sizing.search import Found
@@ -269,7 +270,7 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "2", "--e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["probe: step", "starting", "round 2"])
+@pytest.mark.parametrize("stage", ["probe: step", "starting", "starting SerialEnv", "round 2"])
 def test_ctrl_c_leaves_nothing_behind(stage):
     process = subprocess.Popen(
         [sys.executable, "-c", CTRL_C, stage], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -284,14 +285,14 @@ def test_ctrl_c_leaves_nothing_behind(stage):
 
 def test_resets_ahead_are_pasted_as_they_are_accepted():
     run = run_of(4, 1000.0, num_envs=4, reset_ahead=True)
-    sizing = decide(measured_of(), machine_of(), Found((run,), run.setting, None, None), Goal(), machine_of())
+    sizing = decide(measured_of(), machine_of(), Found((run,), run.setting, Figures()), Goal(), machine_of())
     lines = [line for line in yaml_text("env", sizing).splitlines() if not line.startswith("#")]
     assert lines[1:] == ["num_envs: 4", "num_workers: 4", "stepping: sync", "options:", "  reset_ahead: true"]
 
 
 def test_serial_is_pasted_without_workers():
     run = run_of(0, 1000.0)
-    sizing = decide(measured_of(), machine_of(), Found((run,), run.setting, None, None), Goal(), machine_of())
+    sizing = decide(measured_of(), machine_of(), Found((run,), run.setting, Figures()), Goal(), machine_of())
     lines = [line for line in yaml_text("env", sizing).splitlines() if not line.startswith("#")]
     assert lines == ["executor: SerialEnv", "num_envs: 8", "stepping: sync"]
     assert sizing.advice.setting == Setting(num_envs=8, num_workers=0)

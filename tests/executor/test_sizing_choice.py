@@ -9,8 +9,8 @@ import pytest
 
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.gpus import Gpu, parse_apps
-from envherd.executor.sizing.choosing import choose, corrected, is_sure, share_of_ends, survivors
-from envherd.executor.sizing.driving import Turn
+from envherd.executor.sizing.choosing import choose, corrected, is_sure, share_of_ends, speeds, survivors
+from envherd.executor.sizing.driving import Figures, Turn
 from envherd.executor.sizing.limits import DoesNotFit, Limits, Refusal
 from envherd.executor.sizing.measurement import share_of_ends as share_in_probe
 from envherd.executor.sizing.recommending import decide
@@ -157,6 +157,17 @@ def test_the_smallest_that_reaches_a_target_is_taken():
     assert choose(rounds_of(speeds), target=1e6) == TWO
 
 
+def test_a_setting_that_had_no_round_with_the_others_has_its_own_speed():
+    rounds = [{ONE: 100.0, TWO: 300.0}, {FIRST_K: 50.0}]
+    assert speeds(rounds) == {ONE: 100.0, TWO: 300.0, FIRST_K: 50.0}
+    assert choose(rounds) == FIRST_K
+
+
+def test_speeds_are_those_of_one_machine():
+    rounds = [{ONE: 100.0, TWO: 200.0}, {ONE: 10.0, TWO: 20.0}, {TWO: 200.0}]
+    assert speeds(rounds) == pytest.approx({ONE: 100.0, TWO: 200.0})
+
+
 def test_what_was_dropped_is_not_chosen():
     rounds = [{ONE: 100.0, TWO: 50.0}, {ONE: 10.0, TWO: 50.0}, {TWO: 50.0}]
     assert choose(rounds) == TWO
@@ -204,6 +215,8 @@ def test_many_resets_say_themselves_how_often_episodes_end():
     measured = measured_of(end_share=0.5)
     assert share_of_ends([Turn(steps=100, seconds=1.0, resets=5)], measured) == 0.5
     assert share_of_ends([Turn(steps=100, seconds=1.0, resets=5)] * 10, measured) == 0.05
+    # The probe's 1,000 steps were too few to see one end.
+    assert share_of_ends([Turn(steps=200, seconds=1.0, resets=1)] * 5, measured_of(end_share=0.0)) == 5 / 2000
 
 
 def seen(draw, steps):
@@ -258,10 +271,10 @@ def test_what_was_not_run_is_not_predicted():
     assert scale_to(machine_of(64), run_of(0, 700.0)).predict(SERIAL).steps_per_s == 700.0
 
 
-def decided(*runs, measured=None, machine=None, here=None, goal=None, quantiles=None):
+def decided(*runs, measured=None, machine=None, here=None, goal=None, times=(None, None)):
     here = here or machine_of(2)
     best = max((one for one in runs if one.refusal is None), key=lambda one: one.steps_per_s)
-    found = Found(runs, best.setting, quantiles, None)
+    found = Found(runs, best.setting, Figures(step_p50_s=times[0], step_p99_s=times[1]))
     return decide(measured or measured_of(), here, found, goal or Goal(num_envs=8), machine or here)
 
 
@@ -294,7 +307,7 @@ def test_a_larger_machine_is_never_slower():
     [
         (run_of(2, 1000.0), {}, "cores", "cores bind: 2 may be used; workers are busy for 100%"),
         (run_of(2, 1000.0, busy=0.4), {}, "overhead", "the caller binds: workers are busy for 40%"),
-        (run_of(2, 1000.0, busy=0.4), {"quantiles": (1e-3, 9e-3)}, "step variance", "9.00 ms at the 99th"),
+        (run_of(2, 1000.0, busy=0.4), {"times": (1e-3, 9e-3)}, "step variance", "9.00 ms at the 99th"),
         (
             run_of(2, 1000.0),
             {"here": machine_of(8, cgroup=Cgroup(version=2, cpu_quota=1.5))},

@@ -7,9 +7,11 @@ import os
 import pytest
 
 from envherd.executor import ParallelEnv
+from envherd.executor.sizing import search
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import MODES, Goal
+from envherd.workers.errors import EnvherdError
 from envherd.workers.testing import CountingEnv
 from tests.executor import sized_envs
 
@@ -78,9 +80,43 @@ def test_a_setting_that_fails_is_struck_out_with_its_reason():
     assert all("Address already in use" in one.refusal.text for one in failed)
 
 
+@pytest.mark.broken_pool
+@pytest.mark.parametrize(
+    ("make_env", "said"),
+    [(sized_envs.DyingBesideTorchEnv, "exit code 9"), (sized_envs.HangingBesideTorchEnv, "not answered within")],
+)
+def test_serial_that_dies_or_hangs_is_struck_out_and_workers_are_compared(make_env, said, monkeypatch):
+    monkeypatch.setattr(search, "_PATIENCE_S", 10.0)  # torch is imported in it
+    done = sized(make_env, num_envs=2)
+    serial = next(one for one in done.runs if not one.setting.num_workers)
+    assert serial.refusal.kind == "failure"
+    assert said in serial.refusal.text
+    assert done.serial is None
+    assert done.advice.setting.num_workers >= 1
+
+
+@pytest.mark.broken_pool
+@pytest.mark.parametrize(
+    ("make_env", "said"), [(sized_envs.CrowdedEnv, "exit code 7"), (sized_envs.CrowdedHangingEnv, "within")]
+)
+def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, said, monkeypatch):
+    monkeypatch.setattr(search, "_PATIENCE_S", 2.0)
+    done = sized(make_env, num_envs=4, has_serial=False)
+    failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
+    assert set(failed) == {1}
+    assert (failed[1].kind, said in failed[1].text) == ("failure", True), failed[1].text
+    assert done.advice.setting.num_workers >= 2
+
+
+@pytest.mark.broken_pool
+def test_if_every_setting_fails_the_command_fails_with_the_last_error():
+    with pytest.raises(EnvherdError, match="exit code 7"):
+        sized(sized_envs.CrowdedEnv, num_envs=4, num_workers=1)
+
+
 def test_a_driver_goes_on_in_another_mode_from_where_the_envs_are():
     with ParallelEnv(4, CountingEnv, num_workers=2, seed=0) as env:
-        driver = Driver(env, 0.01)
+        driver = Driver(lambda: env, 0.01)
         turns = [driver.turn(mode) for mode in (*MODES, *reversed(MODES))]
         made = env.statistics().env_steps
     assert all(turn.steps >= 4 for turn in turns)
