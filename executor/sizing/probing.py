@@ -26,6 +26,8 @@ from envherd.workers.processes import anonymous_bytes, descendants, memory_of
 
 #: Seconds between looks at the probe's memory. An env that takes 10 GiB/s is seen 0.2 GiB late.
 _LOOK_S = 0.02
+#: Seconds between reports of progress in one stage.
+_SHOW_S = 0.1
 #: A probe may be late by one build, reset or step; then it is ended.
 _LATE_FACTOR = 4.0
 #: Envs that it builds in one process.
@@ -135,7 +137,7 @@ class _Watch:
 
     def run(self) -> None:
         """Wait until the probe has said all, or has ended, or has to be."""
-        began = shown = time.monotonic()
+        began, shown_at, shown = time.monotonic(), 0.0, ""
         end = began + self._limits.budget_s * _LATE_FACTOR + self._limits.grace_s
         poller = select.poll()
         poller.register(self._worker.channel.sock, select.POLLIN)
@@ -146,9 +148,9 @@ class _Watch:
             if self._take():
                 return
             now = time.monotonic()
-            if now - shown > 0.1:
-                shown = now
-                self._progress(self._stage, min(1.0, (now - began) / self._limits.budget_s))
+            if now - shown_at > _SHOW_S or self._stage != shown:
+                shown_at, shown = now, self._stage
+                self._progress(shown, min(1.0, (now - began) / self._limits.budget_s))
             if has_exited:
                 self._explain_death()
             elif now > end:

@@ -26,6 +26,7 @@ from envherd.executor.sizing.settings import (
     smaller,
     worker_counts,
 )
+from envherd.workers.errors import WorkerTimeout
 
 #: Called with what is done now, and the share of the budget that is used up.
 Progress = Callable[[str, float], None]
@@ -228,16 +229,21 @@ class Search:
         if key in self._runners:
             return None
         self._show(f"starting {setting}")
-        patience_s = _PATIENCE_S + _PATIENCE_FACTOR * self._limits.start_s(setting)
         try:
-            self._runners[key] = self._opener.open(setting, patience_s)
+            self._runners[key] = self._opener.open(setting, self._patience_s(setting))
         except Exception as error:  # whatever keeps one setting from being run: the others are run
-            return self._failure(error)
+            return self._failure(setting, error)
         self._taken_bytes[key] = self._needed_bytes(setting)
         return None
 
-    def _failure(self, error: Exception) -> Refusal:
+    def _patience_s(self, setting: Setting) -> float:
+        """Return how long a call may take before it hangs."""
+        return _PATIENCE_S + _PATIENCE_FACTOR * self._limits.start_s(setting)
+
+    def _failure(self, setting: Setting, error: Exception) -> Refusal:
         self._error = error
+        if isinstance(error, WorkerTimeout):
+            return Refusal("failure", f"hung: a call took longer than {self._patience_s(setting):,.0f} s")
         return Refusal("failure", f"failed: {str(error).split(chr(10), 1)[0] or type(error).__name__}")
 
     # ---- running -----------------------------------------------------------------------------
@@ -271,7 +277,7 @@ class Search:
         try:
             self._turns[-1][setting] = self._runners[key].turn(setting.mode)
         except Exception as error:  # as in a start
-            refusal = self._failure(error)
+            refusal = self._failure(setting, error)
             self._runners[key].close()
             self._taken_bytes[key] = 0
             for one in [one for one, reason in self._considered.items() if _key(one) == key and reason is None]:

@@ -96,17 +96,17 @@ class HangingBesideTorchEnv(CountingEnv):
 class CrowdedEnv(CountingEnv):
     """Ends its process in its 100th step if that has more than two of it, and sleeps if the class's `hangs`."""
 
-    count = 0
+    num_built = 0
     hangs = False
 
     def __init__(self):
         super().__init__()
-        type(self).count += 1
-        self.num_steps = 0
+        type(self).num_built += 1
+        self.num_calls = 0
 
     def step(self, action):
-        self.num_steps += 1
-        if self.count > 2 and self.num_steps == 100:
+        self.num_calls += 1
+        if self.num_built > 2 and self.num_calls == 100:
             if self.hangs:
                 time.sleep(1000)
             os._exit(7)

@@ -189,7 +189,7 @@ def test_size_as_a_table_a_picture_json_and_yaml(tmp_path):
 
 @pytest.mark.slow
 def test_json_on_stdout_is_alone_there_and_says_what_serial_makes():
-    done = size(COUNTING, "--budget", "1", "--envs", "2", "--json", "-")
+    done = size(COUNTING, "--budget", "6", "--envs", "2", "--json", "-")
     report = json.loads(done.stdout)
     assert report["serial"]["num_envs"] == 2
     assert report["serial"]["steps_per_s"] > 0

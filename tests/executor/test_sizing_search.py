@@ -83,7 +83,10 @@ def test_a_setting_that_fails_is_struck_out_with_its_reason():
 @pytest.mark.broken_pool
 @pytest.mark.parametrize(
     ("make_env", "said"),
-    [(sized_envs.DyingBesideTorchEnv, "exit code 9"), (sized_envs.HangingBesideTorchEnv, "not answered within")],
+    [
+        (sized_envs.DyingBesideTorchEnv, "exit code 9"),
+        (sized_envs.HangingBesideTorchEnv, "hung: a call took longer than 10 s"),
+    ],
 )
 def test_serial_that_dies_or_hangs_is_struck_out_and_workers_are_compared(make_env, said, monkeypatch):
     monkeypatch.setattr(search, "_PATIENCE_S", 10.0)  # torch is imported in it
@@ -97,7 +100,11 @@ def test_serial_that_dies_or_hangs_is_struck_out_and_workers_are_compared(make_e
 
 @pytest.mark.broken_pool
 @pytest.mark.parametrize(
-    ("make_env", "said"), [(sized_envs.CrowdedEnv, "exit code 7"), (sized_envs.CrowdedHangingEnv, "within")]
+    ("make_env", "said"),
+    [
+        (sized_envs.CrowdedEnv, "exit code 7"),
+        (sized_envs.CrowdedHangingEnv, "hung: a call took longer than 2 s"),
+    ],
 )
 def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, said, monkeypatch):
     monkeypatch.setattr(search, "_PATIENCE_S", 2.0)
