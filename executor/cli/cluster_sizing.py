@@ -17,7 +17,7 @@ from envherd.executor.sizing.settings import Goal, counted
 if TYPE_CHECKING:
     from envherd.executor.cluster.planning import ClusterPlan
 
-SCHEMA = "envherd.size-cluster/1"
+SCHEMA = "envherd.size-cluster/2"
 
 
 def plan_with(

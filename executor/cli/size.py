@@ -47,11 +47,14 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
     The machine is taken as it is now: affinity, CPU quota, memory limit, open files, other load.
     """
     # Here rather than above, so that `--help` does not wait for numpy, nor the helper for this process's torch.
+    from rich.console import Console
+
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.sizing.serial_host import importing
 
     with importing(ExecutorOptions()) if workers is None and cluster is None else contextlib.nullcontext():
-        from envherd.executor.cli.sizing import Request, run
+        with Console(stderr=True).status("starting"):
+            from envherd.executor.cli.sizing import Request, run
 
         request = Request(
             env=env,

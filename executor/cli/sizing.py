@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+from rich.table import Column
 from rich.text import Text
 
 from envherd.executor.cli.env_names import Factory, factory_for
@@ -144,21 +145,21 @@ def _size(request: Request, factory: Factory, goal: Goal, most_bytes: int | None
 
 @contextlib.contextmanager
 def _progress(console: Console) -> Iterator[Progress]:
-    """Show what is done now: a bar on a terminal, else a line for each step."""
+    """Show what is done now: a bar on a terminal, else a line for each step and round."""
     if not console.is_terminal:
         latest = ""
 
         def say(text: str, _share: float) -> None:
             nonlocal latest
-            stage = re.sub(r"^(round \d+):.*?( \(best so far.*)?$", r"\1\2", text)
-            if stage.partition(" (")[0] != latest.partition(" (")[0]:
-                console.print(Text(stage), soft_wrap=True)
-            latest = stage
+            if (step := text.partition(", best")[0]) != latest:
+                console.print(Text(text), soft_wrap=True)
+            latest = step
 
         yield say
         return
-    columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Bar(*columns, console=console, transient=True) as progress:
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    columns = (BarColumn(12), TimeElapsedColumn(), TextColumn("{task.description}", table_column=rest))
+    with Bar(*columns, console=console, transient=True, expand=True) as progress:
         task = progress.add_task("start", total=1.0)
 
         def show(text: str, share: float) -> None:

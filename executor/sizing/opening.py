@@ -107,7 +107,7 @@ class _SerialProcess:
         return self._pool.ask("call", [0], name=name, args=args, kwargs={})[0]["plain"]
 
     def close(self) -> None:
-        self._pool.close(timeout_s=0)
+        self._pool.close()
 
 
 class _SerialRunner:

@@ -162,13 +162,15 @@ class Search:
     # ---- starting ----------------------------------------------------------------------------
 
     def _start_all(self) -> list[Setting]:
-        """Start what fits, and return it; a worker for each core first, since time or memory may suffice for one."""
+        """Start what fits, and return it, the most promising first, since time or memory may not suffice for all."""
         limits, goal = self._limits, self._goal
         alive: list[Setting] = []
         top = min(math.ceil(limits.machine.cores), worker_counts(limits.measured, limits.machine.cores, goal)[-1])
-        for setting in sorted(
-            self._wanted(), key=lambda one: (one.reset_ahead, one.num_workers != top, -one.num_workers)
-        ):
+
+        def order(one: Setting) -> tuple[int, int]:
+            return (1 if one.reset_ahead else 0 if one.num_workers == top else 2), -one.num_workers
+
+        for setting in sorted(self._wanted(), key=order):
             fitting = limits.fitted(setting)
             if fitting != setting:
                 self._considered[setting] = limits.refusal(setting)
@@ -273,7 +275,7 @@ class Search:
     def _run_turn(self, setting: Setting, alive: list[Setting]) -> None:
         """Run one setting; if it fails, strike out all settings of its executor."""
         key = _key(setting)
-        self._show(f"round {len(self._turns)}: {setting}{self._leader()}")
+        self._show(f"round {len(self._turns)}{self._leader()}")
         try:
             self._turns[-1][setting] = self._runners[key].turn(setting.mode)
         except Exception as error:  # as in a start
@@ -292,7 +294,7 @@ class Search:
             return ""
         rates = speeds([one for one in self._speeds()[:-1] if one])
         best = max(rates, key=rates.__getitem__)
-        return f" (best so far: {best}, {rates[best]:,.0f}/s)"
+        return f", best so far: {best} ({rates[best]:,.0f}/s)"
 
     def _try_fewer_envs(self, alive: list[Setting]) -> None:
         """Compare the best with the same on fewer envs."""

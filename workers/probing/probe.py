@@ -315,7 +315,8 @@ class Prober:
         run = self._build(1)
         run.step_for(self._budget(_FURTHER_STEPS_SHARE), until_known=True)
         entry = self._figures["envs"][-1]
-        entry["ready"] = _reset_for(run, min(self._budget(_FURTHER_RESETS_SHARE), max(self._left(), 0.0)))
+        seconds = min(self._budget(_FURTHER_RESETS_SHARE), self._left())
+        entry["ready"] = _reset_for(run, seconds) if seconds > 0 else memory_of(os.getpid())
 
 
 def _cpu_ns() -> int:
