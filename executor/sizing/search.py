@@ -220,7 +220,8 @@ class Search:
         if taken_bytes > self._most_bytes and not must_start:
             return Refusal("start", "does not fit the memory next to the others")
         if start_s > most_s and not must_start:
-            return Refusal("start", f"takes {start_s:,.1f} s to start; a longer --budget allows for it")
+            why = f"takes {start_s:,.1f} s to start" if most_s > 0 else "no time was left to start it"
+            return Refusal("start", f"{why}; a longer --budget allows for it")
         return None
 
     def _needed_bytes(self, setting: Setting) -> int:
@@ -345,7 +346,7 @@ class Search:
         )
 
 
-_NO_TIME = Refusal("budget", "no time was left to run it")
+_NO_TIME = Refusal("budget", "no time was left to run it; a longer --budget allows for it")
 _Key = tuple[int, int, bool]
 
 

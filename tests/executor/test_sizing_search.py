@@ -19,31 +19,31 @@ pytestmark = pytest.mark.slow
 CORES = len(os.sched_getaffinity(0))
 
 
-def sized(make_env, budget_s=4.0, progress=lambda _text, _share: None, **goal):
+def sized(make_env, budget_s=30.0, progress=lambda _text, _share: None, **goal):
     return recommend(make_env, goal=Goal(**goal), budget_s=budget_s, progress=progress)
 
 
 def test_envs_that_wait_get_more_workers_than_cores():
-    done = sized(sized_envs.SleepingEnv, budget_s=8.0, num_envs=8 * CORES, modes=("sync",))
+    done = sized(sized_envs.SleepingEnv, budget_s=30.0, num_envs=8 * CORES, modes=("sync",))
     assert done.advice.setting.num_workers > CORES
     assert done.advice.binding == "waiting"
 
 
 def test_heavy_tailed_envs_get_first_k():
-    done = sized(sized_envs.TailedEnv, budget_s=8.0, num_envs=8, num_workers=8)
+    done = sized(sized_envs.TailedEnv, budget_s=30.0, num_envs=8, num_workers=8)
     assert done.advice.setting.mode == "first-k"
     assert any("recv(min_envs=num_envs // 2)" in line for line in done.advice.why)
 
 
 def test_costly_resets_get_reset_ahead():
-    done = sized(sized_envs.SlowResetEnv, budget_s=15.0, num_envs=2)
+    done = sized(sized_envs.SlowResetEnv, budget_s=30.0, num_envs=2)
     assert done.advice.setting.reset_ahead
     assert done.advice.to_plain()["reset_ahead"] is True
     assert any("ExecutorOptions(reset_ahead=True), which takes 4 workers" in line for line in done.advice.why)
 
 
 def test_cheap_envs_are_compared_with_serial():
-    done = sized(CountingEnv, num_envs=8)
+    done = sized(CountingEnv, budget_s=60.0, num_envs=8)
     assert done.serial.steps_per_s > 0
     parallel = next(one for one in done.runs if one.setting == done.advice.parallel)
     if done.serial.steps_per_s > 1.3 * parallel.steps_per_s:
@@ -90,7 +90,7 @@ def test_a_setting_that_fails_is_struck_out_with_its_reason():
 )
 def test_serial_that_dies_or_hangs_is_struck_out_and_workers_are_compared(make_env, said, monkeypatch):
     monkeypatch.setattr(search, "_PATIENCE_S", 10.0)  # torch is imported in it
-    done = sized(make_env, num_envs=2)
+    done = sized(make_env, budget_s=60.0, num_envs=2)
     serial = next(one for one in done.runs if not one.setting.num_workers)
     assert serial.refusal.kind == "failure"
     assert said in serial.refusal.text
@@ -108,7 +108,7 @@ def test_serial_that_dies_or_hangs_is_struck_out_and_workers_are_compared(make_e
 )
 def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, said, monkeypatch):
     monkeypatch.setattr(search, "_PATIENCE_S", 2.0)
-    done = sized(make_env, num_envs=4, has_serial=False)
+    done = sized(make_env, budget_s=60.0, num_envs=4, has_serial=False)
     failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
     assert set(failed) == {1}
     assert (failed[1].kind, said in failed[1].text) == ("failure", True), failed[1].text
