@@ -8,7 +8,7 @@ this machine's, and memory and caches to suffice for all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from envherd.executor.machine.machine import Machine
@@ -76,13 +76,14 @@ class Scale:
         )
 
     def base(self, setting: Setting) -> Run | None:
-        """Return the run that is most like a setting: as many workers for each core, and envs for each worker."""
+        """Return the run that is most like a setting: with as many envs for each worker, then workers for each core."""
         share = setting.num_workers / self._limits.machine.cores
 
-        def distance(run: Run) -> tuple[float, float]:
+        def distance(run: Run) -> tuple[bool, float, float]:
             own = run.setting.num_workers / self._here.cores
             of_workers = abs(math.log(share / own)) if setting.num_workers else 0.0
-            return of_workers, abs(math.log(setting.most_per_worker / run.setting.most_per_worker))
+            of_envs = abs(math.log(setting.most_per_worker / run.setting.most_per_worker))
+            return of_envs > 0, of_workers, of_envs
 
         kind = (setting.num_workers > 0, setting.mode, setting.reset_ahead)
         like = [
@@ -111,10 +112,16 @@ def plan(scale: Scale, limits: Limits, goal: Goal) -> tuple[Setting, dict[Settin
         DoesNotFit: not even one env fits, or not as many as are wanted.
     """
     predicted: dict[Setting, Prediction] = {}
+
+    def has_run(fewer: Setting) -> bool:
+        """Return whether so few envs of a worker were run: what a batch costs is not scaled to fewer."""
+        base = scale.base(fewer)
+        return base is not None and base.setting.most_per_worker == fewer.most_per_worker
+
     wanted = list(ladder(limits.measured, limits.machine.cores, goal))
     for setting in wanted:
         fitting = limits.fitted(setting)
-        fewer: Sequence[Setting] = tuple(smaller(fitting)) if fitting and goal.num_envs is None else ()
+        fewer = [one for one in smaller(fitting) if has_run(one)] if fitting and goal.num_envs is None else []
         for one in (fitting, *fewer):
             if one is not None and (made := scale.predict(one)) is not None:
                 predicted[one] = made

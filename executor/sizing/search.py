@@ -1,8 +1,8 @@
 """The search: settings run on real executors, in rounds, until it is clear which one to take.
 
-Guarantees: whatever happens, an interrupt too, nothing is left running. The time budget is kept, late by two rounds and
-one start of an executor at most. A setting that fails, dies or hangs is struck out. Each setting that is not run has
-the reason.
+Guarantees: whatever happens, an interrupt too, nothing is left running. The time budget is kept, late by one start of
+an executor, one round and three seconds at most. A setting that fails, dies or hangs is struck out. Each setting that is
+not run has the reason.
 Assumes: the env was probed, so that a single one is known to work.
 """
 
@@ -36,8 +36,8 @@ Progress = Callable[[str, float], None]
 _START_SHARE, _ALL_STARTS_SHARE = 0.4, 0.5
 #: Share of the time that is left for comparing numbers of workers, where the number of envs is to be chosen too.
 _FIRST_SHARE = 0.6
-#: Rounds however short the budget is.
-_LEAST_ROUNDS = 2
+#: Rounds even if the time is up, and the seconds by which they may be late; one round is always run.
+_LEAST_ROUNDS, _LATE_S = 2, 3.0
 #: A call that takes this many times as long as expected, and this many seconds more, hangs.
 _PATIENCE_FACTOR, _PATIENCE_S = 10.0, 20.0
 #: What the process of `SerialEnv` takes in addition to the envs, most of it torch.
@@ -254,14 +254,10 @@ class Search:
     def _rounds(self, alive: Iterable[Setting], end: float) -> list[Setting]:
         """Run settings in rounds until it is clear which is the best, or the time is up; return those left."""
         alive, done, target = list(alive), 0, self._goal.target_steps_per_s
-        while done < _LEAST_ROUNDS or time.monotonic() < end:
-            self._turns.append({})
-            for setting in tuple(alive):
-                if setting in alive:  # still: two modes share an executor
-                    self._run_turn(setting, alive)
+        while done == 0 or time.monotonic() < (end if done >= _LEAST_ROUNDS else end + _LATE_S):
+            is_whole = self._round(alive, math.inf if done == 0 else end + _LATE_S)
             done += 1
-            self._turns = [one for one in self._turns if one]
-            if not alive:
+            if not alive or not is_whole:
                 break
             rounds = self._speeds()
             may_be_chosen = survivors(rounds, target)
@@ -272,6 +268,20 @@ class Search:
             assert self._error is not None
             raise self._error
         return alive
+
+    def _round(self, alive: list[Setting], end: float) -> bool:
+        """Run each setting once; return False, and forget the round, if there was no time for all."""
+        self._turns.append({})
+        is_whole = True
+        for setting in tuple(alive):
+            if time.monotonic() > end:
+                self._turns[-1].clear()
+                is_whole = False
+                break
+            if setting in alive:  # still: two modes share an executor
+                self._run_turn(setting, alive)
+        self._turns = [one for one in self._turns if one]
+        return is_whole
 
     def _run_turn(self, setting: Setting, alive: list[Setting]) -> None:
         """Run one setting; if it fails, strike out all settings of its executor."""

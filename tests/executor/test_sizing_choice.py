@@ -293,6 +293,16 @@ def test_another_machine_is_planned_for_and_that_is_said():
         decided(*runs, machine=machine_of(64, memory=40 * MIB), goal=Goal())
 
 
+def test_fewer_envs_of_a_worker_are_planned_for_only_where_they_were_run():
+    cheap = measured_of(1e-5)
+    runs = [run_of(1, 25_000.0, num_envs=64), run_of(2, 40_000.0, num_envs=128), run_of(2, 15_000.0, num_envs=32)]
+    done = decided(*runs, measured=cheap, machine=machine_of(16), goal=Goal())
+    assert done.advice.setting.most_per_worker == 64
+    even = run_of(2, 39_500.0, num_envs=32)
+    done = decided(*runs[:2], even, measured=cheap, machine=machine_of(16), goal=Goal())
+    assert done.advice.setting == Setting(num_envs=256, num_workers=16)
+
+
 def test_a_larger_machine_is_never_slower():
     runs = (run_of(1, 500.0), run_of(2, 950.0, busy=0.9))
     rates = [decided(*runs, machine=machine_of(n), goal=WORKERS_ONLY).advice.predicted.steps_per_s for n in (1, 4, 64)]
