@@ -1,8 +1,8 @@
 """The search: settings run on real executors, in rounds, until it is clear which one to take.
 
 Guarantees: whatever happens, an interrupt too, nothing is left running. The time budget is kept, late by one start of
-an executor, one round and three seconds at most. A setting that fails, dies or hangs is struck out. Each setting that is
-not run has the reason.
+an executor, one round and three seconds at most. A setting that fails, dies or hangs is struck out. What is not run has
+the reason.
 Assumes: the env was probed, so that a single one is known to work.
 """
 
