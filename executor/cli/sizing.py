@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,11 @@ from envherd.executor.cli.running import complain
 from envherd.executor.cli.sizing_report import plain_report, table, yaml_text
 from envherd.executor.machine.gpus import Gpu
 from envherd.executor.machine.machine import Machine, read_machine
-from envherd.executor.sizing.recommending import BUDGET_S, Sizing, recommend
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.sizing.forked_host import ForkedHost
+from envherd.executor.sizing.opening import subject_of
+from envherd.executor.sizing.probing import ProbeLimits
+from envherd.executor.sizing.recommending import BUDGET_S, Sizing, decide, measure
 from envherd.executor.sizing.search import Progress
 from envherd.executor.sizing.settings import Goal
 from envherd.workers.errors import EnvherdError
@@ -130,17 +135,15 @@ def _plan_cluster(request: Request, factory: Factory, goal: Goal, most_bytes: in
 
 
 def _size(request: Request, factory: Factory, goal: Goal, most_bytes: int | None, errors: Console) -> Sizing:
-    here = read_machine()
+    here, options = read_machine(), ExecutorOptions()
     there = planned(here, request)
-    with _progress(errors) as show:
-        return recommend(
-            factory,
-            goal=goal,
-            budget_s=request.budget_s,
-            machine=None if there == here else there,
-            probe_bytes=most_bytes,
-            progress=show,
-        )
+    limits = ProbeLimits(budget_s=request.budget_s, memory_bytes=most_bytes)
+    # Forked before this process has a thread; where it has one, a worker process does it.
+    forked = ForkedHost() if threading.active_count() == 1 and goal.num_workers is None else None
+    with contextlib.closing(forked) if forked is not None else contextlib.nullcontext(), _progress(errors) as show:
+        subject = subject_of(factory, None, options)
+        measured, here_then, found = measure(subject, goal, limits, options, show, forked)
+    return decide(measured, here_then, found, goal, here_then if there == here else there, options.num_frames)
 
 
 @contextlib.contextmanager

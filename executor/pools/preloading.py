@@ -98,11 +98,6 @@ def find_helper(options: ExecutorOptions) -> Zygote | None:
     return None
 
 
-def has_helper(options: ExecutorOptions) -> bool:
-    """Return whether `find_helper` has one."""
-    return any(warm.surroundings == _surroundings(options) for warm in _innermost)
-
-
 def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
     """Return what workers cannot be told when they are started, and inherit from a helper."""
     return (os.getpid(), dict(options.env_vars), options.worker_threads, options.worker_output)

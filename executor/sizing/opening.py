@@ -20,6 +20,7 @@ from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.preloading import preloaded
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.sizing.driving import Driver, Figures, Runner, Turn
+from envherd.executor.sizing.forked_host import ForkedHost
 from envherd.executor.sizing.probing import Subject
 from envherd.executor.sizing.serial_host import SerialFactory, options_of_host
 from envherd.executor.sizing.settings import Mode, Setting
@@ -42,12 +43,21 @@ class Opener:
         options: the executors'.
         span_s: seconds of a turn.
         policy_s: see `Driver`.
+        forked: for `SerialEnv`; None for a worker process. Closed by `close`.
     """
 
-    def __init__(self, subject: Subject, options: ExecutorOptions, span_s: float, policy_s: float) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        options: ExecutorOptions,
+        span_s: float,
+        policy_s: float,
+        forked: ForkedHost | None = None,
+    ) -> None:
         self._subject, self._options = subject, options
         self._span_s, self._policy_s = span_s, policy_s
-        self._serial: _SerialProcess | None = None
+        self._forked = forked
+        self._serial: SerialProcess | ForkedHost | None = None
 
     def open(self, setting: Setting, patience_s: float) -> Runner:
         """Start the executor of a setting.
@@ -65,7 +75,7 @@ class Opener:
             return _SerialRunner(self._serial, setting.num_envs)
         return Driver(lambda: self._start(setting, patience_s), self._span_s, self._policy_s)
 
-    def _start_serial(self, patience_s: float) -> _SerialProcess:
+    def _start_serial(self, patience_s: float) -> SerialProcess | ForkedHost:
         made_by = SerialFactory(
             factory=self._subject.factory,
             env_kwargs=self._subject.env_kwargs,
@@ -73,7 +83,10 @@ class Opener:
             span_s=self._span_s,
             policy_s=self._policy_s,
         )
-        return _SerialProcess(made_by, _within(options_of_host(self._options), patience_s))
+        if self._forked is not None:
+            self._forked.prepare(made_by, patience_s)
+            return self._forked
+        return SerialProcess(made_by, _within(options_of_host(self._options), patience_s))
 
     def _start(self, setting: Setting, patience_s: float) -> BatchedEnv:
         subject, count = self._subject, setting.num_envs
@@ -90,12 +103,12 @@ class Opener:
 
     def close(self) -> None:
         """End the process of `SerialEnv`; runners are closed by the caller."""
-        if self._serial is not None:
-            self._serial.close()
-            self._serial = None
+        for process in (self._serial, self._forked):
+            if process is not None:
+                process.close()
 
 
-class _SerialProcess:
+class SerialProcess:
     """The owner's handle of a worker with a `SerialHost`."""
 
     def __init__(self, made_by: SerialFactory, options: ExecutorOptions) -> None:
@@ -107,13 +120,14 @@ class _SerialProcess:
         return self._pool.ask("call", [0], name=name, args=args, kwargs={})[0]["plain"]
 
     def close(self) -> None:
+        """End it."""
         self._pool.close()
 
 
 class _SerialRunner:
     """A `SerialEnv` in another process."""
 
-    def __init__(self, process: _SerialProcess, num_envs: int) -> None:
+    def __init__(self, process: SerialProcess | ForkedHost, num_envs: int) -> None:
         self._process, self._num_envs = process, num_envs
         self.start_s: float = process.call("open", num_envs)
 

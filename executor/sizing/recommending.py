@@ -12,6 +12,7 @@ from typing import Any, Literal
 from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import MakeEnv, choose_apart
+from envherd.executor.sizing.forked_host import ForkedHost
 from envherd.executor.sizing.limits import Limits
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.opening import Opener, helper, span_of, subject_of
@@ -127,12 +128,13 @@ def recommend(  # noqa: PLR0913  # what is measured, for what, and within which 
     return decide(measured, here, found, goal, machine or here, options.num_frames)
 
 
-def measure(
+def measure(  # as `recommend`
     subject: Subject,
     goal: Goal,
     limits: ProbeLimits,
     options: ExecutorOptions,
     progress: Progress = lambda _text, _share: None,
+    forked: ForkedHost | None = None,
 ) -> tuple[Measurement, Machine, Found]:
     """Probe an env and search, on this machine; see `recommend`.
 
@@ -142,15 +144,16 @@ def measure(
         limits: seconds and bytes for everything.
         options: the executors'.
         progress: see `recommend`.
+        forked: see `Opener`.
     """
     began, here = time.monotonic(), read_machine()
     most_bytes = int(here.memory_available * PROBE_MEMORY_SHARE) if limits.memory_bytes is None else limits.memory_bytes
-    opener = Opener(subject, options, span_of(here), goal.policy_s)
+    opener = Opener(subject, options, span_of(here), goal.policy_s, forked)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(helper(subject, options))
-        if here.cores > 1 and goal.has_serial and goal.num_workers is None:
-            stack.enter_context(importing(options))
         stack.enter_context(contextlib.closing(opener))
+        stack.enter_context(helper(subject, options))
+        if forked is None and here.cores > 1 and goal.has_serial and goal.num_workers is None:
+            stack.enter_context(importing(options))
         probe_limits = replace(limits, budget_s=_PROBE_SHARE * limits.budget_s, memory_bytes=most_bytes)
         measured = probe(
             subject, probe_limits, options, lambda stage, share: progress(f"probe: {stage}", _PROBE_SHARE * share)

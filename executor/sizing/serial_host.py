@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.preloading import has_helper, preloading
+from envherd.executor.pools.preloading import preloading
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
 
@@ -36,12 +36,11 @@ def options_of_host(options: ExecutorOptions) -> ExecutorOptions:
 
 @contextlib.contextmanager
 def importing(options: ExecutorOptions) -> Iterator[None]:
-    """Import in a helper what a `SerialHost` needs, while this process does other things. Nested blocks share it."""
-    own = options_of_host(options)
+    """Import in a helper what a `SerialHost` needs, while this process does other things."""
     with contextlib.ExitStack() as stack:
-        if options.start_method == "zygote" and not has_helper(own):
+        if options.start_method == "zygote":
             modules = ("envherd.executor.serial", "envherd.executor.sizing.driving")
-            stack.enter_context(preloading(*modules, options=own))
+            stack.enter_context(preloading(*modules, options=options_of_host(options)))
         yield
 
 

@@ -261,10 +261,11 @@ def press(text, share):
     if text.startswith(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGINT)
 
-def recommend(factory, **kwargs):
-    return original(factory, **{**kwargs, "progress": press})
+def measure(subject, goal, limits, options, progress, forked):
+    assert forked is not None
+    return original(subject, goal, limits, options, press, forked)
 
-original, sizing.recommend = sizing.recommend, recommend
+original, sizing.measure = sizing.measure, measure
 app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "60", "--envs", "4"], standalone_mode=True)
 """
 
@@ -281,6 +282,50 @@ def test_ctrl_c_leaves_nothing_behind(stage):
     assert (out, said.strip()) == ("", "interrupted")
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # of all that it has started, what has not made a group
+
+
+FORKED = """
+from envherd.executor import ExecutorOptions
+from envherd.executor.sizing.forked_host import ForkedHost
+from envherd.executor.sizing.serial_host import SerialFactory
+from envherd.workers.build import pickle_factory
+from envherd.workers.errors import EnvherdError
+from envherd.workers.testing import CountingEnv
+from tests.executor import sized_envs
+
+for make_env in (CountingEnv, sized_envs.FailingEnv, sized_envs.DyingEnv, sized_envs.HangingEnv):
+    host = ForkedHost()
+    options = ExecutorOptions()
+    factory = pickle_factory(make_env)
+    host.prepare(SerialFactory(factory=factory, env_kwargs={}, options=options, span_s=0.1, policy_s=0.0), 10.0)
+    host.call("open", 2)
+    try:
+        print(host.call("turn", 2, "sync")["steps"] > 0, end="; ")
+    except EnvherdError as error:
+        print(type(error).__name__, str(error).split("\\n")[0], end="; ")
+    code = host.close()
+    print(code, host.close())
+"""
+
+
+@pytest.mark.slow
+def test_serial_in_a_forked_process_fails_dies_and_hangs_there():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=200)
+    good, failing, dying, hanging = done.stdout.splitlines()
+    assert good == "True; -9 -9"
+    assert failing.startswith("EnvError EnvError: step failed: the env raised ValueError: no such key")
+    assert dying == "WorkerLost SerialEnv's process ended with exit code 7.; 7 7"
+    assert hanging == "WorkerTimeout turn failed: SerialEnv's process gave no answer within 10 s.; -9 -9"
+
+
+@pytest.mark.slow
+def test_serial_that_dies_does_not_end_the_command(tmp_path):
+    path = tmp_path / "size.json"
+    command = [sys.executable, "-c", "from envherd.executor.cli.app import app; app()", "size"]
+    env = "python:tests.executor.sized_envs:DyingBesideTorchEnv"
+    subprocess.run([*command, env, "--envs", "2", "--budget", "60", "--json", str(path)], check=True, timeout=200)
+    serial = next(one for one in json.loads(path.read_text())["settings"] if not one["num_workers"])
+    assert serial["refusal"] == "failed: SerialEnv's process ended with exit code 9."
 
 
 def test_resets_ahead_are_pasted_as_they_are_accepted():
