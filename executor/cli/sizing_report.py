@@ -113,7 +113,7 @@ def _runs(sizing: Sizing) -> list[RenderableType]:
         grid.add_row(
             f"{setting.num_envs:,}",
             f"{setting.num_workers:,}" if setting.num_workers else "none",
-            "resets ahead" if setting.reset_ahead else "together" if setting.mode == "sync" else "first-K",
+            "ahead" if setting.reset_ahead else "together" if setting.mode == "sync" else "first-K",
             f"{one.steps_per_s:,.0f}",
             f"{one.relative:.0%}",
             f"{one.busy_share:.0%}",

@@ -22,7 +22,7 @@ _LEAST_SPREAD = 0.06
 _DROP_ERRORS, _CLEAR_ERRORS = 2.0, 1.0
 #: Rounds before a setting is dropped, before the choice is believed, and after which it is believed anyway.
 _BEFORE_DROP, _BEFORE_CHOICE, MOST_ROUNDS = 2, 4, 6
-#: Resets in all turns from which on they say how often episodes end; before, the probe does.
+#: Ends of episodes, in the probe or in all turns, from which on they say how often episodes end.
 _MANY_RESETS = 20
 #: What is left of a turn's seconds at least, however many resets more than usual it had.
 _LEAST_PART = 0.2
@@ -106,12 +106,14 @@ def corrected(turn: Turn, setting: Setting, measured: Measurement, end_share: fl
 
 
 def share_of_ends(turns: Sequence[Turn], measured: Measurement) -> float:
-    """Return the share of steps that end an episode: of all turns if there were many, else of the probe.
+    """Return the share of steps that end an episode: of the probe if it saw many end, else of all turns if they did.
 
-    Where the probe saw none, its steps and those of all turns count together.
+    Turns are short: where all episodes have one length, their ends may fall between the turns. Where the probe saw
+    none, its steps and those of all turns count together.
     """
     resets, steps = sum(turn.resets for turn in turns), sum(turn.steps for turn in turns)
-    if resets >= _MANY_RESETS:
+    is_known = measured.episode_steps > 0 or measured.end_share * measured.steps_measured >= _MANY_RESETS
+    if resets >= _MANY_RESETS and not is_known:
         return resets / steps
     return measured.end_share or resets / max(1, steps + measured.steps_measured)
 

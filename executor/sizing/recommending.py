@@ -159,7 +159,7 @@ def measure(  # as `recommend`
             subject, probe_limits, options, lambda stage, share: progress(f"probe: {stage}", _PROBE_SHARE * share)
         )
         if goal.episode_steps is not None:
-            measured = replace(measured, end_share=1 / goal.episode_steps)
+            measured = replace(measured, end_share=1 / goal.episode_steps, episode_steps=goal.episode_steps)
         fitting = Limits(measured, here, goal, options.num_frames)
         end = began + limits.budget_s
         return measured, here, Search(opener, fitting, goal, most_bytes, (began, end), progress).run()

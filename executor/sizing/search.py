@@ -24,6 +24,7 @@ from envherd.executor.sizing.settings import (
     ladder,
     most_envs_per_worker,
     smaller,
+    tries_reset_ahead,
     worker_counts,
 )
 from envherd.workers.errors import WorkerTimeout
@@ -144,7 +145,7 @@ class Search:
             share = 1.0 if self._goal.num_envs is not None else _FIRST_SHARE
             alive = self._rounds(alive, time.monotonic() + share * self._left)
             if self._goal.num_envs is None:
-                self._try_fewer_envs(alive)
+                self._vary_envs(alive)
             return self._found()
         finally:
             with contextlib.ExitStack() as stack:  # closes all of them, whatever one raises
@@ -307,13 +308,16 @@ class Search:
         best = max(rates, key=rates.__getitem__)
         return f", best so far: {best} ({rates[best]:,.0f}/s)"
 
-    def _try_fewer_envs(self, alive: list[Setting]) -> None:
-        """Compare the best with the same on fewer envs."""
+    def _vary_envs(self, alive: list[Setting]) -> None:
+        """Compare the best with the same on fewer envs, and with an env of each worker reset ahead."""
         best = choose(self._speeds(), self._goal.target_steps_per_s)
-        fewer = [one for one in smaller(best) if one not in self._considered]
+        others = [*smaller(best)]
+        if best.num_workers and tries_reset_ahead(self._limits.measured, self._goal):
+            others.append(Setting(num_envs=best.num_workers, num_workers=best.num_workers, reset_ahead=True))
         started = [best]
-        for setting in fewer:
-            self._consider(setting, started)
+        for setting in others:
+            if setting not in self._considered:
+                self._consider(setting, started)
         if len(started) > 1:
             others = [one for one in alive if one != best]
             self._rounds([*started, *others], self._end)

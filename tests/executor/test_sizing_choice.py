@@ -211,10 +211,14 @@ def test_a_turn_counts_as_if_it_had_as_many_resets_as_usual():
     assert corrected(few, TWO, measured, 0.0) == few.rate
 
 
-def test_many_resets_say_themselves_how_often_episodes_end():
-    measured = measured_of(end_share=0.5)
-    assert share_of_ends([Turn(steps=100, seconds=1.0, resets=5)], measured) == 0.5
-    assert share_of_ends([Turn(steps=100, seconds=1.0, resets=5)] * 10, measured) == 0.05
+def test_how_often_episodes_end_is_what_most_ends_say():
+    few, many = [Turn(steps=100, seconds=1.0, resets=5)], [Turn(steps=100, seconds=1.0, resets=5)] * 10
+    assert share_of_ends(many, measured_of(end_share=0.5)) == 0.5  # 500 ends in the probe
+    rare = measured_of(end_share=0.002)
+    assert share_of_ends(few, rare) == 0.002
+    assert share_of_ends(many, rare) == 0.05
+    # Ends of episodes of one length may fall between turns.
+    assert share_of_ends(many, replace(rare, episode_steps=500)) == 0.002
     # The probe's 1,000 steps were too few to see one end.
     assert share_of_ends([Turn(steps=200, seconds=1.0, resets=1)] * 5, measured_of(end_share=0.0)) == 5 / 2000
 
