@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
+
 _ENV_HELP = "As `envherd rollout` takes it, e.g. meltingpot:NAME, gymnasium:ID or python:MODULE:CALLABLE."
 
 
@@ -51,8 +53,11 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
     # Here rather than above, so that `--help` does not wait for torch.
     from rich.console import Console
 
-    with Console(stderr=True).status("starting"), quick_imports():
-        from envherd.executor.cli.sizing import Request, run
+    try:
+        with Console(stderr=True).status("starting"), quick_imports():
+            from envherd.executor.cli.sizing import Request, run
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
     request = Request(
         env=env,

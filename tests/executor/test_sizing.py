@@ -285,6 +285,7 @@ def test_ctrl_c_leaves_nothing_behind(stage):
 
 
 FORKED = """
+import envherd.executor.serial  # once for all
 from envherd.executor import ExecutorOptions
 from envherd.executor.sizing.forked_host import ForkedHost
 from envherd.executor.sizing.serial_host import SerialFactory
