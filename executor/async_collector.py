@@ -22,6 +22,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_leaves
@@ -209,16 +210,16 @@ class AsyncCollector:
             self.version += 1
             return self.version
 
+    @without_grad
     def _follow(self) -> None:
         """Give the policy's copy the weights and buffers of the policy that the collector was given."""
         mine, given = self.policy, self._original
         if mine is given or not isinstance(given, torch.nn.Module):
             return
-        with torch.no_grad():
-            for copied, original in zip(
-                (*mine.parameters(), *mine.buffers()), (*given.parameters(), *given.buffers()), strict=True
-            ):
-                copied.copy_(original)
+        for copied, original in zip(
+            (*mine.parameters(), *mine.buffers()), (*given.parameters(), *given.buffers()), strict=True
+        ):
+            copied.copy_(original)
 
     def statistics(self) -> AsyncStatistics:
         """Return what was done so far."""
@@ -258,14 +259,14 @@ class AsyncCollector:
 
     # ---- collecting --------------------------------------------------------------------------
 
+    @without_grad
     def _collect(self) -> TensorDictBase:
         """Collect the next batch."""
         self._charge("learner")
-        with torch.no_grad():
-            self._begin_idle()
-            while len(self._rows.full) < self.num_rows:
-                self._turn()
-            data = self._rows.take(self.num_rows)
+        self._begin_idle()
+        while len(self._rows.full) < self.num_rows:
+            self._turn()
+        data = self._rows.take(self.num_rows)
         self._charge("other")
         return data
 

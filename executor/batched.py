@@ -332,7 +332,7 @@ class BatchedEnv:
 
         Args:
             min_envs: how many at least; default: all that were sent, or all of `env_ids`.
-            timeout_s: seconds; None waits for ever (each step still has its own deadline, if one is set).
+            timeout_s: seconds; None waits without a limit (each step still has its own deadline, if one is set).
             max_envs: how many at most; default: exactly `min_envs`. With `timeout_s`, the call waits up to that long
                 for `max_envs`, and then returns the envs that are ready, if these are `min_envs`. Without it, the call
                 returns as soon as `min_envs` are ready, with all that are, up to `max_envs`.
@@ -358,7 +358,7 @@ class BatchedEnv:
     def current(self, env_ids: Any = None) -> TensorDictBase:
         """Return where envs are now: the root batch `[k]` to act on next, with their `env_ids`.
 
-        Also in a rollout, from its policy or callback. In memory of its own, which it may share with the `next` of a
+        Also in a rollout, from its policy or callback. In its own memory, which it may share with the `next` of a
         batch just received (as `step_mdp` shares them).
         """
         with self._guard:
@@ -447,7 +447,7 @@ class BatchedEnv:
                 engine.states.restore(engine.all_ids, np.array(kept["ended"], bool))
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
-        """Return what each env said beside its observation in its latest command; empty where it said nothing.
+        """Return each env's info of its latest command; empty where it has none.
 
         Only with `options.infos` other than "drop". A rollout's latest command is its latest step so far.
 

@@ -163,7 +163,7 @@ class Collector:
             self._placed.follow()
 
     def _state_after(self, data: TensorDictBase) -> TensorDictBase | None:
-        """Return the policy's own state after a batch `[N]`, in memory of its own; None if it has none."""
+        """Return the policy's own state after a batch `[N]`, in its own memory; None if it has none."""
         last = data.get("next")[:, -1]
         known = {leaf.key for spec in self.env.specs for leaf in spec.leaves()}
         keys = [key for key in leaf_keys(last) if key not in known and key != ("interrupted",)]

@@ -37,7 +37,7 @@ class ExecutorOptions:
         reset_timeout_s: seconds for a reset; None waits forever (a stall is logged after `stall_log_s`).
         step_timeout_s: seconds for a step; None waits forever (a stall is logged after `stall_log_s`). A worker that
             has begun a reset in the same call (`step_and_maybe_reset`, rollouts) has `reset_timeout_s` in addition.
-        stall_log_s: after so many seconds without a deadline, log the stack of the worker waited for.
+        stall_log_s: seconds after which the executor logs the stack of a worker that it waits for without a deadline.
         loss_grace_s: seconds that the other workers have to answer after a worker was lost, before the loss is raised
             (`on_worker_loss="raise"`). Envs that have not answered by then must be reset too, and the error's `partial`
             is None. None waits for all answers. The loss is logged at once in any case.
@@ -62,7 +62,7 @@ class ExecutorOptions:
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
         nice: added to the workers' niceness.
         env_vars: further environment variables for the workers: a dict, or pairs of names and values.
-        infos: what becomes of what envs say beside their observations: "drop", "plain" (see
+        infos: what becomes of envs' infos: "drop", "plain" (see
             `BatchedEnv.infos`; entries that are not plain data are left out) or "pickle" (as they are;
             entries that cannot be pickled are left out). What is left out is named once in the log.
         info_keys: entries of the infos that become leaves: `("info", NAME)`, and `("info", "_NAME")` for

@@ -22,6 +22,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -79,14 +80,14 @@ class Placed:
         ]
         return root.update(acted.select(*written).to(home))
 
+    @without_grad
     def follow(self) -> None:
         """Copy the original's present weights and buffers to the copy, if there is one."""
         if not self.is_copy:
             return
         ours, theirs = self._tensors(self.policy), self._tensors(self._original)
-        with torch.no_grad():
-            for mine, other in zip(ours, theirs, strict=True):
-                mine.copy_(other)
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.copy_(other)
 
     @staticmethod
     def _tensors(policy: Any) -> list[torch.Tensor]:

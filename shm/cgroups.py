@@ -60,7 +60,7 @@ def group_folders(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of the process's groups that have a controller: its own first, then those above."""
     mounts = _mounts(root)
     paths = _paths(root)
-    # Where v1 has the controller it does not work in the v2 hierarchy that may be mounted beside.
+    # Where v1 has the controller it does not work in the v2 hierarchy that may be mounted as well.
     name = controller if controller in mounts and controller in paths else ""
     if name not in mounts or name not in paths:
         return

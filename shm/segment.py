@@ -118,7 +118,7 @@ class Segment:
 
 
 def admit(nbytes: int) -> None:
-    """Raise MemoryError, with the numbers, if so many bytes would not fit the memory now available."""
+    """Raise MemoryError, with the numbers, if a number of bytes would not fit the memory now available."""
     available = available_bytes()
     if available is not None and nbytes > available * ADMISSION_MARGIN:
         raise MemoryError(

@@ -99,7 +99,7 @@ class LeafSpec:
         dtype: numpy dtype name, e.g. `"uint8"`, `"float32"`, `"bool"`. Empty when `is_side`.
         domain: the legal values.
         is_side: True for leaves without a fixed shape and dtype (text, graphs, sequences, python
-            objects): they travel as plain data beside the slab and come back as non-tensor data.
+            objects): they travel as plain data outside of the slab and come back as non-tensor data.
     """
 
     key: Key

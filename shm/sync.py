@@ -2,13 +2,13 @@
 
 A doorbell is a counting semaphore that lives in a shared segment: no name, no file, no descriptor,
 and no owner (a process that dies can hold none). `ring` adds a token, `wait` takes one. Tokens are
-only hints: what is true is said by sequence numbers in the slab, so a token too many wakes somebody
+only hints: sequence numbers in the slab decide, so a token too many wakes somebody
 who looks, finds nothing, and waits again, and an interrupt can never desynchronise a step.
 
 Guarantees: `ring` never blocks; `wait` first looks, then yields the processor for a bounded time (longer
 if the last wait was short, not at all while others want the processor), then blocks until a token, the
 timeout or a signal (a Python signal handler that raises, as Ctrl-C does, ends the wait). What a process
-wrote before `ring` is seen by whoever took that token.
+wrote before `ring` is seen by the taker of that token.
 Assumes: POSIX unnamed process-shared semaphores, and CPython's `_multiprocessing.SemLock`, which can
 be laid over any `sem_t` and is by far the fastest binding (60 ns against 300 ns for ctypes); `create`
 tests that it can. Platforms: Linux (glibc); elsewhere `create` raises and only `SerialEnv` serves.
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-#: Bytes of one doorbell; `sizeof(sem_t)` is 32 on Linux, and a line of its own avoids false sharing.
+#: Bytes of one doorbell; `sizeof(sem_t)` is 32 on Linux, and a separate line avoids false sharing.
 DOORBELL_BYTES = 128
 
 #: Seconds of yielding before blocking, after a wait that was long (a policy that thinks, an env that takes
@@ -50,7 +50,7 @@ MOST_WAITS_WITHOUT_SPIN = 512
 
 _SEMAPHORE_KIND = 1  # Modules/_multiprocessing/semaphore.c: SEMAPHORE
 _MAX_TOKENS = 2**31 - 1
-#: Seconds of one blocking slice when waiting for ever: sem_timedwait runs on the wall clock, so a
+#: Seconds of one blocking slice when waiting without a limit: sem_timedwait runs on the wall clock, so a
 #: long single wait would be at the mercy of clock changes.
 _SLICE_S = 60.0
 
@@ -98,7 +98,7 @@ class Doorbell:
         return bool(self._acquire(False))
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Take a token, waiting for one up to `timeout_s` seconds (None: for ever); False on timeout."""
+        """Take a token, waiting for one up to `timeout_s` seconds (None: without a limit); False on timeout."""
         if self._acquire(False) or (not self._waits_without_spin and self._spin()):
             return True
         began = time.perf_counter()

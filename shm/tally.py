@@ -4,9 +4,9 @@ A parent that waits for the first K of some envs has nothing to do before the K-
 processors with its workers, each time that it is woken earlier is time taken from them. So it says at how many answers
 it wants to be woken, and each worker counts its own and looks at the sum of all.
 
-Guarantees: once so many answers have been counted, somebody finds out: the worker that counted last, or the parent in
-`expect`. Both write first and read then, with a full fence in between on x86-64; elsewhere the two may miss each other,
-and the parent, which never sleeps for long at a time, finds the answers late by a slice.
+Guarantees: once the wanted number of answers has been counted, the worker that counted last finds out, or the parent
+in `expect`. Both write first and read then, with a full fence in between on x86-64. Elsewhere the two may miss each
+other; the parent, which never sleeps for long at a time, then finds the answers late by a slice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Tally:
         return sum(self._answered.tolist())  # of a few, in a tenth of numpy's time
 
     def expect(self, total: int) -> bool:
-        """Ask for a ring once so many answers have been counted; return False if they have been by now."""
+        """Ask for a ring once this number of answers has been counted; return False if they have been by now."""
         self._ring_at.fill(total)
         with self._fence:
             return self.total() < total

@@ -46,6 +46,10 @@ _LONG = (
     "tests/executor/facades/test_sb3_training.py",
     "tests/workers/test_meltingpot.py",
 )
+#: What the helper of a session has imported.
+_PRELOADED = ("torch", "tensordict", "gymnasium", "pytest", "hypothesis", "envherd.executor", "envherd.workers.testing")
+#: Tests that start no executors in this process, or few.
+_WITHOUT_HELPER = ("tests/cluster/", "tests/benchmarks/", "tests/shm/", "tests/test_")
 #: Descriptors that libraries open once and keep.
 _KEPT_OPEN = ("/dev/urandom", "/dev/null", "/dev/dri", "/dev/nvidia")
 
@@ -165,6 +169,7 @@ class Possessions:
     shm: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
     handlers: dict[int, Any] = field(default_factory=lambda: {number: signal.getsignal(number) for number in _SIGNALS})
     folder: str = field(default_factory=os.getcwd)
+    has_grad: bool = field(default_factory=lambda: "torch" not in sys.modules or sys.modules["torch"].is_grad_enabled())
 
     def gained(self) -> list[str]:
         """Say what is held now and was not held then."""
@@ -178,20 +183,52 @@ class Possessions:
         found += [f"thread {t.name}" for t in threading.enumerate() if id(t) not in self.threads and not _is_pool(t)]
         found += [f"/dev/shm/{name}" for name in sorted(_not_of_others(now.shm - self.shm))]
         found += [f"handler of signal {n}" for n, handler in now.handlers.items() if handler != self.handlers[n]]
+        found += ["torch without gradients"] if now.has_grad != self.has_grad else []
         return found + ([f"current folder {now.folder}"] if now.folder != self.folder else [])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_helper(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Have the executors of a module that is marked `preloads(...)` share a helper: importing torch takes seconds."""
-    marker = next(iter(m for m in request.node.own_markers if m.name == "preloads"), None)
-    if marker is None:
-        yield
-        return
+@pytest.fixture(scope="session")
+def _session_helper() -> Iterator[Any]:
+    """Return the helper of this session, which has imported what most test modules import."""
     from envherd.executor import preloaded
+    from envherd.executor.pools import preloading
 
-    with preloaded(*marker.args, request.module.__name__):
+    with preloaded(*_PRELOADED):
+        helper = preloading._innermost.pop()  # modules put it back for themselves
+        try:
+            yield helper
+        finally:
+            preloading._innermost.append(helper)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shared_helper(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the executors of a module share a helper: workers that import torch by themselves take seconds to start.
+
+    A module marked `preloads(...)` has one with more modules.
+    """
+    marker = next((m for m in request.node.own_markers if m.name == "preloads"), None)
+    if marker is not None:
+        from envherd.executor import preloaded
+
+        with preloaded(*marker.args, request.module.__name__):
+            yield
+    elif request.node.nodeid.startswith(_WITHOUT_HELPER):
         yield
+    else:
+        from envherd.executor.pools import preloading
+
+        preloading._innermost.append(request.getfixturevalue("_session_helper"))
+        yield
+        preloading._innermost.pop()
+
+
+@pytest.fixture
+def own_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each executor of the test its own helper, as executors of users have."""
+    from envherd.executor.pools import preloading
+
+    monkeypatch.setattr(preloading, "_innermost", [])
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
         if isinstance(value, type):
             what = f"uses the class {value.__name__}, which was defined here and cannot be pickled ({error})"
     if found is not None and isinstance(found[1], type):
-        advice = f"Put {found[1].__name__} into a module of its own, which workers import: from my_module import ..."
+        advice = f"Put {found[1].__name__} into a separate module, which workers import: from my_module import ..."
     else:
         advice = "Build it inside the factory instead: make_env=lambda: make_the_env(...), with only "
         advice += "names and numbers captured."
@@ -162,7 +162,7 @@ class Builder:
         return InfoLeaves(adapter, self._found_fields(factory, kwargs, self._info_keys))
 
     def _found_fields(self, factory: Factory, kwargs: Mapping[str, Any], keys: Any) -> list[Field]:
-        """Return the fields that an env of its own shows, once for each factory and its arguments."""
+        """Return the fields that a separate env shows, once for each factory and its arguments."""
         for known, its_kwargs, fields in self._found:
             if known is factory and are_equal(its_kwargs, kwargs):
                 return fields
@@ -199,11 +199,11 @@ class Builder:
         return adapter
 
     def _refuse_second(self, factory: Factory) -> None:
-        """Refuse to build an env beside one that must be alone in its process."""
+        """Refuse to build an env in the process of one that must be alone in its process."""
         if self._alone is not None:
             raise FactoryError(
                 f"make_env failed: expected one simulator in a process, got a second from the factory "
-                f"{describe(factory)} beside a {_type_name(self._alone)}. Give each a worker of its own: "
+                f"{describe(factory)} in the process of a {_type_name(self._alone)}. Give each its own worker: "
                 f"ParallelEnv(..., num_workers=) as many as num_envs; or let one simulator have more rows (IsaacLab: "
                 f"cfg.scene.num_envs). SerialEnv can run one."
             )

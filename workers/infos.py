@@ -1,4 +1,4 @@
-"""What envs say beside their rows (`info`), packed before the env is called again and may change it.
+"""Envs' infos, packed before the env is called again and may change it.
 
 Guarantees: no info makes a step fail. An entry that cannot travel (an object that is not plain data, one
 that cannot be pickled or unpickled, one too large, one whose own code raises) is left out, and named.
@@ -41,7 +41,7 @@ def packer(policy: InfoPolicy) -> Pack | None:
 
 
 def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:
-    """Return the info that was packed, in memory of its own; empty, and logged, where it cannot be unpickled here."""
+    """Return the info that was packed, in its own memory; empty, and logged, where it cannot be unpickled here."""
     load: Callable[[bytes], dict[str, Any]] = pickle.loads if policy == "pickle" else plain.decode
     try:
         return load(data)

@@ -135,7 +135,7 @@ class Probe:
         env_kwargs: keyword arguments of the factory call.
         root_seed: of the envs and of the random actions.
         block: how the envs are run.
-        num_envs: how many are built beside each other at most.
+        num_envs: how many are built at the same time at most.
         budget_s: seconds after which no further step, reset or build is begun.
     """
 

@@ -1,7 +1,7 @@
 """The commands between parent and worker, as tables; no I/O here.
 
 A command is two words per env: `command` (packed by `pack`) and then `command_seq`. The worker does
-what it says, writes its rows, `status`, and last `reply_seq = command_seq`. Whoever compares the two
+what it says, writes its rows, `status`, and last `reply_seq = command_seq`. A process that compares the two
 numbers knows whether an answer is there; doorbells only say when to look.
 
     op            env.step  env.reset           `next` written at   `root` written at
@@ -79,7 +79,7 @@ def pack(op: Any, target: int, column: Any, flags: int = 0) -> Any:
 
 
 def pack_each(op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int, num_frames: int) -> np.ndarray:
-    """Return `pack`'s words for columns of their own, int64 `[k]`; those of a ring of so many frames are looked up."""
+    """Return `pack`'s words for different columns, int64 `[k]`; those of a ring are looked up."""
     if target == RING and isinstance(op, Op):
         found: np.ndarray = _ring_words(op, flags, num_frames)[columns]
         return found

@@ -1,4 +1,4 @@
-"""What a worker tells the parent beside its rows: plain dicts, one class for each kind."""
+"""What a worker sends the parent besides its rows: plain dicts, one class for each kind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SideValues:
 
 @dataclass(frozen=True)
 class Infos:
-    """What an env said in a command's step and reset, packed (see `workers.infos`); None where it said nothing."""
+    """An env's infos of a command's step and reset, packed (see `workers.infos`); None where there is none."""
 
     kind: ClassVar[str] = "infos"
     env_id: int
@@ -84,7 +84,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Entries of an env's info that could not be handed on, as name -> why; each is told of once."""
+    """Entries of an env's info that could not be handed on, as name -> why; each is reported once."""
 
     kind: ClassVar[str] = "left_out"
     env_id: int

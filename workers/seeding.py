@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-#: spawn_key of the seed for what the factory draws from global generators, beside the episodes'.
+#: spawn_key of the seed for what the factory draws from global generators, besides the episodes'.
 _BUILD = 2**32 - 1
 
 

@@ -18,7 +18,7 @@ from envherd.workers.errors import SpecError
 
 Writer = Callable[[int, Any], None]
 
-#: Up to so many columns an array's writer keeps a view of each, which saves it a lookup of 100 ns per value.
+#: Number of columns up to which an array's writer keeps a view of each, which saves it a lookup of 100 ns per value.
 _MAX_ROWS = 1024
 
 

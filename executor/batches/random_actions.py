@@ -1,6 +1,6 @@
 """Random actions: uniform over each leaf's legal values, from a generator of the root seed.
 
-Where envs observe an `action_mask` beside a discrete action (at the root, or in a group of agents), and the batch that
+Where envs observe an `action_mask` for a discrete action (at the root, or in a group of agents), and the batch that
 actions are drawn for holds it, only what it allows is drawn; where it allows nothing, action 0.
 """
 

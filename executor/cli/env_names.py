@@ -2,8 +2,8 @@
 
     meltingpot:NAME            meltingpot:clean_up                    a substrate or a scenario
     gymnasium:ID               gymnasium:CartPole-v1                  whatever gymnasium.make takes
-    gymnasium_vec:ID[:ROWS]    gymnasium_vec:CartPole-v1:16           a vector env of so many (8) rows
-    envpool:TASK[:ROWS]        envpool:Pong-v5:16                     an EnvPool of so many (8) rows
+    gymnasium_vec:ID[:ROWS]    gymnasium_vec:CartPole-v1:16           a vector env of ROWS (8) rows
+    envpool:TASK[:ROWS]        envpool:Pong-v5:16                     an EnvPool of ROWS (8) rows
     dm_control:DOMAIN/TASK     dm_control:cartpole/balance            the dm_control suite
     pettingzoo:ID-OR-MODULE    pettingzoo:sisl/multiwalker-v9         a registered parallel env
                                pettingzoo:mpe2.simple_spread_v3       a module with parallel_env, as PettingZoo's have
@@ -59,7 +59,7 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
 
     Args:
         name: one of `FORMS`.
-        with_frames: the envs will be asked for pictures; those that must know when they are built are told.
+        with_frames: the envs will be asked for pictures; some envs must know that when they are built.
 
     Raises:
         FactoryError: no such family, env, module or callable, with the closest names; or a missing package.
@@ -137,7 +137,7 @@ def _envpool(name: str) -> Factory:
 
 
 def _split_rows(name: str) -> tuple[str, dict[str, Any]]:
-    """Split `NAME:ROWS`; a name may have colons of its own."""
+    """Split `NAME:ROWS`; a name may have colons too."""
     first, _, last = name.rpartition(":")
     return (first, {"num_rows": int(last)}) if first and last.isdigit() and int(last) else (name, {})
 

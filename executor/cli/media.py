@@ -51,8 +51,8 @@ class FrameLog:
 
     Attributes:
         num_steps: steps that the rollout is meant to have.
-        max_frames: so many moments are kept at most, evenly spread over `num_steps`.
-        num_envs: the first so many envs are kept.
+        max_frames: most moments that are kept, evenly spread over `num_steps`.
+        num_envs: the first `num_envs` envs are kept.
         moments: `(step, one tile or None for each env)`, in order.
     """
 

@@ -157,7 +157,7 @@ def _write_json(path: str | None, figures: Figures) -> None:
 
 
 def _options(request: Request) -> ExecutorOptions:
-    """MuJoCo draws without a display only if it is told so before it is imported."""
+    """MuJoCo draws without a display only if a variable says so before it is imported."""
     has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
     draws_blind = request.wants_frames and sys.platform == "linux" and not has_display
     return ExecutorOptions(env_vars=(("MUJOCO_GL", "egl"),) if draws_blind else ())

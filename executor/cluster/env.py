@@ -41,7 +41,7 @@ class RayParallelEnv(BatchedEnv):
         device: where batches are handed out; None leaves them on the cpu.
         copy: as `ParallelEnv`'s.
         options: see `ExecutorOptions`; its deadlines and its loss policy are kept on the nodes.
-        strategy: how Ray places shares: "STRICT_SPREAD" puts each on a node of its own.
+        strategy: how Ray places shares: "STRICT_SPREAD" puts each on a different node.
         runtime_env: of the hosts, as Ray has it; None for the job's own.
         node_timeout_s: seconds without a sign of life after which a node is given up.
         placement_timeout_s: seconds to wait for room at the start.
@@ -101,7 +101,7 @@ class RayParallelEnv(BatchedEnv):
         self._cluster_pool = pool
 
     def remote_rollouts(self, policy_factory: Callable[[], Policy] | None = None) -> RemoteRollouts:
-        """Return what makes rollouts on the nodes, the policy beside the envs; a `Collector` takes it.
+        """Return what makes rollouts on the nodes, with the policy on the same nodes; a `Collector` takes it.
 
         Args:
             policy_factory: builds the policy on a node, for policies that cannot be pickled.
@@ -112,7 +112,7 @@ class RayParallelEnv(BatchedEnv):
 
     @property
     def nodes(self) -> tuple[Report, ...]:
-        """What each host has said of its node."""
+        """What each host has reported of its node."""
         return tuple(share.report for share in self._fleet.shares)
 
     @property

@@ -1,4 +1,4 @@
-"""Rollouts cross with every observation once: what a root says that the `next` before it has said is not sent twice.
+"""Rollouts cross with every observation once: what a root has in common with the `next` before it is sent once.
 
 `next` at one step and the root of the step after are the same but where an env was reset in between, and after the last
 step. So of such a pair the root crosses whole and of `next` only the rows that differ. Whether they are the same is

@@ -2,7 +2,7 @@
 
 Guarantees: every order is answered, by rows or by an error, whatever became of the workers; an env that answers is not
 held up by its neighbours in other workers. The host builds no env and imports none: factories pass through as bytes.
-Knows nothing of Ray but the name of its node: methods are called by whoever carries the orders, from one thread for
+Knows nothing of Ray but the name of its node: the carrier of the orders calls methods from one thread for
 `collect`, one for `report` and `ping`, and one for the rest.
 """
 
@@ -78,9 +78,9 @@ class NodeHost:
     def __init__(self) -> None:
         end_with_parent()
         self._lock = threading.Lock()
-        self._door = threading.Lock()  # held by whoever waits for the lock, so that `collect` does not take it again
+        self._door = threading.Lock()  # held while waiting for the lock, so that `collect` does not take it again
         self._hailing = threading.Lock()
-        self._is_renewing = False  # whoever has the pool waits for what nobody may break off, and will be done soon
+        self._is_renewing = False  # the call that has the pool must not be broken off, and ends soon
         self._is_built = threading.Event()  # or cannot be
         self._policies: dict[int, Any] = {}
         self._versions: dict[int, int] = {}
@@ -154,7 +154,7 @@ class NodeHost:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Have the pool for oneself: whoever waits in `collect` lets go of it."""
+        """Hold the pool alone: a wait in `collect` lets go of it."""
         with self._door:
             with self._hailing:
                 if not self._is_renewing:
@@ -174,7 +174,7 @@ class NodeHost:
                 self._wait_for(flight, order)
                 return self._answer(flight)
             except EnvherdError as error:
-                self._pool.outcome.losses.clear()
+                self._flights.losses.forget()
                 return Reply(failure=error)
 
     def _begin(self, order: Order, flags: int = 0) -> Flight:
@@ -244,7 +244,7 @@ class NodeHost:
         try:
             return self._answer(self._flights.open_delivery(ready), numbers)
         except EnvherdError as error:  # a successor that a worker was to be replaced by
-            self._pool.outcome.losses.clear()
+            self._flights.losses.forget()
             self._is_sent[:] = False
             return Reply(ids=_NOBODY, numbers=_NOBODY, failure=error)
 

@@ -211,7 +211,7 @@ def decide_for_nodes(
 
 
 def part_of(machine: Machine, cores: int, num_parts: int) -> Machine:
-    """Return what a share may use of a machine on which there are so many nodes of the cluster."""
+    """Return what a share may use of a machine that has several nodes of the cluster."""
     cpus = machine.cpus[:cores]
     room = machine.cgroup.memory_room
     cgroup = replace(machine.cgroup, memory_room=None if room is None else room // num_parts)

@@ -4,7 +4,7 @@ It is a `Pool`, so that everything above it is the same code as on one machine. 
 of the driver's own; inputs go from it to the hosts, and rows come back into it, one buffer per host and order.
 
 Guarantees:
-- An env's answer is read only if it is to the latest order for it; what an interrupt left behind is told apart.
+- An env's answer is read only if it is to the latest order for it; what an interrupt left behind is recognised.
 - A host that is gone, or silent for `node_timeout_s`, is a loss of its workers; the other hosts go on, rows whole.
 - Orders for one host are carried out in the order in which they were given.
 Assumes: one caller at a time.

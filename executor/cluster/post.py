@@ -28,7 +28,7 @@ class Post:
     """See the module.
 
     Args:
-        on_loss: told of a host that is gone or silent; must end it.
+        on_loss: called with a host that is gone or silent; must end it.
         on_quiet: called when nothing has come for a while.
         on_look: called before every wait; returns seconds after which it is to be called again at the latest, or None.
     """

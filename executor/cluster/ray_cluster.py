@@ -87,7 +87,7 @@ def check_address(address: str | None) -> None:
     except OSError as error:
         raise ClusterError(
             f"connecting failed: expected a Ray cluster at {address}, got {type(error).__name__}: {error}. Its head "
-            f"prints its address when `ray start --head` starts it (port 6379 unless said otherwise)."
+            f"prints its address when `ray start --head` starts it (port 6379 unless another is given)."
         ) from error
 
 

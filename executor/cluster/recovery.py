@@ -55,7 +55,7 @@ class Recovery:
         self._restarts = Restarts(pool.options)
         self._moving: dict[int, tuple[RemoteShare, EnvherdError]] = {}
         self._held: dict[int, list[Callable[[], None]]] = {}
-        self._refused: dict[int, EnvherdError] = {}  # searches that found nothing, which nobody has been told
+        self._refused: dict[int, EnvherdError] = {}  # searches that found nothing, which have not been raised yet
         self._asked_at = 0.0
 
     def begin(self, share: RemoteShare, loss: EnvherdError) -> None:

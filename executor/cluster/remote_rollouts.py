@@ -292,7 +292,7 @@ class RemoteRollouts:
         pool, flights = self._pool, self._engine.flights
         lost = [worker_id for worker_id in share.worker_ids if worker_id in pool.lost]
         if self._engine.options.on_worker_loss != "restart":
-            pool.outcome.losses.clear()
+            flights.losses.forget()
             flights.losses.lose(flights.losses.envs_of(lost))
             raise pool.lost[lost[0]]
         for worker_id in lost:
@@ -324,7 +324,7 @@ class RemoteRollouts:
                 self._engine.states.move(share.env_ids, Event.IS_BROKEN_OFF)
 
     def _join(self, parts: list[Rolled]) -> TensorDictBase:
-        """Return rollouts as one batch, in memory of its own."""
+        """Return rollouts as one batch, in its own memory."""
         device = self._engine.device
         if len({_keys_of(part) for part in parts}) > 1 or parts[0].leaves is None:
             rows = [row for part in parts for row in _as_batch(part).unbind(0)]

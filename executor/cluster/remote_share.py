@@ -32,7 +32,7 @@ class RemoteShare:
     Args:
         share_id: its place among the shares.
         share: what the host runs.
-        report: what the host's node has said of itself.
+        report: the host's report on its node.
         node_timeout_s: seconds without any sign of life after which a host is given up.
 
     Attributes:

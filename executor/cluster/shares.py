@@ -78,7 +78,7 @@ def _too_little(
     waited = "" if waited_s is None else f" within {waited_s:g} s"
     nodes = "; ".join(_say(node) for node in free) or "none"
     return (
-        f"RayParallelEnv failed: expected room for {len(asked)} shares of {_say(asked[0])}, each on a node of its own, "
+        f"RayParallelEnv failed: expected room for {len(asked)} shares of {_say(asked[0])}, each on a different node, "
         f"got none{waited}: {len(free)} living nodes have {nodes} in all (others may be using it). Ask for less "
         f"(num_nodes, resources_per_node), free or add nodes, or allow several shares on a node (strategy='SPREAD')."
     )

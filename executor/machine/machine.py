@@ -37,7 +37,7 @@ class Machine:
         numa_nodes: allowed processors of each NUMA node that has any.
         cgroup: see `Cgroup`.
         memory_total: of the machine.
-        memory_free: that could be taken on the machine without swapping, whoever asks (MemAvailable).
+        memory_free: that could be taken on the machine without swapping, by any process (MemAvailable).
         swap_free: swap space that is free.
         shm_total, shm_free: of /dev/shm; None where there is none.
         limits: soft limits by name, "nofile", "nproc", "as"; None for unlimited.

@@ -21,7 +21,7 @@ class MemoryLog:
         self._samples: dict[int, _Samples] = {}
 
     def note(self, worker_id: int, generation: int, resets: int, num_bytes: int) -> None:
-        """Keep a look at a worker: after so many resets it had so many bytes. Those of predecessors are forgotten."""
+        """Keep a look at a worker: the number of its resets and its bytes. Those of predecessors are forgotten."""
         kept = self._samples.get(worker_id)
         if kept is None or kept.generation != generation:
             self._samples[worker_id] = _Samples(generation, resets, num_bytes, resets, num_bytes)

@@ -43,7 +43,7 @@ class WorkerStatistics:
         stacked_share: of the looks at where it runs that found it running, the share that found it on one processor
             with another worker, or the caller, while another had none of them, 0..1; see `executor.placement`.
         moves: how often it was asked to move to another processor for that.
-        growth_per_reset: bytes of its own memory per reset of its envs, between the first and the latest call of
+        growth_per_reset: bytes of private memory per reset of its envs, between the first and the latest call of
             `statistics()` since it was started; None if there was no reset between them. An env that leaks shows here.
     """
 

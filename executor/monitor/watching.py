@@ -25,7 +25,7 @@ class WorkerView:
     """One worker between two looks.
 
     Attributes:
-        load: what its words said at the second.
+        load: what its words held at the second.
         steps_per_s: env-steps of its envs per second in between.
         busy_share, reset_share, wait_share: of the time in between; resets are part of busy, waiting is the rest.
         uss_bytes, rss_bytes: memory; 0 if it has gone.

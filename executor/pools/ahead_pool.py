@@ -3,7 +3,7 @@
 Guarantees:
 - The data are those of a run without it; see `workers.ahead` for what that takes of envs.
 - A default reset goes to the instance that was prepared (and waits for it, if it is not done); one with a seed or
-  options of its own, the first one, and those after `set_seed`, `call`, `set` and `load_state_dict` are made in the
+  its own options, the first one, and those after `set_seed`, `call`, `set` and `load_state_dict` are made in the
   ordinary way, by the instance that serves.
 - A spare that dies, is replaced or cannot be brings no row to harm: its env is reset in the ordinary way meanwhile.
   With `on_worker_loss="restart"` it is replaced while the others go on; with "raise" the env does without. So does an
@@ -258,7 +258,7 @@ class AheadPool(WorkerPool):
         super().seed(root_seed)
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
-        """Ask as `WorkerPool.question` does; what may change envs is said to their other instances too."""
+        """Ask as `WorkerPool.question` does; what may change envs is asked of their other instances too."""
         args = question.get("args", ())
         by_worker = super().question(what, env_ids, **question)
         for position, env_id in enumerate(env_ids) if what in _CHANGES else ():

@@ -197,7 +197,7 @@ class Pool(Protocol):
         """Wait for every answer that is owed; what happened besides the rows is in `outcome`.
 
         Args:
-            timeout_s: seconds, after which late workers are killed, which is a loss; None waits for ever.
+            timeout_s: seconds, after which late workers are killed, which is a loss; None waits without a limit.
             more_for_resets_s: seconds that a worker has in addition, if it has begun a reset meanwhile.
 
         Returns:
@@ -220,7 +220,7 @@ class Pool(Protocol):
         Args:
             env_ids: which envs.
             count: at most `k`.
-            timeout_s: seconds; None waits for ever.
+            timeout_s: seconds; None waits without a limit.
             more_for_resets_s: see `wait_all`.
             kill_late: kill workers that are late, or just return fewer envs.
             through_losses: wait for the others however long ago a worker was lost.
@@ -290,7 +290,7 @@ class Pool(Protocol):
         ...
 
     def detach_storage(self, target: int) -> None:
-        """Forget a rollout storage; the memory stays with whoever holds arrays of it."""
+        """Forget a rollout storage; arrays over it keep its memory."""
         ...
 
     # ---- workers -----------------------------------------------------------------------------

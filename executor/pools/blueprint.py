@@ -90,7 +90,7 @@ def choose_apart(num_envs: int | str, num_workers: int | str | None) -> int:
     """Return how many workers envs have that are reset ahead: one each (and as many spares).
 
     Raises:
-        ValueError: another number was asked for, or nobody has said how many envs.
+        ValueError: another number was asked for, or the number of envs is not known.
     """
     if not isinstance(num_envs, str) and num_workers in (None, "auto", num_envs):
         return num_envs

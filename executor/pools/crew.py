@@ -1,4 +1,4 @@
-"""The crew: worker processes that can be talked to, before and beside the hot path.
+"""The crew: worker processes that exchange messages, before and outside of the hot path.
 
 It starts the workers, has them build their envs, hands them memory, carries messages and answers,
 replaces a worker, and ends them all. It knows nothing of commands and rows.
@@ -26,7 +26,7 @@ from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 
-#: Frames that belong to the rows of a command, and not to whoever waits for an answer.
+#: Frames that belong to the rows of a command, and not to the call that waits for an answer.
 _ROW_KINDS = ("side", "infos", "notice", "left_out")
 
 
@@ -183,7 +183,7 @@ class Crew:
         Args:
             worker_id: whose.
             phase: what it is about, for messages.
-            timeout_s: seconds; None waits for ever.
+            timeout_s: seconds; None waits without a limit.
             number: of the question; answers to earlier ones, whose asker was interrupted, are thrown away.
 
         Raises:

@@ -1,4 +1,4 @@
-"""How long a wait for workers lasts, and when it is said to be long."""
+"""How long a wait for workers lasts, and when it is logged as long."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ numbering = Numbering()
 
 
 _REMEDY = "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
-#: What is said of a worker that was killed, by whom the kernel has killed for want of memory meanwhile.
+#: What a message adds about a worker that was killed, by where the kernel has killed for want of memory meanwhile.
 _KILLERS = {
-    "group": f"The kernel killed it, or a process beside it, for the memory limit of their control group. {_REMEDY}",
+    "group": f"The kernel killed it, or a process of its control group, for the memory limit of that group. {_REMEDY}",
     "machine": f"The kernel killed processes for want of memory meanwhile, probably this one too. {_REMEDY}",
     "nobody": "Not by the kernel for want of memory, which killed nobody: somebody sent that signal.",
     "unknown": "Often out of memory: see the memory of each worker in statistics().",
@@ -173,7 +173,7 @@ def log_notice(frame: Frame) -> None:
     env_id = numbering.first_env_id + frame["env_id"]
     if frame["kind"] == "left_out":
         for name, why in frame["entries"].items():
-            log.warning("env %d: %r of its info is left out (%s). This is said once.", env_id, name, why)
+            log.warning("env %d: %r of its info is left out (%s). This is logged once.", env_id, name, why)
         return
     log.warning(
         "env %d drew from the global generators (%s) during %s: its data depend on which envs share its worker. "

@@ -77,7 +77,7 @@ def choose(
     """Return worker -> processor for those that share one, with another worker or with the caller, and can move.
 
     The processor is one that no busy worker is on: best one that the caller is not on either (only a pair of workers
-    is taken apart by sending one to the caller), then a core of its own, then one of the same NUMA node.
+    is taken apart by sending one to the caller), then a free core, then one of the same NUMA node.
 
     Args:
         places: of each busy worker, the processor that it is on.

@@ -1,6 +1,6 @@
 """`preloaded`: one helper for every executor of a `with` block, so that modules are imported once for all.
 
-An executor has a helper process of its own, which imports what its envs need and forks its workers (see
+An executor has its own helper process, which imports what its envs need and forks its workers (see
 `workers.process.zygote`). Where executors come and go (tests, notebooks, sweeps over settings) and imports take
 seconds (torch, torchrl, dm_control), those seconds are most of every start.
 """
@@ -37,7 +37,7 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
 
     What executors would have preloaded by themselves is imported by their workers, unless it is among `modules`.
     A module is imported once: a worker of this block sees it as it was then, whatever has become of its file.
-    An executor has a helper of its own, as ever, where its workers would inherit something else: another start
+    An executor has its own helper, as ever, where its workers would inherit something else: another start
     method, `options.env_vars`, `worker_threads` or `worker_output` than `options` here. Environment variables, the
     current folder and the import path are those at the time when a worker is started; what `modules` have read of
     them, they have read at the begin of the block. Not for other processes forked from this one.
@@ -99,5 +99,5 @@ def find_helper(options: ExecutorOptions) -> Zygote | None:
 
 
 def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
-    """Return what workers cannot be told when they are started, and inherit from a helper."""
+    """Return what workers cannot be sent when they are started, and inherit from a helper."""
     return (os.getpid(), dict(options.env_vars), options.worker_threads, options.worker_output)

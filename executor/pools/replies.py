@@ -1,4 +1,4 @@
-"""What workers had to say beside their rows: faults, side values, infos, losses."""
+"""What workers report besides their rows: faults, side values, infos, losses."""
 
 from __future__ import annotations
 

@@ -326,12 +326,12 @@ class WorkerPool:
         return have_reset | {w for w in self.worker_ids if self.phase_of(w)[0] == "reset"}
 
     def hail(self) -> None:
-        """Have whoever waits in `wait_some` return with what there is, until `unhail`. From any thread."""
+        """Let a wait in `wait_some` return with what there is, until `unhail`. From any thread."""
         self._is_hailed = True
         self._done.ring()
 
     def unhail(self) -> None:
-        """Let waits last again; whoever holds the pool now calls it."""
+        """Let waits last again; the holder of the pool calls it."""
         self._is_hailed = False
 
     def _owing(self) -> list[int]:
@@ -369,7 +369,7 @@ class WorkerPool:
         """Return what happened since the last call, and forget it.
 
         Args:
-            env_ids: keep what other envs have said for later, but not losses; None takes all.
+            env_ids: keep what concerns other envs for later, but not losses; None takes all.
         """
         outcome, self.outcome = self.outcome.hand_out(env_ids)
         return outcome

@@ -56,12 +56,12 @@ class Zygote:
     """The owner's handle of the helper that forks workers (see the module).
 
     Several may use it, in turn or at once, from one thread at a time: each `join`s and `close`s it, and the last
-    one's `close` ends it. Whoever made it is the first.
+    one's `close` ends it. Its maker is the first.
 
     Args:
         options: for its environment variables, output and start method.
         preload: modules to import.
-        is_shared: its workers are told environment variables, folder and import path, which may have changed since.
+        is_shared: its workers are sent environment variables, folder and import path, which may have changed since.
     """
 
     def __init__(self, options: ExecutorOptions, preload: list[str], *, is_shared: bool = False) -> None:

@@ -84,11 +84,11 @@ class Columns:
         return None if ended is None else np.flatnonzero(ended)
 
     def next_done_of(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return whether the `next` of some envs, each at a column of its own, says done: bool `[k]`, fresh."""
+        """Return whether the `next` of some envs, each at its own column, says done: bool `[k]`, fresh."""
         return self._done_of(self._next_done, env_ids, columns)
 
     def root_done_of(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return whether the roots of some envs, each at a column of its own, say done: bool `[k]`, fresh."""
+        """Return whether the roots of some envs, each at its own column, say done: bool `[k]`, fresh."""
         return self._done_of(self._root_done, env_ids, columns)
 
     def has_no_done_root(self, column: int) -> bool:

@@ -152,7 +152,7 @@ class EnvBatches:
     # ---- some envs ---------------------------------------------------------------------------
 
     def next_of(self, env_ids: np.ndarray, columns: np.ndarray) -> TensorDictBase:
-        """Return the `next` of some envs, each from its own column: batch `[k]` in memory of its own."""
+        """Return the `next` of some envs, each from its own column: batch `[k]` in its own memory."""
 
         def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
@@ -162,7 +162,7 @@ class EnvBatches:
         return self._by_group(env_ids, make)
 
     def current(self, env_ids: np.ndarray) -> TensorDictBase:
-        """Return where some envs are now: a root batch `[k]` in memory of its own."""
+        """Return where some envs are now: a root batch `[k]` in its own memory."""
         if self._places.is_one_group and not self._side.has_values:
             return self.groups[0].roots(self._roots_of(0, env_ids))
 

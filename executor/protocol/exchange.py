@@ -52,7 +52,7 @@ class Exchange:
         self._engine = engine
 
     def ids_of(self, td: TensorDictBase, env_ids: Any) -> np.ndarray:
-        """Return which envs a batch is for: as said, else its own `env_ids`, else all.
+        """Return which envs a batch is for: as given, else its own `env_ids`, else all.
 
         Raises:
             ValueError: ids out of range or twice, or not one row for each.

@@ -53,11 +53,15 @@ class Losses:
             self._pool.outcome.forget_rows(env_ids)
             self._positions.mark_lost(env_ids)
 
+    def forget(self) -> None:
+        """Forget the losses that the pool reports: the caller tells of them, or notes them itself."""
+        self._pool.outcome.losses.clear()
+
     def accept(self) -> None:
         """Note losses that came up outside of any flight; those that are made good wait for the next one to tell."""
         if not self._is_replacing:
             losses = dict(self._pool.outcome.losses)
-            self._pool.outcome.losses.clear()
+            self.forget()
             self.replace(losses, _NOBODY)
 
     def replace(self, losses: Mapping[int, EnvherdError], own: np.ndarray) -> EnvherdError | None:

@@ -28,7 +28,7 @@ Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
 
 @contextlib.contextmanager
 def keeping_steps(positions: Positions, side: SideData, env_ids: np.ndarray, columns: np.ndarray) -> Iterator[None]:
-    """Keep what steps have given and said, while the envs that they ended are reset by commands of their own.
+    """Keep what steps have returned, while the envs that they ended are reset by separate commands.
 
     Args:
         positions: of the engine.

@@ -19,8 +19,8 @@ class SideData:
         has_values: whether any env has side-channel leaves among its observation.
         next, root: env id -> one value per leaf of the observation, None for those in the slab: of the latest step, and
             of the latest reset.
-        infos: "next" and "root" -> env id -> what the env said in the step and in the reset of its latest command;
-            envs that said nothing may be missing.
+        infos: "next" and "root" -> env id -> the env's info of the step and of the reset of its latest command;
+            envs without one may be missing.
     """
 
     def __init__(self, specs: Sequence[EnvSpec], info_policy: InfoPolicy) -> None:
@@ -56,7 +56,7 @@ class SideData:
         """Keep the infos of the latest command, and forget those of the command before it.
 
         Args:
-            frames: env id -> infos message, of those that said something.
+            frames: env id -> infos message, of those that have one.
             env_ids: who was given the command.
         """
         if not frames and not any(self.infos.values()):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_leaf_nontensor
 
+from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import stack_groups
 from envherd.executor.protocol.columns import storage_columns
 from envherd.executor.protocol.fast_step import compile_command
@@ -54,6 +55,7 @@ class RolloutRunner:
         self._shelf = StorageShelf(engine.pool)
         self.state_left: TensorDictBase | None = None
 
+    @without_grad
     def run(  # noqa: PLR0913  # the arguments of TorchRL's rollout
         self,
         env: Actor,
@@ -83,7 +85,7 @@ class RolloutRunner:
                 _mark_truncated(data, engine.specs)
             return data if out is None else _fill(out, data)
 
-        with engine.guard, torch.no_grad():
+        with engine.guard:
             engine.refuse_rolling()
             engine.refuse_under_way(engine.all_ids)
             act = self._checked(policy or env.rand_action)

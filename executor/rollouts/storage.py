@@ -69,7 +69,7 @@ class Lease:
         return buffer
 
     def shut(self) -> None:
-        """Let go of the arrays: whoever holds tensors of them keeps them."""
+        """Let go of the arrays; tensors over them keep their memory."""
         for name in ("storage", "tensors", "roots"):
             vars(self).pop(name, None)
 
@@ -133,7 +133,7 @@ class StorageShelf:
 
     def settle(self, lease: Lease) -> None:
         """The rollout is done: the caller's tensors alone keep the storage now."""
-        if self._pool.holds_storages:  # for ever
+        if self._pool.holds_storages:  # until it closes
             self._pool.detach_storage(lease.target)
             self._lent.pop(lease.address, None)
         lease.shut()

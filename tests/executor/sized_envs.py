@@ -75,20 +75,20 @@ class DyingEnv(CountingEnv):
         os._exit(7)
 
 
-class DyingBesideTorchEnv(CountingEnv):
-    """Ends its process in a step where torch is imported."""
+class DyingInSerialEnv(CountingEnv):
+    """Ends its process in a step of `SerialEnv`."""
 
     def step(self, action):
-        if "torch" in sys.modules:
+        if "envherd.executor.serial" in sys.modules:
             os._exit(9)
         return super().step(action)
 
 
-class HangingBesideTorchEnv(CountingEnv):
-    """Sleeps in a step where torch is imported."""
+class HangingInSerialEnv(CountingEnv):
+    """Sleeps in a step of `SerialEnv`."""
 
     def step(self, action):
-        if "torch" in sys.modules:
+        if "envherd.executor.serial" in sys.modules:
             time.sleep(1000)
         return super().step(action)
 

@@ -34,6 +34,8 @@ from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv
 from tests.scale import scaled
 
+pytestmark = pytest.mark.preloads()
+
 NUM_ENVS = 3
 
 

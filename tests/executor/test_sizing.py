@@ -323,7 +323,7 @@ def test_serial_in_a_forked_process_fails_dies_and_hangs_there():
 def test_serial_that_dies_does_not_end_the_command(tmp_path):
     path = tmp_path / "size.json"
     command = [sys.executable, "-c", "from envherd.executor.cli.app import app; app()", "size"]
-    env = "python:tests.executor.sized_envs:DyingBesideTorchEnv"
+    env = "python:tests.executor.sized_envs:DyingInSerialEnv"
     subprocess.run([*command, env, "--envs", "2", "--budget", "60", "--json", str(path)], check=True, timeout=200)
     serial = next(one for one in json.loads(path.read_text())["settings"] if not one["num_workers"])
     assert serial["refusal"] == "failed: SerialEnv's process ended with exit code 9."

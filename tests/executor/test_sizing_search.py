@@ -83,8 +83,8 @@ def test_a_setting_that_fails_is_struck_out_with_its_reason():
 @pytest.mark.parametrize(
     ("make_env", "said"),
     [
-        (sized_envs.DyingBesideTorchEnv, "exit code 9"),
-        (sized_envs.HangingBesideTorchEnv, "hung: a call took longer than 10 s"),
+        (sized_envs.DyingInSerialEnv, "exit code 9"),
+        (sized_envs.HangingInSerialEnv, "hung: a call took longer than 10 s"),
     ],
 )
 def test_serial_that_dies_or_hangs_is_struck_out_and_workers_are_compared(make_env, said, monkeypatch):

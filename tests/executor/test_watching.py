@@ -148,7 +148,9 @@ def test_top_once_as_a_table_and_as_json():
         assert [worker["env_steps"] for worker in one["workers"]] == [60, 60]
         assert runner.invoke(app, ["top", "--once", "--interval", "0.1", "--pid", "1"]).exit_code == 2
     done = runner.invoke(app, ["top", "--once", "--json", "--interval", "0.1"])
-    assert json.loads(done.stdout) == {"schema": "envherd.top/1", "executors": []}
+    shown = json.loads(done.stdout)
+    assert shown["schema"] == "envherd.top/1"
+    assert os.getpid() not in {one["pid"] for one in shown["executors"]}  # other processes may have some
 
 
 class Writer:

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 NUM_ENVS = 3
 EXECUTOR = str(Path(envherd.executor.__file__).parent)
 MESSAGES = envherd.workers.messages.__file__
+GRAD_MODE = str(torch.no_grad.__init__.__code__.co_filename)
 FINALIZERS = ("_come_back", "take_back", "__del__")  # python itself drops what is raised in them
 
 
@@ -40,7 +41,7 @@ class Interrupt:
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        if not (file.startswith(EXECUTOR) or file == MESSAGES) or frame.f_code.co_name in FINALIZERS:
+        if not (file.startswith(EXECUTOR) or file in (MESSAGES, GRAD_MODE)) or frame.f_code.co_name in FINALIZERS:
             return None
         if event == "line" and not self.where:
             self.left -= 1
@@ -202,6 +203,7 @@ def _ended(env: Any) -> list[int]:
 def _check(env: Any, where: str) -> None:
     """Demand that every transition follows from the row before it, whichever rows need a reset first."""
     began = time.monotonic()
+    assert torch.is_grad_enabled(), f"{where}: the caller's losses would have no gradient"
     assert env.call("echo", 7) == [[[7], {}]] * NUM_ENVS, where  # its own answer, and not an earlier one
     if env._engine.states.under_way.any():
         td = env.recv()

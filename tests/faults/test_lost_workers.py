@@ -14,7 +14,7 @@ from envherd.executor import ExecutorOptions, FactoryError, ParallelEnv, WorkerL
 from envherd.workers.testing import CountingEnv, FaultyEnv, ParentEnv
 from envherd.workers.testing.faults import DEATHS, HANGS
 
-pytestmark = [pytest.mark.slow, pytest.mark.broken_pool]
+pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.usefixtures("own_helper")]
 
 NUM_ENVS = 4
 

@@ -37,7 +37,12 @@ from tests.faults.matrix import _held, _left
 from tests.faults.page import record
 from tests.scale import IS_FULL
 
-pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.broken_pool,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("own_helper"),
+]
 
 ENDLESS = functools.partial(CountingEnv, 1_000_000)
 make = functools.partial(ParallelEnv, num_workers=2, seed=0)
@@ -119,7 +124,7 @@ def killed_for_memory(flag: str) -> str:
         with make(2, [functools.partial(HungryEnv, flag), ENDLESS]) as env:
             env.reset()
             env.step(actions())
-            with pytest.raises(WorkerLost, match="for the memory limit of their control group") as caught:
+            with pytest.raises(WorkerLost, match="for the memory limit of that group") as caught:
                 env.step(actions())
             assert caught.value.context["exit_code"] == -signal.SIGKILL
             assert caught.value.env_ids == (0,)

@@ -62,11 +62,11 @@ class Adapter(ABC):
 
     env: Any
     spec: EnvSpec
-    #: What the env said beside its values in its last reset or step (VIEW); families without infos leave it empty.
+    #: The env's info of its last reset or step (VIEW); families without infos leave it empty.
     info: Mapping[str, Any] = {}  # never written to
     #: Observation leaves whose floats are no concern of `check_finite`: numbers from infos.
     unchecked: frozenset[Key] = frozenset()
-    #: Told of entries of the info that the adapter should hand on and cannot, as name -> why; set by who runs it.
+    #: Called with entries of the info that the adapter should hand on and cannot, as name -> why; set by the block.
     on_left_out: Callable[[Mapping[str, str]], None] | None = None
     #: Whether `step` takes torch tensors too, and arrays that are VIEWS of the slab; for families of torch simulators.
     takes_tensors: bool = False
@@ -74,7 +74,7 @@ class Adapter(ABC):
     gives_tensors: bool = False
     #: Whether no other env of the family may be built in the same process.
     is_alone: bool = False
-    #: The factory that built the env, for messages; set by whoever called it.
+    #: The factory that built the env, for messages; set by its caller.
     origin: str = ""
 
     @abstractmethod

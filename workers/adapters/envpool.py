@@ -46,7 +46,7 @@ class EnvPoolAdapter(Adapter):
 
     Attributes:
         env: the pool in use; a new one after a seed was set.
-        info: what the pool last said of every row beside its observation, arrays `[n, ...]` by name.
+        info: the pool's last info of every row, arrays `[n, ...]` by name.
 
     Raises:
         FactoryError: the pool's envs have several players.

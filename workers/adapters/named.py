@@ -1,7 +1,7 @@
 """Factories for envs that are named rather than built by a function: what a command line or a config file says.
 
 Each is a frozen value that pickles by reference to this module, so that a worker that unpickles it imports
-nothing but its own family. Melting Pot has a factory of its own, `meltingpot_factory.MeltingPotFactory`.
+nothing but its own family. Melting Pot has its own factory, `meltingpot_factory.MeltingPotFactory`.
 
 Making a factory checks nothing; `gymnasium_ids`, `pettingzoo_ids`, `vmas_scenarios`, `dm_control_tasks` and
 `named_callable` say what there is.

@@ -50,7 +50,7 @@ class EnvPoolFactory:
     Attributes:
         task: as EnvPool calls it.
         num_rows: envs in it.
-        num_threads: its own; workers run beside each other, so one each is enough.
+        num_threads: its own; workers run at the same time, so one each is enough.
     """
 
     task: str

@@ -271,7 +271,7 @@ class Block:
         return observation
 
     def _note_info(self, slot: Slot, section: str) -> None:
-        """Keep what the env said in the step or reset just made."""
+        """Keep the env's info of the step or reset just made."""
         assert self._pack_info is not None
         slot.infos.pop(section, None)
         info = slot.adapter.info

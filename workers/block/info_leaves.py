@@ -1,17 +1,17 @@
 """Chosen entries of an env's infos as leaves of its observation.
 
     ParallelEnv(8, make_env, options=ExecutorOptions(info_keys=("lives",)))                # their shape is found out
-    ... info_keys={"lives": int, "position": np.zeros(3), ("episode", "r"): float}          # or said
+    ... info_keys={"lives": int, "position": np.zeros(3), ("episode", "r"): float}          # or given
     ... info_keys="all"                                                                    # every number there is
 
 An entry `lives` becomes `("info", "lives")`, and `("info", "_lives")`, bool, says whether the env gave it;
 where it did not, the leaf is 0. An entry of a dict inside the info is a path, `("episode", "r")`, and
-becomes `("info", "episode", "r")` and `("info", "episode", "_r")`. The root has what a reset said, `next`
-what the step said.
+becomes `("info", "episode", "r")` and `("info", "episode", "_r")`. The root has the info of a reset, `next`
+that of the step.
 
-What is found out is found out in an env of its own, which is reset, stepped once and closed again, so that
+Shapes are looked up in a separate env, which is reset, stepped once and closed again, so that
 the envs themselves have done nothing when they are handed over. Entries that only come later (those of an
-episode's end), and envs of which a process may have only one, need the shape to be said.
+episode's end), and envs of which a process may have only one, need the shape to be given.
 
 Guarantees: no info makes a step fail. A value that does not fit its leaf (another shape, a float where an
 int was, None, text) counts as not given, and is named once in the log.
@@ -94,7 +94,7 @@ class InfoLeaves(Adapter):
 
     @property
     def info(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """What the env said in its last reset or step (VIEW)."""
+        """The env's info of its last reset or step (VIEW)."""
         return self.inner.info
 
     def reseeded(self) -> None:

@@ -99,7 +99,7 @@ class Slot:
         return writer_for(leaf, arrays[section, *leaf.key], check_finite=check_finite)
 
     def leave_out(self, entries: Mapping[str, str]) -> None:
-        """Note entries of an info that are not handed on, as name -> why, unless the parent has been told of them."""
+        """Note entries of an info that are not handed on, as name -> why, unless the parent knows of them."""
         for name, why in entries.items():
             if name not in self.told:
                 self.told.add(name)

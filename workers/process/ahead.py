@@ -54,7 +54,7 @@ class AheadBlock(Block):
     """A block of one env that can be reset before its episode is asked for."""
 
     _kept: _Kept | None = None
-    num_seeds = 0  # root seeds that it was told of
+    num_seeds = 0  # root seeds that it has received
 
     def seed(self, root_seed: int) -> None:
         """Use a new root seed. The count of episodes is the parent's to clear: this env may be the other worker's."""

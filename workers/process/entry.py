@@ -3,7 +3,7 @@
 Guarantees:
 - It dies with its owner, whatever killed the owner and wherever the worker is stuck: the kernel sends
   SIGKILL when the lifeline's write end closes (`O_ASYNC` with `F_SETSIG`), which needs no python.
-- Ctrl-C never reaches it: a process group of its own, and SIGINT ignored.
+- Ctrl-C never reaches it: it has its own process group, and ignores SIGINT.
 - Its stack can be read at any time: SIGUSR2 and every crash dump it into the worker's log, also while
   C code holds the GIL.
 - What it prints goes to its log (a memfd that the owner holds too), kept short.
@@ -46,7 +46,7 @@ _OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should take a wo
 
 
 def main(sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, Any]) -> None:
-    """Be a worker until told to leave; never returns."""
+    """Be a worker until a message says to leave; never returns."""
     _detach_from_terminal()
     _arm_lifeline(lifeline_fd)
     sock, log_fd = socket.socket(fileno=_out_of_the_way(sock.detach())), _out_of_the_way(log_fd)

@@ -2,7 +2,7 @@
 
 It is exec'd by the owner (never forked from it), so it holds none of the owner's memory, threads,
 locks or descriptors, and it is private to one executor, or to those of a `preloaded` block. It has one
-thread, imports what it was told to, freezes the garbage collector (so that the pages of those modules
+thread, imports the modules of its request, freezes the garbage collector (so that the pages of those modules
 stay shared) and forks a worker for every request. Where an import has started threads, forking would
 be unsafe: it then executes a fresh interpreter for each worker instead, and says so in its first answer.
 
@@ -12,7 +12,7 @@ stop it or its workers: they are of the owner's session, in process groups that 
 no terminal. (In a session of their own they would be, where /proc/sys/kernel/sched_autogroup_enabled is 1, a group of
 their own for the scheduler too, and an owner that yields while it waits would not yield to its workers: 8 CartPoles on
 two workers took 272 us a batch like that and 153 like this, 23 Nov 2026.)
-Talks over one `SOCK_SEQPACKET` socket: JSON requests, JSON answers, descriptors beside them.
+Talks over one `SOCK_SEQPACKET` socket: JSON requests, JSON answers, descriptors with them.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Zygote:
             for fd in fds:
                 os.close(fd)
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # the worker does so too; whoever comes first
+            os.setpgid(pid, pid)  # the worker does so too; the first of both has effect
         self._alive.add(pid)
         self._worker_of_log[log] = pid
         return pid
@@ -260,7 +260,7 @@ class Zygote:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             own = f"{_MARK}={_mark_of(os.getpid(), '')}".encode()
             workers = {int(variable[len(own) :]) for variable in variables if variable.startswith(own)}
-            if not workers:  # it executes no program of its own: it has the descriptors that the worker had
+            if not workers:  # it executes no other program: it has the descriptors that the worker had
                 inodes = {os.stat(file).st_ino for file in Path(f"/proc/{pid}/fd").iterdir()}
                 workers = {worker for inode, worker in self._worker_of_log.items() if inode in inodes}
             return bool(workers) and workers.isdisjoint(self._alive)

@@ -43,7 +43,7 @@ class PlainEnv:
     # What tests ask over `call` and `get`.
 
     def pid(self) -> int:
-        """Return the process id of whoever runs this env."""
+        """Return the id of the process that runs this env."""
         return os.getpid()
 
     def loaded(self, names: list[str]) -> list[str]:

@@ -26,7 +26,7 @@ BROKEN = "the env broke on purpose"
 
 
 class UnpicklableError(Exception):
-    """Cannot be pickled: it holds a function of its own."""
+    """Cannot be pickled: it holds a local function."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -150,7 +150,7 @@ _ACTS: dict[str, Callable[[], Any]] = {
 
 
 class FaultyEnv(CountingEnv):
-    """A `CountingEnv` that breaks once, where it is told to.
+    """A `CountingEnv` that breaks once, at a given place.
 
     Args:
         fault: a key of `EXCEPTIONS`, `DEATHS`, `SIGNALS`, `HANGS` or `BAD_OBSERVATIONS`; "slow" (0.3 s),
@@ -215,10 +215,10 @@ class FaultyEnv(CountingEnv):
 
 
 class ParentEnv(CountingEnv):
-    """Starts a process of its own when it is built, as envs with simulators do, and never ends it.
+    """Starts a process when it is built, as envs with simulators do, and never ends it.
 
     Args:
-        new_session: start it in a session of its own, out of reach of its process group.
+        new_session: start it in a new session, out of reach of its process group.
 
     Attributes:
         child: the process id.
@@ -243,7 +243,7 @@ class ChattyEnv(CountingEnv):
 
 
 class HeavyEnv(CountingEnv):
-    """Holds so many bytes of memory, every page of them touched."""
+    """Holds a number of bytes of memory, every page of them touched."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(1_000_000)

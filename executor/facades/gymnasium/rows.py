@@ -23,7 +23,7 @@ class Actions:
     """Takes batches of actions for all envs.
 
     Arrays of the space's own dtype go through shared memory. Everything else (lists, other dtypes, values
-    of spaces that are not arrays) is pickled for the env as it is, which takes a round trip of its own.
+    of spaces that are not arrays) is pickled for the env as it is, which takes another round trip.
 
     Args:
         engine: of the envs.

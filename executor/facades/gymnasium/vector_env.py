@@ -67,7 +67,7 @@ class AsyncVectorEnv(HostedVectorEnv):
             some seconds and decides (see docs/sizing.md).
         options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
         executor: makes what runs the envs, called as `ParallelEnv` is: `functools.partial(RayParallelEnv, ...)` for the
-            nodes of a cluster, each with so many processes.
+            nodes of a cluster, each with that number of processes.
 
     Raises:
         RuntimeError: spaces do not fit together.
@@ -106,7 +106,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         if self.max_concurrency is not None:
             if isinstance(num_workers, str):
                 raise ValueError(
-                    f"AsyncVectorEnv failed: expected a number of workers or None beside max_concurrency, got "
+                    f"AsyncVectorEnv failed: expected a number of workers or None together with max_concurrency, got "
                     f"{num_workers!r}. Give one of the two."
                 )
             num_workers = min(choose_workers(self.num_envs, num_workers), self.max_concurrency)

@@ -70,7 +70,7 @@ def _inner_spaces(space: Space) -> list[Space]:
 
 
 def spaces_of(spec: EnvSpec) -> tuple[Space, Space]:
-    """Return the observation and action space of a row of an env that has none of its own (no Gymnasium env)."""
+    """Return the observation and action space of a row of an env that has none itself (no Gymnasium env)."""
     lead = 1 if spec.groups else 0
     observed = {_name(spec, leaf.key): _space(leaf, lead) for _, leaf in observed_leaves(spec) if not leaf.is_side}
     acted = {_name(spec, leaf.key): _space(leaf, lead) for leaf in spec.action}

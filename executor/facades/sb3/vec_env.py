@@ -201,14 +201,14 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         try:
             self.step_wait()
         except EnvherdError:
-            self._was_reset = True  # what is wrong is put right or told by the reset
+            self._was_reset = True  # what is wrong is mended or reported by the reset
 
     def _step_said(self) -> Mapping[int, Info]:
-        """Return what envs said in the step, by env id; those that said nothing may be missing. Own memory."""
+        """Return the infos of the step by env id; envs without one may be missing. Own memory."""
         return self._engine.side.infos["next"]
 
     def _reset_said(self) -> Mapping[int, Info]:
-        """Return what envs said in the reset of the latest command, by env id. Own memory."""
+        """Return the infos of the resets of the latest command by env id. Own memory."""
         return self._engine.side.infos["root"]
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:

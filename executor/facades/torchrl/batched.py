@@ -245,7 +245,7 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         return [i % self.num_workers for i in found]
 
     def _view_of(self, indices: list[int]) -> Any:
-        """Return a view: an env of its own that shows some of this one's envs, and ends with it."""
+        """Return a view: a separate env that shows some of this one's envs, and ends with it."""
         view = type(self).__new__(type(self))
         view.__dict__.update(self.__dict__, _is_whole=False, _whole=self.__dict__["_whole"] or self)
         view.num_workers = len(indices)

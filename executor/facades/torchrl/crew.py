@@ -94,10 +94,10 @@ class ProcessCrew:
             raise
 
     def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
-        """Have each env perform a call of its own; return the results in that order.
+        """Make a different call to each env; return the results in that order.
 
         Raises:
-            EnvError: an env raised; all others have done what they were told.
+            EnvError: an env raised; all others have made their calls.
             WorkerLost, WorkerTimeout, Busy, Closed.
         """
         with self._engine.guard:
@@ -117,7 +117,7 @@ class ProcessCrew:
         return results
 
     def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:
-        """Replace lost workers all of whose envs are told to reset, if the options say so; else their loss stands."""
+        """Replace lost workers all of whose envs are to be reset, if the options say so; else their loss stands."""
         if not self.pool.lost or self._engine.options.on_worker_loss != "restart":
             return
         reset = {env_id for env_id, call in zip(env_ids, calls, strict=True) if call[0] == "reset"}
@@ -201,7 +201,7 @@ class LocalCrew:
             self.guests.append(Guest(own_env(factory(**kwargs), describe(factory)), has_own_generator=False))
 
     def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
-        """Have each env perform a call of its own; return the results in that order."""
+        """Make a different call to each env; return the results in that order."""
         return [
             getattr(self.guests[env_id], name)(*args, **kwargs)
             for env_id, (name, args, kwargs) in zip(env_ids, calls, strict=True)

@@ -1,7 +1,7 @@
 """The data path of the TorchRL facades: tensordicts in, tensordicts out, by TorchRL's rules.
 
 Plain steps of all envs go through the slab where their leaves have fixed shapes; everything else (resets, `_step`
-masks, values passed ahead under `next`, dynamic and non-tensor leaves, unlike tasks) is told to the envs one by
+masks, values passed ahead under `next`, dynamic and non-tensor leaves, unlike tasks) is sent to the envs one by
 one, and they do it at the same time.
 
 Guarantees: what is handed out is the caller's own. Envs that are not reset come back as they are. A mask in
@@ -201,7 +201,7 @@ class BatchedData(Batched):
         return out
 
     def _step_row(self, row: TensorDictBase) -> TensorDictBase:
-        """Return what an env is told before its step: its inputs, and what it declares of what is under `next`."""
+        """Return what an env is sent before its step: its inputs, and what it declares of what is under `next`."""
         if self._fixed_shapes:
             inputs = [*self.action_keys, *self.state_keys]
             sent = row.select(*inputs, strict=False)
@@ -292,7 +292,7 @@ class BatchedData(Batched):
         return rows
 
     def _reset_row(self, row: TensorDictBase) -> TensorDictBase | None:
-        """Return what an env is told before its reset: its own leaves and masks."""
+        """Return what an env is sent before its reset: its own leaves and masks."""
         if self._fixed_shapes:
             known = [*self.observation_keys, *self.done_keys, *self.reset_keys, *self.action_keys, *self.state_keys]
             row = row.select(*known, strict=False)

@@ -25,6 +25,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, EnvCreator
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, NotStarted
 from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import LocalCrew, ProcessCrew, WorkerHandle
@@ -266,7 +267,7 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
         options: of the executor. None: TorchRL's `num_sub_threads` and `shutdown_timeout` count, and actions are
             handed to the envs unchecked, as TorchRL does.
         executor: makes what runs the envs, called as the executor's `ParallelEnv` is: `functools.partial(
-            RayParallelEnv, ...)` for the nodes of a cluster, each with so many processes. None: this machine.
+            RayParallelEnv, ...)` for the nodes of a cluster, each with that number of processes. None: this machine.
         **kwargs: TorchRL's own; see docs/torchrl.md for those without a meaning here.
 
     Raises:
@@ -316,15 +317,15 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
             return Attributes([value for _, value in found], path, self._find_all)
         return Dispatcher(path, self._find_all, self._call_all)
 
-    @torch.no_grad()
+    @without_grad
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         return super()._step(tensordict)
 
-    @torch.no_grad()
+    @without_grad
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         return super()._reset(tensordict, **kwargs)
 
-    @torch.no_grad()
+    @without_grad
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Step all envs and reset those that have ended, in one round trip; see `BatchedData`."""
         return super().step_and_maybe_reset(tensordict)
@@ -391,11 +392,11 @@ def _snapshots(source: EnvBase | Sequence[EnvBase], expected: int) -> list[EnvBa
     """Return the envs that some envs are to become like.
 
     Raises:
-        NotImplementedError: they are those of a `ParallelEnv`. TypeError: they are no envs. ValueError: so many are not
-            expected.
+        NotImplementedError: they are those of a `ParallelEnv`. TypeError: they are no envs. ValueError: there are
+            too many or too few.
     """
     if isinstance(source, SerialEnv):
-        sources = source._local_envs()  # noqa: SLF001  # of its own class
+        sources = source._local_envs()  # noqa: SLF001  # it is of this class
     elif isinstance(source, torchrl.envs.ParallelEnv):
         raise NotImplementedError(
             "Writing back from a ParallelEnv source is not supported; use an EnvBase snapshot or a SerialEnv source "

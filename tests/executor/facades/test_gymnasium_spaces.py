@@ -186,5 +186,5 @@ def test_workers_may_be_chosen_by_measuring_an_env(monkeypatch):
     with contextlib.closing(AsyncVectorEnv([Failing] * 3, num_workers="auto")) as envs:
         envs.reset(seed=0)
         assert 1 <= envs.executor.num_workers <= 3
-    with pytest.raises(ValueError, match="beside max_concurrency"):
+    with pytest.raises(ValueError, match="together with max_concurrency"):
         AsyncVectorEnv([Failing] * 3, num_workers="auto", max_concurrency=2)

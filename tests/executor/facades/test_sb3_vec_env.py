@@ -246,6 +246,7 @@ def test_start_method_that_there_is_not():
         SubprocVecEnv([make_cartpole], start_method="illegal_method")
 
 
+@pytest.mark.usefixtures("own_helper")
 def test_workers_do_not_import_stable_baselines3():
     env = SubprocVecEnv([SampledEnv], options=ExecutorOptions(stall_log_s=60))
     assert env.env_is_wrapped(Monitor) == [False]

@@ -4,7 +4,7 @@ Keys, shapes, dtypes: see `dm_env_specs`.
 
 What the end of an episode tells: LAST with a discount of 0 is `terminated`, LAST with a discount above
 0 is `truncated` (dm_control ends by its time limit with discount 1). Raw dmlab2d ends every episode with
-discount 0, whatever the reason, so that all its endings are `terminated` here: a frame cap cannot be told
+discount 0, whatever the reason, so that all its endings are `terminated` here: a frame cap cannot be distinguished
 from a real end. The discount of a step inside an episode is not reported.
 
 Seeds: dm_env has no way to seed an env, so a seed is put into the generators that the known families
@@ -136,7 +136,7 @@ class DmEnvAdapter(Adapter):
             return None
         try:
             return physics.render(camera_id=0)
-        except Exception as error:  # each backend fails with an exception of its own
+        except Exception as error:  # each backend fails with a different exception
             self._can_draw = False
             _LOG.warning("rendering is off for this env (%s: %s); set MUJOCO_GL.", type(error).__name__, error)
             return None

@@ -4,7 +4,7 @@ Keys, shapes and dtypes follow TorchRL's `DMControlWrapper`: entries of a dict b
 array is `("observation",)`, entries of a list are "0", "1", ... (at the root: below "observation"); a
 0-d array has shape (1,); dtypes are the spec's, float64 for dm_control's observations and reward. An
 action is `("action",)`, or nested below it where the env takes a dict or a list (dmlab2d takes a dict by
-action name); a DiscreteArray is an int64 index, a BoundedArray a Box of its own dtype, integers included.
+action name); a DiscreteArray is an int64 index, a BoundedArray a Box of the same dtype, integers included.
 Arrays of strings or objects (dmlab2d's texts), and observations of dmlab2d with a dynamic dimension,
 are side-channel values.
 """

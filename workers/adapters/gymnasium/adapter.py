@@ -85,7 +85,7 @@ class GymnasiumAdapter(Adapter):
 
         Args:
             seed: handed to the env; None leaves its generator as it is.
-            options: `{"options": {...}}`, of which the env gets a copy of its own, or nothing.
+            options: `{"options": {...}}`, of which the env gets a copy, or nothing.
             mask: not used.
 
         Raises:

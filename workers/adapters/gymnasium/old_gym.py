@@ -3,7 +3,7 @@
 What differs, and what becomes of it:
 - `step` returns `(observation, reward, done, info)`: an end with `info["TimeLimit.truncated"]` is
   `truncated`, any other `terminated`. An env that cuts its episodes itself and does not say so cannot be
-  told from one that ended; `horizon` is for that. Five values (gym 0.26) are taken as they are.
+  distinguished from one that ended; `horizon` is for that. Five values (gym 0.26) are taken as they are.
 - `reset` returns an observation alone, or with an info.
 - seeds go to `reset(seed=)` where the innermost env's `reset` names that argument, else to `seed(seed)`;
   an env with neither keeps its own randomness (global generators are seeded when it is built).

@@ -21,7 +21,7 @@ _FIRST = np.s_[:, 0]
 
 
 def observations_of(num_rows: int) -> MakeLeaf:
-    """Return what describes the observations of so many rows, for `gymnasium_spaces.observation_tree`."""
+    """Return what describes the observations of a number of rows, for `gymnasium_spaces.observation_tree`."""
 
     def make_leaf(space: Space, key: Key) -> Leaf:
         row = observation_leaf(space, key)
@@ -34,7 +34,7 @@ def observations_of(num_rows: int) -> MakeLeaf:
 
 
 def actions_of(num_rows: int) -> MakeLeaf:
-    """Return what describes the actions of so many rows, for `gymnasium_spaces.action_tree`."""
+    """Return what describes the actions of a number of rows, for `gymnasium_spaces.action_tree`."""
 
     def make_leaf(space: Space, key: Key) -> Leaf:
         row = action_leaf(space, key)

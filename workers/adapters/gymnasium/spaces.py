@@ -19,7 +19,7 @@ it is the Box `[start, start + n - 1]`, so that the values that the env really g
 
 Keys follow TorchRL's `GymWrapper`: a Dict at the root of an observation gives root keys, a Dict inside
 gives nested keys, anything else at the root is `("observation",)`; a root entry "state" is called
-"observation" where there is no "observation" beside it. A Tuple's entries are "0", "1", ... below its
+"observation" where there is no "observation" at the same level. A Tuple's entries are "0", "1", ... below its
 key. An action is `("action",)` or, for Dict and Tuple spaces, nested below it.
 
 Side channel: text is a str; a graph is a dict of `nodes`, `edges`, `edge_links` (arrays, or None where

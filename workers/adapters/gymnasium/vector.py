@@ -22,7 +22,7 @@ Refused, with the fix: a vector env that does not say its mode; what is known to
 Does not tell: whether a NEXT_STEP env of another author forgets the reset that it owed once it was reset by mask.
 
 Seeds: a full reset hands the seed to the env (row i gets seed + i). A partial reset does where every row has a
-generator of its own (SyncVectorEnv, AsyncVectorEnv, ALE), else that generator goes on, as it serves all rows.
+generator (SyncVectorEnv, AsyncVectorEnv, ALE), else that generator goes on, as it serves all rows.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GymnasiumVectorAdapter(Adapter):
         mode: "NextStep", "SameStep" or "Disabled": what the env does now.
 
     Raises:
-        SpecError: no mode is said or known, or a space is missing or has a name that a batch uses itself.
+        SpecError: no mode is given or known, or a space is missing or has a name that a batch uses itself.
         FactoryError: the env, or a wrapper of it, is known to break partial resets.
     """
 
@@ -133,7 +133,7 @@ class GymnasiumVectorAdapter(Adapter):
 
         Args:
             seed: see the module.
-            options: `{"options": {...}}`, of which the env gets a copy of its own, or nothing.
+            options: `{"options": {...}}`, of which the env gets a copy, or nothing.
             mask: bool `[n, 1]`; None resets all rows.
 
         Raises:
@@ -172,7 +172,7 @@ class GymnasiumVectorAdapter(Adapter):
         others = ~rows & ~self._begun
         for index in self._dense:
             if np.shape(values[index]) != self.spec.observation[index].shape:
-                continue  # whoever stores it says so
+                continue  # the code that stores it raises
             theirs = np.ascontiguousarray(np.asarray(values[index])[others])
             if theirs.tobytes() != np.ascontiguousarray(np.asarray(now[index])[others]).astype(theirs.dtype).tobytes():
                 raise SpecError(
@@ -268,7 +268,7 @@ class GymnasiumVectorAdapter(Adapter):
 
 
 class _MaskedOptions(dict[str, Any]):
-    """Options with a `reset_mask` that is there for whoever asks, however often it is taken out.
+    """Options with a `reset_mask` that stays, however often it is taken out.
 
     Gymnasium's vector envs take the mask out of the options, and its wrappers, which read it after them, would then
     take a partial reset for a full one. It is no entry: envs below, and other processes, get the other options.
@@ -298,7 +298,7 @@ class _MaskedOptions(dict[str, Any]):
         return self[key] if key == "reset_mask" else super().pop(key, *default)
 
     def copy(self) -> dict[str, Any]:
-        """Return the same, for a wrapper that adds options of its own."""
+        """Return the same, for a wrapper that adds options."""
         return _MaskedOptions(self._mask, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -419,7 +419,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _without_masks(final: Any) -> Any:
-    """Return batched observations without the masks that Gymnasium puts beside each entry."""
+    """Return batched observations without the masks that Gymnasium adds to each entry."""
     if isinstance(final, dict):
         return {key: _without_masks(value) for key, value in final.items() if f"_{key}" in final or key[:1] != "_"}
     return final

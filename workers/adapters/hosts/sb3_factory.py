@@ -1,8 +1,8 @@
 """A factory for Stable-Baselines3's vec envs, as it travels to the worker.
 
 Guarantees: every function is unpickled for its own env alone, so that envs whose functions captured the same
-object do not come to share it in a worker (they would not, each in a process of its own). Imports neither
-Stable-Baselines3 nor, unless the env is one of its own, Gymnasium.
+object do not come to share it in a worker (they would not, each in its own process). Imports neither
+Stable-Baselines3 nor, unless the env is one of Gymnasium's, Gymnasium.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class Guest:
         """Step the env and return its `next`.
 
         Args:
-            row: what is new: the inputs, and under `next` what the env is to be told beforehand.
+            row: what is new: the inputs, and under `next` what the env is to be given beforehand.
             is_whole: return all of `next`, not just the leaves that the specs name.
         """
         following = self._step(row).get("next")

@@ -38,7 +38,7 @@ class MeltingPotFactory:
         keys: per-player observations to keep, e.g. `("RGB",)`; None keeps all. Others are never read.
         drop: per-player observations to leave out, after `keys`.
         world_rgb: keep the world view, root key "RGB". `render` draws it in any case.
-        max_steps: end episodes as truncated after so many steps, if they have not ended before.
+        max_steps: end episodes as truncated after this number of steps, if they have not ended before.
         deterministic: same seed and same actions give identical bytes, in any process: Melting Pot's Lua
             runs with an ordered `pairs`, from a copy of your own installation in your cache folder. What
             a substrate's config draws from python's `random` (coins: map size, colours) is then drawn

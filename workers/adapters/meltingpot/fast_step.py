@@ -81,7 +81,7 @@ class DirectStep:
         return self._is_stock
 
     def step(self, actions: np.ndarray, worlds: dict[str, Any]) -> bool:
-        """Make one transition; legal right after `is_possible` said so.
+        """Make one transition; legal right after `is_possible` has returned True.
 
         Args:
             actions: int64 `[P]`, an index per player, checked by the caller.

@@ -49,7 +49,7 @@ class _LazyFinder(importlib.abc.MetaPathFinder):
         spec = self._find_elsewhere(name, path, target)
         source = None if spec is None else _init_source(spec)
         names = frozenset("*") if source is None else frozenset(_bindings(source))
-        if source is None or "*" in names:  # what it defines cannot be told: imported as usual
+        if source is None or "*" in names:  # what it defines cannot be seen: imported as usual
             return spec
         special = {"dataclass": mapping_dataclass} if name == _CHEX else {}
         spec.loader = _LazyLoader(spec.loader, names, special, ast.get_docstring(source))

@@ -6,7 +6,7 @@ deals spawn points and random draws along such walks. So equal seeds give unequa
 
 Guarantees: the copy is made from the files that are installed (nothing is shipped here), differs from
 them in one prefix on one line, so that Lua's error messages keep their line numbers, and is found by the
-hash of its content: another version, or an edited install, gets a copy of its own. Any number of
+hash of its content: another version, or an edited install, gets its own copy. Any number of
 processes may ask at once; a copy is complete or absent, and a damaged one is replaced.
 """
 
@@ -150,7 +150,7 @@ def _holds(root: Path, files: dict[str, bytes]) -> bool:
 
 
 def _place(target: Path, files: dict[str, bytes]) -> None:
-    """Write the files beside the target and rename them into place; whoever comes second uses the first's."""
+    """Write the files next to the target and rename them into place; a second process uses the first one's."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     try:

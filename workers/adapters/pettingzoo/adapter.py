@@ -3,7 +3,7 @@
 Agents may leave and come back. `mask` in a row says who acts in the step after it; the env is given the actions of
 these agents alone. A row in which an agent says nothing has zeros for its observation and a reward of 0.
 
-Ends of agents: `terminated` and `truncated` below a group are what the env said of the agent, and stay as they are
+Ends of agents: `terminated` and `truncated` below a group are the env's flags of the agent, and stay as they are
 while it is away; an agent that comes back is done no longer. One that is gone without a word counts as terminated.
 
 Ends of episodes: the root is done when no agent is left, whatever became of each before; this is TorchRL's
@@ -85,7 +85,7 @@ class PettingZooAdapter(Adapter):
 
         Args:
             seed: handed to the env; None leaves its generator as it is.
-            options: `{"options": {...}}`, of which the env gets a copy of its own, or nothing.
+            options: `{"options": {...}}`, of which the env gets a copy, or nothing.
             mask: not used.
 
         Raises:

@@ -1,7 +1,7 @@
 """Agents in groups: which keys, shapes and dtypes they get, and where each agent's values are stored.
 
 Names are those of TorchRL's `PettingZooWrapper`. Agents called `NAME_0`, `NAME_1`, ... are the group `NAME`, any
-other agent is a group of its own; a group of A agents has, stacked over them:
+other agent is a separate group; a group of A agents has, stacked over them:
 
 ================================  ===============  =======  =======================================================
 key below the group               shape            dtype    value
@@ -17,7 +17,7 @@ info (one entry each)             [A, *its own]    float32  numbers that all its
 ================================  ===============  =======  =======================================================
 
 `action_mask` is there where observations (as a Dict's entry) or infos have one, and is taken out of them.
-Agents whose spaces differ in structure, shape or dtype cannot be stacked: each becomes a group of its own, under its
+Agents whose spaces differ in structure, shape or dtype cannot be stacked: each becomes a separate group, under its
 own name. Where only bounds or numbers of actions differ they stay together.
 """
 

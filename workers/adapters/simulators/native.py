@@ -111,7 +111,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
 
     @property
     def info(self) -> Mapping[str, Any]:  # type: ignore[override]  # made when asked for, as few ask
-        """What the simulator said beside its values (`extras`), with arrays (copies) for tensors."""
+        """The simulator's `extras`, with arrays (copies) for tensors."""
         return {key: to_plain(value) for key, value in dict(self._extras).items() if key not in FINAL_KEYS}
 
     def render(self) -> Any:

@@ -6,7 +6,7 @@ first observation of its next episode. Newer ones publish the last one as `extra
 `cfg.compute_final_obs` is set.
 
 Guarantees of `ResetWatch`
-- The last observation is in memory of its own before the first row is reset, also where the simulator writes its
+- The last observation is in separate memory before the first row is reset, also where the simulator writes its
   observations into the same buffers over and over. `extras["final_obs"]` is taken where the simulator publishes it,
   else the observation is computed as the simulator does, with the noise that its step would add.
 - Observation histories of a manager-based simulator are pushed once per step and row, as without it, and the last
@@ -132,7 +132,7 @@ def _observer(env: Any) -> Callable[[Any], Any]:
     if hasattr(env, "_get_observations"):
         return _observe_direct
     raise SpecError(
-        f"reading the env failed: expected `_get_observations` or an `observation_manager` beside `_reset_idx`, got "
+        f"reading the env failed: expected `_get_observations` or an `observation_manager` besides `_reset_idx`, got "
         f"neither in {type(env).__name__}. Say how its observations are computed: return "
         f"TorchNativeAdapter(env, final_observation=lambda env: ...) from the factory."
     )

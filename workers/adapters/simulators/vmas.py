@@ -2,7 +2,7 @@
 
 Keys and shapes are those of TorchRL's `VmasEnv`: agents are grouped by name (`agent_0`, `agent_1` -> `agents`),
 `(group, "observation")` is `[B, agents, ...]`, infos are observed under `(group, "info")`. Where members of a group
-differ in shape, each has leaves of its own, with its index in the key: `("agents", "0", "observation")`.
+differ in shape, each has its own leaves, with its index in the key: `("agents", "0", "observation")`.
 Discrete actions are indices `[B, agents]`. Infos of a row that was just reset are 0, other than in TorchRL: scenarios
 compute them in `reward`, so what they say at a reset is of an earlier episode.
 
@@ -45,7 +45,7 @@ class _Group:
     Attributes:
         name: key of it.
         members: indices into the env's agents.
-        is_dense: all members have leaves of the same shape, so that the group has a batch shape of its own.
+        is_dense: all members have leaves of the same shape, so that the group has its own batch shape.
     """
 
     name: str

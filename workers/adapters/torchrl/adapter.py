@@ -12,7 +12,7 @@ true as soon as any nested one is, which is also how TorchRL decides on resets.
 Seeds: Gymnasium and PettingZoo envs get the seed with the reset itself, dm_control's generator is seeded in
 place, all others get `env.set_seed(seed)`. Envs that cannot be seeded (`metadata["seedable"]` is False) are
 reset without it. Whatever the env, torch's global CPU generator is its own while it runs and is seeded with
-the episode: envs and transforms that draw from it repeat for a seed, whoever else draws in between, and
+the episode: envs and transforms that draw from it repeat for a seed, whatever else draws in between, and
 `set_seed` never reseeds the process (generators of other devices are shared).
 
 Envs that are themselves a batch: a partial reset reseeds nothing, as one generator serves all rows. Gymnasium

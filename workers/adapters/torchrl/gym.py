@@ -36,7 +36,7 @@ def base_env(env: EnvBase) -> EnvBase:
 def refuse_late_resets(env: EnvBase) -> None:
     """Refuse a Gymnasium vector env that spends a step on each of its resets.
 
-    TorchRL refuses it too, unless the `gym` package is installed beside Gymnasium; then last observations are
+    TorchRL refuses it too, unless the `gym` package is installed as well; then last observations are
     zeros, and every reset is in the data as a transition with reward 0.
 
     Raises:
@@ -120,7 +120,7 @@ def direct_gym(env: EnvBase, inputs: list[Any], observed: list[Any], rewards: li
     gymnasium = sys.modules.get("gymnasium")
     if gym_module is None or gymnasium is None or type(env) not in (gym_module.GymEnv, gym_module.GymWrapper):
         return None
-    # Anything that TorchRL would do beside converting must be done by TorchRL.
+    # Anything that TorchRL would do besides converting must be done by TorchRL.
     is_plain = (
         isinstance(wrapped_env(env), gymnasium.Env)
         and not isinstance(wrapped_env(env), gymnasium.vector.VectorEnv)

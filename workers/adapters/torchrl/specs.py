@@ -7,7 +7,7 @@ by name only, so that nothing is imported here, neither TorchRL nor torch.
 A heterogeneous stack (agents of one group with unlike specs) cannot be one array. Leaves on which all
 members agree stay dense under their own key; the others come apart, one leaf for each member, with the
 member's index in the key: `("agents", "vector")` becomes `("agents", "0", "vector")`, `("agents", "1",
-"vector")`, ... and the tensordict under `agents` then has no batch shape of its own.
+"vector")`, ... and the tensordict under `agents` then has no further batch shape.
 Leaves that are no tensors, or whose shape is dynamic, are side leaves.
 """
 
@@ -38,7 +38,7 @@ _DTYPES = frozenset(
     | {"float16", "float32", "float64", "complex64", "complex128"}
 )
 
-#: Classes that are told apart; a class of a user's own counts as the first base that is listed here.
+#: Classes that are distinguished; a user's class counts as the first base that is listed here.
 _KINDS = frozenset(
     {"StackedComposite", "Composite", "Stacked", "NonTensor", "Bounded"}
     | {"MultiOneHot", "OneHot", "Binary", "MultiCategorical", "Categorical"}
