@@ -59,14 +59,14 @@ def table(env: str, address: str, plan: ClusterPlan) -> RenderableType:
             size_text(one.memory_bytes),
             f"{node.trip_s * 1e3:.2f} ms",
         )
-    said = (
+    lines = (
         f"run: {counted(plan.num_envs, 'env')} on {counted(len(plan.nodes), 'node')}",
         f"stepped as one batch: {plan.steps_per_s:,.0f} env-steps/s predicted ({plan.batch_s * 1e3:,.2f} ms a batch)",
         "  (the slowest node decides, and what rows cost on the network comes on top)",
         f"remote rollouts: {plan.rollout_steps_per_s:,.0f} env-steps/s predicted (every node at its own speed)",
         f"envherd rollout {env} --cluster {address} --envs {plan.num_envs}",
     )
-    return Group(grid, *(Text(line) for line in said))
+    return Group(grid, *(Text(line) for line in lines))
 
 
 def plain_report(env: str, address: str, plan: ClusterPlan) -> dict[str, Any]:

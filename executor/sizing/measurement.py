@@ -11,7 +11,7 @@ import numpy as np
 from envherd.shm.slab import plan_slab
 from envherd.shm.specs import EnvSpec
 
-#: A step blocks if it waits (sleeps, reads, lets threads of its own work) for more than this share of its time.
+#: A step blocks if it waits (sleeps, reads, lets its own threads work) for more than this share of its time.
 _BLOCKING_SHARE = 0.2
 #: Bytes that a process may take more for reasons of python's own.
 _NOISE_BYTES = 64 * 1024

@@ -67,7 +67,7 @@ class Subject:
 
 
 def probe(subject: Subject, limits: ProbeLimits, options: ExecutorOptions, progress: Progress) -> Measurement:
-    """Measure an env in a worker of its own.
+    """Measure an env in a separate worker.
 
     Args:
         subject: see `Subject`.
@@ -136,7 +136,7 @@ class _Watch:
         self._worker.channel.queue_message(message)
 
     def run(self) -> None:
-        """Wait until the probe has said all, or has ended, or has to be."""
+        """Wait until the probe has reported everything, or has ended, or must be ended."""
         began, shown_at, shown = time.monotonic(), 0.0, ""
         end = began + self._limits.budget_s * _LATE_FACTOR + self._limits.grace_s
         poller = select.poll()

@@ -53,7 +53,7 @@ class Failed(Exception):
 
 
 class Run:
-    """One env over a slab of its own, and the times of what it did.
+    """One env over its own slab, and the times of what it did.
 
     Attributes:
         steps: int64 `[3, most]`: wall, the thread's processor time, and waiting for a processor, of each step, in ns.
