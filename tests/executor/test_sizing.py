@@ -75,6 +75,7 @@ def probed(make_env, memory_bytes=None, budget_s=0.6, grace_s=30.0):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_helper")
 def test_a_probe_measures_memory_and_growth():
     heavy = probed(sized_envs.HeavyMemoryEnv)
     assert 48 * MIB <= heavy.first_env_bytes < 52 * MIB
@@ -86,6 +87,7 @@ def test_a_probe_measures_memory_and_growth():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_helper")
 def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
     breathing = probed(sized_envs.BreathingEnv, budget_s=5.0)  # time for some resets, also on a busy machine
     assert 12 * MIB < breathing.first_env_bytes < 38 * MIB  # after any one reset 8 or 40, and what it imports
