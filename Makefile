@@ -20,13 +20,14 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
 # An installed package that mypy can follow (it cannot follow the editable install's finder).
 
-.PHONY: help venv rollout test test-quick test-full matrix faults soak mutants lint format types examples bench bench-quick docs docs-serve clean
+.PHONY: help venv rollout test test-quick test-full test-python matrix faults soak mutants lint format types examples bench bench-quick docs docs-serve clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
 help:
 	@echo "make rollout      run $(ROLLOUT_ENVS) Melting Pot envs in parallel; pictures and data go to rollouts/"
 	@echo "make test         run the test suite"
+	@echo "make test-python  run the tests of stepping without the C extension"
 	@echo "make test-quick   run the tests that take no time"
 	@echo "make test-full    and its long sweeps, trainings and all Melting Pot substrates (an hour or two)"
 	@echo "make matrix       check every family of envs in full (or FAMILY=NAME), and write docs/families.md"
@@ -43,7 +44,7 @@ help:
 venv: $(STAMP)
 
 # The stamp makes a second run do nothing until one of these files changes.
-$(STAMP): pyproject.toml setup.py shm/_native.c constraints.txt .ci/install_meltingpot.py
+$(STAMP): pyproject.toml setup.py $(wildcard workers/native/*.[ch]) constraints.txt .ci/install_meltingpot.py
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; install it, or: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python .ci/install_meltingpot.py -c constraints.txt
@@ -58,6 +59,11 @@ rollout: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST)
+
+# The tests of stepping again, without the C extension.
+test-python: $(STAMP)
+	ENVHERD_NATIVE=0 $(PYTEST) tests/executor/test_fast_step.py tests/executor/test_stepping.py tests/executor/test_exchange.py \
+		tests/executor/test_property.py tests/executor/test_reset_ahead.py tests/faults/test_interrupts.py tests/workers/test_loop.py
 
 test-quick: $(STAMP)
 	$(PYTEST) -m "not slow and not full"

@@ -1,15 +1,31 @@
-"""The optional C extension; everything else is in pyproject.toml."""
+"""The optional C extension; everything else is in pyproject.toml.
+
+Where there is no compiler, or it fails, the package is installed without it and runs in Python (`workers.native`).
+"""
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+
 from setuptools import Extension, setup
 
-NATIVE = Extension(
-    "envherd.shm._native",
-    ["shm/_native.c"],
-    py_limited_api=True,
-    optional=True,
-    extra_compile_args=["-O2", "-std=c11"],
+FOLDER = "workers/native"
+IS_POSSIBLE = (
+    sys.platform == "linux"
+    and sys.implementation.name == "cpython"
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")  # has no stable ABI before 3.15
 )
 
-setup(ext_modules=[NATIVE], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+NATIVE = Extension(
+    "envherd.workers.native._native",
+    [f"{FOLDER}/{name}.c" for name in ("bell", "step", "loop", "caller")],
+    depends=[f"{FOLDER}/native.h"],
+    define_macros=[("_POSIX_C_SOURCE", "200809L")],
+    extra_compile_args=["-O2", "-g0", "-std=c11", "-fvisibility=hidden"],
+    extra_link_args=["-pthread"],
+    py_limited_api=True,
+    optional=True,
+)
+
+setup(ext_modules=[NATIVE] if IS_POSSIBLE else [], options={"bdist_wheel": {"py_limited_api": "cp311"}})

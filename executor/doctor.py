@@ -26,6 +26,7 @@ from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.sizing.limits import FILES_FIXED, FILES_PER_WORKER
 from envherd.shm.segment import HAS_MEMFD, Segment
+from envherd.workers import native
 from envherd.workers.adapters.meltingpot.factory import scenario_names, substrate_names
 
 Level = Literal["ok", "warn", "fail"]
@@ -61,6 +62,7 @@ def examine() -> Iterator[Finding]:
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("python", _python),
         ("packages", _packages),
+        ("plain steps", plain_steps),
         ("dmlab2d", _dmlab2d),
         ("meltingpot", _meltingpot),
         ("rendering", _rendering),
@@ -105,6 +107,17 @@ def _packages() -> Iterator[Finding]:
         yield Finding(name, "fail", said, fix) if wrong else Finding(name, "ok", said)
     found = [f"{name} {version}" for name in _OPTIONAL if (version := version_of(name)) is not None]
     yield Finding("env families", "ok", ", ".join(found) or "none installed")
+
+
+def plain_steps() -> Iterator[Finding]:
+    """Yield which code makes the plain steps of envs: the C extension, or Python, and why."""
+    said = native.describe()
+    is_wanted = os.environ.get(native.SWITCH, "1") != "0"
+    if native.load() is not None or not is_wanted:
+        yield Finding("plain steps", "ok", said)
+    else:
+        fix = "install a C compiler, then envherd again; in a checkout: python setup.py build_ext --inplace"
+        yield Finding("plain steps", "warn", said, fix)
 
 
 def version_of(name: str) -> str | None:

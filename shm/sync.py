@@ -58,12 +58,14 @@ _SLICE_S = 60.0
 class Doorbell:
     """One counting semaphore in shared memory; make it with `create` (once) or `attach` (elsewhere)."""
 
-    __slots__ = ("_acquire", "_back_off", "_keep", "_spin_s", "_waits_without_spin", "ring")
+    __slots__ = ("_acquire", "_back_off", "_keep", "_spin_s", "_waits_without_spin", "memory", "ring")
 
     def __init__(self, buffer: np.ndarray, offset: int) -> None:
         address = buffer.ctypes.data + offset
         lock = _multiprocessing.SemLock._rebuild(address, _SEMAPHORE_KIND, _MAX_TOKENS, None)
         self._keep: tuple[Any, ...] = (buffer, lock)
+        #: uint8 `[DOORBELL_BYTES]` (VIEW): where it lives.
+        self.memory = buffer[offset : offset + DOORBELL_BYTES]
         self._acquire = lock.acquire
         self._spin_s = BRIEF_SPIN_S
         self._waits_without_spin = 0

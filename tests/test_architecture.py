@@ -26,7 +26,6 @@ READERS = {
     "executor/protocol/flight.py",
     "executor/protocol/losses.py",
     "executor/cluster/host.py",
-    "executor/cluster/remote_rollouts.py",
 }
 REPORTS = re.compile(r"\.(outcome|take_outcome|wait_all|wait_some)\b")
 

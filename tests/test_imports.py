@@ -72,7 +72,6 @@ ORDER = {
         "cgroups",
         "segment",
         "nameplate",
-        "native",
         "slab",
         "__init__",
     ),
@@ -83,7 +82,7 @@ ORDER = {
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
         *("adapters.torch_native", "adapters.named", "adapters.named_batches", "adapters"),
-        *("block", "build", "adapters.hosts", "probing", "process", "testing"),
+        *("native", "block", "build", "adapters.hosts", "probing", "process", "testing"),
     ),
     "executor": (
         *("options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),

@@ -2,19 +2,20 @@
 
 Guarantees: the words are written in the order of `CommandWords.write_all`, and an answer counts as
 `WorkerPool.wait_all` counts it: these are the specification. What takes longer, or comes with more than rows, is left
-to `wait_all`.
+to `wait_all`. In C (`workers.native`) where that is there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import NamedTuple, Protocol
 
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.sync import Doorbell
+from envherd.workers import native
 
 #: Seconds without an answer after which the caller looks at the workers' pidfds.
 LOOK_S = 0.01
@@ -53,9 +54,10 @@ class Waiting(Protocol):
         ...
 
 
-def compile_give(words: CommandWords, rings: list[Callable[[], None]]) -> Callable[[int], None]:
+def compile_give(words: CommandWords, bells: Sequence[Doorbell]) -> Callable[[int], None]:
     """Return `FastCommands.give` over the words and the doorbells of a pool."""
     fill_command, fill_forfeited, fill_seq = words.command.fill, words.forfeited.fill, words.command_seq.fill
+    rings = [bell.ring for bell in bells]
 
     def give(command: int) -> None:
         words.number = number = words.number + 1
@@ -93,3 +95,37 @@ def compile_has_all(pool: Waiting, words: CommandWords, done: Doorbell, placemen
         return False
 
     return has_all
+
+
+def compile_natively(
+    pool: Waiting, words: CommandWords, bells: Sequence[Doorbell], done: Doorbell, placement: Placement
+) -> tuple[Callable[[int], None], Callable[[], bool]] | None:
+    """Return what `compile_give` and `compile_has_all` return, in C; None without the extension."""
+    module = native.load()
+    if module is None:
+        return None
+    caller = module.Caller(
+        {
+            "words": {name: getattr(words, name) for name in ("command", "command_seq", "reply_seq", "status")},
+            "forfeited": words.forfeited,
+            "go": [bell.memory for bell in bells],
+            "done": done.memory,
+            "look_ns": int(LOOK_S * 1e9),
+            **native.waiting_facts(),
+        }
+    )
+    give_all, wait, now = caller.give, caller.has_all, time.monotonic
+
+    def give(command: int) -> None:
+        words.number = number = words.number + 1
+        give_all(number, command)
+
+    def has_all() -> bool:
+        if now() >= placement.due:
+            pool.place()
+        if wait() and not pool.outcome:
+            return True
+        pool.has_waited = True
+        return False
+
+    return give, has_all

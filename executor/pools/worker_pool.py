@@ -26,7 +26,7 @@ from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.deadline import Deadline
 from envherd.executor.pools.error_messages import Frame, log_stall
-from envherd.executor.pools.fast_commands import LOOK_S, FastCommands, compile_give, compile_has_all
+from envherd.executor.pools.fast_commands import LOOK_S, FastCommands, compile_give, compile_has_all, compile_natively
 from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
@@ -249,10 +249,12 @@ class WorkerPool:
 
     def compile(self) -> FastCommands | None:
         """Return commands to all envs that are compiled for this pool; see `fast_commands`."""
-        give = compile_give(self._words, self._rings)
-        return FastCommands(
-            self.supervisor.absent, give, compile_has_all(self, self._words, self._done, self._placement)
+        compiled = compile_natively(self, self._words, self._go, self._done, self._placement)
+        give, has_all = compiled or (
+            compile_give(self._words, self._go),
+            compile_has_all(self, self._words, self._done, self._placement),
         )
+        return FastCommands(self.supervisor.absent, give, has_all)
 
     def wait_some(  # the kinds of waits
         self,

@@ -10,6 +10,7 @@ import pytest
 from envherd.executor import doctor
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.machine import read_machine
+from envherd.workers import native
 from tests.extras import needs
 
 
@@ -45,6 +46,26 @@ def test_limits_that_are_too_low_are_said():
     assert levels(doctor.memory, starved) == ["warn", "warn"]
     assert levels(doctor.limits, starved) == ["fail", "warn"]
     assert levels(doctor.dev_shm, replace(machine, shm_total=64 * 2**20, shm_free=0)) == ["warn"]
+
+
+@pytest.mark.parametrize(
+    ("switch", "module", "level", "said"),
+    [
+        ("1", "math", "ok", "C"),  # any extension module
+        ("0", "math", "ok", "Python (ENVHERD_NATIVE=0)"),
+        ("1", "_no_such_module", "warn", "Python (No module named '_no_such_module')"),
+    ],
+)
+def test_it_says_whether_plain_steps_run_in_c(monkeypatch, switch, module, level, said):
+    monkeypatch.setenv(native.SWITCH, switch)
+    monkeypatch.setattr(native, "MODULE", module)
+    native.find.cache_clear()
+    try:
+        (finding,) = doctor.plain_steps()
+    finally:
+        monkeypatch.undo()
+        native.find.cache_clear()
+    assert (finding.level, finding.said, bool(finding.fix)) == (level, said, level == "warn")
 
 
 @needs("cli")

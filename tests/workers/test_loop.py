@@ -220,5 +220,5 @@ def test_one_env_of_a_scan_is_timed_for_all_and_each_in_its_turn(worker, monkeyp
 
 
 def test_it_tidies_now_and_then(worker):
-    worker.serve(num_tokens=3 * loop_module._TIDY_EVERY)
+    worker.serve(num_tokens=3 * loop_module.TIDY_EVERY)
     assert worker.num_tidied == 3

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from envherd.shm import native
 from envherd.shm.slab import Slab, Storage, plan_slab, plan_storage
+from envherd.workers import native
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.block.block import Block
-from envherd.workers.block.native_step import compile_native
+from envherd.workers.block.compiling import compile_native
 from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RING, STEP, STEP_RESET, pack
 from envherd.workers.testing import CountingEnv
@@ -277,9 +277,10 @@ def box_env(space: spaces.Space[Any]) -> Adapter:
 @pytest.mark.parametrize(
     ("space", "options"),
     [
-        (spaces.Discrete(4), {}),
-        (spaces.Dict(a=spaces.Discrete(4), b=spaces.Discrete(4)), {}),
+        (spaces.Discrete(4, dtype=np.int8), {}),
+        (spaces.Dict(a=spaces.Discrete(4), b=spaces.Discrete(4, dtype=np.int8)), {}),
         (spaces.Text(4), {}),
+        (spaces.Box(0, 1, (0, 2)), {}),
         (spaces.Box(-1, 1, (3,)), {"check_finite": True}),
     ],
 )
@@ -314,7 +315,8 @@ def test_arrays_that_do_not_fit_are_refused():
     side = Side(cartpole(), in_c=True)
     sink = side.slot.sinks[STORAGE]
     for key, wrong in [
-        (("next", "reward"), np.zeros((NUM_COLUMNS, 1))),
+        (("next", "reward"), np.zeros((NUM_COLUMNS - 1, 1), np.float32)),
+        (("next", "truncated"), np.zeros((NUM_COLUMNS, 1), np.int16)),
         (("next", "done"), np.zeros((NUM_COLUMNS - 1, 1), bool)),
         (("next", "observation"), np.zeros((NUM_COLUMNS, 8), np.float32)[:, ::2]),
         (("root", "observation"), np.zeros((NUM_COLUMNS, 5), np.float32)),
@@ -324,7 +326,7 @@ def test_arrays_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match="compiling a step failed"):
             compile_native(side.slot, sink, side.block._words, side.adapter.step)
         sink.arrays = kept
-    assert is_native(compile_native(side.slot, sink, side.block._words, side.adapter.step))
+    assert is_native(compile_native(side.slot, sink, side.block._words, side.adapter.step).run)
 
 
 # ---- memory -----------------------------------------------------------------------------------------

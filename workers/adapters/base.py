@@ -16,7 +16,7 @@ Values are lists aligned with the spec's leaves:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -27,18 +27,26 @@ from envherd.shm.specs import EnvSpec, Key
 StepValues = tuple[list[Any], list[Any], Any, Any]
 
 
-class Direct(NamedTuple):
-    """How to step a native env past its adapter: `env.step(give(action))`, and `accept` of what that returns.
+class EnvCall(NamedTuple):
+    """What `Adapter.step` does around its one call of `env.step`, for code that makes this call itself.
+
+    `env.step(action)` returns `(observation, reward, terminated, truncated, info)`; `adapter.info` becomes the info.
 
     Attributes:
-        give: of the value of the only action leaf, what the env takes; None where they are the same.
-        ready: what `give` returns for the first indices of a Discrete action.
-        accept: checks what `env.step` returned, keeps its info, and returns the values.
+        read: result of `env.step` -> what `Adapter.step` returns; checks it and keeps its info.
+        give: value of the only action leaf -> native action; None where they are the same.
+        build: values of the action leaves -> native action, where that is a dict or tuple; else None.
+        flatten: native observation -> its values; None where the observation is the only value.
+        ready: what `give` returns for the first indices of a Discrete action; maybe none.
+        reads_number: whether the reward is one number, of any numeric type; else it is stored as it is.
     """
 
-    give: Callable[[Any], Any] | None
-    ready: tuple[Any, ...]
-    accept: Callable[[Any], StepValues]
+    read: Callable[[Any], StepValues]
+    give: Callable[[Any], Any] | None = None
+    build: Callable[[list[Any]], Any] | None = None
+    flatten: Callable[[Any], list[Any]] | None = None
+    ready: Sequence[Any] = ()
+    reads_number: bool = True
 
 
 _WITHOUT_STATE = (
@@ -108,8 +116,8 @@ class Adapter(ABC):
             bools (bool arrays `[*batch_shape, 1]` for envs that are themselves a batch).
         """
 
-    def direct(self) -> Direct | None:
-        """Return how to do without `step`, where its effects are those of `Direct` and one observation; else None."""
+    def env_call(self) -> EnvCall | None:
+        """Return what `step` does around one call of `env.step`; None where it does anything else."""
         return None
 
     def done_values(self) -> list[Any]:

@@ -19,9 +19,9 @@ import numpy as np
 from envherd.shm.slab import Slab, Storage
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter, StepValues
-from envherd.workers.block.native_step import compile_native
+from envherd.workers.block.compiling import compile_native
 from envherd.workers.block.questions import answer
-from envherd.workers.block.slot import Sink, Slot, compile_step, store
+from envherd.workers.block.slot import Sink, Slot, Step, compile_step, store
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.infos import packer
 from envherd.workers.messages import UNGUARDS, Ask, Prepare
@@ -105,8 +105,14 @@ class Block:
                 values: StepValues = self._with_own_rng(slot, "step", lambda: adapter.step(action))
                 return values
 
-        compiled = compile_native(slot, sink, self._words, step)
-        sink.step = compile_step(slot, sink, self._words, step) if compiled is None else compiled
+        native = compile_native(slot, sink, self._words, step)
+        sink.step = compile_step(slot, sink, self._words, step) if native is None else native.run
+        sink.native = native if self._steps_plainly(slot) else None
+
+    def _steps_plainly(self, slot: Slot) -> bool:
+        """Return whether a step of an env is its call and what it writes: nothing is reported, watched or swapped."""
+        is_watched = bool(slot.unwatched) or self._isolate_rng
+        return not (is_watched or slot.has_side or self._pack_info or slot.adapter.on_left_out)
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""
@@ -150,15 +156,24 @@ class Block:
         sink.next_observation, sink.root_observation, sink.reward = following, roots, rewards
         self._compile(slot, sink)
 
-    def execute(self, env_id: int, command: int) -> int:
-        """Carry out one command for one env and say how it ended; what the env raises is reported."""
+    def execute(self, env_id: int, command: int, begun: Step | None = None) -> int:
+        """Carry out one command for one env and say how it ended; what the env raises is reported.
+
+        Args:
+            env_id: which env.
+            command: see `workers.protocol.pack`.
+            begun: of a command whose env was stepped by the loop in C: completes that step, in place of making one.
+
+        Returns:
+            A `Status`, as a plain int.
+        """
         op, target, column, flags = self._unpacked.get(command) or self._unpack(command)
         slot = self.slots[env_id]
         if op == _RESET and not flags & _PREPARED:
             slot.prepared = None
         self._phase[self.worker_id] = slot.phase_words[op]
         try:
-            self._carry_out(slot, slot.sinks[target], op, column)
+            self._carry_out(slot, slot.sinks[target], op, column, begun)
             return self._tell(slot) if slot.has_news or slot.has_side or slot.infos else _OK
         except self.passes:
             slot.prepared = None
@@ -173,17 +188,17 @@ class Block:
             self._report(Fault.from_exception(env_id, slot.phase, error).to_plain())
             return _FAILED
 
-    def _carry_out(self, slot: Slot, sink: Sink, op: int, column: int) -> None:
+    def _carry_out(self, slot: Slot, sink: Sink, op: int, column: int, begun: Step | None) -> None:
         if op == _RESET:
             self._reset(slot, sink, column, None if slot.must_reset else slot.reset_mask)  # a new instance, as a whole
             return
         slot.phase = "step"
-        if (slot.must_reset or slot.has_ended) and slot.is_guarded:
+        if (slot.must_reset or slot.has_ended) and slot.is_guarded and begun is None:
             raise InternalError(
                 f"step failed: expected a running env, got env {slot.env_id} that has ended, has raised, or was never "
                 f"reset. It was not stepped."
             )
-        observation = sink.step(column)
+        observation = sink.step(column) if begun is None else begun(column)
         if self._pack_info is not None:
             self._note_info(slot, "next")
         if op == _STEP_RESET and slot.has_ended:

@@ -26,7 +26,13 @@ Keep = Callable[[int, StepValues], list[Any]]
 
 
 class Sink:
-    """Where one env writes: a writer per leaf, all indexed by column (of the ring or of a storage)."""
+    """Where one env writes: a writer per leaf, all indexed by column (of the ring or of a storage).
+
+    Attributes:
+        arrays: `("next" | "root", *key)` -> `[column, ...]` (VIEW).
+        step: the env's step to a column.
+        native: the `Step` in C that the loop in C may call itself; None where it leaves the whole command to the block.
+    """
 
     def __init__(self, slot: Slot, arrays: Mapping[Name, np.ndarray], *, root_follows: bool) -> None:
         spec = slot.spec
@@ -41,6 +47,7 @@ class Sink:
         self.next_nested = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.done[3:]]
         self.root_nested = [slot.writer(leaf, arrays, "root", -1) for leaf in spec.done[3:]]
         self.step: Step = _not_compiled
+        self.native: Any = None
 
 
 def _not_compiled(_column: int) -> list[Any]:

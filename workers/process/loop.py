@@ -20,7 +20,7 @@ from envherd.workers.processes import move_to
 from envherd.workers.protocol import Flag, unpack_seat
 
 _EACH = Flag.EACH << 4
-_TIDY_EVERY = 64  # wakes; a look at the log costs a microsecond, and an env may print a megabyte per step
+TIDY_EVERY = 64  # wakes; a look at the log costs a microsecond, and an env may print a megabyte per step
 
 
 class Loop:
@@ -67,9 +67,9 @@ class Loop:
             wait()
             if seats[worker_id] != seat:
                 seat = seats[worker_id]
-                move_to(unpack_seat(seat)[1])
+                self._move()
             num_wakes += 1
-            if num_wakes % _TIDY_EVERY == 0:
+            if num_wakes % TIDY_EVERY == 0:
                 self._tidy()
             began = time.perf_counter_ns()
             since[worker_id] = began
@@ -79,6 +79,10 @@ class Loop:
             since[worker_id] = ended = time.perf_counter_ns()
             busy[worker_id] += ended - began
             draw_seeds()
+
+    def _move(self) -> None:
+        """Go to the processor that the parent asks for."""
+        move_to(unpack_seat(self._words["seat"][self._block.worker_id])[1])
 
     def _check_mail(self) -> bool:
         sent = self._words["mail_seq"]

@@ -9,7 +9,7 @@ import numpy as np
 from envherd.workers.errors import SpecError
 
 #: Types that need no closer look; a set, because isinstance with numpy's abstract types takes 0.3 us.
-_NUMBERS: frozenset[Any] = frozenset((float, int, bool, np.float64, np.float32, np.int64, np.int32, np.bool_))
+NUMBERS: frozenset[Any] = frozenset((float, int, bool, np.float64, np.float32, np.int64, np.int32, np.bool_))
 
 
 def as_float(value: Any, name: str, fix: str = "Fix the env.") -> float:
@@ -23,7 +23,7 @@ def as_float(value: Any, name: str, fix: str = "Fix the env.") -> float:
     Raises:
         SpecError: None, text, several numbers, or anything else.
     """
-    if value.__class__ in _NUMBERS:
+    if value.__class__ in NUMBERS:
         return float(value)
     array = _as_array(value)
     if array is None or array.size != 1 or array.dtype.kind not in "biuf":

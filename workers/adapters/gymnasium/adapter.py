@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 
 from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.adapters.base import Adapter, Direct, StepValues
+from envherd.workers.adapters.base import Adapter, EnvCall, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import as_flag, as_float
 from envherd.workers.adapters.common.tree import Leaf, builder, flattener, is_bare, leaf_specs
@@ -110,14 +110,18 @@ class GymnasiumAdapter(Adapter):
         give = self._give
         return self._accept(self.env.step(self._build(action) if give is None else give(action[0])))
 
-    def direct(self) -> Direct | None:
-        """Return how to do without `step`, for a single action and observation; see `Adapter.direct`."""
-        is_own = type(self) is GymnasiumAdapter and not {"step", "_accept"} & vars(self).keys()
-        if not (is_own and self._is_bare and self._has_one_reward and len(self.spec.action) == 1):
+    def env_call(self) -> EnvCall | None:
+        """Return what `step` does around `env.step`; see `Adapter.env_call`. None for subclasses."""
+        if type(self) is not GymnasiumAdapter or {"step", "_accept"} & vars(self).keys():
             return None
-        build = self._build
-        give = self._give if self._takes_bare else (lambda value: build([value]))
-        return Direct(give, gymnasium_spaces.ready_values(give), self._accept)
+        return EnvCall(
+            self._accept,
+            give=self._give,
+            build=None if self._takes_bare else self._build,
+            flatten=None if self._is_bare else self._flatten,
+            ready=gymnasium_spaces.ready_values(self._give),
+            reads_number=self._has_one_reward,
+        )
 
     def _accept(self, result: Any) -> StepValues:
         """Check what `env.step` returned."""

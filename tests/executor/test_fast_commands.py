@@ -1,0 +1,187 @@
+"""Commands to all envs in C and in Python: the same words, the same rings, the same answers to the same replies."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envherd.executor.pools import fast_commands
+from envherd.executor.pools.command_words import CommandWords
+from envherd.executor.pools.replies import Outcome
+from envherd.shm.sync import DOORBELL_BYTES, Doorbell
+from envherd.workers import native
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
+
+NAMES = ("command", "command_seq", "reply_seq", "status")
+
+
+class Side:
+    """The caller's half of a pool without workers."""
+
+    def __init__(self, num_envs: int, num_workers: int, *, in_c: bool) -> None:
+        self.buffer = np.zeros(DOORBELL_BYTES * (num_workers + 1) + 64, np.uint8)
+        start = -self.buffer.ctypes.data % 64
+        bells = [Doorbell.create(self.buffer, start + DOORBELL_BYTES * i) for i in range(num_workers + 1)]
+        self.done, self.go = bells[0], bells[1:]
+        slab: Any = SimpleNamespace(words={name: np.zeros(num_envs, np.int64) for name in NAMES})
+        self.words = CommandWords(slab)
+        self.num_workers, self.outcome, self.has_waited, self.num_placed = num_workers, Outcome(), False, 0
+        self.placement: Any = SimpleNamespace(due=float("inf"))
+        arguments = (self, self.words, self.done, self.placement)
+        if in_c:
+            self.give, self.has_all = fast_commands.compile_natively(self, self.words, self.go, *arguments[2:])
+        else:
+            self.give = fast_commands.compile_give(self.words, self.go)
+            self.has_all = fast_commands.compile_has_all(*arguments)
+
+    def place(self) -> None:
+        self.num_placed += 1
+
+    def state(self) -> tuple[Any, ...]:
+        """Return all that commands may change; take the tokens."""
+        tokens = [_take_all(bell) for bell in (self.done, *self.go)]
+        words = [getattr(self.words, name).tolist() for name in (*NAMES, "forfeited")]
+        return tokens, words, self.words.number, self.has_waited, self.num_placed
+
+
+def _take_all(bell: Doorbell) -> int:
+    count = 0
+    while bell.try_wait():
+        count += 1
+    return count
+
+
+@settings(max_examples=150)
+@given(data=st.data(), num_envs=st.integers(1, 9), num_workers=st.integers(1, 3))
+def test_both_do_the_same(data, num_envs, num_workers):
+    sides = [Side(num_envs, num_workers, in_c=in_c) for in_c in (True, False)]
+    ids = st.lists(st.integers(0, num_envs - 1), unique=True)
+    for _ in range(3):
+        command, forfeited = data.draw(st.integers(-(2**63), 2**63 - 1)), data.draw(ids)
+        answered, failed = (
+            data.draw(st.one_of(st.just([*range(num_envs)]), ids)),
+            data.draw(st.one_of(st.just([]), ids)),
+        )
+        tokens, is_due = data.draw(st.integers(0, num_workers + 2)), data.draw(st.booleans())
+        has_news = data.draw(st.sampled_from([False, False, True]))
+        found = []
+        for side in sides:
+            side.has_waited = False
+            side.placement.due = 0.0 if is_due else float("inf")
+            side.words.forfeited[forfeited] = True
+            side.give(command)
+            given_now = side.state()
+            side.words.status[:] = 0
+            side.words.status[failed] = 2
+            side.words.reply_seq[answered] = side.words.command_seq[answered]
+            side.outcome = Outcome()
+            if has_news:
+                side.outcome.faults[0] = {"phase": "step"}
+            for _ in range(tokens):
+                side.done.ring()
+            found.append((given_now, side.has_all(), side.state()))
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+def test_answers_that_come_late_are_waited_for(in_c):
+    side = Side(2, 2, in_c=in_c)
+    side.give(7)
+
+    def answer():
+        for env_id in range(2):
+            time.sleep(0.003)
+            side.words.reply_seq[env_id] = side.words.command_seq[env_id]
+            side.done.ring()
+
+    worker = threading.Thread(target=answer)  # it runs: the wait gives the interpreter up
+    worker.start()
+    assert side.has_all()
+    worker.join()
+
+
+class Alarm(Exception):
+    """What the handler raises."""
+
+
+@pytest.mark.parametrize("delay_s", [0.0001, 0.004])
+def test_a_signal_ends_the_wait(monkeypatch, delay_s):
+    """While it spins, and while it blocks."""
+    monkeypatch.setattr(fast_commands, "LOOK_S", 30.0)
+    side = Side(1, 1, in_c=True)
+    side.give(1)
+
+    def handle(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, handle)
+
+    def wait() -> None:
+        signal.setitimer(signal.ITIMER_REAL, delay_s)
+        side.has_all()
+
+    try:
+        began = time.monotonic()
+        with pytest.raises(Alarm):
+            wait()
+        assert time.monotonic() - began < 10
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda facts: facts.pop("done"), KeyError),
+        (lambda facts: facts["words"].update(status=np.zeros(3, np.int64)), ValueError),
+        (lambda facts: facts["words"].update(status=np.zeros(2, np.int32)), ValueError),
+        (lambda facts: facts.update(forfeited=np.zeros(5, bool)), ValueError),
+        (lambda facts: facts.update(go=[np.zeros(3, np.uint8)]), ValueError),
+        (lambda facts: facts.update(go=None), (TypeError, SystemError)),
+        (lambda facts: facts.update(look_ns="soon"), TypeError),
+    ],
+)
+def test_memory_that_does_not_fit_is_refused(change, error):
+    side = Side(2, 1, in_c=False)
+    facts: dict[str, Any] = {
+        "words": {name: getattr(side.words, name) for name in NAMES},
+        "forfeited": side.words.forfeited,
+        "go": [bell.memory for bell in side.go],
+        "done": side.done.memory,
+        "look_ns": 10,
+        **native.waiting_facts(),
+    }
+    native.load().Caller(facts)
+    change(facts)
+    with pytest.raises(error):
+        native.load().Caller(facts)
+
+
+def test_it_keeps_its_memory_and_lets_go_of_it():
+    side = Side(2, 1, in_c=True)
+    arrays = [getattr(side.words, name) for name in NAMES]
+    before = [sys.getrefcount(array) for array in arrays]
+    fast_commands.compile_natively(side, side.words, side.go, side.done, side.placement)
+    gc.collect()
+    assert [sys.getrefcount(array) for array in arrays] == before
+    give, words = side.give, side.words
+    gone = weakref.ref(side.buffer)
+    side.words.command = side.words.command_seq = side.buffer = None
+    del side, arrays
+    give(3)  # nothing that it writes to is gone
+    assert words.number == 1
+    assert gone() is not None
+    give = None

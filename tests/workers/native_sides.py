@@ -1,0 +1,181 @@
+"""The same envs served by the loop in Python and by the one in C, for tests that compare what becomes of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from envherd.shm.slab import Slab, Storage, plan_slab, plan_storage
+from envherd.shm.sync import DOORBELL_BYTES, Doorbell
+from envherd.workers.adapters.base import Adapter
+from envherd.workers.block.block import Block
+from envherd.workers.options import BlockOptions
+from envherd.workers.process.loop import Loop
+from envherd.workers.process.native_loop import NativeLoop
+from envherd.workers.protocol import pack
+
+ROOT_SEED = 7
+NUM_FRAMES, NUM_COLUMNS, TARGET = 3, 4, 5
+#: Words that say how long something took or who runs, which differs from one run to the next.
+_CLOCKS = {"busy_ns", "since_ns", "reset_ns", "step_bins", "pid"}
+
+
+class NoToken(Exception):
+    """The loop waits, and nobody rings."""
+
+
+class Side:
+    """Worker 1 of two, which serves all envs but the first; the test is the parent.
+
+    Args:
+        adapters: of its envs, whose ids are 1, 2, ...
+        is_native: served in C.
+        options: of the block.
+    """
+
+    def __init__(self, adapters: list[Adapter], *, is_native: bool, options: BlockOptions | None = None) -> None:
+        self.adapters = dict(enumerate(adapters, start=1))
+        plan = plan_slab(
+            [adapters[0].spec] + [adapter.spec for adapter in adapters], num_workers=2, num_frames=NUM_FRAMES
+        )
+        self.slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
+        self.words = self.slab.words
+        self.reports: list[Any] = []
+        self.block = Block(1, self.adapters, ROOT_SEED, self.reports.append, options or BlockOptions())
+        self.block.attach(self.slab)
+        self.storage_plan = plan_storage(plan, NUM_COLUMNS)
+        self.storage_bytes = np.zeros(self.storage_plan.nbytes, np.uint8)
+        self.block.attach_storage(TARGET, Storage(self.storage_plan, self.storage_bytes))
+        self.bells = np.zeros(2 * DOORBELL_BYTES, np.uint8)
+        self.go, self.done = (Doorbell.create(self.bells, at) for at in (0, DOORBELL_BYTES))
+        self.mail: list[Any] = []
+        self.num_read = 0
+        kind = NativeLoop if is_native else Loop
+        self.loop = kind(self.block, self.slab, (self.go, self.done), self._read_mail, lambda: None)
+        self.native = self.loop.make() if isinstance(self.loop, NativeLoop) else None
+
+    def _read_mail(self) -> int | None:
+        self.num_read += 1
+        message = self.mail.pop(0)
+        return None if message is None else (message(), self.num_read)[1]
+
+    def send(self, *messages: Callable[[], Any] | None) -> None:
+        """Send functions, or None to leave."""
+        self.mail += messages
+        self.words["mail_seq"][1] += len(messages)
+
+    def act(self, env_id: int, values: list[np.ndarray]) -> None:
+        """Write the action of an env, leaf by leaf."""
+        group, row = self.slab.plan.place(env_id)
+        for leaf, value in zip(self.adapters[env_id].spec.action, values, strict=True):
+            self.slab.groups[group].inputs["input", *leaf.key][row] = value
+
+    def command(self, op: int, env_ids: list[int], target: int = 0, column: int = 0, flags: int = 0) -> None:
+        """Write commands, in the order of the ids."""
+        for env_id in env_ids:
+            self.words["command"][env_id] = pack(op, target, column, flags)
+            self.words["command_seq"][env_id] = self.words["command_seq"].max() + 1
+
+    def serve(self) -> bool:
+        """Let the loop use one token; return whether it goes on."""
+        if self.native is not None:
+            goes_on: bool = self.native.serve()
+            return goes_on
+        tokens = iter((True,))
+
+        def wait() -> bool:
+            if next(tokens, None) is None:
+                raise NoToken
+            return True
+
+        self.loop._go = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+        try:
+            self.loop.run()
+        except NoToken:
+            return True
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """Return all that a parent can see, and how often it was rung."""
+        state: dict[str, Any] = {name: word.tolist() for name, word in self.words.items() if name not in _CLOCKS}
+        state["samples"] = int(self.words["step_bins"].sum())
+        start = self.slab.plan.groups[0].inputs.nbytes
+        state["frames"] = self.slab.buffer[start:].tobytes()
+        state["storage"] = self.storage_bytes.tobytes()
+        state["reports"] = [{k: v for k, v in report.items() if k != "traceback"} for report in self.reports]
+        state["rings"] = sum(1 for _ in iter(self.done.try_wait, False))  # noqa: FBT003  # the value that ends it
+        slots = self.block.slots.values()
+        state["slots"] = [(bool(s.has_ended), bool(s.must_reset), bool(np.any(s.last_done))) for s in slots]
+        return state
+
+
+def fingerprint(value: Any) -> Any:
+    """Return what a value is, to the type and the bit."""
+    if isinstance(value, dict):
+        return "dict", [(key, fingerprint(item)) for key, item in value.items()]
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, [fingerprint(item) for item in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        flags = (value.flags.writeable, value.flags.owndata) if isinstance(value, np.ndarray) else ()
+        return type(value).__name__, array.dtype.str, array.shape, array.strides, array.tobytes(), flags
+    return type(value).__name__, value
+
+
+class Scripted(gymnasium.Env[Any, Any]):
+    """Gives values of its space that a generator draws, and what a script makes of a step's result.
+
+    Args:
+        observation_space: of its observations.
+        action_space: of its actions.
+        script: takes each step's five values and returns what the env does; used up from the front, then none.
+        length: steps of an episode.
+    """
+
+    def __init__(
+        self, observation_space: Any, action_space: Any, script: list[Callable[[Any], Any]], length: int = 5
+    ) -> None:
+        self.observation_space, self.action_space = copy.deepcopy(observation_space), copy.deepcopy(action_space)
+        self.script = list(script)
+        self.length = length
+        self.seen: list[Any] = []
+        self.num_steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.observation_space.seed(int(self.np_random.integers(2**31)))
+        self.seen.append(("reset", seed, options))
+        self.num_steps = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        self.seen.append(fingerprint(action))
+        self.num_steps += 1
+        ended = self.num_steps >= self.length
+        result = (self.observation_space.sample(), float(self.num_steps) / 3, ended, False, {"at": self.num_steps})
+        return self.script.pop(0)(result) if self.script else result
+
+
+def sides(make: Callable[[], list[Adapter]], options: BlockOptions | None = None) -> tuple[Side, Side]:
+    """Return the two sides, with envs of their own: in Python, in C."""
+    return Side(make(), is_native=False, options=options), Side(make(), is_native=True, options=options)
+
+
+def served(both: tuple[Side, Side]) -> Iterator[tuple[Side, dict[str, Any]]]:
+    """Let both use one token and yield them with their states."""
+    for side in both:
+        side.serve()
+        yield side, side.state()
+
+
+def compare(both: tuple[Side, Side]) -> dict[str, Any]:
+    """Let both use one token, see that nothing differs, and return the state."""
+    (_, expected), (_, got) = served(both)
+    for name, value in expected.items():
+        assert got[name] == value, name
+    return got

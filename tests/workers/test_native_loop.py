@@ -1,0 +1,250 @@
+"""The loop in C waits as a doorbell does, and does things in the order that the protocol wants."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envherd.executor import ParallelEnv, WorkerLost
+from envherd.shm import slab
+from envherd.shm.sync import DOORBELL_BYTES, Doorbell
+from envherd.workers import native, protocol
+from envherd.workers.protocol import RESET, STEP, WORKER_STEPS
+from envherd.workers.testing import CountingEnv
+from envherd.workers.testing.envs import PlainAdapter
+from tests.workers.native_sides import Side
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason=f"the C extension is not there: {native.describe()}")
+
+SOURCE = (Path(native.__file__).parent / "loop.c").read_text()
+
+
+class Alarm(Exception):
+    """What the test's signal handler raises."""
+
+
+def make_side() -> Side:
+    return Side([PlainAdapter(CountingEnv(3)) for _ in range(3)], is_native=True)
+
+
+def test_it_serves_until_a_message_says_to_leave():
+    side = make_side()
+    thread = threading.Thread(target=side.loop.run)
+    thread.start()
+    for op in (RESET, STEP, STEP):
+        side.command(op, [1, 2, 3])
+        side.go.ring()
+        assert side.done.wait(60)
+        assert (side.words["reply_seq"] == side.words["command_seq"]).all()
+    time.sleep(0.05)  # long enough for it to block
+    side.send(None)
+    side.go.ring()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert side.words["env_steps"].tolist() == [0, 2, 2, 2]
+    assert not side.done.try_wait()
+
+
+@pytest.mark.parametrize("delay", [0.001, 0.2])
+def test_a_signal_handler_that_raises_ends_the_wait_and_the_loop_can_go_on(delay):
+    side = make_side()
+
+    def handle(_number: int, _frame: Any) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with pytest.raises(Alarm):  # noqa: PT012  # it may come before the call
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            side.loop.run()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    side.command(RESET, [1, 2, 3])
+    side.send(lambda: None)
+    side.go.ring()
+    threading.Timer(0.05, lambda: (side.send(None), side.go.ring())).start()
+    side.loop.run()
+    assert side.words["resets"].tolist() == [0, 1, 1, 1]
+
+
+def test_a_signal_that_comes_while_it_yields_is_not_slept_over():
+    side = make_side()
+    module: Any = native.load()
+    loop = module.Loop(side.loop.facts() | {"brief_spin": 10**8})  # type: ignore[attr-defined]  # ns: a tenth of a second
+
+    def handle(_number: int, _frame: Any) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with pytest.raises(Alarm):  # noqa: PT012  # it may come before the call
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            loop.run()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_handler_that_returns_does_not_end_the_wait():
+    side = make_side()
+    caught: list[int] = []
+
+    def handle(number: int, _frame: Any) -> None:
+        caught.append(number)
+        if len(caught) == 3:
+            side.send(None)
+            side.go.ring()
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        side.loop.run()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(caught) >= 3
+
+
+def test_other_threads_run_while_it_waits():
+    side = make_side()
+    count = 0
+
+    def work() -> None:
+        nonlocal count
+        for _ in range(100):
+            time.sleep(0.0005)
+            count += 1
+        side.send(None)
+        side.go.ring()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    side.loop.run()
+    thread.join()
+    assert count == 100
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_signals_to_a_worker_that_waits_do_what_they_do_without_c():
+    with ParallelEnv(2, CountingEnv, num_workers=1, seed=0) as env:
+        env.reset()
+        pid = env.call("pid")[0]
+        os.kill(pid, signal.SIGINT)  # ignored
+        env.step(env.rand_action())
+        assert env.call("pid")[0] == pid
+        os.kill(pid, signal.SIGTERM)
+        with pytest.raises(WorkerLost, match="SIGTERM"):  # noqa: PT012  # whichever call finds it
+            for _ in range(10_000):
+                env.step(env.rand_action())
+                env.reset()
+
+
+# ---- the code does it in this order, and packs words as python does ---------------------------------
+
+
+def body_of(function: str) -> str:
+    """Return the source of a C function, which ends with the first brace that begins a line."""
+    found = re.search(rf"\n[^\n;]*\b{function}\([^;]*?\n\{{\n(.*?)\n\}}\n", SOURCE, re.DOTALL)
+    assert found is not None, function
+    return found.group(1)
+
+
+def test_it_does_it_in_the_order_of_the_protocol():
+    landmarks = {
+        "command_seq": "number = LOAD_NUMBER(word(loop, COMMAND_SEQ",
+        "rows": "carry_out(loop, env, command)",
+        "status": "STORE(word(loop, STATUS",
+        "reply_seq": "STORE_NUMBER(word(loop, REPLY_SEQ",
+        "done": "bell_ring(&loop->done)",
+    }
+    source = body_of("scan")
+    places = [source.index(landmarks[step]) for step in WORKER_STEPS[1:]]
+    assert places == sorted(places)
+    assert source.index("command = LOAD(word(loop, COMMAND,") > places[0]
+    assert "bell_ring" not in SOURCE.replace(source, "")
+
+
+def test_a_command_is_served_with_its_number_written_after_its_rows():
+    """The env sees, in its step, that nothing of it is answered yet; the parent that all of it is."""
+    side = make_side()
+    side.command(RESET, [1, 2, 3])
+    side.serve()
+    side.command(STEP, [1, 2, 3])
+    side.serve()
+    seen: list[list[int]] = []
+    for adapter in side.adapters.values():
+        step = adapter.env.step
+        adapter.env.step = lambda action, step=step: (seen.append(owing(side)), step(action))[1]
+    assert side.done.try_wait()
+    assert side.done.try_wait()
+    side.command(STEP, [1, 2, 3])
+    side.serve()
+    assert seen == [[1, 2, 3], [2, 3], [3]]
+    assert owing(side) == []
+    assert side.done.try_wait()
+    assert not side.done.try_wait()
+
+
+def owing(side: Side) -> list[int]:
+    return np.flatnonzero(side.words["command_seq"] != side.words["reply_seq"]).tolist()
+
+
+def test_words_are_packed_as_the_protocol_says():
+    constants = dict(re.findall(r"\b([A-Z_]+) = (\d+)", SOURCE))
+    expected = {
+        "OP_BITS": protocol._OP_BITS,
+        "FLAG_BITS": protocol._FLAG_BITS,
+        "TARGET_BITS": protocol._TARGET_BITS,
+        "OP_STEP": protocol.STEP,
+        "OP_STEP_RESET": protocol.STEP_RESET,
+        "FLAG_EACH": int(protocol.Flag.EACH),
+        "STATUS_OK": int(protocol.Status.OK),
+    }
+    assert {name: int(constants[name]) for name in expected} == expected
+
+
+def test_durations_fall_into_the_bins_of_the_slab(monkeypatch):
+    """Steps of known length are counted where `bin_of` counts them, one doubling aside."""
+    side = make_side()
+    side.command(RESET, [1])
+    side.serve()
+    step = CountingEnv.step
+    for seconds in (0.001, 0.01, 0.05):
+        monkeypatch.setattr(CountingEnv, "step", lambda *args, seconds=seconds: (time.sleep(seconds), step(*args))[1])
+        before = side.words["step_bins"].copy()
+        side.command(STEP, [1])
+        side.serve()
+        monkeypatch.undo()
+        (index,) = np.flatnonzero(side.words["step_bins"] - before)
+        assert index - slab.NUM_BINS >= slab.bin_of(int(seconds * 1e9))
+
+
+def test_a_doorbell_that_is_not_one_is_refused():
+    side = make_side()
+    facts = side.loop.facts()  # type: ignore[attr-defined]
+    module: Any = native.load()
+    module.Loop(facts)
+    for wrong in (np.zeros(8, np.uint8), np.zeros(DOORBELL_BYTES + 1, np.uint8)[1:], b"x" * DOORBELL_BYTES):
+        with pytest.raises((ValueError, BufferError)):
+            module.Loop(facts | {"go": wrong})
+    for name, value in {"worker_id": 2, "num_bins": 3, "slots": [(99, None)], "tidy_every": 0}.items():
+        with pytest.raises(ValueError, match="slab"):
+            module.Loop(facts | {name: value})
+
+
+def test_a_doorbells_memory_is_where_it_lives():
+    buffer = np.zeros(2 * DOORBELL_BYTES, np.uint8)
+    bell = Doorbell.create(buffer, DOORBELL_BYTES)
+    other = Doorbell.attach(bell.memory, 0)
+    bell.ring()
+    assert other.try_wait()

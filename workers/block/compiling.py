@@ -1,0 +1,103 @@
+"""Which steps are plain enough for C, and what C is given for them.
+
+Guarantees: a step in C has the effects of `slot.compile_step`, which is the specification. C hands a result that is not
+plain to the same Python code, before anything was written; no env is stepped twice.
+
+An env is plain if it is single, and its observations and rewards are arrays or int64 numbers of fixed shape. The `Step`
+holds the buffers of the arrays that it is given, so their memory lives as long as it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
+from envherd.workers import native
+from envherd.workers.adapters.base import EnvCall, StepValues
+from envherd.workers.adapters.common.scalars import NUMBERS
+from envherd.workers.block.slot import Sink, Slot, compile_keep
+
+
+def compile_native(
+    slot: Slot, sink: Sink, words: Mapping[str, memoryview], step: Callable[[list[Any]], StepValues]
+) -> Any:
+    """Return an env's step to a sink in C, a `Step`; None without the extension, or if the env is not plain.
+
+    Args:
+        slot: of the env; its inputs are bound.
+        sink: where it writes.
+        words: of the slab.
+        step: steps the env, given the values of its action.
+    """
+    module, adapter = native.load(), slot.adapter
+    if module is None or slot.check_finite or slot.has_side or adapter.takes_tensors or adapter.gives_tensors:
+        return None
+    if not _is_plain(slot.spec):
+        return None
+    call = adapter.env_call() if step == adapter.step else None
+    return module.Step(step_facts(slot, sink, words, step if call is None else call))
+
+
+def step_facts(
+    slot: Slot, sink: Sink, words: Mapping[str, memoryview], step: Callable[[list[Any]], StepValues] | EnvCall
+) -> dict[str, Any]:
+    """Return what `_native.Step` is given for a plain env's step to a sink.
+
+    Args:
+        slot: of the env.
+        sink: where it writes.
+        words: of the slab.
+        step: steps the env, given the values of its action; or how to call the env itself.
+    """
+    spec, arrays, keep = slot.spec, sink.arrays, compile_keep(slot, sink, words)
+    call = step if isinstance(step, EnvCall) else EnvCall(lambda values: values, reads_number=False)
+    read = call.read
+    return {
+        "slot": slot,
+        "env_id": slot.env_id,
+        "words": words,
+        "adapter": slot.adapter,
+        "step": None if isinstance(step, EnvCall) else step,
+        "hand_over": lambda column, result: keep(column, read(result)),
+        "reads_number": call.reads_number,
+        "give": call.give,
+        "build": call.build,
+        "flatten": call.flatten,
+        "ready": tuple(call.ready) or None,
+        "readers": tuple(slot.action_readers),
+        "index": _index(slot),
+        "num_columns": sink.num_columns,
+        "root_follows": sink.root_follows,
+        "observation": [arrays["next", *leaf.key] for leaf in spec.observation],
+        "root": [arrays["root", *leaf.key] for leaf in spec.observation],
+        "reward": [arrays["next", *leaf.key] for leaf in spec.reward],
+        "done": [arrays["next", *leaf.key] for leaf in spec.done],
+        "root_done": [arrays["root", *leaf.key] for leaf in spec.done],
+        "array_type": np.ndarray,
+        "bool_type": np.bool_,
+        "integer_type": np.int64,
+        "number_types": tuple(NUMBERS),
+    }
+
+
+def _is_plain(spec: EnvSpec) -> bool:
+    if spec.batch_shape or len(spec.done) != 3 or len(spec.action) + len(spec.state) == 0:
+        return False
+    return all(map(_is_stored_plainly, (*spec.observation, *spec.reward)))
+
+
+def _is_stored_plainly(leaf: LeafSpec) -> bool:
+    return leaf.dtype == "int64" if leaf.shape == () else 0 not in leaf.shape
+
+
+def _index(slot: Slot) -> np.ndarray | None:
+    """Return the action as int64 `[1]` (VIEW), where it is a single index."""
+    leaves = (*slot.spec.action, *slot.spec.state)
+    leaf, row = leaves[0], slot.place[1]
+    if len(leaves) != 1 or leaf.shape != () or not isinstance(leaf.domain, Discrete):
+        return None
+    array = slot.inputs["input", *leaf.key]
+    return array[row : row + 1] if array.dtype == np.int64 else None

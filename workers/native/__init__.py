@@ -1,0 +1,55 @@
+"""The optional C extension of a worker: whether it is there, and wanted.
+
+The Python code is the specification. C makes the steps that are plain (see `block.compiling`) and hands everything else
+to Python, so both write the same bytes. `ENVHERD_NATIVE=0` in the environment switches C off.
+Limits: Linux, and CPython with its GIL. `pip install` builds the extension where there is a compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import Any
+
+from envherd.shm import sync
+
+#: The environment variable that switches C off, by "0".
+SWITCH = "ENVHERD_NATIVE"
+#: The extension module.
+MODULE = "envherd.workers.native._native"
+_NS = 1e9
+
+
+def load() -> Any:
+    """Return the extension module, or None where it was not built, cannot be loaded, or is switched off."""
+    return find()[0]
+
+
+def describe() -> str:
+    """Return which code makes plain steps, and why, for people: "C" or "Python (why)"."""
+    module, why = find()
+    return "C" if module is not None else f"Python ({why})"
+
+
+def waiting_facts() -> dict[str, int]:
+    """Return the constants of `shm.sync` by which C waits for a doorbell, in nanoseconds and numbers of waits."""
+    return {
+        "brief_spin": int(sync.BRIEF_SPIN_S * _NS),
+        "long_spin": int(sync.LONG_SPIN_S * _NS),
+        "short_wait": int(sync.SHORT_WAIT_S * _NS),
+        "overrun": int(sync.OVERRUN_S * _NS),
+        "fewest_waits": sync.FEWEST_WAITS_WITHOUT_SPIN,
+        "most_waits": sync.MOST_WAITS_WITHOUT_SPIN,
+    }
+
+
+@functools.cache
+def find() -> tuple[Any, str]:
+    """Return the extension module or None, and why it is None; looked for once."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return None, f"{SWITCH}=0"
+    try:
+        return importlib.import_module(MODULE), ""
+    except ImportError as error:
+        return None, str(error)

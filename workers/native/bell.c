@@ -1,0 +1,165 @@
+/* Facts, and doorbells by the rules of `shm.sync.Doorbell.wait`, whose constants python hands over. */
+#include "native.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <time.h>
+
+enum { NS_PER_S = 1000000000 };
+static const i64 SLICE_NS = 60LL * NS_PER_S; /* sem_timedwait follows the wall clock, which may be set */
+
+/* ---- facts ------------------------------------------------------------------------------------------ */
+
+PyObject *fact(PyObject *facts, const char *name)
+{
+    PyObject *value = PyDict_GetItemString(facts, name);
+    if (value == NULL && !PyErr_Occurred())
+        PyErr_SetString(PyExc_KeyError, name);
+    return value;
+}
+
+int take_fact(PyObject *facts, const char *name, PyObject **to)
+{
+    PyObject *value = fact(facts, name);
+    if (value == NULL)
+        return -1;
+    *to = value == Py_None ? NULL : Py_NewRef(value);
+    return 0;
+}
+
+int take_number(PyObject *facts, const char *name, i64 *to)
+{
+    PyObject *value = fact(facts, name);
+    if (value == NULL)
+        return -1;
+    *to = PyLong_AsLongLong(value);
+    return *to == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+int take_words(PyObject *words, const char *name, Py_buffer *to)
+{
+    PyObject *array = fact(words, name);
+    if (array == NULL || PyObject_GetBuffer(array, to, PyBUF_CONTIG | PyBUF_FORMAT) < 0)
+        return -1;
+    if (to->ndim == 1 && to->itemsize == 8 && (to->format[0] == 'l' || to->format[0] == 'q'))
+        return 0;
+    PyErr_Format(PyExc_ValueError, "expected int64 words, got other memory as %s", name);
+    return -1;
+}
+
+/* ---- doorbells -------------------------------------------------------------------------------------- */
+
+i64 monotonic_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (i64)now.tv_sec * NS_PER_S + now.tv_nsec;
+}
+
+static struct timespec wall_clock_in(i64 ns)
+{
+    struct timespec at;
+    clock_gettime(CLOCK_REALTIME, &at);
+    i64 sum = at.tv_nsec + ns;
+    at.tv_sec += (time_t)(sum / NS_PER_S);
+    at.tv_nsec = (long)(sum % NS_PER_S);
+    return at;
+}
+
+int bell_take_memory(PyObject *array, const char *name, Bell *bell)
+{
+    if (PyObject_GetBuffer(array, &bell->memory, PyBUF_CONTIG) < 0)
+        return -1;
+    bell->semaphore = bell->memory.buf;
+    if (bell->memory.len >= (Py_ssize_t)sizeof(sem_t) && (uintptr_t)bell->memory.buf % _Alignof(sem_t) == 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "expected the memory of a doorbell as %s", name);
+    return -1;
+}
+
+int bell_take(PyObject *facts, const char *name, Bell *bell)
+{
+    PyObject *array = fact(facts, name);
+    if (array == NULL || bell_take_memory(array, name, bell) < 0)
+        return -1;
+    if (take_number(facts, "brief_spin", &bell->brief_spin) < 0 || take_number(facts, "long_spin", &bell->long_spin) < 0
+        || take_number(facts, "short_wait", &bell->short_wait) < 0 || take_number(facts, "overrun", &bell->overrun) < 0
+        || take_number(facts, "fewest_waits", &bell->fewest_waits) < 0
+        || take_number(facts, "most_waits", &bell->most_waits) < 0)
+        return -1;
+    bell->spin = bell->brief_spin;
+    bell->back_off = bell->fewest_waits;
+    return 0;
+}
+
+void bell_ring(Bell *bell)
+{
+    sem_post(bell->semaphore);
+}
+
+/* Yield the processor for a bounded time, looking for a token in between. Without the GIL. */
+static int spin(Bell *bell)
+{
+    i64 now = monotonic_ns(), limit = now + bell->spin;
+    int is_taken = 0;
+    while (!is_taken && now < limit) {
+        sched_yield();
+        is_taken = sem_trywait(bell->semaphore) == 0;
+        now = monotonic_ns();
+    }
+    if (now > limit + bell->overrun) {
+        bell->waits_without_spin = bell->back_off;
+        bell->back_off = 2 * bell->back_off < bell->most_waits ? 2 * bell->back_off : bell->most_waits;
+    } else if (bell->back_off > bell->fewest_waits) {
+        bell->back_off--;
+    }
+    return is_taken;
+}
+
+/* Block until a token, the end (< 0: none) or a signal whose handler raises. Other threads may run meanwhile. */
+static int block(Bell *bell, i64 timeout_ns)
+{
+    i64 end = timeout_ns < 0 ? 0 : monotonic_ns() + timeout_ns;
+    for (;;) {
+        if (PyErr_CheckSignals() < 0) /* also for a signal during the spin, which interrupts no system call */
+            return -1;
+        i64 left = timeout_ns < 0 ? SLICE_NS : end - monotonic_ns();
+        if (left <= 0)
+            return sem_trywait(bell->semaphore) == 0;
+        struct timespec at = wall_clock_in(left < SLICE_NS ? left : SLICE_NS);
+        int error = 0;
+        Py_BEGIN_ALLOW_THREADS
+        if (sem_timedwait(bell->semaphore, &at) != 0)
+            error = errno;
+        Py_END_ALLOW_THREADS
+        if (error == 0)
+            return 1;
+        if (error != EINTR && error != ETIMEDOUT) {
+            errno = error;
+            PyErr_SetFromErrno(PyExc_OSError);
+            return -1;
+        }
+    }
+}
+
+int bell_wait(Bell *bell, i64 timeout_ns)
+{
+    int is_taken = 0;
+    if (PyErr_CheckSignals() < 0)
+        return -1;
+    if (sem_trywait(bell->semaphore) == 0)
+        return 1;
+    if (bell->waits_without_spin == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        is_taken = spin(bell);
+        Py_END_ALLOW_THREADS
+        if (is_taken)
+            return 1;
+    }
+    i64 began = monotonic_ns();
+    is_taken = block(bell, timeout_ns);
+    bell->spin = monotonic_ns() - began < bell->short_wait ? bell->long_spin : bell->brief_spin;
+    if (bell->waits_without_spin > 0)
+        bell->waits_without_spin--;
+    return is_taken;
+}

@@ -1,0 +1,469 @@
+/* The worker's loop: wait for the doorbell, look which envs have a command, carry it out; see `process.loop.Loop`.
+ *
+ * C makes plain steps, by the `Step` of their sink. `Block.execute` carries out every other command, and the rest of a
+ * step whose result is not plain. C forgets what it knows of an env whenever Python code may have changed it: after a
+ * message, and after a command that Python carried out or completed. */
+#include "native.h"
+
+#include <stdlib.h>
+
+enum { OP_BITS = 4, FLAG_BITS = 4, TARGET_BITS = 24, OP_STEP = 1, OP_STEP_RESET = 2, FLAG_EACH = 1 }; /* workers.protocol */
+enum { STATUS_OK = 0 };
+
+static const char *const WORDS[] = {"command_seq", "command", "reply_seq", "status", "resets", "mail_seq", "answered",
+                                    "ring_at", "busy_ns", "seat", "since_ns", "reset_ns", "step_bins", "phase"};
+enum { COMMAND_SEQ, COMMAND, REPLY_SEQ, STATUS, RESETS, MAIL_SEQ, ANSWERED, RING_AT, BUSY, SEAT, SINCE, RESET_NS,
+       STEP_BINS, PHASE, NUM_WORDS };
+/* What Python does: functions of `process.native_loop.NativeLoop` and its block. */
+static const char *const CALLS[] = {"execute", "hand_over", "fail", "go_on", "check_mail", "tidy", "move", "draw_seeds"};
+enum { EXECUTE, HAND_OVER, FAIL, GO_ON, CHECK_MAIL, TIDY, MOVE, DRAW_SEEDS, NUM_CALLS };
+static const char *const NAMES[] = {"sinks", "native", "must_reset", "has_ended", "prepared"};
+enum { SINKS, NATIVE, MUST_RESET, HAS_ENDED, PREPARED, NUM_NAMES };
+
+typedef struct {
+    i64 id, latest;    /* `latest`: number of the latest command that was carried out */
+    i64 target;        /* what `step` writes to */
+    PyObject *slot;
+    Step *step;        /* its plain step, while C knows that the env runs; else NULL */
+} Env;
+
+typedef struct {
+    i64 number;
+    Py_ssize_t index;
+} Pending;
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer words[NUM_WORDS];
+    Bell go, done;
+    PyObject *calls[NUM_CALLS], *names[NUM_NAMES], *step_type;
+    Env *envs;
+    Pending *pending;
+    Py_ssize_t num_envs;
+    i64 worker_id, num_workers, num_bins, tidy_every;
+    i64 num_wakes, num_scans, seat, mail_read;
+    int has_run_python; /* since seeds were drawn */
+} Loop;
+
+static i64 *word(const Loop *loop, int name, i64 index) { return (i64 *)loop->words[name].buf + index; }
+
+/* ---- construction ----------------------------------------------------------------------------------- */
+
+static int take_envs(Loop *loop, PyObject *facts)
+{
+    PyObject *slots = fact(facts, "slots");
+    Py_ssize_t count = slots == NULL ? -1 : PyList_Size(slots), num_words = loop->words[COMMAND_SEQ].shape[0];
+    if (count < 0)
+        return -1;
+    loop->envs = PyMem_Calloc((size_t)count + 1, sizeof *loop->envs);
+    loop->pending = PyMem_Calloc((size_t)count + 1, sizeof *loop->pending);
+    if (loop->envs == NULL || loop->pending == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    loop->num_envs = count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Env *env = &loop->envs[i];
+        if (!PyArg_ParseTuple(PyList_GetItem(slots, i), "LO", &env->id, &env->slot)) {
+            env->slot = NULL;
+            return -1;
+        }
+        Py_INCREF(env->slot);
+        if (env->id < 0 || env->id >= num_words) {
+            PyErr_SetString(PyExc_ValueError, "expected env ids of the slab");
+            return -1;
+        }
+        env->latest = LOAD(word(loop, REPLY_SEQ, env->id));
+    }
+    return 0;
+}
+
+static int take_all(Loop *loop, PyObject *facts)
+{
+    PyObject *words = fact(facts, "words"), *calls = fact(facts, "calls");
+    if (words == NULL || calls == NULL || take_number(facts, "worker_id", &loop->worker_id) < 0
+        || take_number(facts, "num_bins", &loop->num_bins) < 0 || take_number(facts, "mail_read", &loop->mail_read) < 0
+        || take_number(facts, "tidy_every", &loop->tidy_every) < 0 || bell_take(facts, "go", &loop->go) < 0
+        || bell_take(facts, "done", &loop->done) < 0)
+        return -1;
+    for (int i = 0; i < NUM_WORDS; i++)
+        if (take_words(words, WORDS[i], &loop->words[i]) < 0)
+            return -1;
+    for (int i = 0; i < NUM_CALLS; i++)
+        if (take_fact(calls, CALLS[i], &loop->calls[i]) < 0)
+            return -1;
+    for (int i = 0; i < NUM_NAMES; i++)
+        if ((loop->names[i] = PyUnicode_InternFromString(NAMES[i])) == NULL)
+            return -1;
+    loop->num_workers = loop->words[ANSWERED].shape[0];
+    int is_of_slab = loop->worker_id >= 0 && loop->worker_id < loop->num_workers && loop->num_bins > 0
+        && loop->tidy_every > 0 && loop->words[STEP_BINS].shape[0] == loop->num_workers * loop->num_bins;
+    if (!is_of_slab) {
+        PyErr_SetString(PyExc_ValueError, "expected a worker of the slab");
+        return -1;
+    }
+    loop->seat = LOAD(word(loop, SEAT, loop->worker_id));
+    return take_envs(loop, facts);
+}
+
+static PyObject *loop_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
+{
+    PyObject *facts, *step_type;
+    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &facts) || (step_type = fact(facts, "step_type")) == NULL)
+        return NULL;
+    Loop *loop = (Loop *)PyType_GenericAlloc(type, 0);
+    if (loop == NULL)
+        return NULL;
+    loop->step_type = Py_NewRef(step_type);
+    if (take_all(loop, facts) < 0) {
+        Py_DECREF(loop);
+        return NULL;
+    }
+    return (PyObject *)loop;
+}
+
+static int loop_traverse(Loop *loop, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)loop));
+    for (int i = 0; i < NUM_CALLS; i++)
+        Py_VISIT(loop->calls[i]);
+    for (Py_ssize_t i = 0; i < loop->num_envs; i++) {
+        Py_VISIT(loop->envs[i].slot);
+        Py_VISIT(loop->envs[i].step);
+    }
+    return 0;
+}
+
+static int loop_clear(Loop *loop)
+{
+    for (int i = 0; i < NUM_CALLS; i++)
+        Py_CLEAR(loop->calls[i]);
+    for (Py_ssize_t i = 0; i < loop->num_envs; i++) {
+        Py_CLEAR(loop->envs[i].slot);
+        Py_CLEAR(loop->envs[i].step);
+    }
+    return 0;
+}
+
+static void loop_dealloc(Loop *loop)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)loop);
+    PyObject_GC_UnTrack(loop);
+    loop_clear(loop);
+    for (int i = 0; i < NUM_WORDS; i++)
+        PyBuffer_Release(&loop->words[i]);
+    for (int i = 0; i < NUM_NAMES; i++)
+        Py_XDECREF(loop->names[i]);
+    PyBuffer_Release(&loop->go.memory);
+    PyBuffer_Release(&loop->done.memory);
+    Py_XDECREF(loop->step_type);
+    PyMem_Free(loop->envs);
+    PyMem_Free(loop->pending);
+    PyObject_GC_Del(loop);
+    Py_DECREF(type);
+}
+
+/* ---- what python does ------------------------------------------------------------------------------- */
+
+static void forget_step(Env *env) { Py_CLEAR(env->step); }
+
+/* Make one of the calls about a command of an env, with up to two objects more; return the status that it returns, or
+ * -1 with an exception. */
+static i64 ask_python(Loop *loop, Env *env, int call, i64 command, PyObject *more, PyObject *other)
+{
+    const char *format = more == NULL ? "LL" : other == NULL ? "LLO" : "LLOO";
+    PyObject *reply = PyObject_CallFunction(loop->calls[call], format, env->id, command, more, other);
+    forget_step(env);
+    loop->has_run_python = 1;
+    i64 status = reply == NULL ? -1 : PyLong_AsLongLong(reply);
+    Py_XDECREF(reply);
+    return status;
+}
+
+static int call(Loop *loop, int name)
+{
+    PyObject *reply = PyObject_CallNoArgs(loop->calls[name]);
+    Py_XDECREF(reply);
+    return reply == NULL ? -1 : 0;
+}
+
+static i64 report_failure(Loop *loop, Env *env, i64 command)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    i64 status = ask_python(loop, env, FAIL, command, error, NULL);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    return status;
+}
+
+/* ---- steps ------------------------------------------------------------------------------------------ */
+
+static int attribute_is(const Loop *loop, PyObject *of, int name, PyObject *expected)
+{
+    PyObject *value = PyObject_GetAttr(of, loop->names[name]);
+    Py_XDECREF(value);
+    return value == expected;
+}
+
+/* Return the step of an env to a target (a new reference), or NULL where Python is to make it, perhaps with an
+ * exception. */
+static Step *find_step(Loop *loop, Env *env, i64 target)
+{
+    PyObject *slot = env->slot, *native = NULL;
+    if (!attribute_is(loop, slot, MUST_RESET, Py_False) || !attribute_is(loop, slot, HAS_ENDED, Py_False)
+        || !attribute_is(loop, slot, PREPARED, Py_None))
+        return NULL;
+    PyObject *sinks = PyObject_GetAttr(slot, loop->names[SINKS]), *key = PyLong_FromLongLong(target);
+    PyObject *sink = sinks == NULL || key == NULL ? NULL : PyDict_GetItemWithError(sinks, key);
+    if (sink != NULL)
+        native = PyObject_GetAttr(sink, loop->names[NATIVE]);
+    Py_XDECREF(sinks);
+    Py_XDECREF(key);
+    if (native != NULL && (PyObject *)Py_TYPE(native) != loop->step_type)
+        Py_CLEAR(native); /* None */
+    return (Step *)native;
+}
+
+static i64 note_end(Loop *loop, Env *env, Step *step, i64 command, PyObject *observation)
+{
+    forget_step(env);
+    if (step_note_end(step, 1) < 0)
+        return -1;
+    int needs_python = (command & ((1 << OP_BITS) - 1)) == OP_STEP_RESET || step_root_follows(step);
+    return needs_python ? ask_python(loop, env, GO_ON, command, observation, NULL) : STATUS_OK;
+}
+
+static i64 step_env(Loop *loop, Env *env, i64 command, i64 column)
+{
+    PyObject *given;
+    i64 status = STATUS_OK;
+    STORE(word(loop, PHASE, loop->worker_id), (command & ((1 << OP_BITS) - 1)) | (env->id + 1) << OP_BITS);
+    Step *step = (Step *)Py_NewRef((PyObject *)env->step);
+    switch (step_once(step, column, &given)) {
+    case STEP_STORED:
+        break;
+    case STEP_ENDED:
+        status = note_end(loop, env, step, command, given);
+        break;
+    case STEP_ODD:
+        status = ask_python(loop, env, HAND_OVER, command, step_hand_over(step), given);
+        break;
+    case STEP_RAISED:
+        status = report_failure(loop, env, command);
+    }
+    Py_XDECREF(given);
+    Py_DECREF(step);
+    return status;
+}
+
+/* Carry out one command and return its status, or -1 with an exception that is not an env's. */
+static i64 carry_out(Loop *loop, Env *env, i64 command)
+{
+    i64 op = command & ((1 << OP_BITS) - 1), column = command >> (OP_BITS + FLAG_BITS + TARGET_BITS);
+    i64 target = command >> (OP_BITS + FLAG_BITS) & ((1 << TARGET_BITS) - 1);
+    if (op == OP_STEP || op == OP_STEP_RESET) {
+        if (env->step == NULL || env->target != target) {
+            forget_step(env);
+            env->target = target;
+            env->step = find_step(loop, env, target);
+            if (PyErr_Occurred())
+                return -1;
+        }
+        if (env->step != NULL && column < step_num_columns(env->step))
+            return step_env(loop, env, command, column);
+    }
+    return ask_python(loop, env, EXECUTE, command, NULL, NULL);
+}
+
+/* ---- the loop --------------------------------------------------------------------------------------- */
+
+static i64 bin_of(i64 nanoseconds, i64 num_bins)
+{
+    if (nanoseconds < 8)
+        return nanoseconds < 0 ? 0 : nanoseconds;
+    int octave = 64 - __builtin_clzll((unsigned long long)nanoseconds);
+    i64 bin = ((i64)octave << 2) - 4 + (nanoseconds >> (octave - 3) & 3);
+    return bin < num_bins - 1 ? bin : num_bins - 1;
+}
+
+static i64 carry_out_timed(Loop *loop, Env *env, i64 command, i64 weight)
+{
+    i64 *resets = word(loop, RESETS, env->id), before = LOAD(resets), began = monotonic_ns();
+    i64 status = carry_out(loop, env, command), took = monotonic_ns() - began;
+    if (LOAD(resets) == before)
+        ADD(word(loop, STEP_BINS, loop->worker_id * loop->num_bins + bin_of(took, loop->num_bins)), 1);
+    else
+        ADD(word(loop, RESET_NS, loop->worker_id), took * weight);
+    return status;
+}
+
+/* Count an answer; return whether the parent wants a ring. Write, fence, read: see shm.tally. */
+static int count_answer(Loop *loop)
+{
+    i64 sum = 0;
+    ADD(word(loop, ANSWERED, loop->worker_id), 1);
+    FULL_FENCE();
+    for (i64 worker = 0; worker < loop->num_workers; worker++)
+        sum += LOAD(word(loop, ANSWERED, worker));
+    return sum >= LOAD(word(loop, RING_AT, loop->worker_id));
+}
+
+/* Read the messages that are there: 1; 0 if one of them says to leave; -1 with an exception. */
+static int read_mail(Loop *loop)
+{
+    i64 sent = LOAD_NUMBER(word(loop, MAIL_SEQ, loop->worker_id));
+    if (loop->mail_read >= sent)
+        return 1;
+    PyObject *reply = PyObject_CallNoArgs(loop->calls[CHECK_MAIL]);
+    int goes_on = reply == NULL ? -1 : PyObject_IsTrue(reply);
+    Py_XDECREF(reply);
+    for (Py_ssize_t i = 0; i < loop->num_envs; i++)
+        forget_step(&loop->envs[i]);
+    loop->has_run_python = 1;
+    loop->mail_read = sent;
+    return goes_on;
+}
+
+static int longest_waiting_first(const void *one, const void *other)
+{
+    const Pending *a = one, *b = other;
+    if (a->number != b->number)
+        return a->number < b->number ? -1 : 1;
+    return a->index < b->index ? -1 : a->index > b->index;
+}
+
+static Py_ssize_t find_pending(Loop *loop)
+{
+    Py_ssize_t count = 0;
+    for (Py_ssize_t i = 0; i < loop->num_envs; i++) {
+        i64 number = LOAD_NUMBER(word(loop, COMMAND_SEQ, loop->envs[i].id));
+        if (number != loop->envs[i].latest)
+            loop->pending[count++] = (Pending){number, i};
+    }
+    if (count > 1 && LOAD(word(loop, COMMAND, loop->envs[loop->pending[0].index].id)) & FLAG_EACH << OP_BITS)
+        qsort(loop->pending, (size_t)count, sizeof *loop->pending, longest_waiting_first);
+    return count;
+}
+
+/* Carry out the commands that are there: 1; 0 if a message says to leave; -1 with an exception. */
+static int scan(Loop *loop)
+{
+    Py_ssize_t count = find_pending(loop);
+    int owes_ring = 0, goes_on = read_mail(loop); /* what belongs to these commands was sent before their numbers */
+    if (goes_on != 1 || count == 0)
+        return goes_on;
+    Py_ssize_t sampled = (Py_ssize_t)(++loop->num_scans % count);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Env *env = &loop->envs[loop->pending[i].index];
+        i64 number = LOAD_NUMBER(word(loop, COMMAND_SEQ, env->id)), command = LOAD(word(loop, COMMAND, env->id));
+        i64 status = i == sampled ? carry_out_timed(loop, env, command, count) : carry_out(loop, env, command);
+        if (status < 0)
+            return -1;
+        STORE(word(loop, STATUS, env->id), status);
+        env->latest = number;
+        STORE_NUMBER(word(loop, REPLY_SEQ, env->id), number);
+        if (!(command & FLAG_EACH << OP_BITS))
+            owes_ring = 1;
+        else if (count_answer(loop))
+            bell_ring(&loop->done);
+    }
+    if (owes_ring)
+        bell_ring(&loop->done);
+    return 1;
+}
+
+static int serve_token(Loop *loop)
+{
+    i64 worker_id = loop->worker_id, seat = LOAD(word(loop, SEAT, worker_id));
+    if (seat != loop->seat) {
+        loop->seat = seat;
+        if (call(loop, MOVE) < 0)
+            return -1;
+    }
+    if (++loop->num_wakes % loop->tidy_every == 0 && call(loop, TIDY) < 0)
+        return -1;
+    i64 began = monotonic_ns();
+    STORE(word(loop, SINCE, worker_id), began);
+    int goes_on = read_mail(loop);
+    if (goes_on == 1)
+        goes_on = scan(loop);
+    if (goes_on < 0)
+        return -1;
+    i64 ended = monotonic_ns();
+    STORE(word(loop, PHASE, worker_id), 0);
+    STORE(word(loop, SINCE, worker_id), ended);
+    ADD(word(loop, BUSY, worker_id), ended - began);
+    if (loop->has_run_python) {
+        loop->has_run_python = 0;
+        if (call(loop, DRAW_SEEDS) < 0)
+            return -1;
+    }
+    return goes_on;
+}
+
+static PyObject *loop_run(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    Loop *loop = (Loop *)self;
+    for (int goes_on = 1; goes_on == 1;) {
+        if (bell_wait(&loop->go, -1) < 0 || (goes_on = serve_token(loop)) < 0)
+            return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *loop_serve(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    int goes_on = serve_token((Loop *)self);
+    return goes_on < 0 ? NULL : PyBool_FromLong(goes_on);
+}
+
+static PyMethodDef loop_methods[] = {
+    {"serve", loop_serve, METH_NOARGS, "Do what one token asks for; return False if a message says to leave."},
+    {"run", loop_run, METH_NOARGS, "Serve until a message says to leave; what a signal handler raises ends it."},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot loop_slots[] = {
+    {Py_tp_doc, "A worker's loop: see process.native_loop."},
+    {Py_tp_new, loop_new},
+    {Py_tp_methods, loop_methods},
+    {Py_tp_traverse, loop_traverse},
+    {Py_tp_clear, loop_clear},
+    {Py_tp_dealloc, loop_dealloc},
+    {0, NULL},
+};
+static PyType_Spec loop_spec = {
+    .name = "envherd.workers.native._native.Loop",
+    .basicsize = sizeof(Loop),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = loop_slots,
+};
+
+/* ---- the module ------------------------------------------------------------------------------------- */
+
+static int add_types(PyObject *module)
+{
+    PyType_Spec *specs[] = {&step_spec, &loop_spec, &caller_spec};
+    for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
+        PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
+        int added = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
+        Py_XDECREF(type);
+        if (added < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};
+static struct PyModuleDef module = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_native",
+    .m_doc = "A worker's loop over shared memory; python is its specification: see workers.native.",
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module); }

@@ -1,0 +1,65 @@
+/* What the C files share. Limited API of CPython 3.11 and its buffer protocol; neither numpy's nor torch's headers.
+ *
+ * Memory: whatever is read or written here belongs to an object whose buffer is held (`Py_buffer`) for as long as an
+ * address into it is kept, so that no address outlives its mapping. All calls hold the GIL but for waits in bell.c. */
+#ifndef ENVHERD_NATIVE_H
+#define ENVHERD_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <semaphore.h>
+#include <stdint.h>
+
+typedef int64_t i64;
+
+/* Words have one writer each. A number announces what was written before it, so it is stored with release order and
+ * loaded with acquire order; other words are counters and hints, which only must not be torn. */
+#define LOAD_NUMBER(place) __atomic_load_n((place), __ATOMIC_ACQUIRE)
+#define STORE_NUMBER(place, value) __atomic_store_n((place), (value), __ATOMIC_RELEASE)
+#define LOAD(place) __atomic_load_n((place), __ATOMIC_RELAXED)
+#define STORE(place, value) __atomic_store_n((place), (value), __ATOMIC_RELAXED)
+#define ADD(place, value) STORE((place), LOAD(place) + (value))
+#define FULL_FENCE() __atomic_thread_fence(__ATOMIC_SEQ_CST)
+
+/* ---- facts: what python hands a constructor, as a dict ---------------------------------------------- */
+
+PyObject *fact(PyObject *facts, const char *name);                     /* borrowed; NULL with KeyError */
+int take_fact(PyObject *facts, const char *name, PyObject **to);       /* a reference; python's None gives NULL */
+int take_number(PyObject *facts, const char *name, i64 *to);           /* 0, or -1 with an exception */
+int take_words(PyObject *words, const char *name, Py_buffer *to);      /* int64 `[n]`, writable */
+
+/* ---- doorbells: bell.c ------------------------------------------------------------------------------ */
+
+typedef struct {
+    Py_buffer memory;
+    sem_t *semaphore;
+    i64 brief_spin, long_spin, short_wait, overrun, fewest_waits, most_waits; /* constants of shm.sync, in ns */
+    i64 spin, waits_without_spin, back_off;
+} Bell;
+
+i64 monotonic_ns(void);
+int bell_take(PyObject *facts, const char *name, Bell *bell);           /* to wait for it, too */
+int bell_take_memory(PyObject *array, const char *name, Bell *bell);    /* to ring it only */
+int bell_wait(Bell *bell, i64 timeout_ns); /* 1: a token; 0: none in time; -1: with an exception. < 0: for ever */
+void bell_ring(Bell *bell);
+
+/* ---- commands of the caller: caller.c ---------------------------------------------------------------- */
+
+extern PyType_Spec caller_spec;
+
+/* ---- steps: step.c ---------------------------------------------------------------------------------- */
+
+typedef struct Step Step;
+typedef enum { STEP_STORED, STEP_ENDED, STEP_ODD, STEP_RAISED } Outcome;
+
+extern PyType_Spec step_spec;
+i64 step_num_columns(const Step *step);
+int step_root_follows(const Step *step);
+PyObject *step_hand_over(const Step *step); /* borrowed */
+/* Step the env once; the slot gets no attributes. `*given`, a new reference or NULL: with STEP_STORED and STEP_ENDED the
+ * observation values, with STEP_ODD what the env returned, of which nothing was written. STEP_RAISED: an exception. */
+Outcome step_once(Step *step, i64 column, PyObject **given);
+int step_note_end(Step *step, int has_ended); /* set the slot's `last_done` and `has_ended`: 0, or -1 */
+
+#endif

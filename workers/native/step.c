@@ -1,0 +1,535 @@
+/* One env's step to one sink: C reads the action, calls the env, checks what it returned, and stores it.
+ *
+ * C stores plain results only: exact types, and arrays that are already what the leaf stores. It checks a whole result
+ * before it stores any of it, and runs no Python code in between. It hands any other result to the Python code as the
+ * env gave it, which is the specification. It looks the env up for each step, so it sees one that was replaced. */
+#include "native.h"
+
+#include <string.h>
+
+/* Where a leaf is stored: `[column, *shape]`, each column contiguous. */
+typedef struct {
+    Py_buffer memory;
+    Py_ssize_t num_bytes; /* of a column */
+    enum { ARRAY, FLOAT_OF_ONE, DOUBLE_OF_ONE, INTEGER } kind;
+} Leaf;
+
+/* A value that was checked: where its bytes are, and the buffer that is held meanwhile, if any. */
+typedef struct {
+    Py_buffer held;
+    const void *bytes;
+    union { float as_float; double as_double; i64 as_integer; } number;
+} Value;
+
+typedef struct {
+    Leaf *leaf;
+    Py_ssize_t count;
+} Leaves;
+
+enum { NUM_FLAGS = 3 }; /* done, terminated, truncated */
+static const char *const NAMES[] = {"env", "step", "info", "prepared", "last_done", "has_ended"};
+enum { ENV, STEP, INFO, PREPARED, LAST_DONE, HAS_ENDED, NUM_NAMES };
+
+struct Step {
+    PyObject_HEAD
+    PyObject *slot;                        /* gets `prepared`, `last_done` and `has_ended` */
+    PyObject *adapter;                     /* its `env.step` is called, where `step` is NULL */
+    PyObject *step;                        /* list of the action's values -> StepValues; or NULL */
+    PyObject *hand_over;                   /* column, result that is not plain -> observation values */
+    PyObject *readers;                     /* tuple of functions that read one leaf of the action each */
+    PyObject *give, *build, *flatten;      /* see `adapters.base.EnvCall`; NULL where there is none */
+    PyObject *ready;                       /* tuple: what `give` returns for the first indices, or NULL */
+    PyObject *array_type, *bool_type, *integer_type, *number_types; /* numpy's; the last is a tuple */
+    PyObject *names[NUM_NAMES];
+    i64 calls_env;      /* `step` is NULL */
+    i64 reads_number;   /* the reward may be any number */
+    i64 root_follows;   /* in a storage: the root of the next column is written too, unless the env has ended */
+    i64 num_columns, env_id;
+    Py_buffer index, env_steps, ends;      /* `index`: the action, where it is one int64; else no object */
+    Leaves observation, root, reward, done, root_done;
+    Value *values;                         /* one per observation and reward leaf, used within `store` */
+};
+
+/* ---- construction ----------------------------------------------------------------------------------- */
+
+static int leaf_take(PyObject *array, Leaf *leaf, i64 num_columns)
+{
+    if (PyObject_GetBuffer(array, &leaf->memory, PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE) < 0)
+        return -1;
+    const Py_buffer *memory = &leaf->memory;
+    leaf->num_bytes = memory->itemsize;
+    int is_packed = memory->ndim > 0 && memory->shape[0] == num_columns;
+    for (int axis = memory->ndim - 1; is_packed && axis > 0; axis--) {
+        is_packed = memory->shape[axis] < 2 || memory->strides[axis] == leaf->num_bytes;
+        leaf->num_bytes *= memory->shape[axis];
+    }
+    if (!is_packed) {
+        PyErr_SetString(PyExc_ValueError, "compiling a step failed: expected arrays [column, *shape] with contiguous columns");
+        return -1;
+    }
+    char format = memory->format[0];
+    if (memory->ndim == 2 && memory->shape[1] == 1 && (format == 'f' || format == 'd'))
+        leaf->kind = format == 'f' ? FLOAT_OF_ONE : DOUBLE_OF_ONE;
+    else if (memory->ndim == 1 && memory->itemsize == 8 && (format == 'l' || format == 'q'))
+        leaf->kind = INTEGER;
+    else
+        leaf->kind = ARRAY;
+    return 0;
+}
+
+static int leaves_take(PyObject *facts, const char *name, Leaves *leaves, i64 num_columns)
+{
+    PyObject *arrays = fact(facts, name);
+    Py_ssize_t count = arrays == NULL ? -1 : PyList_Size(arrays);
+    if (count < 0)
+        return -1;
+    leaves->leaf = PyMem_Calloc((size_t)count + 1, sizeof *leaves->leaf);
+    if (leaves->leaf == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    leaves->count = count; /* those that are not taken yet hold nothing, which is as good to release */
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (leaf_take(PyList_GetItem(arrays, i), &leaves->leaf[i], num_columns) < 0)
+            return -1;
+    return 0;
+}
+
+static int flags_take(PyObject *facts, const char *name, Leaves *flags, i64 num_columns)
+{
+    if (leaves_take(facts, name, flags, num_columns) < 0)
+        return -1;
+    int are_flags = flags->count == NUM_FLAGS;
+    for (Py_ssize_t i = 0; are_flags && i < NUM_FLAGS; i++)
+        are_flags = flags->leaf[i].num_bytes == 1;
+    if (!are_flags)
+        PyErr_Format(PyExc_ValueError, "compiling a step failed: expected three arrays of one bool per column as %s", name);
+    return are_flags ? 0 : -1;
+}
+
+static int take_objects(PyObject *facts, Step *step)
+{
+    struct { const char *name; PyObject **to; } wanted[] = {
+        {"slot", &step->slot}, {"adapter", &step->adapter}, {"step", &step->step}, {"hand_over", &step->hand_over},
+        {"readers", &step->readers}, {"give", &step->give}, {"build", &step->build}, {"flatten", &step->flatten},
+        {"ready", &step->ready}, {"array_type", &step->array_type}, {"bool_type", &step->bool_type},
+        {"integer_type", &step->integer_type}, {"number_types", &step->number_types},
+    };
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        if (take_fact(facts, wanted[i].name, wanted[i].to) < 0)
+            return -1;
+    step->calls_env = step->step == NULL;
+    for (int i = 0; i < NUM_NAMES; i++)
+        if ((step->names[i] = PyUnicode_InternFromString(NAMES[i])) == NULL)
+            return -1;
+    return 0;
+}
+
+static int take_memory(PyObject *facts, Step *step)
+{
+    PyObject *words = fact(facts, "words"), *index = fact(facts, "index");
+    i64 columns = step->num_columns;
+    if (words == NULL || index == NULL || take_words(words, "env_steps", &step->env_steps) < 0
+        || take_words(words, "ends", &step->ends) < 0
+        || leaves_take(facts, "observation", &step->observation, columns) < 0
+        || leaves_take(facts, "root", &step->root, columns) < 0 || leaves_take(facts, "reward", &step->reward, columns) < 0
+        || flags_take(facts, "done", &step->done, columns) < 0
+        || flags_take(facts, "root_done", &step->root_done, columns) < 0)
+        return -1;
+    if (index != Py_None && take_words(facts, "index", &step->index) < 0)
+        return -1;
+    int is_own = step->root.count == step->observation.count;
+    for (Py_ssize_t i = 0; is_own && i < step->root.count; i++)
+        is_own = step->root.leaf[i].num_bytes == step->observation.leaf[i].num_bytes;
+    if (!is_own || step->env_id < 0 || step->env_id >= step->env_steps.shape[0] || step->env_id >= step->ends.shape[0]
+        || (index != Py_None && step->index.shape[0] != 1)) {
+        PyErr_SetString(PyExc_ValueError, "compiling a step failed: expected memory of this env, got other memory");
+        return -1;
+    }
+    step->values = PyMem_Calloc((size_t)(step->observation.count + step->reward.count) + 1, sizeof *step->values);
+    if (step->values == NULL)
+        PyErr_NoMemory();
+    return step->values == NULL ? -1 : 0;
+}
+
+static PyObject *step_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
+{
+    PyObject *facts;
+    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &facts))
+        return NULL;
+    Step *step = (Step *)PyType_GenericAlloc(type, 0);
+    if (step == NULL)
+        return NULL;
+    if (take_number(facts, "reads_number", &step->reads_number) < 0
+        || take_number(facts, "root_follows", &step->root_follows) < 0 || take_number(facts, "env_id", &step->env_id) < 0
+        || take_number(facts, "num_columns", &step->num_columns) < 0 || take_objects(facts, step) < 0
+        || take_memory(facts, step) < 0) {
+        Py_DECREF(step);
+        return NULL;
+    }
+    return (PyObject *)step;
+}
+
+static int step_traverse(Step *step, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)step));
+    Py_VISIT(step->slot);
+    Py_VISIT(step->adapter);
+    Py_VISIT(step->step);
+    Py_VISIT(step->hand_over);
+    Py_VISIT(step->readers);
+    Py_VISIT(step->give);
+    Py_VISIT(step->build);
+    Py_VISIT(step->flatten);
+    Py_VISIT(step->ready);
+    Py_VISIT(step->number_types);
+    return 0;
+}
+
+static int step_clear(Step *step)
+{
+    Py_CLEAR(step->slot);
+    Py_CLEAR(step->adapter);
+    Py_CLEAR(step->step);
+    Py_CLEAR(step->hand_over);
+    Py_CLEAR(step->readers);
+    Py_CLEAR(step->give);
+    Py_CLEAR(step->build);
+    Py_CLEAR(step->flatten);
+    Py_CLEAR(step->ready);
+    Py_CLEAR(step->number_types);
+    return 0;
+}
+
+static void leaves_release(Leaves *leaves)
+{
+    for (Py_ssize_t i = 0; i < leaves->count; i++)
+        PyBuffer_Release(&leaves->leaf[i].memory);
+    PyMem_Free(leaves->leaf);
+}
+
+static void step_dealloc(Step *step)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)step);
+    PyObject_GC_UnTrack(step);
+    step_clear(step);
+    Leaves *groups[] = {&step->observation, &step->root, &step->reward, &step->done, &step->root_done};
+    for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
+        leaves_release(groups[i]);
+    PyBuffer_Release(&step->index);
+    PyBuffer_Release(&step->env_steps);
+    PyBuffer_Release(&step->ends);
+    PyMem_Free(step->values);
+    Py_XDECREF(step->array_type);
+    Py_XDECREF(step->bool_type);
+    Py_XDECREF(step->integer_type);
+    for (int i = 0; i < NUM_NAMES; i++)
+        Py_XDECREF(step->names[i]);
+    PyObject_GC_Del(step);
+    Py_DECREF(type);
+}
+
+/* ---- the action ------------------------------------------------------------------------------------- */
+
+static PyObject *give(const Step *step, PyObject *value)
+{
+    if (value == NULL || step->give == NULL)
+        return value;
+    PyObject *given = PyObject_CallFunctionObjArgs(step->give, value, NULL);
+    Py_DECREF(value);
+    return given;
+}
+
+static PyObject *read_only_leaf(const Step *step)
+{
+    if (step->index.obj == NULL)
+        return give(step, PyObject_CallNoArgs(PyTuple_GetItem(step->readers, 0)));
+    i64 index = *(const i64 *)step->index.buf;
+    if (step->ready != NULL && index >= 0 && index < PyTuple_Size(step->ready))
+        return Py_NewRef(PyTuple_GetItem(step->ready, (Py_ssize_t)index));
+    return give(step, PyLong_FromLongLong(index));
+}
+
+static PyObject *read_leaves(const Step *step)
+{
+    Py_ssize_t count = PyTuple_Size(step->readers);
+    PyObject *values = PyList_New(count);
+    for (Py_ssize_t i = 0; values != NULL && i < count; i++) {
+        PyObject *value = PyObject_CallNoArgs(PyTuple_GetItem(step->readers, i));
+        if (value == NULL)
+            Py_CLEAR(values);
+        else
+            PyList_SetItem(values, i, value);
+    }
+    return values;
+}
+
+/* What the env, or `step`, is called with: the objects that Python would hand it. */
+static PyObject *read_action(const Step *step)
+{
+    if (step->calls_env && step->build == NULL)
+        return read_only_leaf(step);
+    PyObject *values, *only;
+    if (step->index.obj == NULL) {
+        values = read_leaves(step);
+    } else {
+        only = read_only_leaf(step);
+        values = only == NULL ? NULL : PyList_New(1);
+        if (values == NULL)
+            Py_XDECREF(only);
+        else
+            PyList_SetItem(values, 0, only);
+    }
+    if (values == NULL || !step->calls_env)
+        return values;
+    PyObject *built = PyObject_CallFunctionObjArgs(step->build, values, NULL);
+    Py_DECREF(values);
+    return built;
+}
+
+static PyObject *call_env(const Step *step, PyObject *action)
+{
+    if (!step->calls_env)
+        return PyObject_CallFunctionObjArgs(step->step, action, NULL);
+    PyObject *env = PyObject_GetAttr(step->adapter, step->names[ENV]);
+    PyObject *result = env == NULL ? NULL : PyObject_CallMethodObjArgs(env, step->names[STEP], action, NULL);
+    Py_XDECREF(env);
+    return result;
+}
+
+/* ---- what it gives: 1 if a value is plain, else 0, with no exception -------------------------------- */
+
+static int is_exactly(PyObject *value, PyObject *type) { return (PyObject *)Py_TYPE(value) == type; }
+
+static int check_array(const Step *step, const Leaf *leaf, PyObject *array, Value *value)
+{
+    if (!is_exactly(array, step->array_type))
+        return 0;
+    if (PyObject_GetBuffer(array, &value->held, PyBUF_STRIDES | PyBUF_FORMAT) < 0) {
+        PyErr_Clear(); /* a dtype that has no format */
+        return 0;
+    }
+    const Py_buffer *given = &value->held, *wanted = &leaf->memory;
+    int is_plain = given->ndim == wanted->ndim - 1 && strcmp(given->format, wanted->format) == 0
+        && PyBuffer_IsContiguous(given, 'C');
+    for (int axis = 0; is_plain && axis < given->ndim; axis++)
+        is_plain = given->shape[axis] == wanted->shape[axis + 1];
+    value->bytes = given->buf;
+    return is_plain; /* the buffer is released in any case, by `store` */
+}
+
+static int check_leaf(const Step *step, const Leaf *leaf, PyObject *given, Value *value)
+{
+    if (leaf->kind == INTEGER) {
+        if (!PyLong_CheckExact(given) && !is_exactly(given, step->integer_type))
+            return 0;
+        PyObject *integer = PyNumber_Index(given);
+        value->number.as_integer = integer == NULL ? -1 : PyLong_AsLongLong(integer);
+        value->bytes = &value->number;
+        Py_XDECREF(integer);
+    } else if (leaf->kind != ARRAY && PyFloat_CheckExact(given)) {
+        double number = PyFloat_AsDouble(given);
+        value->bytes = &value->number;
+        if (leaf->kind == FLOAT_OF_ONE)
+            value->number.as_float = (float)number;
+        else
+            value->number.as_double = number;
+    } else {
+        return check_array(step, leaf, given, value);
+    }
+    int is_plain = PyErr_Occurred() == NULL;
+    PyErr_Clear();
+    return is_plain;
+}
+
+static int check_leaves(const Step *step, const Leaves *leaves, PyObject *given, Value *values)
+{
+    if (!PyList_CheckExact(given) || PyList_Size(given) != leaves->count)
+        return 0;
+    for (Py_ssize_t i = 0; i < leaves->count; i++)
+        if (!check_leaf(step, &leaves->leaf[i], PyList_GetItem(given, i), &values[i]))
+            return 0;
+    return 1;
+}
+
+/* A single reward: python's float(), of the types that `adapters.common.scalars` takes without a closer look. */
+static int check_number(const Step *step, const Leaf *leaf, PyObject *given, Value *value)
+{
+    if (PyFloat_CheckExact(given))
+        return check_leaf(step, leaf, given, value);
+    int is_known = 0;
+    for (Py_ssize_t i = 0; !is_known && i < PyTuple_Size(step->number_types); i++)
+        is_known = is_exactly(given, PyTuple_GetItem(step->number_types, i));
+    PyObject *number = is_known ? PyNumber_Float(given) : NULL;
+    int is_plain = number != NULL && PyFloat_CheckExact(number) && check_leaf(step, leaf, number, value);
+    PyErr_Clear();
+    Py_XDECREF(number);
+    return is_plain;
+}
+
+static int check_flag(const Step *step, PyObject *given, char *flag)
+{
+    if (given != Py_True && given != Py_False && !(step->calls_env && is_exactly(given, step->bool_type)))
+        return 0;
+    int is_true = PyObject_IsTrue(given);
+    PyErr_Clear();
+    *flag = is_true == 1;
+    return is_true >= 0;
+}
+
+/* The observation leaves that a result has, as a list (a new reference), or NULL; with an exception if a signal
+ * handler raised it. */
+static PyObject *observation_leaves(const Step *step, PyObject *observation)
+{
+    PyObject *leaves;
+    if (!step->calls_env)
+        return Py_NewRef(observation);
+    if (step->flatten != NULL) {
+        leaves = PyObject_CallFunctionObjArgs(step->flatten, observation, NULL);
+    } else {
+        leaves = PyList_New(1);
+        if (leaves != NULL)
+            PyList_SetItem(leaves, 0, Py_NewRef(observation));
+    }
+    if (leaves == NULL && PyErr_ExceptionMatches(PyExc_Exception))
+        PyErr_Clear(); /* `hand_over` finds it again */
+    return leaves;
+}
+
+static void store_leaves(const Leaves *leaves, const Value *values, i64 column)
+{
+    for (Py_ssize_t i = 0; i < leaves->count; i++) {
+        const Leaf *leaf = &leaves->leaf[i];
+        memmove((char *)leaf->memory.buf + column * leaf->memory.strides[0], values[i].bytes, (size_t)leaf->num_bytes);
+    }
+}
+
+static void store_flags(const Leaves *flags, const char *values, i64 column)
+{
+    for (int i = 0; i < NUM_FLAGS; i++)
+        ((char *)flags->leaf[i].memory.buf)[column * flags->leaf[i].memory.strides[0]] = values[i];
+}
+
+/* Store a result if all of it is plain: 1. Else nothing is stored: 0. */
+static int store(const Step *step, i64 column, PyObject *result, PyObject *leaves, char *flags)
+{
+    Value *observed = step->values, *rewarded = observed + step->observation.count;
+    PyObject *reward = PyTuple_GetItem(result, 1);
+    int is_plain = check_flag(step, PyTuple_GetItem(result, 2), &flags[1])
+        && check_flag(step, PyTuple_GetItem(result, 3), &flags[2])
+        && check_leaves(step, &step->observation, leaves, observed);
+    if (is_plain && !step->calls_env)
+        is_plain = check_leaves(step, &step->reward, reward, rewarded);
+    else if (is_plain)
+        is_plain = step->reads_number ? check_number(step, &step->reward.leaf[0], reward, rewarded)
+                                      : check_leaf(step, &step->reward.leaf[0], reward, rewarded);
+    if (is_plain) {
+        flags[0] = flags[1] | flags[2];
+        store_leaves(&step->observation, observed, column);
+        store_leaves(&step->reward, rewarded, column);
+        store_flags(&step->done, flags, column);
+        if (step->root_follows && !flags[0] && column + 1 < step->num_columns) {
+            store_leaves(&step->root, observed, column + 1);
+            store_flags(&step->root_done, flags, column + 1); /* all three are 0 */
+        }
+    }
+    for (Py_ssize_t i = 0; i < step->observation.count + step->reward.count; i++)
+        PyBuffer_Release(&step->values[i].held); /* of those that hold nothing too */
+    return is_plain;
+}
+
+/* Step the env once with an action; see `step_once`. */
+static Outcome step_with(Step *step, i64 column, PyObject *action, PyObject **given)
+{
+    char flags[NUM_FLAGS];
+    Py_ssize_t arity = step->calls_env ? 5 : 4;
+    PyObject *result = call_env(step, action), *leaves = NULL;
+    *given = NULL;
+    if (result == NULL)
+        return STEP_RAISED;
+    if (PyTuple_CheckExact(result) && PyTuple_Size(result) == arity)
+        leaves = observation_leaves(step, PyTuple_GetItem(result, 0));
+    if (leaves == NULL || !store(step, column, result, leaves, flags)) {
+        Py_XDECREF(leaves);
+        *given = result;
+        return PyErr_Occurred() ? STEP_RAISED : STEP_ODD;
+    }
+    ADD((i64 *)step->env_steps.buf + step->env_id, 1);
+    if (flags[0])
+        ADD((i64 *)step->ends.buf + step->env_id, 1);
+    *given = leaves;
+    int is_noted = !step->calls_env || PyObject_SetAttr(step->adapter, step->names[INFO], PyTuple_GetItem(result, 4)) == 0;
+    Py_DECREF(result);
+    return !is_noted ? STEP_RAISED : flags[0] ? STEP_ENDED : STEP_STORED;
+}
+
+Outcome step_once(Step *step, i64 column, PyObject **given)
+{
+    PyObject *action = read_action(step);
+    *given = NULL;
+    if (action == NULL)
+        return STEP_RAISED;
+    Outcome outcome = step_with(step, column, action, given);
+    Py_DECREF(action);
+    return outcome;
+}
+
+int step_note_end(Step *step, int has_ended)
+{
+    PyObject *flag = has_ended ? Py_True : Py_False;
+    if (PyObject_SetAttr(step->slot, step->names[LAST_DONE], flag) < 0)
+        return -1;
+    return PyObject_SetAttr(step->slot, step->names[HAS_ENDED], flag);
+}
+
+/* ---- the step as Python calls it -------------------------------------------------------------------- */
+
+static PyObject *step_run(PyObject *self, PyObject *argument)
+{
+    Step *step = (Step *)self;
+    Py_ssize_t column = PyNumber_AsSsize_t(argument, PyExc_IndexError);
+    if (column == -1 && PyErr_Occurred())
+        return NULL;
+    if (column < 0 || column >= step->num_columns || step->slot == NULL) {
+        PyErr_Format(PyExc_IndexError, "step failed: expected a column below %zd, got %zd.",
+                     (Py_ssize_t)step->num_columns, column);
+        return NULL;
+    }
+    PyObject *action = read_action(step), *given = NULL, *observation = NULL;
+    if (action == NULL)
+        return NULL;
+    Outcome outcome = STEP_RAISED;
+    if (PyObject_SetAttr(step->slot, step->names[PREPARED], Py_None) == 0)
+        outcome = step_with(step, column, action, &given);
+    Py_DECREF(action);
+    if (outcome == STEP_ODD)
+        observation = PyObject_CallFunctionObjArgs(step->hand_over, argument, given, NULL);
+    else if (outcome != STEP_RAISED && step_note_end(step, outcome == STEP_ENDED) == 0)
+        observation = Py_NewRef(given);
+    Py_XDECREF(given);
+    return observation;
+}
+
+static PyMethodDef step_methods[] = {
+    {"run", step_run, METH_O, "run(column) -> observation values, after one step of the env that was written there"},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot step_slots[] = {
+    {Py_tp_doc, "The step of one env to one sink; holds its arrays until it is freed."},
+    {Py_tp_new, step_new},
+    {Py_tp_methods, step_methods},
+    {Py_tp_traverse, step_traverse},
+    {Py_tp_clear, step_clear},
+    {Py_tp_dealloc, step_dealloc},
+    {0, NULL},
+};
+PyType_Spec step_spec = {
+    .name = "envherd.workers.native._native.Step",
+    .basicsize = sizeof(Step),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = step_slots,
+};
+
+i64 step_num_columns(const Step *step) { return step->num_columns; }
+int step_root_follows(const Step *step) { return (int)step->root_follows; }
+PyObject *step_hand_over(const Step *step) { return step->hand_over; }

@@ -1,0 +1,73 @@
+"""The worker's loop in C: what it is given, and what Python does for it.
+
+Guarantees: those of `Loop`: the same rows, words and messages. `Block.execute` does what C does not do itself: whole
+commands, or the rest of one whose env was stepped in C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from envherd.shm.slab import NUM_BINS
+from envherd.workers import native
+from envherd.workers.process.loop import TIDY_EVERY, Loop
+
+
+def loop_class() -> type[Loop]:
+    """Return the loop of workers that start now: the one in C, or the one in Python without the extension."""
+    return Loop if native.load() is None else NativeLoop
+
+
+class NativeLoop(Loop):
+    """Serves one block as `Loop` does, in C."""
+
+    def run(self) -> None:
+        """Serve until a message says to leave."""
+        self.make().run()
+
+    def make(self) -> Any:
+        """Return the loop in C."""
+        return native.load().Loop(self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the loop in C is given."""
+        block = self._block
+        return {
+            "words": self._words,
+            "worker_id": block.worker_id,
+            "slots": list(block.slots.items()),
+            "go": self._go.memory,
+            "done": self._done.memory,
+            "num_bins": NUM_BINS,
+            "tidy_every": TIDY_EVERY,
+            "mail_read": self._mail_read,
+            "step_type": native.load().Step,
+            "calls": {
+                "execute": block.execute,
+                "hand_over": self._hand_over,
+                "fail": self._fail,
+                "go_on": self._go_on,
+                "check_mail": self._check_mail,
+                "tidy": self._tidy,
+                "move": self._move,
+                "draw_seeds": block.draw_seeds,
+            },
+            **native.waiting_facts(),
+        }
+
+    def _hand_over(self, env_id: int, command: int, hand_over: Callable[[int, Any], list[Any]], result: Any) -> int:
+        """Complete a command whose env returned what is not plain."""
+        return self._block.execute(env_id, command, lambda column: hand_over(column, result))
+
+    def _fail(self, env_id: int, command: int, error: BaseException) -> int:
+        """Complete a command whose env raised."""
+
+        def raise_again(_column: int) -> list[Any]:
+            raise error
+
+        return self._block.execute(env_id, command, raise_again)
+
+    def _go_on(self, env_id: int, command: int, observation: list[Any]) -> int:
+        """Complete a command whose step was stored, and in which the env has ended."""
+        return self._block.execute(env_id, command, lambda _column: observation)
