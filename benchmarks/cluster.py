@@ -31,10 +31,10 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from envherd.benchmarks import cluster_page, rllib
+from envherd.benchmarks.echo import EchoFactory
 from envherd.executor import ParallelEnv
 from envherd.executor.cluster import RayParallelEnv
 from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.probing.echo import EchoFactory
 from envherd.workers.testing.envs import action_leaf
 
 NUM_ENVS, NUM_STEPS, CARTPOLE_STEPS = 8, 64, 128

@@ -24,7 +24,7 @@ import psutil
 
 from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions, StartMethod
-from envherd.executor.sizing.model import FILES_FIXED, FILES_PER_WORKER
+from envherd.executor.sizing.limits import FILES_FIXED, FILES_PER_WORKER
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.workers import native
 from envherd.workers.adapters.meltingpot.factory import scenario_names, substrate_names
@@ -227,13 +227,10 @@ def _shared_memory() -> Iterator[Finding]:
 def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
     def check() -> Iterator[Finding]:
         from envherd.executor.parallel import ParallelEnv  # torch takes seconds: the earlier findings need not wait
-        from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
-        from envherd.workers.probing.echo import EchoFactory
+        from envherd.workers.testing import CountingEnv
 
-        leaf = LeafSpec(("action",), (), "int64", Discrete(2))
-        factory = EchoFactory(EnvSpec((LeafSpec(("observation",), (1,)),), (leaf,)).to_plain())
         began = time.monotonic()
-        with ParallelEnv(2, factory, num_workers=2, options=ExecutorOptions(start_method=name)) as env:
+        with ParallelEnv(2, CountingEnv, num_workers=2, options=ExecutorOptions(start_method=name)) as env:
             root = env.reset()
             env.step_and_maybe_reset(env.rand_action(root))
             took = time.monotonic() - began

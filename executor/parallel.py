@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.transfer import as_device
-from envherd.executor.fixed import FixedParallelEnv
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, counted
+from envherd.executor.pools.agreement import check_agreement
+from envherd.executor.pools.ahead_pool import AheadPool
+from envherd.executor.pools.blueprint import (
+    EnvKwargs,
+    MakeEnv,
+    as_factories,
+    choose_apart,
+    choose_workers,
+    counted,
+    draw,
+)
+from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.workers.build import Factory
 
 
-class ParallelEnv(FixedParallelEnv):
+class ParallelEnv(BatchedEnv):
     """N envs in worker processes, stepped as one batch over shared memory.
 
     Args:
@@ -50,18 +61,21 @@ class ParallelEnv(FixedParallelEnv):
         options: ExecutorOptions | None = None,
     ) -> None:
         count, make_env = counted(num_envs, make_env)
+        options = options or ExecutorOptions()
         where = as_device(device)  # refused before anything is measured
         if isinstance(count, str) or isinstance(num_workers, str):
             from envherd.executor.sizing.recommending import resolve  # here: a program that names numbers needs none
 
-            count, num_workers = resolve(count, num_workers, make_env, env_kwargs, options or ExecutorOptions())
-        super().__init__(
-            count,
-            make_env,
-            num_workers=num_workers,
-            env_kwargs=env_kwargs,
-            seed=seed,
-            device=where,
-            copy=copy,
-            options=options,
-        )
+            count, num_workers = resolve(count, num_workers, make_env, env_kwargs, options)
+        if options.reset_ahead:
+            num_workers = choose_apart(count, num_workers)
+        factories = as_factories(count, make_env)
+        blueprint = draw(factories, env_kwargs, choose_workers(count, num_workers), seed, options)
+        pool = AheadPool(blueprint, options) if options.reset_ahead else WorkerPool(blueprint, options)
+        pool.start()
+        try:
+            check_agreement(pool.specs, factories, blueprint.env_kwargs)
+            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
+        except BaseException:
+            pool.close(timeout_s=0)
+            raise

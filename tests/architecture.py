@@ -58,8 +58,8 @@ BOXES = {
         15,
         (3, 3),
     ),
-    "executor/{batched,serial,fixed}.py": Box(
-        ("executor/batched.py", "executor/serial.py", "executor/fixed.py"),
+    "executor/{batched,serial}.py": Box(
+        ("executor/batched.py", "executor/serial.py"),
         "what users call: reset, step, send",
         14,
         (1, 3),

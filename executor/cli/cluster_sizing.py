@@ -12,13 +12,12 @@ from rich.text import Text
 
 from envherd.executor.cli.env_names import Factory
 from envherd.executor.cli.sizing_report import size_text
-from envherd.executor.sizing.limits import Goal
-from envherd.executor.sizing.words import counted
+from envherd.executor.sizing.settings import Goal, counted
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.planning import ClusterPlan
 
-SCHEMA = "envherd.size-cluster/1"
+SCHEMA = "envherd.size-cluster/2"
 
 
 def plan_with(
@@ -30,7 +29,7 @@ def plan_with(
         factory: of the env.
         address: of the cluster.
         goal: what is wanted.
-        limits: seconds of the probe, and bytes of it or None.
+        limits: seconds to measure for, and bytes that measuring may take or None.
         console: shows that it is under way.
     """
     from envherd.executor.cluster.env import need_ray
@@ -60,14 +59,14 @@ def table(env: str, address: str, plan: ClusterPlan) -> RenderableType:
             size_text(one.memory_bytes),
             f"{node.trip_s * 1e3:.2f} ms",
         )
-    said = (
+    lines = (
         f"run: {counted(plan.num_envs, 'env')} on {counted(len(plan.nodes), 'node')}",
         f"stepped as one batch: {plan.steps_per_s:,.0f} env-steps/s predicted ({plan.batch_s * 1e3:,.2f} ms a batch)",
         "  (the slowest node decides, and what rows cost on the network comes on top)",
         f"remote rollouts: {plan.rollout_steps_per_s:,.0f} env-steps/s predicted (every node at its own speed)",
         f"envherd rollout {env} --cluster {address} --envs {plan.num_envs}",
     )
-    return Group(grid, *(Text(line) for line in said))
+    return Group(grid, *(Text(line) for line in lines))
 
 
 def plain_report(env: str, address: str, plan: ClusterPlan) -> dict[str, Any]:

@@ -7,12 +7,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
+from rich.text import Text
 
 from envherd.executor.cli.env_names import Factory, factory_for
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
@@ -21,17 +25,15 @@ from envherd.executor.cli.sizing_report import plain_report, table, yaml_text
 from envherd.executor.machine.gpus import Gpu
 from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.sizing.deciding import DoesNotFit, decide
-from envherd.executor.sizing.limits import Goal
-from envherd.executor.sizing.model import Model
+from envherd.executor.sizing.forked_host import ForkedHost
+from envherd.executor.sizing.opening import subject_of
 from envherd.executor.sizing.probing import ProbeLimits
-from envherd.executor.sizing.recommending import PROBE_MEMORY_SHARE, Sizing, measure, with_episodes_of
-from envherd.executor.sizing.verifying import Check, check, given_resets, span_with_resets, whole_episodes
+from envherd.executor.sizing.recommending import BUDGET_S, Sizing, decide, measure
+from envherd.executor.sizing.search import Progress
+from envherd.executor.sizing.settings import Goal
 from envherd.workers.errors import EnvherdError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-#: Seconds for which each setting runs with --verify, at least.
-_VERIFY_S = 3.0
 
 
 class BadOption(EnvherdError, ValueError):
@@ -52,10 +54,10 @@ class Request:
     cpus: int | None = None
     memory: str | None = None
     gpu: str | None = None
-    budget_s: float = 10.0
+    budget_s: float = BUDGET_S
     probe_memory: str | None = None
     headroom: float = 0.2
-    has_verification: bool = False
+    has_verify: bool = False
     plot: Path | None = None
     json_path: str | None = None
     yaml_path: str | None = None
@@ -69,49 +71,43 @@ class Request:
             "--gpu": self.gpu,
             "--target-steps-per-s": self.target_steps_per_s,
             "--episode-steps": self.episode_steps,
-            "--verify": self.has_verification or None,
             "--plot": self.plot,
             "--yaml": self.yaml_path,
         }
         return [name for name, value in given.items() if value is not None]
 
-    @property
-    def is_for_elsewhere(self) -> bool:
-        """Whether it is for another machine than this."""
-        return any(value is not None for value in (self.cpus, self.memory, self.gpu))
-
 
 def run(request: Request) -> int:
     """Size an env and report it; return the exit code. Errors are printed, never raised."""
-    console = Console(stderr="-" in (request.json_path, request.yaml_path))
-    errors = Console(stderr=True)
+    console, errors = Console(stderr="-" in (request.json_path, request.yaml_path)), Console(stderr=True)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
-    sizing = None
+    is_measured = False
     try:
-        factory, goal, limits = _prepare(request)
+        factory, goal, most_bytes = _prepare(request)
         if request.cluster is not None:
-            return _plan_cluster(request, factory, goal, console)
-        sizing = _size(request, factory, goal, limits, console)
-        checks = _verify(request, factory, sizing, console) if request.has_verification else []
-        _report(request, sizing, checks, console)
+            return _plan_cluster(request, factory, goal, most_bytes, console)
+        sizing = _size(request, factory, goal, most_bytes, errors)
+        is_measured = True
+        _report(request, sizing, console)
     except (EnvherdError, OSError, ImportError) as error:
         complain(errors, error)
-        return EXIT_USAGE if sizing is None else EXIT_FAILED
+        return EXIT_FAILED if is_measured else EXIT_USAGE
     except KeyboardInterrupt:
         errors.print("interrupted")
         return EXIT_INTERRUPTED
     return 0
 
 
-def _prepare(request: Request) -> tuple[Factory, Goal, ProbeLimits]:
+def _prepare(request: Request) -> tuple[Factory, Goal, int | None]:
     """Refuse at once what cannot work."""
+    if request.has_verify:
+        raise BadOption(
+            "--verify failed: expected no such option: every setting in the table is run now. A longer --budget runs "
+            "more turns of each."
+        )
     if request.cluster is not None and (without := request.without_cluster):
         raise BadOption(f"--cluster failed: expected none of what is for one machine, got {', '.join(without)}.")
-    if request.has_verification and request.is_for_elsewhere:
-        raise BadOption(
-            "--verify failed: expected a plan for this machine, got one for another (--cpus, --memory, --gpu)."
-        )
     if request.plot is not None:
         from envherd.executor.sizing import plotting  # noqa: F401  # says which package is missing
     for text in (request.memory, request.gpu, request.probe_memory):
@@ -121,53 +117,56 @@ def _prepare(request: Request) -> tuple[Factory, Goal, ProbeLimits]:
         num_workers=request.num_workers,
         policy_s=request.policy_s,
         target_steps_per_s=request.target_steps_per_s,
+        episode_steps=request.episode_steps,
         headroom=request.headroom,
     )
-    here = read_machine()
-    most = parse_size(request.probe_memory) if request.probe_memory else here.memory_available * PROBE_MEMORY_SHARE
-    limits = ProbeLimits(budget_s=request.budget_s, memory_bytes=int(most))
-    return factory_for(request.env), goal, limits
+    return factory_for(request.env), goal, parse_size(request.probe_memory) if request.probe_memory else None
 
 
-def _plan_cluster(request: Request, factory: Factory, goal: Goal, console: Console) -> int:
+def _plan_cluster(request: Request, factory: Factory, goal: Goal, most_bytes: int | None, console: Console) -> int:
     from envherd.executor.cli.cluster_sizing import json_text, plan_with, table
 
     assert request.cluster is not None
-    most = parse_size(request.probe_memory) if request.probe_memory else None
-    plan = plan_with(factory, request.cluster, goal, (request.budget_s, most), console)
+    plan = plan_with(factory, request.cluster, goal, (request.budget_s, most_bytes), console)
     console.print(table(request.env, request.cluster, plan))
     if request.json_path is not None:
         _write(request.json_path, json_text(request.env, request.cluster, plan))
     return 0
 
 
-def _size(request: Request, factory: Factory, goal: Goal, limits: ProbeLimits, console: Console) -> Sizing:
-    machine = planned(read_machine(), request)
-    options = ExecutorOptions()
-    with _bar(console) as show:
-        measured, overhead = measure(factory, None, limits, options, show)
-    if request.episode_steps is not None:
-        measured = with_episodes_of(measured, request.episode_steps)
-    try:
-        advice = decide(measured, overhead, machine, goal, options.num_frames)
-    except DoesNotFit as error:
-        mib = 2**20
-        first, further = measured.first_env_bytes / mib, measured.further_env_bytes / mib
-        raise DoesNotFit(
-            f"{error} Measured: {measured.shared_bytes / mib:,.0f} MiB shared, {first:,.0f} MiB for the first env of a "
-            f"worker, {further:,.0f} for each further one."
-        ) from None
-    return Sizing(machine=machine, measured=measured, overhead=overhead, advice=advice)
+def _size(request: Request, factory: Factory, goal: Goal, most_bytes: int | None, errors: Console) -> Sizing:
+    here, options = read_machine(), ExecutorOptions()
+    there = planned(here, request)
+    limits = ProbeLimits(budget_s=request.budget_s, memory_bytes=most_bytes)
+    # Forked before this process has a thread; where it has one, a worker process does it.
+    forked = ForkedHost() if threading.active_count() == 1 and goal.num_workers is None else None
+    with contextlib.closing(forked) if forked is not None else contextlib.nullcontext(), _progress(errors) as show:
+        subject = subject_of(factory, None, options)
+        measured, here_then, found = measure(subject, goal, limits, options, show, forked)
+    return decide(measured, here_then, found, goal, here_then if there == here else there, options.num_frames)
 
 
 @contextlib.contextmanager
-def _bar(console: Console) -> Iterator[Callable[[str, float], None]]:
-    columns = (TextColumn("measuring: {task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+def _progress(console: Console) -> Iterator[Progress]:
+    """Show what is done now: a bar on a terminal, else a line for each step and round."""
+    if not console.is_terminal:
+        latest = ""
+
+        def say(text: str, _share: float) -> None:
+            nonlocal latest
+            if (step := text.partition(", best")[0]) != latest:
+                console.print(Text(text), soft_wrap=True)
+            latest = step
+
+        yield say
+        return
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    columns = (BarColumn(12), TimeElapsedColumn(), TextColumn("{task.description}", table_column=rest))
+    with Bar(*columns, console=console, transient=True, expand=True) as progress:
         task = progress.add_task("start", total=1.0)
 
-        def show(stage: str, share: float) -> None:
-            progress.update(task, description=stage, completed=share)
+        def show(text: str, share: float) -> None:
+            progress.update(task, description=text, completed=share)
 
         yield show
 
@@ -202,27 +201,15 @@ def parse_size(text: str) -> int:
     return int(float(match.group(1)) * _UNITS[match.group(2)])
 
 
-def _verify(request: Request, factory: Factory, sizing: Sizing, console: Console) -> list[Check]:
-    checks, advice = [], sizing.advice
-    whole = whole_episodes(sizing.measured, advice.prediction)
-    model = Model(sizing.measured, sizing.overhead, sizing.machine, policy_s=request.policy_s)
-    for setting, predicted in ((advice.setting, advice.prediction), *advice.neighbours):
-        span_s = _VERIFY_S if whole > 1 else span_with_resets(sizing.measured, predicted, _VERIFY_S)
-        with console.status(f"running {setting.num_envs} envs on {setting.num_workers} workers, {setting.mode}"):
-            one = check(setting, predicted, factory, policy_s=request.policy_s, span_s=span_s, episode_steps=whole)
-        checks.append(one if whole > 1 else given_resets(one, model))
-    return checks
-
-
-def _report(request: Request, sizing: Sizing, checks: list[Check], console: Console) -> None:
-    console.print(table(request.env, sizing, checks, is_elsewhere=request.is_for_elsewhere))
+def _report(request: Request, sizing: Sizing, console: Console) -> None:
+    console.print(table(request.env, sizing))
     if request.plot is not None:
         from envherd.executor.sizing.plotting import draw
 
-        draw(request.plot, request.env, sizing, checks)
+        draw(request.plot, request.env, sizing)
         console.print(f"plot: {request.plot}")
     if request.json_path is not None:
-        _write(request.json_path, json.dumps(plain_report(request.env, sizing, checks), indent=2) + "\n")
+        _write(request.json_path, json.dumps(plain_report(request.env, sizing), indent=2) + "\n")
     if request.yaml_path is not None:
         _write(request.yaml_path, yaml_text(request.env, sizing))
 

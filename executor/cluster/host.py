@@ -54,7 +54,8 @@ from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.flight import Flight
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.executor.sizing.probing import ProbeLimits, Subject
-from envherd.executor.sizing.recommending import PROBE_MEMORY_SHARE, measure_subject
+from envherd.executor.sizing.recommending import measure
+from envherd.executor.sizing.settings import WORKERS_ONLY
 from envherd.shm.cgroups import read_word
 from envherd.shm.slab import WORDS
 from envherd.workers.errors import EnvherdError, FactoryError
@@ -103,15 +104,13 @@ class NodeHost:
         return os.getpid()
 
     def survey(self, subject: Subject, limits: ProbeLimits) -> Survey | EnvherdError:
-        """Look at this machine and measure an env on it; what went wrong is returned."""
-        options, machine = ExecutorOptions(), read_machine()
-        if limits.memory_bytes is None:
-            limits = dataclasses.replace(limits, memory_bytes=int(machine.memory_available * PROBE_MEMORY_SHARE))
+        """Look at this machine, measure an env and run it on workers; what went wrong is returned."""
+        options = ExecutorOptions()
         try:
-            measured, overhead = measure_subject(subject, limits, options, lambda _stage, _share: None)
+            measured, machine, found = measure(subject, WORKERS_ONLY, limits, options)
         except EnvherdError as error:
             return error
-        return Survey(machine=machine, measured=measured, overhead=overhead)
+        return Survey(machine=machine, measured=measured, runs=found.runs)
 
     # ---- start -------------------------------------------------------------------------------
 

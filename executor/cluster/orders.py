@@ -12,7 +12,7 @@ from envherd.executor.machine.machine import Machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.sizing.measurement import Measurement
-from envherd.executor.sizing.overhead import Overhead
+from envherd.executor.sizing.search import Run
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
@@ -99,7 +99,7 @@ class Survey:
 
     machine: Machine
     measured: Measurement
-    overhead: Overhead
+    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ from envherd.executor.cluster.orders import Report, Survey
 from envherd.executor.cluster.shares import Resources, bundles_for, divide
 from envherd.executor.machine.machine import Machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.sizing.deciding import DoesNotFit, decide
-from envherd.executor.sizing.limits import Goal
-from envherd.executor.sizing.model import Model, Prediction, Setting
+from envherd.executor.sizing.limits import DoesNotFit, Limits
+from envherd.executor.sizing.opening import subject_of
 from envherd.executor.sizing.probing import ProbeLimits
-from envherd.executor.sizing.recommending import subject_of
+from envherd.executor.sizing.scaling import Prediction, Scale, plan
+from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
 
 _TRIPS = 20
 _SHRINK = 0.9
@@ -37,7 +37,7 @@ class NodePlan:
         report: what the node says of itself.
         machine: what the share may use of it: its processors as Ray counts them, its part of the memory.
         num_envs, num_workers: of the share.
-        prediction: of the share on its own, stepped as `ParallelEnv` would on that machine.
+        prediction: of the share alone, stepped as `ParallelEnv` would on that machine; scaled from what was run there.
         trip_s: seconds of an empty call of the node.
     """
 
@@ -117,8 +117,8 @@ def plan_cluster(
         make_env: builds one env.
         address: of the cluster; see `RayParallelEnv`.
         goal: `num_envs` of the whole cluster, `num_workers` of each node, `policy_s` and `headroom`.
-        budget_s: seconds that each machine is measured for.
-        probe_bytes: memory that the probe may take; None for most of what is there.
+        budget_s: seconds to measure for on each machine.
+        probe_bytes: memory that measuring may take; None for most of what is available.
 
     Raises:
         ClusterError: it cannot be reached, or has no room. DoesNotFit: nor has its memory.
@@ -174,33 +174,38 @@ def decide_for_nodes(
     """
     names = [_machine_of(report) for report in reports]
     processors = processors_of(reports, bundles)
-    models = []
+    limits, scales = list[Limits](), list[Scale]()
+    own = replace(WORKERS_ONLY, num_workers=goal.num_workers, headroom=goal.headroom)
     for name, cores in zip(names, processors, strict=True):
         survey = surveys[name]
         machine = part_of(survey.machine, cores, names.count(name))
-        models.append(Model(survey.measured, survey.overhead, machine, num_frames=ExecutorOptions().num_frames))
+        limits.append(Limits(survey.measured, machine, own, ExecutorOptions().num_frames))
+        scales.append(Scale(survey.measured, survey.runs, survey.machine, limits[-1]))
     weights = weights_of(reports, bundles)
-    num_envs = goal.num_envs or sum(_best(model, goal) for model in models)
+    num_envs = goal.num_envs or sum(
+        plan(scale, its_limits, own)[0].num_envs for scale, its_limits in zip(scales, limits, strict=True)
+    )
     while True:
         counts = divide(num_envs, weights)
         workers = [min(count, goal.num_workers or cores) for count, cores in zip(counts, processors, strict=True)]
         settings = [Setting(num_envs=n, num_workers=w) for n, w in zip(counts, workers, strict=True)]
-        worst = min(range(len(models)), key=lambda i: _room(models[i], settings[i], goal))
-        if _room(models[worst], settings[worst], goal) >= 0:
+        rooms = [each.usable - each.memory_bytes(setting) for each, setting in zip(limits, settings, strict=True)]
+        worst = rooms.index(min(rooms))
+        if rooms[worst] >= 0:
             break
-        if goal.num_envs is not None or num_envs <= len(models):
-            raise _too_little(reports[worst], models[worst], settings[worst], goal)
-        num_envs = max(len(models), int(num_envs * _SHRINK))
+        if goal.num_envs is not None or num_envs <= len(limits):
+            raise _too_little(reports[worst], limits[worst], settings[worst], goal)
+        num_envs = max(len(limits), int(num_envs * _SHRINK))
     nodes = tuple(
         NodePlan(
             report=report,
-            machine=model.machine,
+            machine=its_limits.machine,
             num_envs=setting.num_envs,
             num_workers=setting.num_workers,
-            prediction=model.predict(setting),
+            prediction=_predicted(scale, setting),
             trip_s=trip_s,
         )
-        for report, model, setting, trip_s in zip(reports, models, settings, trips, strict=True)
+        for report, its_limits, scale, setting, trip_s in zip(reports, limits, scales, settings, trips, strict=True)
     )
     return ClusterPlan(nodes=nodes, policy_s=goal.policy_s)
 
@@ -219,20 +224,15 @@ def part_of(machine: Machine, cores: int, num_parts: int) -> Machine:
     )
 
 
-def _best(model: Model, goal: Goal) -> int:
-    """Return how many envs a node would run on its own."""
-    own = Goal(num_workers=goal.num_workers, policy_s=goal.policy_s, headroom=goal.headroom)
-    return decide(model.measured, model.overhead, model.machine, own).setting.num_envs
+def _predicted(scale: Scale, setting: Setting) -> Prediction:
+    made = scale.predict(setting)
+    assert made is not None, "a survey has run synchronous batches on workers"
+    return made
 
 
-def _room(model: Model, setting: Setting, goal: Goal) -> float:
-    usable = model.machine.memory_available * (1 - goal.headroom)
-    return usable - model.memory_bytes(setting.num_envs, setting.num_workers)
-
-
-def _too_little(report: Report, model: Model, setting: Setting, goal: Goal) -> DoesNotFit:
+def _too_little(report: Report, limits: Limits, setting: Setting, goal: Goal) -> DoesNotFit:
     mib = 2**20
-    needed, room = model.memory_bytes(setting.num_envs, setting.num_workers), model.machine.memory_available
+    needed, room = limits.memory_bytes(setting), limits.room
     return DoesNotFit(
         f"sizing failed: expected room for {setting.num_envs} envs on {report.place}, got too little memory: they "
         f"would take {needed / mib:,.0f} MiB; {room / mib:,.0f} MiB are available, {goal.headroom:.0%} of it are left "

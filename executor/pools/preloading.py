@@ -59,17 +59,28 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
             "preloaded failed: expected names of modules and the start method 'zygote', got "
             f"{modules!r} and {options.start_method!r}."
         )
-    surroundings = _surroundings(options)
-    zygote = Zygote(options, list(modules), is_shared=True)
-    try:
+    with preloading(*modules, options=options) as zygote:
         zygote.wait_ready()
         if zygote.failed_preloads:
             name, why = next(iter(zygote.failed_preloads.items()))
             raise ImportError(f"preloaded failed: expected modules that can be imported, got {name!r} ({why}).")
+        yield
+
+
+@contextlib.contextmanager
+def preloading(*modules: str, options: ExecutorOptions) -> Iterator[Zygote]:
+    """Begin to import modules in a helper, for the executors of this block; the first of them waits for it.
+
+    Workers import what could not be imported. Otherwise as `preloaded`.
+    """
+    surroundings = _surroundings(options)
+    zygote = Zygote(options, list(modules), is_shared=True)
+    try:
+        zygote.begin()
         warm = _Warm(zygote, surroundings)
         _innermost.append(warm)
         try:
-            yield
+            yield zygote
         finally:
             _innermost.remove(warm)
     finally:

@@ -100,6 +100,7 @@ class Zygote:
         self._theirs.close()
         self._start = {"path": path, "preload": preload, "must_exec": options.start_method == "spawn"}
         self._is_ready = False
+        self._start_number: int | None = None
         self.failed_preloads: dict[str, str] = {}
         self.num_threads = 1
 
@@ -119,6 +120,11 @@ class Zygote:
         self._num_users += is_there
         return is_there
 
+    def begin(self) -> None:
+        """Make it import the modules, and do not wait; idempotent."""
+        if self._start_number is None:
+            self._start_number = self._post(self._start, [])
+
     def wait_ready(self) -> None:
         """Wait until it has imported the modules; idempotent. After an error it can only be closed.
 
@@ -129,8 +135,10 @@ class Zygote:
         if self._is_ready:
             return
         self._is_ready = True
+        self.begin()
+        assert self._start_number is not None
         try:  # takes seconds; Ctrl-C ends it, and the executor that waited for it closes this
-            answer = self._request(self._start, timeout_s=self._options.build_timeout_s)
+            answer = self._answer(self._start_number, self._options.build_timeout_s)
         except TimeoutError:
             raise self._late() from None
         self.failed_preloads = answer["failed"]
@@ -234,12 +242,24 @@ class Zygote:
         Raises:
             TimeoutError: no answer came within `timeout_s` seconds.
         """
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        return self._answer(self._post(request, fds or []), timeout_s)
+
+    def _post(self, request: dict[str, Any], fds: list[int]) -> int:
+        """Send a request; return its number, for `_answer`."""
         with self._lock:
             number = next(self._numbers)
             self._awaited.add(number)
             try:
-                self._send({"number": number, **request}, fds or [])
+                self._send({"number": number, **request}, fds)
+            except BaseException:
+                self._awaited.discard(number)
+                raise
+            return number
+
+    def _answer(self, number: int, timeout_s: float | None) -> dict[str, Any]:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            try:
                 while number not in self._answers:
                     if end is not None and time.monotonic() > end:
                         raise TimeoutError

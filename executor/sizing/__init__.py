@@ -1,9 +1,12 @@
-"""How many envs on how many workers: measured (a probe), decided (pure arithmetic), and shown.
+"""How many envs on how many workers: settings are run on this machine, and the smallest of the best is taken.
 
-probing     a probe worker builds, resets and steps the env, within a budget of time and memory
-overhead    what a batch costs besides the env, on this machine: the same arrays from an env that does nothing
-comparing   how fast some envs really are on some workers, in all modes: what the model is multiplied by
-model       a setting's env-steps per second and memory, predicted from these
-deciding    which setting, and what keeps it from being faster
-verifying   predicted against measured
+settings       which settings are compared
+probing        a probe worker builds, resets and steps one env: its figures are a `measurement`
+limits         what a setting takes, and which settings do not fit
+driving        an executor run as a training loop would, a turn at a time
+choosing       the choice, from a table of speeds in rounds
+search         executors started, run in rounds, dropped, compared
+scaling        what was measured, for other numbers and other machines
+reasons        what binds, in sentences
+recommending   all of it in one call, and "auto"
 """

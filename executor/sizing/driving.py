@@ -1,96 +1,154 @@
-"""Running an executor as a training loop would, with random actions: synchronously, first-K, or in two groups."""
+"""Running an executor as a training loop would, with random actions: synchronously or first-K, a turn at a time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import numpy as np
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.sizing.modes import Mode
+from envherd.executor.monitor.loads import read_loads
+from envherd.executor.sizing.settings import Mode
 
 #: Batches of random actions that are drawn beforehand and used in turn.
 _NUM_DRAWN = 16
+#: Batches before a turn that are not counted, batches of a turn at least, and the seconds up to which that holds.
+_WARM_UP, _LEAST_BATCHES, _LEAST_S = 2, 4, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one setting did in one turn.
+
+    Attributes:
+        steps: env-steps that were made.
+        seconds: that they took.
+        resets: of envs meanwhile.
+        busy_s: seconds that workers spent on commands meanwhile, summed over workers.
+        reset_s: of these, on commands with a reset; estimated from samples.
+    """
+
+    steps: int
+    seconds: float
+    resets: int = 0
+    busy_s: float = 0.0
+    reset_s: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Env-steps per second."""
+        return self.steps / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What is known of an executor after its turns.
+
+    Attributes:
+        step_p50_s, step_p99_s: of the worker where they are largest; None if too few steps were timed.
+        worker_bytes: memory that its workers do not share.
+    """
+
+    step_p50_s: float | None = None
+    step_p99_s: float | None = None
+    worker_bytes: int = 0
+
+
+class Runner(Protocol):
+    """An executor that a search runs in turns.
+
+    Attributes:
+        start_s: seconds until it was ready and its envs were reset.
+    """
+
+    start_s: float
+
+    def turn(self, mode: Mode) -> Turn:
+        """Run for a while in a mode."""
+
+    def figures(self) -> Figures:
+        """Return what is known of it."""
+
+    def close(self) -> None:
+        """End it."""
 
 
 class Driver:
-    """Steps an executor in one of the modes.
+    """Starts an executor and steps it in turns; between turns no env is stepping.
 
     Args:
-        env: just made.
-        mode: see `modes.Mode`.
+        open_env: starts it.
+        span_s: seconds of a turn.
         policy_s: seconds to wait before each batch of actions, as for a policy on a GPU.
     """
 
-    def __init__(self, env: BatchedEnv, mode: Mode, policy_s: float = 0.0) -> None:
-        self._env = env
-        self._policy_s = policy_s
-        self._keys = [leaf.key for leaf in (*env.action_spec, *env.spec.state)]
-        self._root = env.reset()
-        self._has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
-        self._drawn = [env.rand_action().select(*self._keys) for _ in range(_NUM_DRAWN)]
-        self._turn = 0
-        self._half = max(1, env.num_envs // 2)
-        self._groups = [np.arange(env.num_envs)[start::2] for start in (0, 1)]  # each has envs of every worker
-        self._batch: Callable[[], int] = self._step
-        self._has_groups = False
-        self._begin(mode)
+    def __init__(self, open_env: Callable[[], BatchedEnv], span_s: float, policy_s: float = 0.0) -> None:
+        began = time.monotonic()
+        self._env = env = open_env()
+        try:
+            self._span_s, self._policy_s = span_s, policy_s
+            self._keys = [leaf.key for leaf in (*env.action_spec, *env.spec.state)]
+            self._root = env.reset()
+            self.start_s = time.monotonic() - began
+            self._has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
+            self._drawn = [env.rand_action().select(*self._keys) for _ in range(_NUM_DRAWN)]
+            self._num_acts = 0
+            self._half = max(1, env.num_envs // 2)
+        except BaseException:
+            env.close()
+            raise
 
-    def _begin(self, mode: Mode) -> None:
-        self._has_groups = mode == "two-groups"
-        self._batch = self._step if mode == "sync" or self._env.num_envs < 2 else self._exchange
-        if self._batch == self._exchange:
+    def close(self) -> None:
+        """Close the executor."""
+        self._env.close()
+
+    def figures(self) -> Figures:
+        """Return what `statistics()` reports of the workers."""
+        workers = self._env.statistics().workers
+        known = [(one.step_p50_s, one.step_p99_s) for one in workers if one.step_p50_s and one.step_p99_s]
+        return Figures(
+            step_p50_s=max((p50 for p50, _ in known), default=None),
+            step_p99_s=max((p99 for _, p99 in known), default=None),
+            worker_bytes=sum(one.uss_bytes for one in workers),
+        )
+
+    def turn(self, mode: Mode) -> Turn:
+        """Run for a while in a mode."""
+        batch = self._step if mode == "sync" else self._exchange
+        if mode == "first-k":
             self._env.send(self._act(self._root, None))
-
-    def run(self, seconds: float, least: int = 1, episode_steps: int = 1) -> tuple[int, float]:
-        """Go on for so long; return `(env-steps, seconds)`.
-
-        Args:
-            seconds: at least.
-            least: batches at least.
-            episode_steps: of envs whose episodes all have as many: whole episodes are run, since those that begin
-                together are reset together, and a span with one reset more or less says nothing.
-        """
-        count, steps, whole = 0, 0, episode_steps * self._env.num_envs if episode_steps > 1 else 1
-        began = time.perf_counter()
-        while count < least or time.perf_counter() - began < seconds or steps % whole:
-            steps += self._batch()
-            count += 1
-        return steps, time.perf_counter() - began
-
-    def run_some(self, env_ids: np.ndarray, seconds: float, least: int = 1) -> tuple[int, float]:
-        """Step some of the envs, synchronously, while the others rest; see `run`. In mode "sync" only."""
-        count = 0
-        began = time.perf_counter()
-        while count < least or time.perf_counter() - began < seconds:
-            self._env.send(self._act(self._env.current(env_ids), env_ids), env_ids)
-            self._env.recv(env_ids=env_ids, with_root=False)
-            count += 1
-        spent_s = time.perf_counter() - began
-        self._root = self._env.current()
-        return count * len(env_ids), spent_s
-
-    def switch(self, mode: Mode) -> None:
-        """Go on in another mode, from where the envs are."""
-        if self._batch == self._exchange:
+        for _ in range(_WARM_UP):
+            batch()
+        before = self._counters()
+        steps, seconds = self._run(batch)
+        resets, busy_s, reset_s = (after - first for after, first in zip(self._counters(), before, strict=True))
+        if mode == "first-k":
             self._env.recv(with_root=False)
             self._root = self._env.current()
-        self._begin(mode)
+        return Turn(steps=steps, seconds=seconds, resets=int(resets), busy_s=busy_s, reset_s=reset_s)
 
-    def restart(self) -> None:
-        """Reset all envs, and go on from there: episodes that begin together end together."""
-        self.finish()
-        self._root = self._env.reset()
-        if self._batch == self._exchange:
-            self._env.send(self._act(self._root, None))
+    def _run(self, batch: Callable[[], int]) -> tuple[int, float]:
+        count, steps, spent_s = 0, 0, 0.0
+        began = time.perf_counter()
+        while spent_s < self._span_s or (count < _LEAST_BATCHES and spent_s < _LEAST_S):
+            steps += batch()
+            count += 1
+            spent_s = time.perf_counter() - began
+        return steps, spent_s
 
-    def finish(self) -> None:
-        """Receive what is still out."""
-        if self._batch == self._exchange:
-            self._env.recv(with_root=False)
+    def _counters(self) -> tuple[float, float, float]:
+        """Return what `statistics()` counts, without its look at the processes: resets, busy and reset seconds."""
+        pool = self._env.engine.pool
+        loads = [
+            load
+            for load in read_loads(pool.slab.words, pool.blueprint.blocks, time.monotonic_ns())
+            if load.worker_id in pool.serving
+        ]
+        resets = float(pool.slab.words["resets"].sum())
+        return resets, sum(load.busy_s for load in loads), sum(load.reset_s for load in loads)
 
     def _act(self, td: TensorDictBase, env_ids: Any) -> TensorDictBase:
         """Set actions, after the policy's time."""
@@ -98,8 +156,8 @@ class Driver:
             time.sleep(self._policy_s)
         if self._has_masks:
             return self._env.rand_action(td)
-        drawn = self._drawn[self._turn % _NUM_DRAWN]
-        self._turn += 1
+        drawn = self._drawn[self._num_acts % _NUM_DRAWN]
+        self._num_acts += 1
         return td.update(drawn if env_ids is None else drawn[env_ids])
 
     def _step(self) -> int:
@@ -107,23 +165,7 @@ class Driver:
         return self._env.num_envs
 
     def _exchange(self) -> int:
-        env = self._env
-        if self._has_groups:
-            group = self._groups[0]
-            self._groups.reverse()
-            received = env.recv(env_ids=group, with_root=False)
-        else:
-            received = env.recv(min_envs=self._half, with_root=False)
-        env_ids: Any = received["env_ids"]
-        root = env.current(env_ids)
-        env.send(self._act(root, env_ids), env_ids)
+        env_ids: Any = self._env.recv(min_envs=self._half, with_root=False)["env_ids"]
+        root = self._env.current(env_ids)
+        self._env.send(self._act(root, env_ids), env_ids)
         return len(env_ids)
-
-
-def median_batch_s(driver: Driver, span_s: float, least: int) -> float:
-    """Return the median seconds of a batch."""
-    times: list[float] = []
-    end = time.perf_counter() + span_s
-    while len(times) < least or time.perf_counter() < end:
-        times.append(driver.run(0.0)[1])
-    return float(np.median(times))

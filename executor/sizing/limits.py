@@ -1,103 +1,146 @@
-"""What fits: memory with headroom, open files, processes, GPU memory."""
+"""What a setting takes, and what does not fit: memory with headroom, open files, processes, GPU memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from envherd.executor.sizing.model import FILES_FIXED, FILES_PER_WORKER, Model, Setting
-from envherd.executor.sizing.modes import MODES, Mode
-from envherd.executor.sizing.words import counted
+from envherd.executor.machine.machine import Machine
+from envherd.executor.sizing.measurement import Measurement, slab_bytes
+from envherd.executor.sizing.settings import Goal, Setting, counted
+from envherd.workers.errors import EnvherdError
+
+#: Descriptors the executor keeps open, in all and for each worker.
+FILES_FIXED, FILES_PER_WORKER = 6, 3
+_MIB = 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """What is wanted.
+class DoesNotFit(EnvherdError, RuntimeError):
+    """Not even one env fits the limits."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a setting is not tried.
 
     Attributes:
-        num_envs: fixed, or None to choose.
-        num_workers: fixed, or None to choose.
-        policy_s: seconds of the policy for each batch.
-        target_steps_per_s: take the smallest setting that is so fast.
-        headroom: share of the available memory that is left alone.
-        modes: that may be advised.
+        kind: "memory", "open files", "processes", "GPU memory", "start", "failure" or "budget".
+        text: with the numbers.
     """
 
-    num_envs: int | None = None
-    num_workers: int | None = None
-    policy_s: float = 0.0
-    target_steps_per_s: float | None = None
-    headroom: float = 0.2
-    modes: tuple[Mode, ...] = MODES
+    kind: str
+    text: str
+
+    @property
+    def is_of_machine(self) -> bool:
+        """Whether the machine is too small, rather than the time."""
+        return self.kind in ("memory", "open files", "processes", "GPU memory")
 
 
 class Limits:
-    """What does not fit, and why.
+    """What an env takes of a machine.
 
     Args:
-        model: of the env on the machine.
-        goal: what is wanted.
+        measured: of the env.
+        machine: what may be used.
+        goal: whose headroom is kept.
+        num_frames: of the executor's ring.
 
     Attributes:
         room: bytes of memory that are available.
-        refused_by: what has refused settings so far, and how many.
+        usable: of these, without the headroom.
     """
 
-    def __init__(self, model: Model, goal: Goal) -> None:
-        machine = model.machine
-        self._model = model
-        self._goal = goal
+    def __init__(self, measured: Measurement, machine: Machine, goal: Goal, num_frames: int = 4) -> None:
+        self.measured, self.machine = measured, machine
+        self._goal, self._num_frames = goal, num_frames
         self.room = machine.memory_available
-        self._usable = self.room * (1 - goal.headroom)
-        self._files = machine.files_left
-        self._processes = machine.processes_left
-        gpu_rooms = [gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machine.gpus]
-        self._gpu_room = sum(gpu_rooms) if gpu_rooms else None
-        self.refused_by: dict[str, int] = {}
+        self.usable = int(self.room * (1 - goal.headroom))
 
-    @property
-    def least_bytes(self) -> int:
-        """Bytes that the fewest envs which are wanted take."""
-        return self._model.memory_bytes(self._goal.num_envs or 1, self._goal.num_workers or 1)
+    def memory_bytes(self, setting: Setting) -> int:
+        """Return bytes of workers, helper and shared memory; nothing of the learner's."""
+        one, processes = self.measured, setting.num_processes
+        envs = setting.num_envs * (1 + setting.reset_ahead)
+        slab = self.slab_bytes(setting)
+        if not processes:
+            return one.first_env_bytes + (envs - 1) * one.further_env_bytes + slab
+        first = processes * (one.worker_bytes + one.first_env_bytes)
+        return one.shared_bytes + first + (envs - processes) * one.further_env_bytes + slab
 
-    def allow(self, setting: Setting) -> bool:
-        """Return whether a setting fits, and count what refuses it."""
-        name = next(self._refusals(setting), None)
-        if name is not None:
-            self.refused_by[name] = self.refused_by.get(name, 0) + 1
-        return name is None
+    def slab_bytes(self, setting: Setting) -> int:
+        """Return bytes of the memory that the caller and the workers share."""
+        return slab_bytes(self.measured.spec, setting.num_envs, setting.num_processes, self._num_frames)
 
-    def fits(self, setting: Setting) -> bool:
-        """Return whether a setting fits; what refuses it is not counted."""
-        return next(self._refusals(setting), None) is None
+    def start_s(self, setting: Setting) -> float:
+        """Return seconds until an executor is ready and its envs are reset, the helper being there."""
+        one = self.measured
+        rest = setting.most_per_worker - 1
+        each = one.build_s + one.first_reset_s + rest * (one.build_further_s + one.reset_median_s)
+        return each * max(1.0, setting.num_processes / self.machine.cores)
 
-    def _refusals(self, setting: Setting) -> Iterator[str]:
-        measured, workers = self._model.measured, max(1, setting.num_workers)
-        if self._model.memory_bytes(setting.num_envs, workers) > self._usable:
-            yield "memory"
-        if self._files is not None and FILES_FIXED + FILES_PER_WORKER * workers > self._files:
-            yield "open files"
-        threads = 1 + workers * (1 + measured.num_threads)
-        if self._processes is not None and threads > self._processes:
-            yield "processes"
-        if measured.gpu_bytes and self._gpu_room is not None and workers * measured.gpu_bytes > self._gpu_room:
-            yield "GPU memory"
+    def refusal(self, setting: Setting) -> Refusal | None:
+        """Return why a setting does not fit, or None if it does."""
+        one, machine, processes = self.measured, self.machine, setting.num_processes
+        taken = self.memory_bytes(setting)
+        if taken > self.usable:
+            return Refusal("memory", f"takes {taken / _MIB:,.0f} MiB of memory, {self.usable / _MIB:,.0f} may be used")
+        files = FILES_FIXED + FILES_PER_WORKER * processes
+        if machine.files_left is not None and files > machine.files_left:
+            return Refusal("open files", f"takes {files:,} open files, {machine.files_left:,} are left")
+        threads = 1 + processes * (1 + one.num_threads)
+        if machine.processes_left is not None and threads > machine.processes_left:
+            return Refusal("processes", f"takes {threads:,} processes and threads, {machine.processes_left:,} are left")
+        rooms = [gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machine.gpus]
+        needed = max(1, processes) * (one.gpu_bytes or 0)
+        if rooms and needed > sum(rooms):
+            text = f"takes {needed / _MIB:,.0f} MiB of GPU memory, {sum(rooms) / _MIB:,.0f} are free"
+            return Refusal("GPU memory", text)
+        return None
+
+    def fitted(self, setting: Setting) -> Setting | None:
+        """Return the largest setting that fits, with as many or fewer envs a worker, then workers; None for none."""
+        if self.refusal(setting) is None:
+            return setting
+        if setting.reset_ahead or not setting.num_workers:
+            return None
+        each = 1 if self._goal.num_envs is None else 0
+        fewest = 1 if self._goal.num_workers is None else setting.num_workers
+        for workers in range(setting.num_workers, fewest - 1, -1):
+            num_envs = workers * each or setting.num_envs
+            fitting = replace(setting, num_workers=workers, num_envs=num_envs)
+            if self.refusal(fitting) is None:
+                return self._filled(fitting, setting.most_per_worker)
+        return None
+
+    def _filled(self, setting: Setting, most_each: int) -> Setting:
+        """Return a setting with as many envs for each worker as fit, where their number is not fixed."""
+        each = most_each if self._goal.num_envs is None else 1
+        while each > 1:
+            more = replace(setting, num_envs=setting.num_workers * each)
+            if self.refusal(more) is None:
+                return more
+            each //= 2
+        return setting
 
     def most_envs(self, num_workers: int) -> int | None:
-        """Return how many envs fit the memory on so many workers, or None for over a thousand for each."""
+        """Return how many envs fit the memory on a number of workers, or None for over a thousand for each."""
         workers = max(1, num_workers)
-        first = self._model.memory_bytes(workers, workers)
-        each = (self._model.memory_bytes(workers + 16, workers) - first) / 16
-        most = workers + int((self._usable - first) / max(1.0, each))
+        first, more = (
+            self.memory_bytes(Setting(num_envs=count, num_workers=workers)) for count in (workers, workers + 16)
+        )
+        most = workers + int((self.usable - first) / max(1.0, (more - first) / 16))
         return most if most < 1000 * workers else None
 
-    def complaint(self) -> str:
-        """Say what does not fit."""
-        mib = 2**20
-        envs = self._goal.num_envs or 1
-        names = ", ".join(self.refused_by) or "memory"
-        return (
-            f"sizing failed: expected room for {counted(envs, 'env')}, got too little ({names}). "
-            f"{envs} would take {self.least_bytes / mib:,.0f} MiB; {self.room / mib:,.0f} MiB are available, of which "
-            f"{self._goal.headroom:.0%} are left alone. Raise the limit, ask for fewer envs, or make the env smaller."
+    def does_not_fit(self, refusal: Refusal) -> DoesNotFit:
+        """Return the error that says what does not fit."""
+        one, goal = self.measured, self._goal
+        wanted = Setting(num_envs=goal.num_envs or 1, num_workers=min(goal.num_workers or 1, goal.num_envs or 1))
+        needed = self.memory_bytes(wanted)
+        return DoesNotFit(
+            f"sizing failed: expected room for {counted(wanted.num_envs, 'env')}, got too little ({refusal.kind}). "
+            f"{wanted.num_envs} would take {needed / _MIB:,.0f} MiB; {self.room / _MIB:,.0f} MiB are available, of "
+            f"which {goal.headroom:.0%} are left alone. Raise the limit, ask for fewer envs, or make the env smaller. "
+            f"Measured: {one.shared_bytes / _MIB:,.0f} MiB shared, {one.first_env_bytes / _MIB:,.0f} MiB for the first "
+            f"env of a worker, {one.further_env_bytes / _MIB:,.0f} for each further one.",
+            needed_bytes=needed,
+            room_bytes=self.room,
         )

@@ -11,50 +11,42 @@ import numpy as np
 from envherd.shm.slab import plan_slab
 from envherd.shm.specs import EnvSpec
 
-#: A step blocks if it waits (sleeps, reads, lets threads of its own work) for more than this share of its time.
+#: A step blocks if it waits (sleeps, reads, lets its own threads work) for more than this share of its time.
 _BLOCKING_SHARE = 0.2
 #: Bytes that a process may take more for reasons of python's own.
 _NOISE_BYTES = 64 * 1024
-#: The share of the longest steps that the tail index looks at.
-_TAIL_SHARE = 0.05
 #: Squared coefficient of variation of episodes' lengths, where only one has ended.
 _VARIATION = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One env, measured.
+    """One env, measured alone in a worker process.
 
     Attributes:
-        spec: what it gives and takes.
+        spec: its observations and actions.
         build_s: the first build in a process. Imports that its factory does not announce are part of it.
         build_further_s: a further build in the same process; `build_s` where there was none.
         first_reset_s: the first reset.
-        reset_samples: seconds of resets after the first.
-        step_samples: seconds that steps take a worker which has its processor to itself, rows written.
-        step_median_s, step_p99_s: of steps as they were seen, whatever else the machine did.
-        tail_index: how fast long steps become rare (Hill's estimate; below 2 they decide everything); None if unknown.
+        reset_median_s: median of the resets after the first; `first_reset_s` where there was none.
+        step_median_s, step_p99_s: of steps as the clock saw them, whatever else the machine did.
+        step_mean_s: of a step on an undisturbed processor, row written, reset not included.
         cpu_per_step_s: processor seconds of a step, of all threads and child processes.
-        reset_cpu_s: processor seconds of a reset, of the thread that calls it.
-        hidden_cpu_share: of `cpu_per_step_s`, what threads and processes of the env's own use.
+        hidden_cpu_share: of `cpu_per_step_s`, what the env's threads and processes use.
         num_threads: threads (and processes) that the env has started.
         steps_measured: steps that the figures are from.
         end_share: steps after which an episode had ended, of all; 0 if none did.
-        episode_steps: after so many steps several episodes ended, and none after another number; 0 else.
-        paused_factor: how many times as long a step takes in a worker, which pauses while the caller has its turn, as
-            in a loop: the processor's caches have been used by others. 1.0 or more; 1.0 where it was not measured.
-        together_factor: the same in a worker that steps `together_envs` in turn after each pause.
-        together_envs: so many of them.
+        episode_steps: the length of all episodes, if several ended and all had one length; else 0.
         contention: share of the time in which the probe waited for a processor that others used.
         worker_bytes: memory of a worker without an env.
         first_env_bytes: what the first env of a worker adds.
         further_env_bytes: what each further one adds; `first_env_bytes` where there was none.
-        shared_bytes: what is there once for all workers: the helper, and libraries.
+        shared_bytes: what exists once for all workers: the helper, and libraries.
         grown_per_reset_bytes, grown_per_1000_steps_bytes: of one env; small ones are noise.
         row_bytes: of one env in a batch: a transition, the next root and the action.
-        gil_free_share: of a step, in which other Python threads of the process could run; None if unknown.
         gpu_bytes: memory of GPUs that the probe used; None where there is none.
         start_s: from nothing to a worker that could build.
+        is_alone: whether a process can have only one such env.
         imported: packages that were imported when the first env was built.
         stopped_by: what ended the probe early, in words; empty if nothing did.
     """
@@ -63,13 +55,11 @@ class Measurement:
     build_s: float
     build_further_s: float
     first_reset_s: float
-    reset_samples: np.ndarray
-    step_samples: np.ndarray
+    reset_median_s: float
     step_median_s: float
     step_p99_s: float
-    tail_index: float | None
+    step_mean_s: float
     cpu_per_step_s: float
-    reset_cpu_s: float
     hidden_cpu_share: float
     num_threads: int
     steps_measured: int
@@ -82,56 +72,39 @@ class Measurement:
     grown_per_reset_bytes: int
     grown_per_1000_steps_bytes: int
     row_bytes: int
-    gil_free_share: float | None = None
     gpu_bytes: int | None = None
     start_s: float = 0.0
+    is_alone: bool = False
     imported: tuple[str, ...] = ()
     stopped_by: str = ""
     episode_steps: int = 0
-    paused_factor: float = 1.0
-    together_factor: float = 1.0
-    together_envs: int = 2
-    wall_samples: np.ndarray = field(default_factory=lambda: np.zeros(0))
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step without its resets."""
-        return float(self.step_samples.mean())
-
-    @property
-    def has_one_length(self) -> bool:
-        """Whether episodes are known to last equally long, so that envs which are stepped together end together."""
-        return self.episode_steps > 0
-
-    @property
-    def reset_s(self) -> float:
-        """Median seconds of a reset after the first."""
-        return float(np.median(self.reset_samples)) if len(self.reset_samples) else self.first_reset_s
+    step_samples: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    reset_samples: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @property
     def waits_share(self) -> float:
         """Share of a step in which the processor is free for others."""
-        return max(0.0, 1 - self.cpu_per_step_s / self.step_s) if self.step_s > 0 else 0.0
+        return max(0.0, 1 - self.cpu_per_step_s / self.step_mean_s) if self.step_mean_s > 0 else 0.0
+
+    @property
+    def reset_share(self) -> float:
+        """Share of an env's time that its resets take; 0 if no episode ended."""
+        resets_s = self.end_share * self.reset_median_s
+        return resets_s / (self.step_mean_s + resets_s) if resets_s else 0.0
 
     def to_plain(self) -> dict[str, Any]:
         """Return the figures as documented in docs/sizing.md."""
-        left_out = ("spec", "reset_samples", "step_samples", "wall_samples", "imported")
+        left_out = ("spec", "reset_samples", "step_samples", "imported")
         plain = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {
-            **plain,
-            "step_mean_s": self.step_s,
-            "reset_median_s": self.reset_s,
-            "waits_share": self.waits_share,
-            "has_one_length": self.has_one_length,
-            "imported": list(self.imported),
-        }
+        shares = {"waits_share": self.waits_share, "reset_share": self.reset_share}
+        return {**plain, **shares, "imported": list(self.imported)}
 
 
 def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **further: Any) -> Measurement | None:
     """Return what a probe's figures say, or None if it did not get as far as steps.
 
     Args:
-        figures: of `workers.probe`.
+        figures: of `workers.probing.probe`.
         zygote: memory of the helper, "pss" and "uss", while the probe was its only worker.
         **further: `start_s`, `gpu_bytes`, `stopped_by`.
     """
@@ -146,7 +119,6 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
     reset_wall, resets, _ = _own_times(np.asarray(figures["resets"]).T)
     builds = [env["build_s"] for env in figures["envs"]]
     forced = figures.get("forced_resets", {"count": 0, "grown_bytes": 0})
-    together = figures.get("together", {"paused": 1.0, "factor": 1.0, "envs": 2})
     episodes = np.asarray(steps["episodes"], np.int64)
     has_one_length = len(episodes) > 1 and episodes.min() == episodes.max()
     first, further_bytes, clean = _env_bytes(figures)
@@ -155,21 +127,16 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
         build_s=builds[0],
         build_further_s=float(np.median(builds[1:])) if len(builds) > 1 else builds[0],
         first_reset_s=float(reset_wall[0]),
-        reset_samples=resets[1:],
-        step_samples=own,
+        reset_median_s=float(np.median(resets[1:])) if len(resets) > 1 else float(reset_wall[0]),
         step_median_s=float(np.median(wall)),
         step_p99_s=float(np.quantile(wall, 0.99)),
-        tail_index=tail_index(own),
+        step_mean_s=float(own.mean()),
         cpu_per_step_s=own_cpu_s + hidden_s,
-        reset_cpu_s=float(figures["resets"][-1][1]) / 1e9,
         hidden_cpu_share=hidden_s / (own_cpu_s + hidden_s) if own_cpu_s + hidden_s else 0.0,
         num_threads=max(0, figures["threads"] - figures["threads_before"]),
         steps_measured=steps["count"],
         end_share=share_of_ends(episodes, int(steps["under_way"])),
         episode_steps=int(episodes[0]) if has_one_length else 0,
-        paused_factor=max(1.0, together["paused"]),
-        together_factor=max(1.0, together["factor"]),
-        together_envs=together["envs"],
         contention=float(steps["contention"]),
         worker_bytes=figures["base"]["dirty"],
         first_env_bytes=first,
@@ -178,15 +145,16 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
         grown_per_reset_bytes=max(0, forced["grown_bytes"]) // max(1, forced["count"]),
         grown_per_1000_steps_bytes=_grown_per_1000_steps(figures["envs"][0], count),
         row_bytes=row_bytes(spec),
-        gil_free_share=figures.get("gil_free_share"),
+        is_alone=figures["is_alone"],
         imported=tuple(figures["envs"][0]["imported"]),
-        wall_samples=wall,
+        step_samples=wall,
+        reset_samples=reset_wall,
         **further,
     )
 
 
 def _own_times(times: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return seconds as they were seen, seconds on a processor of one's own (of each), and mean processor seconds.
+    """Return wall seconds, seconds on an undisturbed processor (of each call), and mean processor seconds.
 
     Where calls only compute, what they took of the processor is their own time, whatever else the machine did.
     Where they also wait, it is wall time less the time for which others had the processor.
@@ -234,16 +202,6 @@ def share_of_ends(episodes: np.ndarray, under_way: int) -> float:
     if variation == 0:
         return 1 / float(episodes[0])
     return (count + (1 - variation) / 2) / float(episodes.sum() + under_way)
-
-
-def tail_index(samples: np.ndarray) -> float | None:
-    """Return Hill's estimate over the longest samples; None for too few."""
-    ordered = np.sort(samples)
-    count = int(len(ordered) * _TAIL_SHARE)
-    if count < 10 or ordered[-count - 1] <= 0:
-        return None
-    excess = float(np.log(ordered[-count:] / ordered[-count - 1]).mean())
-    return 1 / excess if excess > 0 else None
 
 
 def row_bytes(spec: EnvSpec) -> int:

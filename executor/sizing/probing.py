@@ -16,6 +16,7 @@ from typing import Any
 from envherd.executor.machine.gpus import memory_used_by
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.error_messages import Frame, env_error, factory_error
+from envherd.executor.pools.preloading import find_helper
 from envherd.executor.pools.worker_process import WorkerProcess, worker_config
 from envherd.executor.pools.zygote import Zygote
 from envherd.executor.sizing.measurement import Measurement, from_figures
@@ -25,8 +26,12 @@ from envherd.workers.processes import anonymous_bytes, descendants, memory_of
 
 #: Seconds between looks at the probe's memory. An env that takes 10 GiB/s is seen 0.2 GiB late.
 _LOOK_S = 0.02
+#: Seconds between reports of progress in one stage.
+_SHOW_S = 0.1
 #: A probe may be late by one build, reset or step; then it is ended.
-_LATE_FACTOR, _LEAST_LATE_S = 4.0, 30.0
+_LATE_FACTOR = 4.0
+#: Envs that it builds in one process.
+_NUM_ENVS = 2
 _MIB = 2**20
 
 Progress = Callable[[str, float], None]
@@ -43,12 +48,12 @@ class ProbeLimits:
     Attributes:
         budget_s: seconds that it measures for, starting and building included.
         memory_bytes: that it may take; None for as much as there is.
-        num_envs: envs it builds beside each other.
+        grace_s: seconds by which one build, reset or step may be later than four budgets.
     """
 
-    budget_s: float = 10.0
+    budget_s: float = 3.0
     memory_bytes: int | None = None
-    num_envs: int = 3
+    grace_s: float = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,7 @@ class Subject:
 
 
 def probe(subject: Subject, limits: ProbeLimits, options: ExecutorOptions, progress: Progress) -> Measurement:
-    """Measure an env in a worker of its own.
+    """Measure an env in a separate worker.
 
     Args:
         subject: see `Subject`.
@@ -87,7 +92,7 @@ def probe(subject: Subject, limits: ProbeLimits, options: ExecutorOptions, progr
 
 @contextlib.contextmanager
 def _worker(subject: Subject, options: ExecutorOptions) -> Iterator[tuple[Zygote, WorkerProcess]]:
-    zygote = Zygote(options, list(subject.preload))
+    zygote = find_helper(options) or Zygote(options, list(subject.preload))
     worker = None
     try:
         zygote.wait_ready()
@@ -125,15 +130,15 @@ class _Watch:
             env_kwargs=subject.env_kwargs,
             root_seed=subject.seed,
             block=options.for_block(),
-            num_envs=self._limits.num_envs,
+            num_envs=_NUM_ENVS,
             budget_s=self._limits.budget_s,
         )
         self._worker.channel.queue_message(message)
 
     def run(self) -> None:
-        """Wait until the probe has said all, or has ended, or has to be."""
-        began = shown = time.monotonic()
-        end = began + self._limits.budget_s * _LATE_FACTOR + _LEAST_LATE_S
+        """Wait until the probe has reported everything, or has ended, or must be ended."""
+        began, shown_at, shown = time.monotonic(), 0.0, ""
+        end = began + self._limits.budget_s * _LATE_FACTOR + self._limits.grace_s
         poller = select.poll()
         poller.register(self._worker.channel.sock, select.POLLIN)
         poller.register(self._worker.pidfd, select.POLLIN)
@@ -143,9 +148,9 @@ class _Watch:
             if self._take():
                 return
             now = time.monotonic()
-            if now - shown > 0.1:
-                shown = now
-                self._progress(self._stage, min(1.0, (now - began) / self._limits.budget_s))
+            if now - shown_at > _SHOW_S or self._stage != shown:
+                shown_at, shown = now, self._stage
+                self._progress(shown, min(1.0, (now - began) / self._limits.budget_s))
             if has_exited:
                 self._explain_death()
             elif now > end:

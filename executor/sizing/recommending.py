@@ -2,32 +2,74 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from envherd.executor.fixed import FixedParallelEnv
 from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.blueprint import MakeEnv, as_factories, choose_apart, draw
-from envherd.executor.sizing.comparing import compare_modes
-from envherd.executor.sizing.deciding import Advice, decide
-from envherd.executor.sizing.limits import Goal
+from envherd.executor.pools.blueprint import MakeEnv, choose_apart
+from envherd.executor.sizing.forked_host import ForkedHost
+from envherd.executor.sizing.limits import Limits
 from envherd.executor.sizing.measurement import Measurement
-from envherd.executor.sizing.model import Model
-from envherd.executor.sizing.modes import MODES, Mode
-from envherd.executor.sizing.overhead import Overhead, measure_overhead
+from envherd.executor.sizing.opening import Opener, helper, span_of, subject_of
 from envherd.executor.sizing.probing import ProbeLimits, Subject, probe
+from envherd.executor.sizing.reasons import Facts, reasons
+from envherd.executor.sizing.scaling import Prediction, Scale, plan
+from envherd.executor.sizing.search import Found, Progress, Run, Search
+from envherd.executor.sizing.serial_host import importing
+from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
 
 _log = logging.getLogger("envherd")
-#: Seconds that `"auto"` measures for; a program that starts should not wait longer.
-AUTO_BUDGET_S = 5.0
-#: Share of the available memory that a probe may take.
+#: Seconds that `recommend` may take to measure, and `"auto"`, for which a program waits when it starts.
+BUDGET_S, AUTO_BUDGET_S = 15.0, 5.0
+#: Share of the available memory that a probe, and all executors of a search, may take.
 PROBE_MEMORY_SHARE = 0.8
+#: Share of the budget that the probe may take.
+_PROBE_SHARE = 0.25
 
 Auto = Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What was decided.
+
+    Attributes:
+        setting: see `Setting`; with 0 workers it is `SerialEnv`.
+        predicted: what it makes.
+        binding: what keeps it from being faster, one word or two.
+        why: sentences, the most important first.
+        preload: modules worth adding to `ExecutorOptions.preload`.
+        parallel: the best setting with worker processes; None if none was run.
+        memory_room_bytes: that are available, before headroom.
+        most_envs_in_memory: envs that fit on that number of workers; None for over a thousand for each.
+        meets_target: whether the wanted steps per second are reached; None if none were wanted.
+    """
+
+    setting: Setting
+    predicted: Prediction
+    binding: str
+    why: tuple[str, ...]
+    preload: tuple[str, ...]
+    parallel: Setting | None
+    memory_room_bytes: int
+    most_envs_in_memory: int | None
+    meets_target: bool | None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as documented in docs/sizing.md."""
+        plain = {name: value for name, value in vars(self).items() if name not in ("setting", "parallel", "predicted")}
+        return {
+            **asdict(self.setting),
+            "executor": "ParallelEnv" if self.setting.num_workers else "SerialEnv",
+            **plain,
+            "parallel": None if self.parallel is None else asdict(self.parallel),
+            "predicted": asdict(self.predicted),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,103 +77,147 @@ class Sizing:
     """What was measured, and what follows from it.
 
     Attributes:
-        machine: what may be used.
+        machine: that is planned for.
         measured: of the env.
-        overhead: of the executor.
+        runs: every setting that was considered, with its speed on this machine or why it was not run.
         advice: the decision.
     """
 
     machine: Machine
     measured: Measurement
-    overhead: Overhead
+    runs: tuple[Run, ...]
     advice: Advice
 
+    @property
+    def serial(self) -> Run | None:
+        """The fastest run of `SerialEnv`; None if it was not tried."""
+        ran = [one for one in self.runs if one.refusal is None and not one.setting.num_workers]
+        return max(ran, key=lambda one: one.steps_per_s, default=None)
 
-def recommend(
+
+def recommend(  # noqa: PLR0913  # what is measured, for what, and within which limits
     make_env: Callable[..., Any],
     *,
     env_kwargs: dict[str, Any] | None = None,
     goal: Goal | None = None,
-    budget_s: float = 10.0,
+    budget_s: float = BUDGET_S,
     machine: Machine | None = None,
     options: ExecutorOptions | None = None,
+    probe_bytes: int | None = None,
+    progress: Progress = lambda _text, _share: None,
 ) -> Sizing:
-    """Measure an env in a probe worker and say how many of it to run on how many workers.
+    """Measure an env, run settings of it on real executors, and say which to take: the smallest of the best.
 
     Args:
-        make_env: builds one env; see `ParallelEnv`.
+        make_env: builds one env; see `ParallelEnv`. It is called in worker processes alone.
         env_kwargs: keyword arguments of the call.
         goal: what is fixed and what is wanted; see `Goal`.
-        budget_s: seconds to measure for. A few more are taken to measure the executor itself, and mostly no more
-            than as many again to run some envs in all modes; more where a reset takes seconds.
-        machine: to plan for; None for this one, as it is now.
-        options: the executor's.
+        budget_s: seconds to measure for; less is taken where it is clear earlier, and a few more where starts are slow.
+        machine: to plan for; None for this one. What was measured here is scaled to another.
+        options: the executor's; `reset_ahead` is tried where resets are costly, whatever they say.
+        probe_bytes: memory that the probe, and all executors together, may take; None for most of what is there.
+        progress: called with what is done now, and the share of the budget that is used up.
 
     Raises:
         FactoryError, EnvError: the env failed. ProbeFailed: it could not be measured within the limits.
         DoesNotFit: not even one fits.
     """
-    here = read_machine()
-    limits = ProbeLimits(budget_s=budget_s, memory_bytes=int(here.memory_available * PROBE_MEMORY_SHARE))
-    options = options or ExecutorOptions()
-    goal = goal or Goal()
-    measured, overhead = measure(make_env, env_kwargs, limits, options, lambda _stage, _share: None, goal.modes)
-    advice = decide(measured, overhead, machine or here, goal, options.num_frames)
-    return Sizing(machine=machine or here, measured=measured, overhead=overhead, advice=advice)
+    options, goal = replace(options or ExecutorOptions(), reset_ahead=False), goal or Goal()
+    limits = ProbeLimits(budget_s=budget_s, memory_bytes=probe_bytes)
+    measured, here, found = measure(subject_of(make_env, env_kwargs, options), goal, limits, options, progress)
+    return decide(measured, here, found, goal, machine or here, options.num_frames)
 
 
-def measure(
-    make_env: Callable[..., Any],
-    env_kwargs: dict[str, Any] | None,
+def measure(  # as `recommend`
+    subject: Subject,
+    goal: Goal,
     limits: ProbeLimits,
     options: ExecutorOptions,
-    progress: Callable[[str, float], None],
-    modes: tuple[Mode, ...] = MODES,
-) -> tuple[Measurement, Overhead]:
-    """Measure an env, the executor with envs that look like it, and its modes with the env itself; see `recommend`."""
-    measured, overhead = measure_subject(subject_of(make_env, env_kwargs, options), limits, options, progress)
-    if len(modes) == 1:
-        return measured, overhead
+    progress: Progress = lambda _text, _share: None,
+    forked: ForkedHost | None = None,
+) -> tuple[Measurement, Machine, Found]:
+    """Probe an env and search, on this machine; see `recommend`.
 
-    def open_env(num_envs: int, num_workers: int) -> FixedParallelEnv:
-        return FixedParallelEnv(
-            num_envs, make_env, num_workers=num_workers, seed=0, env_kwargs=env_kwargs, options=options
+    Args:
+        subject: the env.
+        goal: see `recommend`.
+        limits: seconds and bytes for everything.
+        options: the executors'.
+        progress: see `recommend`.
+        forked: see `Opener`.
+    """
+    began, here = time.monotonic(), read_machine()
+    most_bytes = int(here.memory_available * PROBE_MEMORY_SHARE) if limits.memory_bytes is None else limits.memory_bytes
+    opener = Opener(subject, options, span_of(here), goal.policy_s, forked)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(opener))
+        stack.enter_context(helper(subject, options))
+        if forked is None and here.cores > 1 and goal.has_serial and goal.num_workers is None:
+            stack.enter_context(importing(options))
+        probe_limits = replace(limits, budget_s=_PROBE_SHARE * limits.budget_s, memory_bytes=most_bytes)
+        measured = probe(
+            subject, probe_limits, options, lambda stage, share: progress(f"probe: {stage}", _PROBE_SHARE * share)
         )
+        if goal.episode_steps is not None:
+            measured = replace(measured, end_share=1 / goal.episode_steps, episode_steps=goal.episode_steps)
+        fitting = Limits(measured, here, goal, options.num_frames)
+        end = began + limits.budget_s
+        return measured, here, Search(opener, fitting, goal, most_bytes, (began, end), progress).run()
 
-    model = Model(measured, overhead, read_machine(), num_frames=options.num_frames)
-    return compare_modes(open_env, model, limits, partial(progress, "modes"))
 
+def decide(
+    measured: Measurement, here: Machine, found: Found, goal: Goal, machine: Machine, num_frames: int = 4
+) -> Sizing:
+    """Return what follows from a search, for the machine on which it was made or for another; pure.
 
-def subject_of(make_env: Callable[..., Any], env_kwargs: dict[str, Any] | None, options: ExecutorOptions) -> Subject:
-    """Return what a probe builds: an env from a factory, pickled."""
-    blueprint = draw(as_factories(1, make_env), env_kwargs, 1, 0, options)
-    return Subject(
-        factory=blueprint.factories[0],
-        env_kwargs=blueprint.env_kwargs[0],
-        preload=blueprint.preload,
-        seed=blueprint.root_seed,
+    Raises:
+        DoesNotFit: the other machine has no room.
+    """
+    limits = Limits(measured, machine, goal, num_frames)
+    scale = Scale(measured, found.runs, here, limits, goal.policy_s)
+    if machine == here:
+        chosen = found.chosen
+        ran = [one.setting for one in found.runs if one.refusal is None]
+        every = {one: made for one in ran if (made := scale.predict(one)) is not None}
+    else:
+        chosen, every = plan(scale, limits, goal)
+    predicted = every[chosen]
+    if chosen.num_workers and not predicted.is_scaled:
+        taken = measured.shared_bytes + found.figures.worker_bytes + limits.slab_bytes(chosen)
+        predicted = replace(predicted, memory_bytes=taken)
+    base = scale.base(chosen)
+    assert base is not None
+    facts = Facts(
+        limits=limits,
+        goal=goal,
+        runs=found.runs,
+        chosen=chosen,
+        predicted=predicted,
+        base=base,
+        best_steps_per_s=max(one.steps_per_s for one in every.values()),
+        figures=found.figures,
     )
-
-
-def measure_subject(
-    subject: Subject, limits: ProbeLimits, options: ExecutorOptions, progress: Callable[[str, float], None]
-) -> tuple[Measurement, Overhead]:
-    """Measure an env whose factory is pickled already; see `measure`."""
-    measured = probe(subject, limits, options, progress)
-    overhead = measure_overhead(
-        measured.spec,
-        read_machine(),
-        options,
-        lambda share: progress("executor", share),
-        min(measured.cpu_per_step_s, measured.step_s),
-        measured.end_share,
+    binding, why = reasons(facts)
+    with_workers = [one for one in every if one.num_workers]
+    advice = Advice(
+        setting=chosen,
+        predicted=predicted,
+        binding=binding,
+        why=why,
+        preload=_preload(measured),
+        parallel=max(with_workers, key=lambda one: every[one].steps_per_s, default=None),
+        memory_room_bytes=limits.room,
+        most_envs_in_memory=limits.most_envs(chosen.num_workers),
+        meets_target=facts.meets_target,
     )
-    return measured, overhead
+    return Sizing(machine=machine, measured=measured, runs=found.runs, advice=advice)
 
 
-def with_episodes_of(measured: Measurement, steps: int) -> Measurement:
-    """Return a measurement whose episodes last so many steps."""
-    return replace(measured, end_share=1 / steps)
+def _preload(measured: Measurement) -> tuple[str, ...]:
+    """Return the packages whose import made the first build slower than later ones, if none starts threads."""
+    if measured.num_threads or measured.build_s < 2 * measured.build_further_s + 0.2:
+        return ()
+    return measured.imported
 
 
 def resolve(
@@ -144,7 +230,7 @@ def resolve(
     """Return the numbers that `ParallelEnv` was given, `"auto"` replaced by what is measured and decided.
 
     With a list of factories the first is measured, and their number is the number of envs. With `reset_ahead`, the
-    number of workers is that of the envs, and nothing is measured.
+    number of workers is that of the envs, and nothing is measured. No env is built in this process.
     """
     if options.reset_ahead:
         num_envs = choose_apart(num_envs, num_workers)
@@ -161,10 +247,10 @@ def resolve(
             return num_envs, num_workers
     factory: Any = make_env[0] if is_list else make_env  # type: ignore[index]  # a list
     first_kwargs = env_kwargs if env_kwargs is None or isinstance(env_kwargs, dict) else env_kwargs[0]
-    goal = Goal(
+    goal = replace(
+        WORKERS_ONLY,
         num_envs=None if num_envs == "auto" else num_envs,
         num_workers=num_workers if isinstance(num_workers, int) else None,
-        modes=("sync",),
     )
     done = recommend(factory, env_kwargs=first_kwargs, goal=goal, budget_s=AUTO_BUDGET_S, options=options)
     setting = done.advice.setting

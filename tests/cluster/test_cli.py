@@ -48,7 +48,7 @@ def test_a_rollout_on_a_cluster_is_that_of_one_machine(cluster):
 @pytest.mark.full
 def test_the_plan_for_a_cluster_is_what_an_executor_does_there(cluster):
     plan, said = run("size", ENV, "--cluster", cluster.address, "--envs", "14", "--budget", "1")
-    assert plan["schema"] == "envherd.size-cluster/1"
+    assert plan["schema"] == "envherd.size-cluster/2"
     assert plan["envs_per_node"] == [8, 6], "in proportion to the processors"
     assert [node["num_envs"] for node in plan["nodes"]] == [8, 6]
     assert len({node["node_id"] for node in plan["nodes"]}) == 2
@@ -89,6 +89,6 @@ def test_without_a_cluster_or_without_ray_it_is_said():
 
 
 def test_options_for_one_machine_are_refused():
-    result = CliRunner().invoke(app, ["size", ENV, "--cluster", "auto", "--cpus", "4", "--verify"])
+    result = CliRunner().invoke(app, ["size", ENV, "--cluster", "auto", "--cpus", "4", "--yaml", "-"])
     assert result.exit_code == 2
-    assert "expected none of what is for one machine, got --cpus, --verify" in result.stderr
+    assert "expected none of what is for one machine, got --cpus, --yaml" in result.stderr

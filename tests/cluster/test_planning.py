@@ -14,9 +14,9 @@ skip_without("ray", "cli")
 from envherd.executor.cluster.orders import Report, Survey
 from envherd.executor.cluster.planning import decide_for_nodes
 from envherd.executor.cluster.shares import divide
-from envherd.executor.sizing.deciding import DoesNotFit
-from envherd.executor.sizing.limits import Goal
-from tests.executor.test_sizing import GIB, MIB, OVERHEAD, machine_of, measured_of
+from envherd.executor.sizing.limits import DoesNotFit
+from envherd.executor.sizing.settings import Goal
+from tests.executor.sizing_figures import GIB, MIB, machine_of, measured_of, run_of
 
 TRIP_S = 0.002
 
@@ -31,7 +31,9 @@ def plan(cores, memory=64 * GIB, names=None, step_s=1e-3, **goal):
     memories = memory if isinstance(memory, list) else [memory] * len(cores)
     surveys = {
         (name, name): Survey(
-            machine=machine_of(count, memory=room), measured=measured_of(step_s=step_s), overhead=OVERHEAD
+            machine=machine_of(count, memory=room),
+            measured=measured_of(step_s=step_s),
+            runs=(run_of(count, count / step_s, num_envs=4 * count, busy=0.9),),
         )
         for name, count, room in zip(names, cores, memories, strict=True)
     }
@@ -43,7 +45,8 @@ def test_unlike_nodes_get_unlike_shares_as_an_executor_gives_them():
     assert [node.num_envs for node in made.nodes] == [32, 16, 8] == divide(56, [16, 8, 4])
     assert [node.num_workers for node in made.nodes] == [16, 8, 4]
     assert made.batch_s == max(node.prediction.batch_s for node in made.nodes) + TRIP_S
-    assert made.steps_per_s < made.rollout_steps_per_s == sum(node.prediction.steps_per_s for node in made.nodes)
+    assert made.steps_per_s < made.rollout_steps_per_s
+    assert made.rollout_steps_per_s == pytest.approx(sum(node.prediction.steps_per_s for node in made.nodes))
     assert plan([16, 8, 4], num_envs=56, num_workers=2).nodes[0].num_workers == 2
 
 

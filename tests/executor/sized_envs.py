@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
+import socket
+import sys
 import time
 
 import numpy as np
@@ -43,19 +46,6 @@ class BreathingEnv(CountingEnv):
         return super().reset(seed, options)
 
 
-class JealousEnv(CountingEnv):
-    """Computes 1 ms in a step, and 2 ms if another of its kind was stepped in between."""
-
-    latest = None
-
-    def step(self, action):
-        end = time.thread_time() + (0.001 if JealousEnv.latest is self else 0.002)
-        JealousEnv.latest = self
-        while time.thread_time() < end:
-            pass
-        return super().step(action)
-
-
 class LeakingEnv(CountingEnv):
     """Takes 8 KiB more in each step."""
 
@@ -82,9 +72,51 @@ class DyingEnv(CountingEnv):
     """Ends its process in a step."""
 
     def step(self, action):
-        import os
-
         os._exit(7)
+
+
+class DyingInSerialEnv(CountingEnv):
+    """Ends its process in a step of `SerialEnv`."""
+
+    def step(self, action):
+        if "envherd.executor.serial" in sys.modules:
+            os._exit(9)
+        return super().step(action)
+
+
+class HangingInSerialEnv(CountingEnv):
+    """Sleeps in a step of `SerialEnv`."""
+
+    def step(self, action):
+        if "envherd.executor.serial" in sys.modules:
+            time.sleep(1000)
+        return super().step(action)
+
+
+class CrowdedEnv(CountingEnv):
+    """Ends its process in its 100th step if that has more than two of it, and sleeps if the class's `hangs`."""
+
+    num_built = 0
+    hangs = False
+
+    def __init__(self):
+        super().__init__()
+        type(self).num_built += 1
+        self.num_calls = 0
+
+    def step(self, action):
+        self.num_calls += 1
+        if self.num_built > 2 and self.num_calls == 100:
+            if self.hangs:
+                time.sleep(1000)
+            os._exit(7)
+        return super().step(action)
+
+
+class CrowdedHangingEnv(CrowdedEnv):
+    """Sleeps instead."""
+
+    hangs = True
 
 
 class FailingEnv(CountingEnv):
@@ -92,6 +124,60 @@ class FailingEnv(CountingEnv):
 
     def step(self, action):
         raise ValueError("no such key")
+
+
+class HangingEnv(CountingEnv):
+    """Sleeps in its third step."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_steps = 0
+
+    def step(self, action):
+        self.num_steps += 1
+        if self.num_steps == 3:
+            time.sleep(1000)
+        return super().step(action)
+
+
+class TailedEnv(CountingEnv):
+    """Waits 30 ms in one of twelve steps, and hardly in the others; its episodes last 1,000 steps."""
+
+    def __init__(self):
+        super().__init__(1000)
+        self.num_steps = 0
+        self.random = np.random.default_rng()
+
+    def step(self, action):
+        time.sleep(0.03 if self.random.random() < 1 / 12 else 0.0002)
+        return super().step(action)
+
+
+class SlowResetEnv(CountingEnv):
+    """Waits 0.15 s in a reset, and 3 ms in each of the 40 steps of an episode."""
+
+    def __init__(self):
+        super().__init__(40)
+
+    def reset(self, seed, options=None):
+        time.sleep(0.15)
+        return super().reset(seed, options)
+
+    def step(self, action):
+        time.sleep(0.003)
+        return super().step(action)
+
+
+class LonelyEnv(CountingEnv):
+    """Cannot be built in two processes of one helper at the same time."""
+
+    own = None
+
+    def __init__(self):
+        super().__init__()
+        if LonelyEnv.own is None:
+            LonelyEnv.own = socket.socket(socket.AF_UNIX)
+            LonelyEnv.own.bind(f"\0envherd-lonely-{os.getppid()}")
 
 
 def make_failing():

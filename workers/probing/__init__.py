@@ -1,1 +1,1 @@
-"""Measuring one env, and envs that only take the time of others."""
+"""Measuring one env in a worker."""

@@ -1,10 +1,8 @@
-"""The probe: what a worker measures of an env, so that it can be said how many would fit and how fast they go.
+"""The probe: what a worker measures of one env, so that settings which cannot fit need not be tried.
 
-Guarantees: envs are run exactly as a worker runs them (built by `Builder`, stepped and reset by `Block`, rows
-written to a slab of its own); what is known so far is sent after every stage, so that a probe that is killed
-has still said something; it stops at its budget, late by one step, reset or build at most, and by what is measured
-last (steps in turn, python's lock: 0.15 of the budget); by half of the budget more where an env's memory differs from
-one episode to the next.
+Guarantees: the env is run exactly as a worker runs it (built by `Builder`, stepped and reset by `Block`, rows written
+to a private slab). The probe sends what it knows after every stage, so that a probe that is killed has still reported
+something. It ends when it knows enough, and at its budget at the latest, late by one step, reset or build at most.
 Does not know: what other processes cost. Times that the machine spent on others are measured and sent along.
 Platforms: Linux (/proc).
 """
@@ -14,7 +12,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,28 +32,18 @@ from envherd.workers.reply import Fault
 _STEP, _RESET = pack(Op.STEP, RING, 0), pack(Op.RESET, RING, 0)
 #: Steps that are not counted: caches, lazy imports and compilers warm up in them.
 _WARM_UP_STEPS = 5
-#: Steps at most: more would say nothing new, and their times are kept.
-_MOST_STEPS = 20_000
 #: Samples at most that are sent.
 _MOST_SAMPLES = 4096
 #: Nanoseconds from which a step or reset is long: the next is asked how long it waited for a processor.
 _LONG_NS = 500_000
-#: Shares of the budget: the first env's steps; then its further resets; then each further env; then all in turn.
-# However long building took, steps get the least share.
+#: Shares of the budget, at most: the first env's steps; its further resets; a further env's steps; and its resets.
+_STEPS_SHARE, _RESETS_SHARE, _FURTHER_STEPS_SHARE, _FURTHER_RESETS_SHARE = 0.4, 0.15, 0.05, 0.15
+#: However long building took, steps get this share.
 _LEAST_STEPS_SHARE = 0.2
-_STEPS_SHARE, _RESETS_SHARE, _FURTHER_SHARE, _TOGETHER_SHARE, _GIL_SHARE = 0.4, 0.15, 0.15, 0.1, 0.05
-_MOST_RESETS = 20
-#: An env whose memory differs from one episode to the next is reset until its mean is known so well (standard error
-#: over mean, or bytes), or this share of the budget is used up.
-_WELL_KNOWN, _WELL_KNOWN_BYTES, _LEAST_STATES, _VARYING_SHARE = 0.05, 2**18, 3, 0.5
-#: Seconds for which a worker pauses between batches, where steps are so long that it does not spin meanwhile.
-_PAUSE_S, _SPINS_BELOW_S = 1e-3, 0.2e-3
-#: Steps of each env in a block of steps in turn, at least and at most, and blocks at least.
-_LEAST_TOGETHER, _MOST_TOGETHER, _LEAST_BLOCKS = 3, 20, 3
-#: Seconds between the wake-ups of the thread that looks whether an env lets other threads run.
-_TICK_S = 50e-6
-#: Seconds after which Python takes the lock from an env that holds it, while that is watched.
-_SWITCH_S = 0.2
+#: Steps, seconds and ended episodes after which the steps are known well enough; steps at most.
+_ENOUGH_STEPS, _ENOUGH_S, _ENOUGH_EPISODES, _MOST_STEPS = 500, 0.3, 2, 20_000
+#: Resets that are enough, and at most.
+_ENOUGH_RESETS = 8
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -66,7 +53,7 @@ class Failed(Exception):
 
 
 class Run:
-    """One env over a slab of its own, and the times of what it did.
+    """One env over its own slab, and the times of what it did.
 
     Attributes:
         steps: int64 `[3, most]`: wall, the thread's processor time, and waiting for a processor, of each step, in ns.
@@ -152,14 +139,25 @@ class Run:
             self.episodes.append(self.length)
         return times[1]
 
-    def step_for(self, seconds: float, most: int, least: int = 1) -> int:
-        """Step until the time is up; return how many steps were made."""
-        end = time.monotonic() + seconds
-        count = 0
-        while self.num_steps < self.steps.shape[1] and (count < least or (count < most and time.monotonic() < end)):
+    def step_for(self, seconds: float, least: int = 1, *, until_known: bool = False) -> int:
+        """Step until the time is up; return how many steps were made.
+
+        Args:
+            seconds: at most, once `least` steps were made.
+            least: steps at least.
+            until_known: end as soon as the steps are known well enough.
+        """
+        began, count = time.monotonic(), 0
+        while self.num_steps < self.steps.shape[1]:
+            spent_s = time.monotonic() - began
+            if count >= least and (spent_s >= seconds or (until_known and self._is_known(count, spent_s))):
+                break
             self.step()
             count += 1
         return count
+
+    def _is_known(self, count: int, spent_s: float) -> bool:
+        return count >= _ENOUGH_STEPS and spent_s >= _ENOUGH_S and len(self.episodes) >= _ENOUGH_EPISODES
 
     def forget(self) -> None:
         """Drop the times of what was done so far, but those of resets."""
@@ -214,10 +212,8 @@ class Prober:
             self._figures["base"] = memory_of(os.getpid())
             self._figures["threads_before"] = num_threads(os.getpid())
             self._tell("build")
-            first = self._measure_first()
+            self._measure_first()
             self._measure_further()
-            self._measure_together()
-            self._watch_gil(first)
             self._tell("done", is_last=True)
         except Failed:
             pass
@@ -262,14 +258,15 @@ class Prober:
         )
         if env_id == 0:
             self._figures["spec"] = run.spec.to_plain()
+            self._figures["is_alone"] = run.block.slots[0].adapter.is_alone
         return run
 
-    def _measure_first(self) -> Run:
+    def _measure_first(self) -> None:
         run = self._build(0)
         self._tell("reset")
         run.reset()
         self._tell("step")
-        run.step_for(self._budget(_STEPS_SHARE) / 5, _WARM_UP_STEPS)
+        run.step_for(self._budget(_STEPS_SHARE) / 5, _WARM_UP_STEPS, until_known=True)
         run.forget()
         entry = self._figures["envs"][0]
         gc.collect()
@@ -278,7 +275,7 @@ class Prober:
         process, main_cpu = _cpu_ns(), time.thread_time_ns()
         delay, began = run_delay_ns(), time.perf_counter_ns()
         seconds = min(self._budget(_STEPS_SHARE), max(self._left() * 0.6, self._budget(_LEAST_STEPS_SHARE)))
-        steps = self._step_and_tell(run, seconds)
+        steps = run.step_for(seconds, until_known=True)
         delay, span_ns = run_delay_ns() - delay, time.perf_counter_ns() - began
         main_cpu, process = time.thread_time_ns() - main_cpu, _cpu_ns() - process
         gc.collect()
@@ -297,114 +294,29 @@ class Prober:
         self._figures["resets"] = np.array(run.resets, np.int64)
         self._tell("resets")
         entry["ready"] = self._measure_resets(run)
-        return run
-
-    def _step_and_tell(self, run: Run, seconds: float) -> int:
-        """Step for so long, saying now and then how far it is."""
-        steps = run.step_for(seconds / 4, _MOST_STEPS // 4)
-        for _ in range(3):
-            self._tell("step")
-            steps += run.step_for(seconds / 4, _MOST_STEPS // 4, least=0)
-        return steps
 
     def _measure_resets(self, run: Run) -> dict[str, int]:
-        """Reset some more, so that there are later resets to speak of, and see what memory they take; return that."""
+        """Reset some more, so that there are later resets to measure; return what memory the process takes then."""
         gc.collect()
         before = memory_of(os.getpid())
         num_resets = len(run.resets)
-        most_s = max(self._left() * 0.5, 0.0)
-        typical = _reset_for(run, min(self._budget(_RESETS_SHARE), most_s), most_s, self._figures["base"])
+        typical = _reset_for(run, min(self._budget(_RESETS_SHARE), max(self._left() * 0.5, 0.0)))
         grown_bytes = memory_of(os.getpid())["uss"] - before["uss"]
         self._figures["resets"] = np.array(run.resets, np.int64)
         self._figures["forced_resets"] = {"count": len(run.resets) - num_resets, "grown_bytes": grown_bytes}
         return typical
 
     def _measure_further(self) -> None:
-        """Build further envs in this process, for their memory."""
-        for env_id in range(1, self._message.num_envs):
-            cost = self._figures["envs"][-1]["build_s"] + self._runs[-1].resets[0][0] / 1e9
-            # A second env is worth being late for: from the first alone nobody knows what the others add.
-            if (
-                cost > (self._message.budget_s if env_id == 1 else self._left())
-                or self._runs[0].block.slots[0].adapter.is_alone
-            ):
-                return
-            self._tell(f"env {env_id + 1}")
-            run = self._build(env_id)
-            run.step_for(self._budget(_FURTHER_SHARE) / 2, 100)
-            entry = self._figures["envs"][-1]
-            varying_s = self._budget(_VARYING_SHARE) if env_id == 1 else self._left()
-            seconds = min(self._budget(_FURTHER_SHARE), self._left())
-            entry["ready"] = _reset_for(run, seconds, varying_s, entry["before"])
-
-    def _measure_together(self) -> None:
-        """Measure how many times as long a step takes in a worker as it does in a loop over one env.
-
-        A worker pauses while the caller has its turn, and steps several envs in turn: each finds the processor's caches
-        full of what others needed. All are compared in short blocks that follow each other, since a machine that others
-        use changes its speed.
-        """
-        count, typical_s = len(self._runs), float(np.median(self._figures["steps"]["times"][0])) / 1e9
-        pause_s = _PAUSE_S if typical_s > _SPINS_BELOW_S else 0.0
-        seconds = self._budget(_TOGETHER_SHARE)
-        each = min(_MOST_TOGETHER, int(seconds / (_LEAST_BLOCKS * (3 * count * typical_s + 2 * pause_s + 1e-9))))
-        if each < _LEAST_TOGETHER or self._runs[0].block.slots[0].adapter.is_alone:
+        """Build a further env in this process, for its memory: worth being late for, since the first cannot say it."""
+        cost = self._figures["envs"][-1]["build_s"] + self._runs[-1].resets[0][0] / 1e9
+        if self._message.num_envs < 2 or cost > self._message.budget_s or self._figures["is_alone"]:
             return
-        self._tell("together")
-        for run in self._runs:
-            run.steps = np.ones((3, 3 * each), np.int64)
-        ratios, end = list[tuple[float, float]](), time.monotonic() + seconds
-        while len(ratios) < _LEAST_BLOCKS or time.monotonic() < end:
-            for run in self._runs:
-                run.forget()
-            loops = [run.step() for run in self._runs for _ in range(each)]
-            paused, together = (_in_turn(runs, each, pause_s) for runs in (self._runs[:1], self._runs))
-            loop = max(1.0, float(np.median(loops)))
-            ratios.append((paused / loop, together / loop))
-        self._runs[0].steps = self._times
-        paused_factor, factor = np.median(ratios, axis=0).tolist()
-        self._figures["together"] = {"envs": count, "paused": paused_factor, "factor": factor}
-
-    def _watch_gil(self, run: Run) -> None:
-        """Measure in which share of a step other Python threads could run."""
-        self._tell("gil")
-        ticker = _Ticker()
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
-        try:
-            ticker.start()
-            rate = ticker.rate_of(lambda: time.sleep(0.02))
-            if run.has_ended:
-                run.reset()
-            stepped = ticker.rate_of(lambda: run.step_for(min(self._budget(_GIL_SHARE), 0.25), 100, least=1))
-        finally:
-            ticker.stop()
-            sys.setswitchinterval(interval)
-        self._figures["gil_free_share"] = min(1.0, stepped / rate) if rate > 0 else None
-
-
-class _Ticker(threading.Thread):
-    """Counts how often a thread gets to run."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._is_over = False
-        self._ticks = 0
-
-    def run(self) -> None:
-        while not self._is_over:
-            self._ticks += 1
-            time.sleep(_TICK_S)
-
-    def rate_of(self, call: Callable[[], Any]) -> float:
-        """Return ticks per second while something is called."""
-        before, began = self._ticks, time.perf_counter()
-        call()
-        return (self._ticks - before) / (time.perf_counter() - began)
-
-    def stop(self) -> None:
-        self._is_over = True
-        self.join()
+        self._tell("env 2")
+        run = self._build(1)
+        run.step_for(self._budget(_FURTHER_STEPS_SHARE), until_known=True)
+        entry = self._figures["envs"][-1]
+        seconds = min(self._budget(_FURTHER_RESETS_SHARE), self._left())
+        entry["ready"] = _reset_for(run, seconds) if seconds > 0 else memory_of(os.getpid())
 
 
 def _cpu_ns() -> int:
@@ -420,44 +332,17 @@ def _is_package(name: str) -> bool:
     return spec is not None and spec.submodule_search_locations is not None
 
 
-def _reset_for(run: Run, seconds: float, most_s: float, before: dict[str, int]) -> dict[str, int]:
-    """Reset an env for so long, and at least once; return the mean memory of this process after a reset.
+def _reset_for(run: Run, seconds: float) -> dict[str, int]:
+    """Reset an env for this time, and at least once; return the mean memory of this process after a reset.
 
-    What an env takes may differ by a half from one episode to the next (Melting Pot, by when Lua collects garbage).
-    Then it is reset until the mean is known well.
-
-    Args:
-        run: the env's.
-        seconds: if the mean is known well by then.
-        most_s: else.
-        before: memory of this process before the env was there.
+    An env's memory may differ by a half from one episode to the next (Melting Pot, by when Lua collects garbage).
     """
-    began, states, is_enough = time.monotonic(), list[dict[str, int]](), False
-    while not is_enough:
+    began, states = time.monotonic(), list[dict[str, int]]()
+    while not states or (len(states) < _ENOUGH_RESETS and time.monotonic() - began < seconds):
         run.reset()
         gc.collect()
         states.append(memory_of(os.getpid()))
-        is_known = _is_well_known([state["dirty"] - before["dirty"] for state in states])
-        is_enough = len(states) == _MOST_RESETS or time.monotonic() - began >= (seconds if is_known else most_s)
     return {key: sum(state[key] for state in states) // len(states) for key in states[0]}
-
-
-def _is_well_known(values: list[int]) -> bool:
-    """Return whether the mean of some values is known well enough for them to be all."""
-    if len(values) < _LEAST_STATES:
-        return False
-    error = float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return error <= max(_WELL_KNOWN_BYTES, _WELL_KNOWN * abs(float(np.mean(values))))
-
-
-def _in_turn(runs: list[Run], num_rounds: int, pause_s: float) -> float:
-    """Step envs in turn, pausing before each round; return the typical ns of the processor for a step."""
-    rounds: list[float] = []
-    for _ in range(num_rounds):
-        if pause_s:
-            time.sleep(pause_s)
-        rounds.append(sum(run.step() for run in runs) / len(runs))
-    return float(np.median(rounds))
 
 
 def _thinned(times: np.ndarray) -> np.ndarray:

@@ -55,8 +55,10 @@ def main(fd: int, log_fd: int) -> None:
     if start is None:
         return
     sys.path[:] = start["path"]
+    gc.disable()  # imports are a fifth quicker so
     with _ended_with_owner(sock):
         failed = _preload(start["preload"])
+    gc.enable()
     num_threads = len(os.listdir("/proc/self/task"))
     gc.collect()
     gc.freeze()

@@ -1,11 +1,7 @@
-"""An env that looks like another and does nothing, or computes for a while: what remains is what we cost.
-
-It gives the same arrays again and again. Its episodes have no end, or end as often as the other's.
-"""
+"""An env of any spec that does nothing: what remains of a step is what the executor costs. Its episodes have no end."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,21 +13,12 @@ from envherd.workers.adapters.base import Adapter, StepValues
 
 
 class EchoAdapter(Adapter):
-    """Gives the same values of a spec again and again.
-
-    Args:
-        spec: whose values.
-        work: iterations of an empty loop in each step.
-        end_share: steps that end an episode, of all; an env of several rows never does.
-    """
+    """Returns the same values of a spec in every reset and step."""
 
     family: ClassVar[str] = "echo"
 
-    def __init__(self, spec: EnvSpec, work: int = 0, end_share: float = 0.0) -> None:
+    def __init__(self, spec: EnvSpec) -> None:
         self.env = self
-        self._end_share = 0.0 if spec.batch_shape else end_share
-        self._random = random.Random(0).random
-        self._work = range(work)
         self.spec = spec
         self._observation = [_value(leaf) for leaf in spec.observation]
         self._reward = [_value(leaf) for leaf in spec.reward]
@@ -40,21 +27,16 @@ class EchoAdapter(Adapter):
 
     def reset(
         self,
-        seed: int | None,
+        seed: int | None,  # noqa: ARG002
         options: Mapping[str, Any] | None = None,  # noqa: ARG002
         mask: np.ndarray | None = None,  # noqa: ARG002
     ) -> list[Any]:
         """See `Adapter.reset`."""
-        if self._end_share:
-            self._random = random.Random(seed).random
         return list(self._observation)
 
     def step(self, action: list[Any]) -> StepValues:  # noqa: ARG002  # whatever it is
         """See `Adapter.step`."""
-        for _ in self._work:
-            pass
-        ends = self._random() < self._end_share if self._end_share else self._flag
-        return list(self._observation), list(self._reward), ends, self._flag
+        return list(self._observation), list(self._reward), self._flag, self._flag
 
     def done_values(self) -> list[Any]:
         """See `Adapter.done_values`."""
@@ -69,12 +51,10 @@ class EchoFactory:
     """Builds an `EchoAdapter`; `spec` is an `EnvSpec` as plain data."""
 
     spec: Any
-    work: int = 0
-    end_share: float = 0.0
 
     def __call__(self) -> EchoAdapter:
         """Build it."""
-        return EchoAdapter(EnvSpec.from_plain(self.spec), self.work, self.end_share)
+        return EchoAdapter(EnvSpec.from_plain(self.spec))
 
 
 def _value(leaf: LeafSpec) -> Any:

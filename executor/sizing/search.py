@@ -1,0 +1,369 @@
+"""The search: settings run on real executors, in rounds, until it is clear which one to take.
+
+Guarantees: whatever happens, an interrupt too, nothing is left running. The time budget is kept, late by one start of
+an executor, one round and three seconds at most. A setting that fails, dies or hangs is struck out. What is not run has
+the reason.
+Assumes: the env was probed, so that a single one is known to work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from envherd.executor.sizing.choosing import choose, corrected, is_sure, share_of_ends, speeds, survivors
+from envherd.executor.sizing.driving import Figures, Runner, Turn
+from envherd.executor.sizing.limits import Limits, Refusal
+from envherd.executor.sizing.settings import (
+    Goal,
+    Setting,
+    ladder,
+    most_envs_per_worker,
+    smaller,
+    tries_reset_ahead,
+    worker_counts,
+)
+from envherd.workers.errors import WorkerTimeout
+
+#: Called with what is done now, and the share of the budget that is used up.
+Progress = Callable[[str, float], None]
+
+#: Share of the time that is left which the start of one executor may take; and the starts of all, where the number of
+#: envs is free, so that fewer envs make starts quicker.
+_START_SHARE, _ALL_STARTS_SHARE = 0.4, 0.5
+#: Share of the time that is left for comparing numbers of workers, where the number of envs is to be chosen too.
+_FIRST_SHARE = 0.6
+#: Rounds even if the time is up, and the seconds by which they may be late; one round is always run.
+_LEAST_ROUNDS, _LATE_S = 2, 3.0
+#: A call that takes this many times as long as expected, and this many seconds more, hangs.
+_PATIENCE_FACTOR, _PATIENCE_S = 10.0, 20.0
+#: What the process of `SerialEnv` takes in addition to the envs, most of it torch.
+_SERIAL_BYTES = 400 * 2**20
+
+
+class Open(Protocol):
+    """What starts executors; see `opening.Opener`."""
+
+    def open(self, setting: Setting, patience_s: float) -> Runner:
+        """Start the executor of a setting; a call of it that takes longer fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One setting, run or struck out.
+
+    Attributes:
+        setting: see `Setting`.
+        steps_per_s: env-steps per second; see `choosing.speeds`. 0 if it was struck out.
+        relative: to the fastest of those that were run to the end.
+        busy_share: of its workers' time, spent on commands, 0..1.
+        reset_share: of that time, spent on commands with a reset.
+        resets: that happened while it ran.
+        rounds: turns that it had.
+        memory_bytes: of workers, helper and shared memory, from what the probe measured.
+        start_s: until it was ready and its envs reset, as measured.
+        refusal: why it was not run; None if it was.
+    """
+
+    setting: Setting
+    steps_per_s: float = 0.0
+    relative: float = 0.0
+    busy_share: float = 0.0
+    reset_share: float = 0.0
+    resets: int = 0
+    rounds: int = 0
+    memory_bytes: int = 0
+    start_s: float = 0.0
+    refusal: Refusal | None = None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as documented in docs/sizing.md."""
+        setting, plain = vars(self.setting), {**vars(self)}
+        del plain["setting"]
+        return {**setting, **plain, "refusal": None if self.refusal is None else self.refusal.text}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        runs: of all settings, those that were struck out too, in the order in which they were considered.
+        chosen: the setting to take.
+        figures: of the chosen setting's executor.
+    """
+
+    runs: tuple[Run, ...]
+    chosen: Setting
+    figures: Figures
+
+
+class Search:
+    """One search.
+
+    Args:
+        opener: starts executors.
+        limits: what fits this machine.
+        goal: what is fixed and wanted.
+        most_bytes: that all executors together may take.
+        budget: when the search began and must end (monotonic seconds).
+        progress: see `Progress`.
+    """
+
+    def __init__(
+        self,
+        opener: Open,
+        limits: Limits,
+        goal: Goal,
+        most_bytes: int,
+        budget: tuple[float, float],
+        progress: Progress,
+    ) -> None:
+        self._opener, self._limits, self._goal = opener, limits, goal
+        self._most_bytes = most_bytes
+        self._began, self._end = budget
+        self._progress = progress
+        self._runners: dict[_Key, Runner] = {}
+        self._taken_bytes: dict[_Key, int] = {}
+        self._considered: dict[Setting, Refusal | None] = {}
+        self._turns: list[dict[Setting, Turn]] = []
+        self._error: Exception | None = None
+
+    def run(self) -> Found:
+        """Search.
+
+        Raises:
+            DoesNotFit: not even one env fits, or not as many as are wanted.
+            EnvherdError, OSError: every setting failed; the error of the last.
+        """
+        try:
+            alive = self._start_all()
+            share = 1.0 if self._goal.num_envs is not None else _FIRST_SHARE
+            alive = self._rounds(alive, time.monotonic() + share * self._left)
+            if self._goal.num_envs is None:
+                self._vary_envs(alive)
+            return self._found()
+        finally:
+            with contextlib.ExitStack() as stack:  # closes all of them, whatever one raises
+                for runner in self._runners.values():
+                    stack.callback(runner.close)
+
+    @property
+    def _left(self) -> float:
+        return self._end - time.monotonic()
+
+    def _show(self, text: str) -> None:
+        budget_s = self._end - self._began
+        self._progress(text, min(1.0, (budget_s - self._left) / max(budget_s, 1e-9)))
+
+    # ---- starting ----------------------------------------------------------------------------
+
+    def _start_all(self) -> list[Setting]:
+        """Start what fits, and return it, the most promising first, since time or memory may not suffice for all."""
+        limits, goal = self._limits, self._goal
+        alive: list[Setting] = []
+        top = min(math.ceil(limits.machine.cores), worker_counts(limits.measured, limits.machine.cores, goal)[-1])
+
+        def order(one: Setting) -> tuple[int, int]:
+            return (1 if one.reset_ahead else 0 if one.num_workers == top else 2), -one.num_workers
+
+        for setting in sorted(self._wanted(), key=order):
+            fitting = limits.fitted(setting)
+            if fitting != setting:
+                self._considered[setting] = limits.refusal(setting)
+            if fitting is not None and fitting not in self._considered:
+                self._consider(fitting, alive)
+        if not alive:
+            if self._error is not None:
+                raise self._error
+            refusals = [one for one in self._considered.values() if one is not None]
+            raise limits.does_not_fit(refusals[-1])
+        return alive
+
+    def _wanted(self) -> list[Setting]:
+        """Return the ladder, with so few envs for each worker that all of it can be started."""
+        limits, goal = self._limits, self._goal
+        each, most_s = most_envs_per_worker(limits.measured), _ALL_STARTS_SHARE * self._left
+        while True:
+            wanted = list(ladder(limits.measured, limits.machine.cores, goal, each))
+            start_s = sum(limits.start_s(one) for one in {_key(one): one for one in wanted}.values())
+            if start_s <= most_s or each == 1 or goal.num_envs is not None:
+                return wanted
+            largest = max(wanted, key=lambda one: one.num_envs)
+            self._considered[largest] = Refusal(
+                "start", f"takes {start_s:,.1f} s to start, with all others; a longer --budget allows for it"
+            )
+            each //= 2
+
+    def _consider(self, setting: Setting, alive: list[Setting]) -> None:
+        """Start a setting, or strike it out; with fewer envs where it takes too long and their number is free."""
+        fewer = smaller(setting) if self._goal.num_envs is None else ()
+        candidates = [setting, *(one for one in fewer if one not in self._considered)]
+        for one in candidates:
+            must_start = not alive and one is candidates[-1]
+            refusal = self._refusal_now(one, must_start=must_start) or self._start(one)
+            self._considered[one] = refusal
+            if refusal is None:
+                alive.append(one)
+            if refusal is None or refusal.kind != "start":
+                return
+
+    def _refusal_now(self, setting: Setting, *, must_start: bool) -> Refusal | None:
+        """Return why a setting that fits the machine cannot be started next to the others."""
+        if (refusal := self._limits.refusal(setting)) is not None or _key(setting) in self._runners:
+            return refusal
+        start_s, most_s = self._limits.start_s(setting), _START_SHARE * self._left
+        taken_bytes = sum(self._taken_bytes.values()) + self._needed_bytes(setting)
+        if taken_bytes > self._most_bytes and not must_start:
+            return Refusal("start", "does not fit the memory next to the others")
+        if start_s > most_s and not must_start:
+            why = f"takes {start_s:,.1f} s to start" if most_s > 0 else "no time was left to start it"
+            return Refusal("start", f"{why}; a longer --budget allows for it")
+        return None
+
+    def _needed_bytes(self, setting: Setting) -> int:
+        return self._limits.memory_bytes(setting) + (0 if setting.num_workers else _SERIAL_BYTES)
+
+    def _start(self, setting: Setting) -> Refusal | None:
+        key = _key(setting)
+        if key in self._runners:
+            return None
+        self._show(f"starting {setting}")
+        try:
+            self._runners[key] = self._opener.open(setting, self._patience_s(setting))
+        except Exception as error:  # whatever keeps one setting from being run: the others are run
+            return self._failure(setting, error)
+        self._taken_bytes[key] = self._needed_bytes(setting)
+        return None
+
+    def _patience_s(self, setting: Setting) -> float:
+        """Return how long a call may take before it hangs."""
+        return _PATIENCE_S + _PATIENCE_FACTOR * self._limits.start_s(setting)
+
+    def _failure(self, setting: Setting, error: Exception) -> Refusal:
+        self._error = error
+        if isinstance(error, WorkerTimeout):
+            return Refusal("failure", f"hung: a call took longer than {self._patience_s(setting):,.0f} s")
+        return Refusal("failure", f"failed: {str(error).split(chr(10), 1)[0] or type(error).__name__}")
+
+    # ---- running -----------------------------------------------------------------------------
+
+    def _rounds(self, alive: Iterable[Setting], end: float) -> list[Setting]:
+        """Run settings in rounds until it is clear which is the best, or the time is up; return those left."""
+        alive, done, target = list(alive), 0, self._goal.target_steps_per_s
+        while done == 0 or time.monotonic() < (end if done >= _LEAST_ROUNDS else end + _LATE_S):
+            is_whole = self._round(alive, math.inf if done == 0 else end + _LATE_S)
+            done += 1
+            if not alive or not is_whole:
+                break
+            rounds = self._speeds()
+            may_be_chosen = survivors(rounds, target)
+            alive = [one for one in alive if one in may_be_chosen]
+            if is_sure(rounds[-done:]) and (target is None or len(alive) == 1 or done >= 2 * _LEAST_ROUNDS):
+                break
+        if not self._turns:
+            assert self._error is not None
+            raise self._error
+        return alive
+
+    def _round(self, alive: list[Setting], end: float) -> bool:
+        """Run each setting once; return False, and forget the round, if there was no time for all."""
+        self._turns.append({})
+        is_whole = True
+        for setting in tuple(alive):
+            if time.monotonic() > end:
+                self._turns[-1].clear()
+                is_whole = False
+                break
+            if setting in alive:  # still: two modes share an executor
+                self._run_turn(setting, alive)
+        self._turns = [one for one in self._turns if one]
+        return is_whole
+
+    def _run_turn(self, setting: Setting, alive: list[Setting]) -> None:
+        """Run one setting; if it fails, strike out all settings of its executor."""
+        key = _key(setting)
+        self._show(f"round {len(self._turns)}{self._leader()}")
+        try:
+            self._turns[-1][setting] = self._runners[key].turn(setting.mode)
+        except Exception as error:  # as in a start
+            refusal = self._failure(setting, error)
+            self._runners[key].close()
+            self._taken_bytes[key] = 0
+            for one in [one for one, reason in self._considered.items() if _key(one) == key and reason is None]:
+                self._considered[one] = refusal
+                if one in alive:
+                    alive.remove(one)
+                for turns in self._turns:
+                    turns.pop(one, None)
+
+    def _leader(self) -> str:
+        if not any(self._turns[:-1]):
+            return ""
+        rates = speeds([one for one in self._speeds()[:-1] if one])
+        best = max(rates, key=rates.__getitem__)
+        return f", best so far: {best} ({rates[best]:,.0f}/s)"
+
+    def _vary_envs(self, alive: list[Setting]) -> None:
+        """Compare the best with the same on fewer envs, and with an env of each worker reset ahead."""
+        best = choose(self._speeds(), self._goal.target_steps_per_s)
+        others = [*smaller(best)]
+        if best.num_workers and tries_reset_ahead(self._limits.measured, self._goal):
+            others.append(Setting(num_envs=best.num_workers, num_workers=best.num_workers, reset_ahead=True))
+        started = [best]
+        for setting in others:
+            if setting not in self._considered:
+                self._consider(setting, started)
+        if len(started) > 1:
+            others = [one for one in alive if one != best]
+            self._rounds([*started, *others], self._end)
+
+    def _speeds(self) -> list[Mapping[Setting, float]]:
+        """Return the table of speeds, resets at their usual number."""
+        measured = self._limits.measured
+        end_share = share_of_ends([turn for one in self._turns for turn in one.values()], measured)
+        return [
+            {setting: corrected(turn, setting, measured, end_share) for setting, turn in one.items()}
+            for one in self._turns
+        ]
+
+    # ---- what came of it ---------------------------------------------------------------------
+
+    def _found(self) -> Found:
+        rounds = self._speeds()
+        chosen = choose(rounds, self._goal.target_steps_per_s)
+        rates = speeds(rounds)
+        best = max(rates[one] for one in rounds[-1])
+        runs = tuple(self._run_of(setting, rates, best) for setting in self._considered)
+        return Found(runs, chosen, self._runners[_key(chosen)].figures())
+
+    def _run_of(self, setting: Setting, rates: Mapping[Setting, float], best: float) -> Run:
+        refusal, memory_bytes = self._considered[setting], self._limits.memory_bytes(setting)
+        turns = [one[setting] for one in self._turns if setting in one]
+        if not turns or refusal is not None:
+            return Run(setting=setting, memory_bytes=memory_bytes, refusal=refusal or _NO_TIME)
+        worked_s = sum(turn.seconds for turn in turns) * max(1, setting.num_workers)
+        return Run(
+            setting=setting,
+            steps_per_s=rates[setting],
+            relative=rates[setting] / best,
+            busy_share=min(1.0, sum(turn.busy_s for turn in turns) / worked_s),
+            reset_share=min(1.0, sum(turn.reset_s for turn in turns) / worked_s),
+            resets=sum(turn.resets for turn in turns),
+            rounds=len(turns),
+            memory_bytes=memory_bytes,
+            start_s=self._runners[_key(setting)].start_s,
+        )
+
+
+_NO_TIME = Refusal("budget", "no time was left to run it; a longer --budget allows for it")
+_Key = tuple[int, int, bool]
+
+
+def _key(setting: Setting) -> _Key:
+    """Return which executor runs a setting: one runs both modes."""
+    return setting.num_envs, setting.num_workers, setting.reset_ahead
