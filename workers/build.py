@@ -79,7 +79,7 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
         if isinstance(value, type):
             what = f"uses the class {value.__name__}, which was defined here and cannot be pickled ({error})"
     if found is not None and isinstance(found[1], type):
-        advice = f"Put {found[1].__name__} into a separate module, which workers import: from my_module import ..."
+        advice = f"Put {found[1].__name__} into a module that workers import: from my_module import ..."
     else:
         advice = "Build it inside the factory instead: make_env=lambda: make_the_env(...), with only "
         advice += "names and numbers captured."

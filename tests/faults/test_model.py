@@ -14,6 +14,7 @@ import pytest
 from envherd.executor import ParallelEnv, SerialEnv
 from envherd.shm.segment import Segment
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
+from envherd.workers import native
 from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import PARENT_STEPS, RING, WORKER_STEPS, Op, pack
 from envherd.workers.testing import CountingEnv
@@ -121,7 +122,9 @@ def test_a_worker_does_it_in_that_order():
 
 
 @pytest.mark.slow
-def test_the_parent_does_it_in_that_order():
+def test_the_parent_does_it_in_that_order(monkeypatch):
+    """In Python; `tests/executor/test_fast_commands.py` holds C to it."""
+    monkeypatch.setattr(native, "load", lambda: None)
     notes: list[str] = []
     with ParallelEnv(1, CountingEnv, num_workers=1, seed=0) as env:
         env.reset()
@@ -129,6 +132,7 @@ def test_the_parent_does_it_in_that_order():
         pool._words.command = Watched("command", pool._words.command, notes)
         pool._words.command_seq = Watched("command_seq", pool._words.command_seq, notes)
         pool._rings = [Watched("go", ring, notes) for ring in pool._rings]
+        pool._go = [SimpleNamespace(ring=ring) for ring in pool._rings]
         write_inputs = env._engine.write_inputs
         env._engine.write_inputs = lambda *args: (write_inputs(*args), notes.append("inputs"))
         env.send(env.rand_action())
