@@ -387,7 +387,10 @@ class BatchedEnv:
         return self.ask("get", env_ids, name=name)
 
     def set(self, name: str, value: Any, env_ids: Iterable[int] | None = None) -> None:
-        """Set an attribute of each env: to `value`, or to `value[i]` if it is a list with one item per env."""
+        """Set an attribute of each env: to `value`, or to `value[i]` if it is a list with one item per env.
+
+        Dotted names reach further: `unwrapped.x` is set on the innermost env, `x` on the outermost wrapper.
+        """
         ids = self._exchange.as_ids(env_ids).tolist()
         values = value if isinstance(value, list) and len(value) == len(ids) else [value] * len(ids)
         self.ask("set", ids, name=name, args=tuple(values))

@@ -49,7 +49,8 @@ def _answer_one(message: Ask, adapter: Adapter, position: int) -> Any:
     if message.what == "layers":
         return _layers(adapter.env)
     if message.what == "set":
-        setattr(adapter.env, message.name, message.args[position])
+        owner, _, name = message.name.rpartition(".")
+        setattr(_find(adapter.env, owner) if owner else adapter.env, name, message.args[position])
         return None
     if message.what == "render":
         return adapter.render()
