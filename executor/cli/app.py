@@ -9,6 +9,7 @@ import typer
 
 from envherd.executor.cli.bench import bench
 from envherd.executor.cli.doctor import doctor
+from envherd.executor.cli.listing import list_envs
 from envherd.executor.cli.rollout import rollout
 from envherd.executor.cli.size import size
 from envherd.executor.cli.top import top
@@ -40,6 +41,7 @@ def _main(
 
 app.command()(rollout)
 app.command()(size)
+app.command("list")(list_envs)
 app.command()(top)
 app.command()(doctor)
 app.command()(bench)

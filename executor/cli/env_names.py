@@ -11,18 +11,23 @@
     torchrl:MODULE:CALLABLE    torchrl:my_envs:make_env               returns a TorchRL env
     python:MODULE:CALLABLE     python:my_envs:make_env                returns an env of any family
 
+A name without its family (`CartPole-v1`, `clean_up`, `my_envs:make_env`) is that of the first family of `LISTED` that
+knows it, or else of a callable in a module. `gymnasium_vec:`, `envpool:` and `torchrl:` must be written.
+
 A name is checked here, in the caller's process, so that a misspelt one is refused at once with the closest
 ones; for that the package of its family (or the module named) is imported. No env is built.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, substrate_names
+from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
 from envherd.workers.adapters.named import (
     CallableFactory,
     DmControlFactory,
@@ -65,13 +70,57 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
         FactoryError: no such family, env, module or callable, with the closest names; or a missing package.
     """
     family, colon, rest = name.partition(":")
-    parse = _FAMILIES.get(family)
-    if parse is None or not colon or not rest:
+    if family not in _FAMILIES:
+        name = _with_family(name)
+        family, colon, rest = name.partition(":")
+    if not colon or not rest:
         raise FactoryError(_no_family(name, family))
-    factory = parse(rest)
+    factory = _FAMILIES[family](rest)
     if with_frames and isinstance(factory, (GymnasiumFactory, GymnasiumVectorFactory, PettingZooFactory)):
         return replace(factory, render_mode="rgb_array")
     return factory
+
+
+def known_names(family: str) -> tuple[str, ...]:
+    """Return the names of a family's envs, sorted, for `FAMILY:NAME`. No env is built.
+
+    Args:
+        family: one of `LISTED`.
+
+    Raises:
+        FactoryError: the family's package is missing.
+    """
+    extra, names = _NAMES[family]
+    if family != "meltingpot":
+        _require(family, extra)
+    found = tuple(sorted(names()))
+    if not found:
+        raise FactoryError(f"{family} failed: expected an installed {family}, got none. pip install 'envherd[{extra}]'")
+    return found
+
+
+def _with_family(name: str) -> str:
+    """Return a name that has no family with that of the first family that knows it.
+
+    Raises:
+        FactoryError: no family knows it.
+    """
+    for family in LISTED:
+        if ("/" in name) <= (family in _WITH_SLASH):
+            with contextlib.suppress(FactoryError):
+                if name in known_names(family):
+                    return f"{family}:{name}"
+    module, _, rest = name.partition(":")
+    if rest.replace(".", "").isidentifier() and _is_there(module):
+        return f"python:{name}"
+    raise FactoryError(_no_family(name, module))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def callable_at(target: str, full_name: str) -> Callable[..., Any]:
@@ -231,3 +280,16 @@ _FAMILIES: dict[str, Callable[[str], Factory]] = {
     "torchrl": _torchrl,
     "python": _python,
 }
+
+#: Family, which is also the name of its package -> its extra, and what returns the names of its envs.
+_NAMES: dict[str, tuple[str, Callable[[], Iterable[str]]]] = {
+    "meltingpot": ("meltingpot", lambda: (*substrate_names(), *scenario_names())),  # without importing it: it is slow
+    "gymnasium": ("gymnasium", gymnasium_ids),
+    "dm_control": ("dm-control", dm_control_tasks),
+    "pettingzoo": ("pettingzoo", pettingzoo_ids),
+    "vmas": ("vmas", vmas_scenarios),
+}
+#: Families whose names may have a slash.
+_WITH_SLASH = ("gymnasium", "dm_control", "pettingzoo")
+#: The families whose envs have names, in the order in which they are asked.
+LISTED = tuple(_NAMES)

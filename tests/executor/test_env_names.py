@@ -38,6 +38,16 @@ KNOWN = {
     "torchrl:torchrl.envs:GymEnv": CallableFactory("torchrl.envs", "GymEnv", must_be_torchrl=True),
 }
 
+#: Without a family -> the same with one.
+SHORT = {
+    "CartPole-v1": "gymnasium:CartPole-v1",
+    "clean_up": "meltingpot:clean_up",
+    "cartpole/balance": "dm_control:cartpole/balance",
+    "sisl/multiwalker-v9": "pettingzoo:sisl/multiwalker-v9",
+    "balance": "vmas:balance",
+    "collections:Counter.fromkeys": "python:collections:Counter.fromkeys",
+}
+
 #: What is written -> what the message must say.
 UNKNOWN = {
     "meltingpot:clean_pu": ["'clean_pu'", "clean_up"],
@@ -60,7 +70,9 @@ UNKNOWN = {
     "python:sys:path": ["callable", "list"],
     "torchrl:torchrl.envs:GymEnvv": ["GymEnv"],
     "gym:CartPole-v1": ["gymnasium:", *FORMS],
-    "clean_up": ["meltingpot:clean_up"],
+    "clean_pu": ["meltingpot:clean_up"],
+    "CartPole-v9": list(FORMS),
+    "no_such_module_x:make": list(FORMS),
     "meltingpot:": list(FORMS),
     "": list(FORMS),
 }
@@ -71,7 +83,7 @@ needs_dm_control = pytest.mark.slow  # importing what they need takes a second a
 #: What names begin with -> the extra that knows them.
 EXTRAS = {
     "dm_control": "dm-control", "envpool": "envpool", "gymnasium": "gymnasium", "meltingpot": "meltingpot",
-    "clean_up": "meltingpot", "pettingzoo": "pettingzoo", "torchrl": "torchrl", "vmas": "vmas",
+    "clean_": "meltingpot", "pettingzoo": "pettingzoo", "torchrl": "torchrl", "vmas": "vmas",
 }  # fmt: skip
 
 
@@ -94,6 +106,36 @@ def test_name_becomes_picklable_factory(name):
     factory = factory_for(name)
     assert factory == KNOWN[name]
     assert pickle.loads(pickle.dumps(factory)) == factory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(k, marks=needs(EXTRAS[v.split(":")[0]])) if v.split(":")[0] in EXTRAS else k
+        for k, v in SHORT.items()
+    ],
+)
+def test_a_name_without_a_family_is_found(name):
+    assert factory_for(name) == factory_for(SHORT[name])
+
+
+@needs("gymnasium", "cli")
+@pytest.mark.slow
+def test_names_are_listed():
+    from typer.testing import CliRunner
+
+    from envherd.executor.cli.app import app
+
+    runner = CliRunner()
+    done = runner.invoke(app, ["list", "gymnasium", "cartpole-v1"])
+    assert done.exit_code == 0
+    assert "gymnasium:CartPole-v1" in done.output.split()
+    assert all(factory_for(name) for name in done.output.split() if "phys2d" not in name)
+    assert runner.invoke(app, ["list", "gymnasium", "no such name"]).exit_code == 1
+    done = runner.invoke(app, ["list", "gymnasim"])
+    assert done.exit_code == 2
+    assert "gymnasium" in done.output
 
 
 @pytest.mark.parametrize("name", _cases(list(UNKNOWN)))

@@ -348,3 +348,15 @@ def test_a_step_frees_what_it_holds():
         side.block.detach_storage(STORAGE)
     del side
     assert refs(things) == before
+
+
+def test_what_was_built_from_other_sources_is_not_used(monkeypatch):
+    monkeypatch.setattr(native.load(), "sources", 0)
+    native.find.cache_clear()
+    try:
+        assert native.load() is None
+        assert native.describe().startswith("Python (built from other sources; run: ")
+    finally:
+        monkeypatch.undo()
+        native.find.cache_clear()
+    assert native.describe() == "C"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import zlib
+from pathlib import Path
 from typing import Any
 
 from envherd.shm import sync
@@ -50,6 +52,10 @@ def find() -> tuple[Any, str]:
     if os.environ.get(SWITCH, "1") == "0":
         return None, f"{SWITCH}=0"
     try:
-        return importlib.import_module(MODULE), ""
+        module = importlib.import_module(MODULE)
     except ImportError as error:
         return None, str(error)
+    sources = sorted(Path(__file__).parent.glob("*.[ch]"))  # in a checkout; an installed package has none
+    if sources and getattr(module, "sources", None) != zlib.crc32(b"".join(path.read_bytes() for path in sources)):
+        return None, "built from other sources; run: python setup.py build_ext --inplace"
+    return module, ""

@@ -445,6 +445,10 @@ static PyType_Spec loop_spec = {
 
 /* ---- the module ------------------------------------------------------------------------------------- */
 
+#ifndef SOURCES
+#define SOURCES 0LL /* setup.py gives a checksum of the C files */
+#endif
+
 static int add_types(PyObject *module)
 {
     PyType_Spec *specs[] = {&step_spec, &loop_spec, &caller_spec};
@@ -455,7 +459,10 @@ static int add_types(PyObject *module)
         if (added < 0)
             return -1;
     }
-    return 0;
+    PyObject *sources = PyLong_FromLongLong(SOURCES);
+    int added = sources == NULL ? -1 : PyModule_AddObjectRef(module, "sources", sources);
+    Py_XDECREF(sources);
+    return added;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};

@@ -1,0 +1,44 @@
+"""`envherd list`: the names of the envs that are installed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def list_envs(
+    family: Annotated[
+        str | None, typer.Argument(help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; without it, all.")
+    ] = None,
+    part: Annotated[str | None, typer.Argument(metavar="FILTER", help="Only names that contain this.")] = None,
+) -> None:
+    """List the names of installed envs, as `envherd rollout` takes them; no env is built.
+
+    The exit code is 2 if the family is not known or not installed, and 1 if no name contains FILTER.
+    """
+    from envherd.executor.cli.env_names import LISTED, known_names
+    from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
+    from envherd.workers.build import closest
+    from envherd.workers.errors import FactoryError
+
+    if family is not None and family not in LISTED:
+        typer.echo(
+            f"list failed: expected one of {', '.join(LISTED)}, got {family!r}.{closest(family, [*LISTED])}", err=True
+        )
+        raise typer.Exit(EXIT_USAGE)
+    is_empty = True
+    for one in LISTED if family is None else (family,):
+        try:
+            names = known_names(one)
+        except FactoryError as error:
+            typer.echo(str(error), err=True)
+            if family is not None:
+                raise typer.Exit(EXIT_USAGE) from None
+            continue
+        for name in names:
+            if part is None or part.lower() in name.lower():
+                typer.echo(f"{one}:{name}")
+                is_empty = False
+    if is_empty:
+        raise typer.Exit(EXIT_FAILED)
