@@ -26,7 +26,16 @@ class Rolls(Protocol):
     num_envs: int
     specs: tuple[EnvSpec, ...]
 
-    def rollout(self, max_steps: int, policy: Any = None, **kwargs: Any) -> TensorDictBase:
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Policy | None = None,
+        *,
+        auto_reset: bool = True,
+        break_when_any_done: bool = ...,
+        tensordict: TensorDictBase | None = None,
+        primer: TensorDictBase | None = None,
+    ) -> TensorDictBase:
         """Collect up to `max_steps` steps."""
 
     def close(self) -> None:

@@ -39,12 +39,12 @@ class Side:
         self.words = CommandWords(slab)
         self.num_workers, self.outcome, self.has_waited, self.num_placed = num_workers, Outcome(), False, 0
         self.placement: Any = SimpleNamespace(due=float("inf"))
-        arguments = (self, self.words, self.done, self.placement)
-        if in_c:
-            self.give, self.has_all = fast_commands.compile_natively(self, self.words, self.go, *arguments[2:])
-        else:
-            self.give = fast_commands.compile_give(self.words, self.go)
-            self.has_all = fast_commands.compile_has_all(*arguments)
+        compiled = fast_commands.compile_natively(self, self.words, self.go, self.done, self.placement)
+        assert compiled is not None
+        if not in_c:
+            has_all = fast_commands.compile_has_all(self, self.words, self.done, self.placement)
+            compiled = fast_commands.compile_give(self.words, self.go), has_all
+        self.give, self.has_all = compiled
 
     def place(self) -> None:
         self.num_placed += 1

@@ -54,7 +54,7 @@ def saved(leaf: torch.Tensor) -> Any:
 
 
 #: Ways to hold a leaf -> how to read it then.
-HOLDS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]] = {
+HOLDS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "tensor": (lambda leaf: leaf, lambda held: held),
     "row": (lambda leaf: leaf[:1], lambda held: held),
     "transposed": (lambda leaf: leaf.t() if leaf.ndim == 2 else leaf, lambda held: held),
