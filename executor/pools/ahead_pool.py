@@ -99,6 +99,9 @@ class AheadPool(WorkerPool):
         """None: it replaces workers by itself, when they have been relieved."""
         return None
 
+    def _make_caller(self) -> None:
+        """Return None: an answer may call for another command."""
+
     def compile(self) -> None:
         """Return None: what follows on a step is not known before its answer."""
 

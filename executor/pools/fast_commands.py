@@ -8,8 +8,10 @@ to `wait_all`. In C (`workers.native`) where that is there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Sized
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.placement import Placement
@@ -19,6 +21,8 @@ from envherd.workers import native
 
 #: Seconds without an answer after which the caller looks at the workers' pidfds.
 LOOK_S = 0.01
+#: Number of envs up to which `Caller.first` sorts those that have answered by their numbers.
+MOST_SORTED = 64
 
 
 class FastCommands(NamedTuple):
@@ -97,23 +101,47 @@ def compile_has_all(pool: Waiting, words: CommandWords, done: Doorbell, placemen
     return has_all
 
 
-def compile_natively(
-    pool: Waiting, words: CommandWords, bells: Sequence[Doorbell], done: Doorbell, placement: Placement
-) -> tuple[Callable[[int], None], Callable[[], bool]] | None:
-    """Return what `compile_give` and `compile_has_all` return, in C; None without the extension."""
+def native_caller(  # what a pool waits with
+    words: CommandWords,
+    bells: Sequence[Doorbell],
+    done: Doorbell,
+    tally: Mapping[str, np.ndarray],
+    worker_of: np.ndarray,
+    hailed: np.ndarray,
+) -> Any:
+    """Return the `Caller` of the C extension over the words and doorbells of a pool; None without the extension.
+
+    Args:
+        words: of its commands.
+        bells: one of each worker.
+        done: by which workers wake the caller.
+        tally: the words of `shm.tally`.
+        worker_of: int64 `[N]`.
+        hailed: uint8 `[1]`, which ends a wait of `first` where it is not 0.
+    """
     module = native.load()
     if module is None:
         return None
-    caller = module.Caller(
+    own = {name: getattr(words, name) for name in ("command", "command_seq", "reply_seq", "status")}
+    return module.Caller(
         {
-            "words": {name: getattr(words, name) for name in ("command", "command_seq", "reply_seq", "status")},
+            "words": own | {name: tally[name] for name in ("answered", "ring_at")},
             "forfeited": words.forfeited,
+            "worker_of": worker_of,
+            "hailed": hailed,
             "go": [bell.memory for bell in bells],
             "done": done.memory,
             "look_ns": int(LOOK_S * 1e9),
+            "most_sorted": MOST_SORTED,
             **native.waiting_facts(),
         }
     )
+
+
+def compile_natively(
+    pool: Waiting, words: CommandWords, caller: Any, placement: Placement
+) -> tuple[Callable[[int], None], Callable[[], bool]]:
+    """Return what `compile_give` and `compile_has_all` return, in C."""
     give_all, wait, now = caller.give, caller.has_all, time.monotonic
 
     def give(command: int) -> None:

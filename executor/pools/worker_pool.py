@@ -26,7 +26,15 @@ from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.deadline import Deadline
 from envherd.executor.pools.error_messages import Frame, log_stall
-from envherd.executor.pools.fast_commands import LOOK_S, FastCommands, compile_give, compile_has_all, compile_natively
+from envherd.executor.pools.fast_commands import (
+    LOOK_S,
+    MOST_SORTED,
+    FastCommands,
+    compile_give,
+    compile_has_all,
+    compile_natively,
+    native_caller,
+)
 from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
@@ -42,6 +50,7 @@ from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.protocol import Op, describe_phase, pack, pack_each
 
+_LOOK_NS = int(LOOK_S * 1e9)
 #: Seconds between looks at the workers' pidfds where answers come too fast for a wait; see `LOOK_S`.
 _LOOK_ANYWAY_S = 0.03
 #: The same while a worker writes a large message, which it can do only as fast as it is read.
@@ -66,7 +75,7 @@ class WorkerPool:
         self.crew = Crew(blueprint, options, self._take_frame)
         self._all_ids = np.arange(self.num_envs)
         self.holds_storages = False
-        self._is_hailed, self._looked_at = False, 0.0
+        self._hailed, self._looked_at = np.zeros(1, np.uint8), 0.0
         self.has_waited = False  # `FastCommands.has_all` has taken the tokens that `wait_all` would take
         self._is_reading = False  # a worker is writing more than its socket holds
 
@@ -99,12 +108,18 @@ class WorkerPool:
         self._go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
         self._rings = [bell.ring for bell in self._go]
         self._words = self._make_words()
+        self._found = np.empty(self.num_envs, np.int64)  # what `Caller.first` finds
+        self._caller = self._make_caller()
         self.supervisor = self._make_supervisor()
         self._questions = Questions(self.crew, self.supervisor, self.worker_of, self.options)
         self.crew.hand_over(self.plan, segment, self.knock)
 
     def _make_words(self) -> CommandWords:
         return CommandWords(self.slab)
+
+    def _make_caller(self) -> Any:
+        """Return what gives commands in C and waits for them; None where Python must do it."""
+        return native_caller(self._words, self._go, self._done, self.slab.words, self.worker_of, self._hailed)
 
     def _make_supervisor(self) -> Supervisor:
         return Supervisor(self, self.crew, self.options)
@@ -183,11 +198,16 @@ class WorkerPool:
             columns: int `[k]`.
             flags: see `workers.protocol.Flag`.
         """
+        commands = pack_each(op, target, columns, flags, self.plan.num_frames)
+        if self._caller is not None and not self.supervisor.absent:
+            self._words.number = number = self._words.number + 1
+            if self._caller.give_some(number, env_ids, commands):
+                return
         is_for_all = len(env_ids) == self.num_envs or self.num_workers == 1
         worker_ids = self.serving if is_for_all else set(self.worker_of[env_ids].tolist())
         if self.supervisor.absent:
             self.supervisor.revive(worker_ids)
-        self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
+        self._words.write(env_ids, commands)
         for worker_id in worker_ids:
             self._rings[worker_id]()
         if self.supervisor.absent:
@@ -249,11 +269,11 @@ class WorkerPool:
 
     def compile(self) -> FastCommands | None:
         """Return commands to all envs that are compiled for this pool; see `fast_commands`."""
-        compiled = compile_natively(self, self._words, self._go, self._done, self._placement)
-        give, has_all = compiled or (
-            compile_give(self._words, self._go),
-            compile_has_all(self, self._words, self._done, self._placement),
-        )
+        if self._caller is None:
+            give = compile_give(self._words, self._go)
+            has_all = compile_has_all(self, self._words, self._done, self._placement)
+        else:
+            give, has_all = compile_natively(self, self._words, self._caller, self._placement)
         return FastCommands(self.supervisor.absent, give, has_all)
 
     def wait_some(  # the kinds of waits
@@ -269,6 +289,11 @@ class WorkerPool:
         """Wait until at least `count` of some envs have answered, and return those that have; see `Pool.wait_some`."""
         if time.monotonic() > self._looked_at + _LOOK_ANYWAY_S:
             self._look_around()
+        if self._caller is not None and not self._is_reading:
+            wait_ns = _LOOK_NS if timeout_s is None or timeout_s >= LOOK_S else 0
+            if (num_found := self._caller.first(env_ids, count, wait_ns, self._found)) >= 0:
+                ready = self._found[:num_found].copy()
+                return ready if num_found <= MOST_SORTED else self._by_order(ready)
         while self._done.try_wait():
             pass  # tokens are hints; those of answers that no thread waited for must not pile up
         self._follow_up()
@@ -278,7 +303,11 @@ class WorkerPool:
             self._wait_slowly(env_ids, count, deadline, through_losses=through_losses)
             ready = self._words.ready(env_ids)
         self._collect()
-        return ready[self._words.order[ready].argsort(kind="stable")]
+        return self._by_order(ready)
+
+    def _by_order(self, ready: np.ndarray) -> np.ndarray:
+        """Return envs that have answered, int `[k]`, the longest sent first."""
+        return np.asarray(ready[self._words.order[ready].argsort(kind="stable")])
 
     def _wait_slowly(
         self, env_ids: np.ndarray, count: int, deadline: Deadline, *, through_losses: bool = False
@@ -293,7 +322,7 @@ class WorkerPool:
                 pass
             self._follow_up()
             total, missing = self._tally.total(), count - len(self._words.ready(env_ids))
-            if missing <= 0 or self._is_hailed:
+            if missing <= 0 or self._hailed[0]:
                 return
             left_s = deadline.left_s(_LOOK_WHILE_READING_S if self._is_reading else LOOK_S)
             if not self._tally.expect(total + missing) or (left_s > 0 and self._done.wait(left_s)):
@@ -329,12 +358,12 @@ class WorkerPool:
 
     def hail(self) -> None:
         """Let a wait in `wait_some` return with what there is, until `unhail`. From any thread."""
-        self._is_hailed = True
+        self._hailed[0] = 1
         self._done.ring()
 
     def unhail(self) -> None:
         """Let waits last again; the holder of the pool calls it."""
-        self._is_hailed = False
+        self._hailed[0] = 0
 
     def _owing(self) -> list[int]:
         """Return the ids of workers that have a command to carry out."""

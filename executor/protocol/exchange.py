@@ -58,7 +58,7 @@ class Exchange:
             ValueError: ids out of range or twice, or not one row for each.
         """
         if env_ids is None:
-            env_ids = td.get(ENV_IDS, None)
+            env_ids = get_leaf(td, ENV_IDS)
         ids = self.as_ids(env_ids)
         if td.batch_size[:1] != (len(ids),):
             raise ValueError(

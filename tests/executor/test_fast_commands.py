@@ -20,11 +20,13 @@ from envherd.executor.pools import fast_commands
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
+from envherd.shm.tally import Counter
 from envherd.workers import native
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
 
 NAMES = ("command", "command_seq", "reply_seq", "status")
+OF_WORKERS = ("answered", "ring_at")
 
 
 class Side:
@@ -37,10 +39,15 @@ class Side:
         self.done, self.go = bells[0], bells[1:]
         slab: Any = SimpleNamespace(words={name: np.zeros(num_envs, np.int64) for name in NAMES})
         self.words = CommandWords(slab)
+        self.worker_of = np.arange(num_envs) * num_workers // num_envs
+        self.counts = {name: np.zeros(num_workers, np.int64) for name in OF_WORKERS}
+        self.hailed = np.zeros(1, np.uint8)
+        self.caller = fast_commands.native_caller(
+            self.words, self.go, self.done, self.counts, self.worker_of, self.hailed
+        )
         self.num_workers, self.outcome, self.has_waited, self.num_placed = num_workers, Outcome(), False, 0
         self.placement: Any = SimpleNamespace(due=float("inf"))
-        compiled = fast_commands.compile_natively(self, self.words, self.go, self.done, self.placement)
-        assert compiled is not None
+        compiled = fast_commands.compile_natively(self, self.words, self.caller, self.placement)
         if not in_c:
             has_all = fast_commands.compile_has_all(self, self.words, self.done, self.placement)
             compiled = fast_commands.compile_give(self.words, self.go), has_all
@@ -112,12 +119,120 @@ def test_answers_that_come_late_are_waited_for(in_c):
     worker.join()
 
 
+@settings(max_examples=300)
+@given(data=st.data(), num_envs=st.integers(1, 9), num_workers=st.integers(1, 3))
+def test_commands_to_some_are_the_same(data, num_envs, num_workers):
+    sides = [Side(num_envs, num_workers, in_c=in_c) for in_c in (True, False)]
+    ids_of = st.lists(st.integers(0, num_envs - 1), unique=True)
+    for _ in range(3):
+        ids, forfeited = np.array(data.draw(ids_of), np.int64), data.draw(ids_of)
+        commands = np.array([data.draw(st.integers(-(2**63), 2**63 - 1)) for _ in ids], np.int64)
+        answered, failed = data.draw(ids_of), data.draw(st.one_of(st.just([]), ids_of))
+        asked = np.array(data.draw(ids_of), np.int64)
+        stride = data.draw(st.sampled_from([1, 2]))
+        found = []
+        for side, in_c in zip(sides, (True, False), strict=True):
+            side.words.forfeited[forfeited] = True
+            if in_c:
+                side.words.number += 1
+                wide = np.repeat(ids, stride)[::stride]
+                assert side.caller.give_some(side.words.number, wide, np.repeat(commands, stride)[::stride])
+            else:
+                side.words.write(ids, commands)
+                for worker_id in set(side.worker_of[ids].tolist()):
+                    side.go[worker_id].ring()
+            given_now = side.state()
+            side.words.reply_seq[answered] = side.words.command_seq[answered]
+            side.words.status[:] = 0
+            side.words.status[failed] = 1
+            ready = side.words.ready(asked)
+            ready = ready[side.words.order[ready].argsort(kind="stable")].tolist()
+            if in_c:
+                room = np.full(num_envs, -1)
+                wanted = data.draw(st.integers(0, len(ready)))
+                assert side.caller.first(asked, len(ready) + 1, 0, room) == -1
+                num_found = side.caller.first(asked, wanted, 0, room)
+                assert num_found == (-1 if failed else len(ready))
+                ready = ready if failed else room[:num_found].tolist()
+            found.append((given_now, ready))
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [np.array([0, 9]), np.array([-1]), np.array([0], np.int32), np.array([[0]]), np.array([True]), [0], None],
+    ids=repr,
+)
+def test_ids_that_are_not_plain_are_left_to_python(ids):
+    side = Side(3, 1, in_c=True)
+    before = side.state()
+    assert side.caller.give_some(1, ids, np.zeros(1, np.int64)) is False
+    assert side.caller.give_some(1, np.array([0, 1]), np.zeros(1, np.int64)) is False
+    assert side.caller.first(ids, 1, 0, np.zeros(3, np.int64)) == -1
+    assert side.caller.first(np.arange(3), 1, 0, np.zeros(2, np.int64)) == -1
+    assert side.state() == before
+
+
+def test_more_than_it_sorts_come_as_they_were_asked_for():
+    num_envs = fast_commands.MOST_SORTED + 1
+    side, room = Side(num_envs, 1, in_c=True), np.zeros(num_envs, np.int64)
+    for number, env_id in enumerate(range(num_envs - 1, -1, -1), 1):
+        assert side.caller.give_some(number, np.array([env_id]), np.zeros(1, np.int64))
+    side.words.reply_seq[:] = side.words.command_seq
+    assert side.caller.first(np.arange(num_envs), 1, 0, room) == num_envs
+    assert room.tolist() == [*range(num_envs)]
+    assert side.caller.first(np.arange(num_envs - 1), 1, 0, room) == num_envs - 1
+    assert room[:-1].tolist() == [*range(num_envs - 2, -1, -1)]
+
+
+def test_the_caller_is_woken_once_for_the_answers_that_it_waits_for():
+    side, room = Side(6, 2, in_c=True), np.zeros(6, np.int64)
+    side.give(1)
+    counters = [Counter({name: memoryview(array) for name, array in side.counts.items()}, w) for w in range(2)]
+    rung = []
+
+    def answer():
+        for env_id in range(6):
+            time.sleep(0.002)
+            side.words.reply_seq[env_id] = side.words.command_seq[env_id]
+            if counters[side.worker_of[env_id]].add():
+                rung.append(env_id)
+                side.done.ring()
+
+    worker = threading.Thread(target=answer)
+    worker.start()
+    assert side.caller.first(np.arange(6), 4, int(10e9), room) == 4
+    assert room[:4].tolist() == [0, 1, 2, 3]
+    worker.join()
+    assert rung[0] == 3
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_hail_ends_the_wait_for_some(is_before):
+    side, room = Side(1, 1, in_c=True), np.zeros(1, np.int64)
+    side.give(1)
+
+    def hail():
+        if not is_before:
+            time.sleep(0.005)
+        side.hailed[0] = 1
+        side.done.ring()
+
+    caller = threading.Thread(target=hail)
+    caller.start()
+    if is_before:
+        caller.join()
+    assert side.caller.first(np.arange(1), 1, int(100e9), room) == -1
+    caller.join()
+
+
 class Alarm(Exception):
     """What the handler raises."""
 
 
 @pytest.mark.parametrize("delay_s", [0.0001, 0.004])
-def test_a_signal_ends_the_wait(monkeypatch, delay_s):
+@pytest.mark.parametrize("is_for_all", [True, False])
+def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
     """While it spins, and while it blocks."""
     monkeypatch.setattr(fast_commands, "LOOK_S", 30.0)
     side = Side(1, 1, in_c=True)
@@ -130,7 +245,7 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s):
 
     def wait() -> None:
         signal.setitimer(signal.ITIMER_REAL, delay_s)
-        side.has_all()
+        side.has_all() if is_for_all else side.caller.first(np.arange(1), 1, int(30e9), np.zeros(1, np.int64))
 
     try:
         began = time.monotonic()
@@ -152,13 +267,22 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s):
         (lambda facts: facts.update(go=[np.zeros(3, np.uint8)]), ValueError),
         (lambda facts: facts.update(go=None), (TypeError, SystemError)),
         (lambda facts: facts.update(look_ns="soon"), TypeError),
+        (lambda facts: facts.pop("most_sorted"), KeyError),
+        (lambda facts: facts["words"].update(ring_at=np.zeros(2, np.int64)), ValueError),
+        (lambda facts: facts.update(worker_of=np.array([0, 1])), ValueError),
+        (lambda facts: facts.update(worker_of=np.array([0, -1])), ValueError),
+        (lambda facts: facts.update(worker_of=np.array([0])), ValueError),
+        (lambda facts: facts.update(hailed=np.zeros(2, np.uint8)), ValueError),
     ],
 )
 def test_memory_that_does_not_fit_is_refused(change, error):
     side = Side(2, 1, in_c=False)
     facts: dict[str, Any] = {
-        "words": {name: getattr(side.words, name) for name in NAMES},
+        "words": {name: getattr(side.words, name) for name in NAMES} | side.counts,
         "forfeited": side.words.forfeited,
+        "worker_of": side.worker_of,
+        "hailed": side.hailed,
+        "most_sorted": 64,
         "go": [bell.memory for bell in side.go],
         "done": side.done.memory,
         "look_ns": 10,
@@ -172,9 +296,13 @@ def test_memory_that_does_not_fit_is_refused(change, error):
 
 def test_it_keeps_its_memory_and_lets_go_of_it():
     side = Side(2, 1, in_c=True)
-    arrays = [getattr(side.words, name) for name in NAMES]
+    arrays = [*(getattr(side.words, name) for name in NAMES), *side.counts.values(), side.worker_of, side.hailed]
     before = [sys.getrefcount(array) for array in arrays]
-    fast_commands.compile_natively(side, side.words, side.go, side.done, side.placement)
+    for _ in range(3):
+        fast_commands.native_caller(side.words, side.go, side.done, side.counts, side.worker_of, side.hailed)
+        side.caller.give_some(1, np.arange(2), np.arange(2))
+        side.caller.first(side.worker_of, 1, 0, side.worker_of)
+        side.caller.first(None, 1, 0, side.worker_of)
     gc.collect()
     assert [sys.getrefcount(array) for array in arrays] == before
     give, words = side.give, side.words

@@ -1,17 +1,20 @@
-/* Commands to all envs of a pool, and the wait for their answers: see executor.pools.fast_commands, the specification. */
+/* Commands to envs of a pool, and the wait for their answers: see executor.pools.fast_commands, the specification. */
 #include "native.h"
 
 #include <string.h>
 
-static const char *const WORDS[] = {"command", "command_seq", "reply_seq", "status"};
-enum { COMMAND, COMMAND_SEQ, REPLY_SEQ, STATUS, NUM_WORDS };
+static const char *const WORDS[] = {"command", "command_seq", "reply_seq", "status", "answered", "ring_at"};
+enum { COMMAND, COMMAND_SEQ, REPLY_SEQ, STATUS, NUM_OF_ENVS, ANSWERED = NUM_OF_ENVS, RING_AT, NUM_WORDS };
 
 typedef struct {
     PyObject_HEAD
-    Py_buffer words[NUM_WORDS], forfeited; /* of each env */
-    Bell done, *go;                        /* `go`: one of each worker */
+    Py_buffer words[NUM_WORDS];                 /* of each env; `answered` and `ring_at` of each worker */
+    Py_buffer forfeited, worker_of;             /* of each env */
+    Py_buffer hailed;                           /* a byte: not 0 ends a wait */
+    Bell done, *go;                             /* `go`: one of each worker */
+    i64 *rung;                                  /* the number of the command for which each was rung last */
     Py_ssize_t num_workers, num_envs;
-    i64 look_ns;
+    i64 look_ns, most_sorted;
 } Caller;
 
 static i64 *word(const Caller *caller, int name) { return caller->words[name].buf; }
@@ -20,20 +23,29 @@ static i64 *word(const Caller *caller, int name) { return caller->words[name].bu
 
 static int take_words_and_flags(Caller *caller, PyObject *facts)
 {
-    PyObject *words = fact(facts, "words"), *forfeited = fact(facts, "forfeited");
-    if (words == NULL || forfeited == NULL)
+    PyObject *words = fact(facts, "words"), *forfeited = fact(facts, "forfeited"), *hailed = fact(facts, "hailed");
+    if (words == NULL || forfeited == NULL || hailed == NULL || take_words(facts, "worker_of", &caller->worker_of) < 0)
         return -1;
     for (int i = 0; i < NUM_WORDS; i++)
         if (take_words(words, WORDS[i], &caller->words[i]) < 0)
             return -1;
-    if (PyObject_GetBuffer(forfeited, &caller->forfeited, PyBUF_CONTIG) < 0)
+    if (PyObject_GetBuffer(forfeited, &caller->forfeited, PyBUF_CONTIG) < 0
+        || PyObject_GetBuffer(hailed, &caller->hailed, PyBUF_CONTIG) < 0)
         return -1;
     caller->num_envs = caller->words[COMMAND].shape[0];
-    int is_right = caller->forfeited.len == caller->num_envs;
+    return 0;
+}
+
+static int are_of_the_same(Caller *caller)
+{
+    int is_right = caller->forfeited.len == caller->num_envs && caller->worker_of.shape[0] == caller->num_envs
+                   && caller->hailed.len == 1;
     for (int i = 0; i < NUM_WORDS; i++)
-        is_right = is_right && caller->words[i].shape[0] == caller->num_envs;
+        is_right = is_right && caller->words[i].shape[0] == (i < NUM_OF_ENVS ? caller->num_envs : caller->num_workers);
+    for (Py_ssize_t i = 0; is_right && i < caller->num_envs; i++)
+        is_right = (size_t)((i64 *)caller->worker_of.buf)[i] < (size_t)caller->num_workers;
     if (!is_right)
-        PyErr_SetString(PyExc_ValueError, "expected words and flags of the same envs");
+        PyErr_SetString(PyExc_ValueError, "expected words and flags of the same envs and workers");
     return is_right ? 0 : -1;
 }
 
@@ -44,7 +56,8 @@ static int take_bells(Caller *caller, PyObject *facts)
     if (count < 0 || bell_take(facts, "done", &caller->done) < 0)
         return -1;
     caller->go = PyMem_Calloc((size_t)count + 1, sizeof *caller->go);
-    if (caller->go == NULL) {
+    caller->rung = PyMem_Calloc((size_t)count + 1, sizeof *caller->rung);
+    if (caller->go == NULL || caller->rung == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -63,8 +76,9 @@ static PyObject *caller_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
     Caller *caller = (Caller *)PyType_GenericAlloc(type, 0);
     if (caller == NULL)
         return NULL;
-    if (take_number(facts, "look_ns", &caller->look_ns) < 0 || take_words_and_flags(caller, facts) < 0
-        || take_bells(caller, facts) < 0) {
+    if (take_number(facts, "look_ns", &caller->look_ns) < 0
+        || take_number(facts, "most_sorted", &caller->most_sorted) < 0 || take_words_and_flags(caller, facts) < 0
+        || take_bells(caller, facts) < 0 || are_of_the_same(caller) < 0) {
         Py_DECREF(caller);
         return NULL;
     }
@@ -78,10 +92,13 @@ static void caller_dealloc(Caller *caller)
     for (int i = 0; i < NUM_WORDS; i++)
         PyBuffer_Release(&caller->words[i]);
     PyBuffer_Release(&caller->forfeited);
+    PyBuffer_Release(&caller->worker_of);
+    PyBuffer_Release(&caller->hailed);
     PyBuffer_Release(&caller->done.memory);
     for (Py_ssize_t i = 0; i < caller->num_workers; i++)
         PyBuffer_Release(&caller->go[i].memory);
     PyMem_Free(caller->go);
+    PyMem_Free(caller->rung);
     release(caller);
     Py_DECREF(type);
 }
@@ -112,6 +129,14 @@ static int have_answered(const Caller *caller)
     return 1;
 }
 
+static int has_news(const Caller *caller)
+{
+    for (Py_ssize_t i = 0; i < caller->num_envs; i++)
+        if (LOAD(word(caller, STATUS) + i) != 0)
+            return 1;
+    return 0;
+}
+
 static PyObject *caller_has_all(PyObject *self, PyObject *Py_UNUSED(none))
 {
     Caller *caller = (Caller *)self;
@@ -122,20 +147,168 @@ static PyObject *caller_has_all(PyObject *self, PyObject *Py_UNUSED(none))
         if (!is_taken)
             Py_RETURN_FALSE;
     }
-    for (Py_ssize_t i = 0; i < caller->num_envs; i++)
-        if (LOAD(word(caller, STATUS) + i) != 0)
-            Py_RETURN_FALSE;
-    Py_RETURN_TRUE;
+    return PyBool_FromLong(!has_news(caller));
+}
+
+/* ---- commands to some envs -------------------------------------------------------------------------- */
+
+typedef struct {
+    Py_buffer memory;
+    Py_ssize_t count;
+} Numbers; /* int64 `[k]` */
+
+static i64 number_at(const Numbers *numbers, Py_ssize_t i)
+{
+    return *(const i64 *)((const char *)numbers->memory.buf + i * numbers->memory.strides[0]);
+}
+
+/* Take int64 `[k]`, all in 0 .. below - 1 unless that is 0. Returns 1, or 0 for anything else, without an exception. */
+static int take_numbers(PyObject *array, i64 below, Numbers *to)
+{
+    if (PyObject_GetBuffer(array, &to->memory, PyBUF_STRIDED_RO | PyBUF_FORMAT) < 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    const Py_buffer *memory = &to->memory;
+    int is_right = memory->ndim == 1 && memory->itemsize == 8 && (memory->format[0] == 'l' || memory->format[0] == 'q');
+    to->count = is_right ? memory->shape[0] : 0;
+    for (Py_ssize_t i = 0; below > 0 && is_right && i < to->count; i++)
+        is_right = (uint64_t)number_at(to, i) < (uint64_t)below;
+    if (!is_right)
+        PyBuffer_Release(&to->memory);
+    return is_right;
+}
+
+static void give_each(Caller *caller, i64 number, const Numbers *ids, const Numbers *commands)
+{
+    for (Py_ssize_t i = 0; i < ids->count; i++)
+        STORE(word(caller, COMMAND) + number_at(ids, i), number_at(commands, i));
+    for (Py_ssize_t i = 0; i < ids->count; i++)
+        ((char *)caller->forfeited.buf)[number_at(ids, i)] = 0;
+    for (Py_ssize_t i = 0; i < ids->count; i++)
+        STORE_NUMBER(word(caller, COMMAND_SEQ) + number_at(ids, i), number);
+    for (Py_ssize_t i = 0; i < ids->count; i++) {
+        i64 worker = ((i64 *)caller->worker_of.buf)[number_at(ids, i)];
+        if (caller->rung[worker] != number)
+            bell_ring(&caller->go[worker]);
+        caller->rung[worker] = number;
+    }
+}
+
+static PyObject *caller_give_some(PyObject *self, PyObject *args)
+{
+    Caller *caller = (Caller *)self;
+    long long number;
+    PyObject *ids_array, *commands_array;
+    Numbers ids, commands;
+    if (!PyArg_ParseTuple(args, "LOO", &number, &ids_array, &commands_array))
+        return NULL;
+    if (!take_numbers(ids_array, caller->num_envs, &ids))
+        Py_RETURN_FALSE;
+    int is_given = 0;
+    if (take_numbers(commands_array, 0, &commands)) {
+        is_given = ids.count == commands.count;
+        if (is_given)
+            give_each(caller, number, &ids, &commands);
+        PyBuffer_Release(&commands.memory);
+    }
+    PyBuffer_Release(&ids.memory);
+    return PyBool_FromLong(is_given);
+}
+
+static i64 num_counted(const Caller *caller)
+{
+    i64 sum = 0;
+    for (Py_ssize_t i = 0; i < caller->num_workers; i++)
+        sum += LOAD(word(caller, ANSWERED) + i);
+    return sum;
+}
+
+/* Write those envs that owe no answer to `to`; return how many. Up to `most_sorted` are sorted by number, then as given. */
+static Py_ssize_t find_ready(const Caller *caller, const Numbers *ids, i64 *to)
+{
+    const i64 *numbers = word(caller, COMMAND_SEQ);
+    Py_ssize_t found = 0;
+    for (Py_ssize_t i = 0; i < ids->count; i++) {
+        i64 id = number_at(ids, i);
+        if (LOAD_NUMBER(word(caller, REPLY_SEQ) + id) == LOAD(numbers + id))
+            to[found++] = id;
+    }
+    for (Py_ssize_t i = 1; i < found && found <= caller->most_sorted; i++) {
+        i64 id = to[i], number = LOAD(numbers + id);
+        Py_ssize_t at = i;
+        for (; at > 0 && LOAD(numbers + to[at - 1]) > number; at--)
+            to[at] = to[at - 1];
+        to[at] = id;
+    }
+    return found;
+}
+
+/* Ask for a ring once this number of answers has been counted: 0 if they have been by now. Write, fence, read. */
+static int expect(Caller *caller, i64 total)
+{
+    for (Py_ssize_t i = 0; i < caller->num_workers; i++)
+        STORE(word(caller, RING_AT) + i, total);
+    FULL_FENCE();
+    return num_counted(caller) < total;
+}
+
+/* Wait until enough envs have answered: 1; 0: not in time, or the wait was ended; -1: an exception. */
+static int wait_for_some(Caller *caller, const Numbers *ids, Py_ssize_t wanted, i64 wait_ns, i64 *to, Py_ssize_t *found)
+{
+    i64 now = wait_ns > 0 ? monotonic_ns() : 0, end = now + wait_ns;
+    for (;; now = monotonic_ns()) {
+        while (sem_trywait(caller->done.semaphore) == 0) /* tokens are hints, which must not pile up */
+            ;
+        i64 total = num_counted(caller);
+        *found = find_ready(caller, ids, to);
+        if (*found >= wanted)
+            return 1;
+        if (now >= end || LOAD((char *)caller->hailed.buf))
+            return 0;
+        if (!expect(caller, total + wanted - *found))
+            continue;
+        int is_taken = bell_wait(&caller->done, end - now);
+        if (is_taken <= 0)
+            return is_taken;
+    }
+}
+
+static PyObject *caller_first(PyObject *self, PyObject *args)
+{
+    Caller *caller = (Caller *)self;
+    long long wait_ns;
+    Py_ssize_t wanted, found = 0;
+    PyObject *ids_array, *to_array;
+    Numbers ids;
+    Py_buffer to;
+    if (!PyArg_ParseTuple(args, "OnLO", &ids_array, &wanted, &wait_ns, &to_array)
+        || PyObject_GetBuffer(to_array, &to, PyBUF_CONTIG) < 0)
+        return NULL;
+    int has_come = 0;
+    if (take_numbers(ids_array, caller->num_envs, &ids)) {
+        if (ids.count <= to.len / (Py_ssize_t)sizeof(i64))
+            has_come = wait_for_some(caller, &ids, wanted, wait_ns, to.buf, &found);
+        PyBuffer_Release(&ids.memory);
+    }
+    PyBuffer_Release(&to);
+    return has_come < 0 ? NULL : PyLong_FromSsize_t(has_come && !has_news(caller) ? found : -1);
 }
 
 static PyMethodDef caller_methods[] = {
     {"give", caller_give, METH_VARARGS, "give(number, command): give all envs a command, and wake their workers."},
     {"has_all", caller_has_all, METH_NOARGS,
      "Wait for all answers; return False if none has come for `look_ns`, or if there is more to know than rows."},
+    {"give_some", caller_give_some, METH_VARARGS,
+     "give_some(number, ids, commands): give envs a command each, and wake their workers; return False if these are no "
+     "int64 arrays, and nothing was given."},
+    {"first", caller_first, METH_VARARGS,
+     "first(ids, wanted, wait_ns, to): wait until `wanted` of some envs have answered; write those that have to `to` and "
+     "return their number; -1 if they have not, or if there is more to know than rows."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot caller_slots[] = {
-    {Py_tp_doc, "Gives commands to all envs of a pool: see executor.pools.fast_commands."},
+    {Py_tp_doc, "Gives commands to envs of a pool: see executor.pools.fast_commands."},
     {Py_tp_new, caller_new},
     {Py_tp_methods, caller_methods},
     {Py_tp_dealloc, caller_dealloc},
