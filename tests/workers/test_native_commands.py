@@ -90,6 +90,10 @@ class SubTuple(tuple[Any, ...]):
     """A tuple that is not exactly one."""
 
 
+class SubDict(dict[str, Any]):
+    """No exact dict."""
+
+
 class Leave(BaseException):
     """No `Exception`."""
 
@@ -191,11 +195,28 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def adapters(observation: Any, action: Any, scripts: list[list[str]]) -> Callable[[], list[Adapter]]:
+_ONLY_STEPS = ("reward", "terminated", "truncated", "both", "truth", "four", "six")
+#: The same for a reset: of its two values.
+RESETS = {name: change for name, change in RESULTS.items() if not name.startswith(_ONLY_STEPS)} | {
+    "info none": put(1, None),
+    "info of its own": lambda given: (given[0], SubDict(given[1])),
+    "three": lambda given: (*given, 1),
+    "observation alone": lambda given: given[0],
+}
+
+
+def adapters(
+    observation: Any, action: Any, scripts: list[list[str]], resets: list[list[str]] | None = None, length: int = 5
+) -> Callable[[], list[Adapter]]:
     """Return what makes an adapter for each script, of equal spaces."""
+    all_resets: list[list[str]] = [[] for _ in scripts] if resets is None else resets
 
     def make() -> list[Adapter]:
-        return [GymnasiumAdapter(Scripted(observation, action, [RESULTS[name] for name in names])) for names in scripts]
+        envs = [
+            Scripted(observation, action, [RESULTS[name] for name in names], length, [RESETS[name] for name in others])
+            for names, others in zip(scripts, all_resets, strict=True)
+        ]
+        return [GymnasiumAdapter(env) for env in envs]
 
     return make
 
@@ -243,10 +264,15 @@ COMMANDS = st.lists(
     st.sampled_from(list(OBSERVATIONS)),
     st.sampled_from(list(ACTIONS)),
     st.lists(st.lists(st.sampled_from(list(RESULTS)), max_size=8), min_size=3, max_size=3),
+    st.lists(st.lists(st.sampled_from(["plain", *RESETS]), max_size=4), min_size=3, max_size=3),
     COMMANDS,
+    st.booleans(),
 )
-def test_whatever_envs_return_and_parents_ask_both_ways_do_the_same(observation, action, scripts, commands):
-    both = sides(adapters(OBSERVATIONS[observation], ACTIONS[action], scripts))
+def test_whatever_envs_return_and_parents_ask_both_ways_do_the_same(
+    observation, action, scripts, resets, commands, has_seeds
+):
+    make = adapters(OBSERVATIONS[observation], ACTIONS[action], scripts, resets, length=3)
+    both = sides(make, BlockOptions(episode_seeds=has_seeds))
     first = (RESET, [1, 2, 3], 0, 0, 0)
     run_commands(both, [first, *commands])
 
@@ -265,6 +291,67 @@ def test_every_result_of_every_space(observation, target):
         both,
         [(RESET, ids, 0, 0, 0), *((STEP_RESET, ids, target, column, 0) for column in columns), (STEP, ids, 0, 1, 0)],
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize("target", [0, TARGET])
+def test_every_reset_of_every_space(observation, target):
+    """One env per way of returning; the end of its third step is followed by C's first reset."""
+    names = list(RESETS)
+    scripts = [["plain", "plain", "terminated", "plain"] for _ in names]
+    both = sides(adapters(OBSERVATIONS[observation], spaces.Discrete(5), scripts, [["plain", name] for name in names]))
+    ids = list(range(1, len(names) + 1))
+    columns = (0, 1, 2, 1, 2)
+    run_commands(both, [(RESET, ids, 0, 0, 0), *((STEP_RESET, ids, target, column, 0) for column in columns)])
+
+
+@pytest.mark.parametrize("target", [0, TARGET])
+@pytest.mark.parametrize("has_seeds", [True, False])
+def test_plain_resets_are_made_in_c(target, has_seeds):
+    make = adapters(FLOATS, spaces.Discrete(5), [[], []], length=2)
+    side = under_way(make, BlockOptions(episode_seeds=has_seeds))
+    called = calls_in_python(side)
+    columns = (0, 1, 0, NUM_COLUMNS - 1 if target else 2)
+    for column in columns:
+        side.command(STEP_RESET, [1, 2], target, column)
+        side.serve()
+    assert called == []
+    assert side.words["resets"].tolist() == side.words["episode"].tolist() == [0, 3, 3]
+    both = sides(make, BlockOptions(episode_seeds=has_seeds))
+    run_commands(
+        both, [(RESET, [1, 2], 0, 0, 0), *((STEP_RESET, [1, 2], target, column % 4, 0) for column in range(8))]
+    )
+
+
+def test_a_new_root_seed_is_that_of_the_next_reset_in_c():
+    both = sides(adapters(FLOATS, spaces.Discrete(5), [[]], length=2))
+    for side in both:
+        side.command(RESET, [1])
+    compare(both)
+    for root_seed in (3, 2**70, 0):
+        for side in both:
+            side.send(lambda side=side, root_seed=root_seed: side.block.seed(root_seed))
+        for _ in range(4):
+            for side in both:
+                side.command(STEP_RESET, [1])
+            compare(both)
+    seeds = [[seen[1] for seen in side.adapters[1].env.seen if seen[0] == "reset"] for side in both]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == len(seeds[0]) == 7
+
+
+def test_an_episode_of_more_than_32_bits_is_seeded_by_python():
+    both = sides(adapters(FLOATS, spaces.Discrete(5), [[]], length=2))
+    for side in both:
+        side.command(RESET, [1])
+        side.serve()
+        side.words["episode"][1] = 2**32 - 2
+    for _ in range(8):
+        for side in both:
+            side.command(STEP_RESET, [1])
+        compare(both)
+    assert both[0].adapters[1].env.seen == both[1].adapters[1].env.seen
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -305,9 +392,9 @@ def calls_in_python(side: Side) -> list[int]:
     called: list[int] = []
     execute = side.block.execute
 
-    def noting(env_id: int, command: int, begun: Any = None) -> int:
+    def noting(env_id: int, command: int, *begun: Any) -> int:
         called.append(env_id)
-        return execute(env_id, command, begun)
+        return execute(env_id, command, *begun)
 
     side.block.execute = noting  # type: ignore[method-assign]
     side.native = side.loop.make()
@@ -454,6 +541,16 @@ def test_the_phase_says_which_env_is_stepped():
     assert side.words["phase"][1] == 0
 
 
+def test_the_phase_says_which_env_is_reset():
+    seen: list[int] = []
+    side = under_way(adapters(FLOATS, spaces.Discrete(5), [["plain", "truncated"]]))
+    side.adapters[1].env.resets = [lambda given: (seen.append(int(side.words["phase"][1])), given)[1]]
+    side.command(STEP_RESET, [1])
+    side.serve()
+    assert seen == [side.block.slots[1].phase_words[RESET]]
+    assert side.words["phase"][1] == 0
+
+
 def test_an_exception_of_pythons_own_part_ends_the_loop():
     side = under_way(plain_adapters(1))
     side.send(lambda: 1 / 0)
@@ -513,6 +610,8 @@ def test_nothing_leaks_whatever_envs_return():
     def turn() -> None:
         for (name, change), adapter in zip(RESULTS.items(), side.adapters.values(), strict=True):
             adapter.env.script = [change] if name != "generator" else []
+            adapter.env.resets = [RESETS[name]] if name in RESETS and name != "generator" else []
+            adapter.env.num_steps = 9 if adapter.env.resets else 0
             adapter.env.seen.clear()
         for op in (STEP_RESET, RESET, STEP):
             side.command(op, ids, TARGET if op == STEP else 0)
@@ -552,7 +651,7 @@ def test_nothing_leaks_in_a_hundred_thousand_plain_steps():
     assert sys.getallocatedblocks() - blocks < 1000, "100,000 steps were made"
 
 
-@pytest.mark.parametrize("missing", ["observation", "words", "env_id", "readers", "done"])
+@pytest.mark.parametrize("missing", ["observation", "words", "env_id", "readers", "done", "seed_pool"])
 def test_facts_that_are_missing_are_refused(missing):
     side = Side(plain_adapters(1)(), is_native=True)
     slot = side.block.slots[1]
@@ -578,7 +677,9 @@ def test_facts_that_are_missing_are_refused(missing):
         {"root": []},
         {"index": np.zeros(2, np.int64)},
         {"index": np.zeros(1, np.int32)},
-        {"words": {"env_steps": np.zeros(2, np.int32), "ends": np.zeros(2, np.int64)}},
+        {"seed_pool": np.zeros(4, np.uint32)},
+        {"words": {name: np.zeros(2, np.int32) for name in ("env_steps", "ends", "episode", "resets")}},
+        {"words": {name: np.zeros(1, np.int64) for name in ("env_steps", "ends", "episode", "resets")}},
     ],
 )
 def test_memory_that_does_not_fit_is_refused(wrong):

@@ -260,6 +260,7 @@ def test_words_are_packed_as_the_protocol_says():
         "TARGET_BITS": protocol._TARGET_BITS,
         "OP_STEP": protocol.STEP,
         "OP_STEP_RESET": protocol.STEP_RESET,
+        "OP_RESET": protocol.RESET,
         "FLAG_EACH": int(protocol.Flag.EACH),
         "STATUS_OK": int(protocol.Status.OK),
     }

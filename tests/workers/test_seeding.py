@@ -4,7 +4,10 @@ import itertools
 import random
 
 import numpy as np
+import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from envherd.workers import seeding
 
@@ -56,3 +59,24 @@ def test_who_drew_is_named():
 
 def test_root_seeds_are_drawn_afresh():
     assert seeding.draw_root_seed() != seeding.draw_root_seed()
+
+
+_WORDS = st.one_of(st.integers(0, 3), st.integers(2**32 - 2, 2**32 + 1), st.integers(0, 2**32))
+
+
+@given(
+    st.one_of(_WORDS, st.integers(0, 2**63 - 1), st.integers(2**127, 2**130), st.integers(0, 2**300)), _WORDS, _WORDS
+)
+@example(0, 0, 0)
+@example(2**128, 2**32, 2**32 - 1)
+def test_the_seeds_of_an_env_are_those_of_its_triples(root_seed, env_id, episode):
+    seeds = seeding.EpisodeSeeds(root_seed, env_id)
+    assert seeds[episode] == seeding.episode_seed(root_seed, env_id, episode)
+    assert seeds.pool.dtype == np.uint32
+    assert seeds.pool.shape == (5,)
+
+
+@pytest.mark.parametrize("root_seed", [0, 2**40])
+def test_the_seeds_of_an_env_in_a_row(root_seed):
+    seeds = seeding.EpisodeSeeds(root_seed, 3)
+    assert [seeds[i] for i in range(100)] == [seeding.episode_seed(root_seed, 3, i) for i in range(100)]

@@ -21,7 +21,7 @@ from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.compiling import compile_native
 from envherd.workers.block.questions import answer
-from envherd.workers.block.slot import Sink, Slot, Step, compile_step, store
+from envherd.workers.block.slot import Begun, Sink, Slot, Step, compile_step, store
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.infos import packer
 from envherd.workers.messages import UNGUARDS, Ask, Prepare
@@ -64,7 +64,6 @@ class Block:
     ) -> None:
         self.passes: tuple[type[BaseException], ...] = ()
         self.worker_id = worker_id
-        self.root_seed = root_seed
         self.slots = {i: Slot(i, adapter, check_finite=options.check_finite) for i, adapter in adapters.items()}
         if options.info_keys is not None:
             for slot in self.slots.values():
@@ -73,8 +72,8 @@ class Block:
         self._isolate_rng = options.isolate_rng
         self._has_episode_seeds = options.episode_seeds
         self._first_env_id = options.first_env_id
+        self.use_root_seed(root_seed)
         self._pack_info = packer(options.infos)
-        self._without_seed: set[Slot] = set()  # envs that have begun an episode since `draw_seeds`
         self._words: dict[str, memoryview] = {}
         self._unpacked: dict[int, tuple[int, int, int, int]] = {}
 
@@ -121,11 +120,17 @@ class Block:
 
     def seed(self, root_seed: int) -> None:
         """Use a new root seed; the next reset of every env is its episode 0."""
-        self.root_seed = root_seed
+        self.use_root_seed(root_seed)
         for env_id, slot in self.slots.items():
             self._words["episode"][env_id] = 0
             slot.rng_state = None
             slot.adapter.reseeded()
+
+    def use_root_seed(self, root_seed: int) -> None:
+        """Draw the seeds of episodes from a root seed."""
+        self.root_seed = root_seed
+        for env_id, slot in self.slots.items() if self._has_episode_seeds else ():
+            slot.use_seeds(seeding.EpisodeSeeds(root_seed, self._first_env_id + env_id))
 
     def prepare(self, message: Prepare) -> None:
         """Keep the extras of an env's next command."""
@@ -156,13 +161,14 @@ class Block:
         sink.next_observation, sink.root_observation, sink.reward = following, roots, rewards
         self._compile(slot, sink)
 
-    def execute(self, env_id: int, command: int, begun: Step | None = None) -> int:
+    def execute(self, env_id: int, command: int, begun: Step | None = None, reset: Begun | None = None) -> int:
         """Carry out one command for one env and say how it ended; what the env raises is reported.
 
         Args:
             env_id: which env.
             command: see `workers.protocol.pack`.
             begun: of a command whose env was stepped by the loop in C: completes that step, in place of making one.
+            reset: of a command after whose step the loop in C has reset the env: gives what that gave.
 
         Returns:
             A `Status`, as a plain int.
@@ -173,7 +179,7 @@ class Block:
             slot.prepared = None
         self._phase[self.worker_id] = slot.phase_words[op]
         try:
-            self._carry_out(slot, slot.sinks[target], op, column, begun)
+            self._carry_out(slot, slot.sinks[target], op, column, begun, reset)
             return self._tell(slot) if slot.has_news or slot.has_side or slot.infos else _OK
         except self.passes:
             slot.prepared = None
@@ -188,7 +194,9 @@ class Block:
             self._report(Fault.from_exception(env_id, slot.phase, error).to_plain())
             return _FAILED
 
-    def _carry_out(self, slot: Slot, sink: Sink, op: int, column: int, begun: Step | None) -> None:
+    def _carry_out(  # see `execute`
+        self, slot: Slot, sink: Sink, op: int, column: int, begun: Step | None, reset: Begun | None
+    ) -> None:
         if op == _RESET:
             self._reset(slot, sink, column, None if slot.must_reset else slot.reset_mask)  # a new instance, as a whole
             return
@@ -204,7 +212,8 @@ class Block:
         if op == _STEP_RESET and slot.has_ended:
             if slot.has_side:  # the env may write to what it gave
                 slot.side["next"][:] = copy.deepcopy(slot.side["next"])
-            self._reset(slot, sink, column + sink.root_follows, slot.last_done if slot.spec.batch_shape else None)
+            mask = slot.last_done if slot.spec.batch_shape else None
+            self._reset(slot, sink, column + sink.root_follows, mask, reset)
         elif sink.root_follows and slot.has_ended and column + 1 < sink.num_columns:
             self._write_root(slot, sink, column + 1, observation)
 
@@ -236,20 +245,11 @@ class Block:
         unpacked = self._unpacked[command] = unpack(command)
         return unpacked
 
-    def _reset(self, slot: Slot, sink: Sink, column: int, mask: np.ndarray | None) -> None:
+    def _reset(self, slot: Slot, sink: Sink, column: int, mask: np.ndarray | None, begun: Begun | None = None) -> None:
         slot.phase = "reset"
         self._phase[self.worker_id] = slot.phase_words[_RESET]
-        prepared, slot.prepared = slot.prepared, None
-        episodes = self._words["episode"]
-        episode = episodes[slot.env_id]
-        seed = self._seed_of(slot, episode)
-        if prepared is not None and prepared.has_seed:
-            seed = prepared.seed
-            slot.adapter.reseeded()
-        options = None if prepared is None else prepared.options
         inner = None if mask is None or mask.all() else mask.copy()
-        episodes[slot.env_id] = episode + 1
-        observation = self._begin_episode(slot, seed, options, inner)
+        observation = self._next_episode(slot, inner) if begun is None else begun()
         self._words["resets"][slot.env_id] += 1
         slot.must_reset = False
         if self._pack_info is not None:
@@ -259,23 +259,18 @@ class Block:
         if column < sink.num_columns:
             self._write_root(slot, sink, column, observation)
 
-    def _seed_of(self, slot: Slot, episode: int) -> int | None:
-        """Return the seed of an episode, or None if envs' own generators go on."""
-        if not self._has_episode_seeds:
-            return None
-        root_seed, drawn_for, seed = slot.next_seed
-        self._without_seed.add(slot)
-        if (root_seed, drawn_for) == (self.root_seed, episode):
-            return seed
-        return seeding.episode_seed(self.root_seed, self._first_env_id + slot.env_id, episode)
-
-    def draw_seeds(self) -> None:
-        """Draw the seeds of next episodes (20 us each) before they begin, while nobody waits."""
-        for slot in self._without_seed:
-            episode = self._words["episode"][slot.env_id]
-            seed = seeding.episode_seed(self.root_seed, self._first_env_id + slot.env_id, episode)
-            slot.next_seed = (self.root_seed, episode, seed)
-        self._without_seed.clear()
+    def _next_episode(self, slot: Slot, mask: np.ndarray | None) -> list[Any]:
+        """Reset an env, or the rows of it that a mask names, for its next episode; return its observation."""
+        prepared, slot.prepared = slot.prepared, None
+        episodes = self._words["episode"]
+        episode = episodes[slot.env_id]
+        seed = slot.seed_of(episode)
+        if prepared is not None and prepared.has_seed:
+            seed = prepared.seed
+            slot.adapter.reseeded()
+        options = None if prepared is None else prepared.options
+        episodes[slot.env_id] = episode + 1
+        return self._begin_episode(slot, seed, options, mask)
 
     def _begin_episode(
         self, slot: Slot, seed: int | None, options: dict[str, Any] | None, mask: np.ndarray | None

@@ -69,6 +69,7 @@ def step_facts(
         "ready": tuple(call.ready) or None,
         "readers": tuple(slot.action_readers),
         "index": _index(slot),
+        "seed_pool": slot.seed_pool,
         "num_columns": sink.num_columns,
         "root_follows": sink.root_follows,
         "observation": [arrays["next", *leaf.key] for leaf in spec.observation],

@@ -17,10 +17,13 @@ from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import Op, pack_phase
+from envherd.workers.seeding import EpisodeSeeds
 from envherd.workers.writers import Writer, writer_for
 
 #: Column -> the observation values of one `env.step`, which are written there.
 Step = Callable[[int], list[Any]]
+#: What the reset that the loop in C has made gave; it may raise what that raised.
+Begun = Callable[[], list[Any]]
 #: Column and what `env.step` gave -> its observation values, which are written there.
 Keep = Callable[[int, StepValues], list[Any]]
 
@@ -76,7 +79,8 @@ class Slot:
         self.lent: list[Any] | None = None
         self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
         self.rng_state: tuple[Any, ...] | None = None
-        self.next_seed: tuple[int, int, int | None] = (0, -1, None)  # root seed, episode, and the seed they give
+        self.seed_pool: np.ndarray | None = None  # of `seeding.EpisodeSeeds`; None if the env's own generators go on
+        self._seeds: EpisodeSeeds | None = None
         self.unwatched = {"reset", "step"}
         self.last_done: Any = False
         self.last_ends: tuple[Any, Any] = (False, False)  # terminated, truncated of the latest step in which any did
@@ -90,6 +94,17 @@ class Slot:
         self.told: set[str] = set()
         self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
         self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
+
+    def use_seeds(self, seeds: EpisodeSeeds) -> None:
+        """Seed the env's episodes by these from now on."""
+        self._seeds = seeds
+        if self.seed_pool is None:
+            self.seed_pool = seeds.pool
+        self.seed_pool[:] = seeds.pool  # the same array: the reset in C reads it
+
+    def seed_of(self, episode: int) -> int | None:
+        """Return the seed of an episode, or None if the env's own generators go on."""
+        return None if self._seeds is None else self._seeds[episode]
 
     def writer(self, leaf: LeafSpec, arrays: Mapping[Name, np.ndarray], section: str, index: int) -> Writer:
         """Return the writer of a leaf: into its array, or into the side values."""

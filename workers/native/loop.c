@@ -7,7 +7,7 @@
 
 #include <stdlib.h>
 
-enum { OP_BITS = 4, FLAG_BITS = 4, TARGET_BITS = 24, OP_STEP = 1, OP_STEP_RESET = 2, FLAG_EACH = 1 }; /* workers.protocol */
+enum { OP_BITS = 4, FLAG_BITS = 4, TARGET_BITS = 24, OP_STEP = 1, OP_STEP_RESET = 2, OP_RESET = 3, FLAG_EACH = 1 }; /* workers.protocol */
 enum { STATUS_OK = 0 };
 
 static const char *const WORDS[] = {"command_seq", "command", "reply_seq", "status", "resets", "mail_seq", "answered",
@@ -15,8 +15,9 @@ static const char *const WORDS[] = {"command_seq", "command", "reply_seq", "stat
 enum { COMMAND_SEQ, COMMAND, REPLY_SEQ, STATUS, RESETS, MAIL_SEQ, ANSWERED, RING_AT, BUSY, SEAT, SINCE, RESET_NS,
        STEP_BINS, PHASE, NUM_WORDS };
 /* What Python does: functions of `process.native_loop.NativeLoop` and its block. */
-static const char *const CALLS[] = {"execute", "hand_over", "fail", "go_on", "check_mail", "tidy", "move", "draw_seeds"};
-enum { EXECUTE, HAND_OVER, FAIL, GO_ON, CHECK_MAIL, TIDY, MOVE, DRAW_SEEDS, NUM_CALLS };
+static const char *const CALLS[] = {"execute", "hand_over", "fail", "go_on", "hand_over_reset", "fail_reset", "check_mail",
+                                    "tidy", "move"};
+enum { EXECUTE, HAND_OVER, FAIL, GO_ON, HAND_OVER_RESET, FAIL_RESET, CHECK_MAIL, TIDY, MOVE, NUM_CALLS };
 static const char *const NAMES[] = {"sinks", "native", "must_reset", "has_ended", "prepared"};
 enum { SINKS, NATIVE, MUST_RESET, HAS_ENDED, PREPARED, NUM_NAMES };
 
@@ -42,7 +43,6 @@ typedef struct {
     Py_ssize_t num_envs;
     i64 worker_id, num_workers, num_bins, tidy_every;
     i64 num_wakes, num_scans, seat, mail_read;
-    int has_run_python; /* since seeds were drawn */
 } Loop;
 
 static i64 *word(const Loop *loop, int name, i64 index) { return (i64 *)loop->words[name].buf + index; }
@@ -174,7 +174,6 @@ static i64 ask_python(Loop *loop, Env *env, int call, i64 command, PyObject *mor
     const char *format = more == NULL ? "LL" : other == NULL ? "LLO" : "LLOO";
     PyObject *reply = PyObject_CallFunction(loop->calls[call], format, env->id, command, more, other);
     forget_step(env);
-    loop->has_run_python = 1;
     i64 status = reply == NULL ? -1 : PyLong_AsLongLong(reply);
     Py_XDECREF(reply);
     return status;
@@ -187,14 +186,16 @@ static int call(Loop *loop, int name)
     return reply == NULL ? -1 : 0;
 }
 
-static i64 report_failure(Loop *loop, Env *env, i64 command)
+/* Have Python report what an env raised, after a step that gave `observation`, or in the step itself (NULL). */
+static i64 report_failure(Loop *loop, Env *env, i64 command, PyObject *observation)
 {
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback != NULL)
         PyException_SetTraceback(error, traceback);
-    i64 status = ask_python(loop, env, FAIL, command, error, NULL);
+    i64 status = observation == NULL ? ask_python(loop, env, FAIL, command, error, NULL)
+                                     : ask_python(loop, env, FAIL_RESET, command, observation, error);
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
@@ -229,13 +230,35 @@ static Step *find_step(Loop *loop, Env *env, i64 target)
     return (Step *)native;
 }
 
-static i64 note_end(Loop *loop, Env *env, Step *step, i64 command, PyObject *observation)
+/* Begin the next episode of an env whose step has ended one; return the status of the command. */
+static i64 reset_env(Loop *loop, Env *env, Step *step, i64 command, i64 column, PyObject *observation)
 {
-    forget_step(env);
+    PyObject *root;
+    i64 status;
+    STORE(word(loop, PHASE, loop->worker_id), OP_RESET | (env->id + 1) << OP_BITS);
+    switch (step_reset(step, column + step_root_follows(step), &root)) {
+    case STEP_STORED:
+        status = step_note_end(step, 0) < 0 ? -1 : STATUS_OK;
+        break;
+    case STEP_ODD:
+        status = ask_python(loop, env, HAND_OVER_RESET, command, observation, root);
+        break;
+    default:
+        status = report_failure(loop, env, command, observation);
+    }
+    Py_XDECREF(root);
+    return status;
+}
+
+static i64 note_end(Loop *loop, Env *env, Step *step, i64 command, i64 column, PyObject *observation)
+{
+    int resets = (command & ((1 << OP_BITS) - 1)) == OP_STEP_RESET;
     if (step_note_end(step, 1) < 0)
         return -1;
-    int needs_python = (command & ((1 << OP_BITS) - 1)) == OP_STEP_RESET || step_root_follows(step);
-    return needs_python ? ask_python(loop, env, GO_ON, command, observation, NULL) : STATUS_OK;
+    if (resets && step_can_reset(step))
+        return reset_env(loop, env, step, command, column, observation);
+    forget_step(env);
+    return resets || step_root_follows(step) ? ask_python(loop, env, GO_ON, command, observation, NULL) : STATUS_OK;
 }
 
 static i64 step_env(Loop *loop, Env *env, i64 command, i64 column)
@@ -248,13 +271,13 @@ static i64 step_env(Loop *loop, Env *env, i64 command, i64 column)
     case STEP_STORED:
         break;
     case STEP_ENDED:
-        status = note_end(loop, env, step, command, given);
+        status = note_end(loop, env, step, command, column, given);
         break;
     case STEP_ODD:
         status = ask_python(loop, env, HAND_OVER, command, step_hand_over(step), given);
         break;
     case STEP_RAISED:
-        status = report_failure(loop, env, command);
+        status = report_failure(loop, env, command, NULL);
     }
     Py_XDECREF(given);
     Py_DECREF(step);
@@ -324,7 +347,6 @@ static int read_mail(Loop *loop)
     Py_XDECREF(reply);
     for (Py_ssize_t i = 0; i < loop->num_envs; i++)
         forget_step(&loop->envs[i]);
-    loop->has_run_python = 1;
     loop->mail_read = sent;
     return goes_on;
 }
@@ -398,11 +420,6 @@ static int serve_token(Loop *loop)
     STORE(word(loop, PHASE, worker_id), 0);
     STORE(word(loop, SINCE, worker_id), ended);
     ADD(word(loop, BUSY, worker_id), ended - began);
-    if (loop->has_run_python) {
-        loop->has_run_python = 0;
-        if (call(loop, DRAW_SEEDS) < 0)
-            return -1;
-    }
     return goes_on;
 }
 

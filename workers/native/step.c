@@ -26,9 +26,10 @@ typedef struct {
     Py_ssize_t count;
 } Leaves;
 
+enum { SEED_WORDS = 5 }; /* of `seeding.EpisodeSeeds.pool` */
 enum { NUM_FLAGS = 3 }; /* done, terminated, truncated */
-static const char *const NAMES[] = {"env", "step", "info", "prepared", "last_done", "has_ended"};
-enum { ENV, STEP, INFO, PREPARED, LAST_DONE, HAS_ENDED, NUM_NAMES };
+static const char *const NAMES[] = {"env", "step", "info", "reset", "prepared", "last_done", "has_ended"};
+enum { ENV, STEP, INFO, RESET, PREPARED, LAST_DONE, HAS_ENDED, NUM_NAMES };
 
 struct Step {
     PyObject_HEAD
@@ -45,7 +46,8 @@ struct Step {
     i64 reads_number;   /* the reward may be any number */
     i64 root_follows;   /* in a storage: the root of the next column is written too, unless the env has ended */
     i64 num_columns, env_id;
-    Py_buffer index, env_steps, ends;      /* `index`: the action, where it is one int64; else no object */
+    Py_buffer index, seed_pool;            /* the action, where it is one int64; see `seeding`; else no objects */
+    Py_buffer env_steps, ends, episode, resets; /* words of each env */
     Leaves observation, root, reward, done, root_done;
     Value *values;                         /* one per observation and reward leaf, used within `store` */
 };
@@ -127,10 +129,20 @@ static int take_objects(PyObject *facts, Step *step)
 
 static int take_memory(PyObject *facts, Step *step)
 {
-    PyObject *words = fact(facts, "words"), *index = fact(facts, "index");
+    struct { const char *name; Py_buffer *to; } counts[] = {
+        {"env_steps", &step->env_steps}, {"ends", &step->ends}, {"episode", &step->episode}, {"resets", &step->resets},
+    };
+    PyObject *words = fact(facts, "words"), *index = fact(facts, "index"), *pool = fact(facts, "seed_pool");
     i64 columns = step->num_columns;
-    if (words == NULL || index == NULL || take_words(words, "env_steps", &step->env_steps) < 0
-        || take_words(words, "ends", &step->ends) < 0
+    int is_own = step->env_id >= 0;
+    if (words == NULL || index == NULL || pool == NULL)
+        return -1;
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        if (take_words(words, counts[i].name, counts[i].to) < 0)
+            return -1;
+        is_own = is_own && step->env_id < counts[i].to->shape[0];
+    }
+    if ((pool != Py_None && PyObject_GetBuffer(pool, &step->seed_pool, PyBUF_CONTIG_RO) < 0)
         || leaves_take(facts, "observation", &step->observation, columns) < 0
         || leaves_take(facts, "root", &step->root, columns) < 0 || leaves_take(facts, "reward", &step->reward, columns) < 0
         || flags_take(facts, "done", &step->done, columns) < 0
@@ -138,11 +150,11 @@ static int take_memory(PyObject *facts, Step *step)
         return -1;
     if (index != Py_None && take_words(facts, "index", &step->index) < 0)
         return -1;
-    int is_own = step->root.count == step->observation.count;
+    is_own = is_own && step->root.count == step->observation.count
+        && (pool == Py_None || step->seed_pool.len == SEED_WORDS * sizeof(uint32_t));
     for (Py_ssize_t i = 0; is_own && i < step->root.count; i++)
         is_own = step->root.leaf[i].num_bytes == step->observation.leaf[i].num_bytes;
-    if (!is_own || step->env_id < 0 || step->env_id >= step->env_steps.shape[0] || step->env_id >= step->ends.shape[0]
-        || (index != Py_None && step->index.shape[0] != 1)) {
+    if (!is_own || (index != Py_None && step->index.shape[0] != 1)) {
         PyErr_SetString(PyExc_ValueError, "compiling a step failed: expected memory of this env, got other memory");
         return -1;
     }
@@ -217,8 +229,9 @@ static void step_dealloc(Step *step)
     for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
         leaves_release(groups[i]);
     PyBuffer_Release(&step->index);
-    PyBuffer_Release(&step->env_steps);
-    PyBuffer_Release(&step->ends);
+    Py_buffer *others[] = {&step->seed_pool, &step->env_steps, &step->ends, &step->episode, &step->resets};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        PyBuffer_Release(others[i]);
     PyMem_Free(step->values);
     Py_XDECREF(step->array_type);
     Py_XDECREF(step->bool_type);
@@ -404,6 +417,12 @@ static void store_leaves(const Leaves *leaves, const Value *values, i64 column)
     }
 }
 
+static void release_values(const Step *step)
+{
+    for (Py_ssize_t i = 0; i < step->observation.count + step->reward.count; i++)
+        PyBuffer_Release(&step->values[i].held); /* of those that hold nothing too */
+}
+
 static void store_flags(const Leaves *flags, const char *values, i64 column)
 {
     for (int i = 0; i < NUM_FLAGS; i++)
@@ -433,8 +452,7 @@ static int store(const Step *step, i64 column, PyObject *result, PyObject *leave
             store_flags(&step->root_done, flags, column + 1); /* all three are 0 */
         }
     }
-    for (Py_ssize_t i = 0; i < step->observation.count + step->reward.count; i++)
-        PyBuffer_Release(&step->values[i].held); /* of those that hold nothing too */
+    release_values(step);
     return is_plain;
 }
 
@@ -480,6 +498,55 @@ int step_note_end(Step *step, int has_ended)
     if (PyObject_SetAttr(step->slot, step->names[LAST_DONE], flag) < 0)
         return -1;
     return PyObject_SetAttr(step->slot, step->names[HAS_ENDED], flag);
+}
+
+/* ---- the reset that follows ------------------------------------------------------------------------- */
+
+/* `seeding.EpisodeSeeds.__getitem__`, which has the source of the constants. */
+static uint32_t episode_seed(const uint32_t *pool, uint32_t episode)
+{
+    const uint32_t init = 0x8B51F9DDu;
+    uint32_t value = episode ^ pool[4];
+    value *= pool[4] * 0x931E8875u;
+    value = 0xCA01F9DDu * pool[0] - 0x4973F715u * (value ^ value >> 16);
+    value = (value ^ value >> 16) ^ init;
+    value *= init * 0x58F38DEDu;
+    return value ^ value >> 16;
+}
+
+int step_can_reset(const Step *step)
+{
+    i64 episode = LOAD((i64 *)step->episode.buf + step->env_id);
+    return step->seed_pool.obj == NULL || (episode >= 0 && episode <= UINT32_MAX);
+}
+
+Outcome step_reset(Step *step, i64 column, PyObject **given)
+{
+    static const char running[NUM_FLAGS] = {0};
+    i64 *episode = (i64 *)step->episode.buf + step->env_id;
+    PyObject *seed = step->seed_pool.obj == NULL
+                         ? Py_NewRef(Py_None)
+                         : PyLong_FromUnsignedLong(episode_seed(step->seed_pool.buf, (uint32_t)LOAD(episode)));
+    *given = NULL;
+    if (seed == NULL)
+        return STEP_RAISED;
+    ADD(episode, 1);
+    *given = PyObject_CallMethodObjArgs(step->adapter, step->names[RESET], seed, Py_None, Py_None, NULL);
+    Py_DECREF(seed);
+    if (*given == NULL)
+        return STEP_RAISED;
+    if (column < step->num_columns) {
+        int is_plain = check_leaves(step, &step->root, *given, step->values);
+        if (is_plain) {
+            store_leaves(&step->root, step->values, column);
+            store_flags(&step->root_done, running, column);
+        }
+        release_values(step);
+        if (!is_plain)
+            return PyErr_Occurred() ? STEP_RAISED : STEP_ODD;
+    }
+    ADD((i64 *)step->resets.buf + step->env_id, 1);
+    return STEP_STORED;
 }
 
 /* ---- the step as Python calls it -------------------------------------------------------------------- */

@@ -58,7 +58,7 @@ class AheadBlock(Block):
 
     def seed(self, root_seed: int) -> None:
         """Use a new root seed. The count of episodes is the parent's to clear: this env may be the other worker's."""
-        self.root_seed = root_seed
+        self.use_root_seed(root_seed)
         self.num_seeds += 1
         self.forget_ahead()
         for slot in self.slots.values():
@@ -76,7 +76,7 @@ class AheadBlock(Block):
         self.forget_ahead()
         slot.must_reset = True
         self._phase[self.worker_id] = slot.phase_words[Op.RESET]
-        seed = self._seed_of(slot, episode)
+        seed = slot.seed_of(episode)
         try:
             self._kept = _Kept(seed, super()._begin_episode(slot, seed, None, None))
         except BaseException as error:  # whatever it is: see `Block.execute`

@@ -58,7 +58,7 @@ class Loop:
 
     def run(self) -> None:
         """Serve until a message says to leave."""
-        wait, worker_id, draw_seeds = self._go.wait, self._block.worker_id, self._block.draw_seeds
+        wait, worker_id = self._go.wait, self._block.worker_id
         since, phase, busy = (self._words[name] for name in ("since_ns", "phase", "busy_ns"))
         num_wakes = 0
         seats = self._words["seat"]
@@ -78,7 +78,6 @@ class Loop:
             phase[worker_id] = 0
             since[worker_id] = ended = time.perf_counter_ns()
             busy[worker_id] += ended - began
-            draw_seeds()
 
     def _move(self) -> None:
         """Go to the processor that the parent asks for."""

@@ -51,7 +51,8 @@ class NativeLoop(Loop):
                 "check_mail": self._check_mail,
                 "tidy": self._tidy,
                 "move": self._move,
-                "draw_seeds": block.draw_seeds,
+                "hand_over_reset": self._hand_over_reset,
+                "fail_reset": self._fail_reset,
             },
             **native.waiting_facts(),
         }
@@ -71,3 +72,15 @@ class NativeLoop(Loop):
     def _go_on(self, env_id: int, command: int, observation: list[Any]) -> int:
         """Complete a command whose step was stored, and in which the env has ended."""
         return self._block.execute(env_id, command, lambda _column: observation)
+
+    def _hand_over_reset(self, env_id: int, command: int, observation: list[Any], root: list[Any]) -> int:
+        """Complete a command whose env was stepped and reset, and gave then what is not plain."""
+        return self._block.execute(env_id, command, lambda _column: observation, lambda: root)
+
+    def _fail_reset(self, env_id: int, command: int, observation: list[Any], error: BaseException) -> int:
+        """Complete a command whose env was stepped, and raised in the reset after that."""
+
+        def raise_again() -> list[Any]:
+            raise error
+
+        return self._block.execute(env_id, command, lambda _column: observation, raise_again)
