@@ -2,3 +2,8 @@
 
 Imports point one way here too: these modules use `envherd.executor`, and only `executor/cli/bench.py` uses them.
 """
+
+from pathlib import Path
+
+#: The checkout of the repository, or the folder of an installed package, which has no `docs/`.
+ROOT = Path(__file__).resolve().parents[1]  # of a checkout, `envherd/benchmarks` is a link

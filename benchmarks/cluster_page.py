@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from envherd.benchmarks import ROOT
 from envherd.benchmarks import cluster_model as model
 from envherd.benchmarks.parts import write_part
 
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+PAGE = ROOT / "docs" / "scaling.md"
 PLOT = PAGE.parent / "images" / "scaling_cluster.png"
 NODES = (1, 10, 100, 1000)
 

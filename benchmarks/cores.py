@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from envherd.benchmarks import ROOT, ours
 from envherd.benchmarks import growth as growth_laws
-from envherd.benchmarks import ours
 from envherd.benchmarks.cores_model import MODES, Costs, Mode, Outcome, Setting, Work, simulate
 from envherd.benchmarks.parts import write_part
 
@@ -171,7 +171,7 @@ def main() -> None:
     found = list(lines(results))
     print("\n".join(found))
     if arguments.write:
-        docs = Path(__file__).parents[1] / "docs"
+        docs = ROOT / "docs"
         draw(results, docs / "images" / PLOT)
         picture = f"![share of the workers' own speed that is left, by processors](images/{PLOT})"
         write_part(docs / "scaling.md", "benchmarks/cores.py", [*found, "", picture])

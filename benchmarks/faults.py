@@ -30,7 +30,8 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-ROOT = Path(__file__).parents[1]
+from envherd.benchmarks import ROOT
+
 NUM_ENVS, VICTIM, FAULT_STEP = 3, 2, 3
 LIMIT_S = 10.0  # for a call to return, before it is said to hang
 DEADLINE_S = 1.0  # that envherd is given

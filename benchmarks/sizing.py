@@ -25,6 +25,7 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 from rich.console import Console
 
+from envherd.benchmarks import ROOT
 from envherd.benchmarks.parts import write_part
 from envherd.benchmarks.report import Sheet, to_markdown, to_rich
 from envherd.executor import ExecutorOptions, MeltingPotFactory
@@ -216,7 +217,7 @@ def main() -> None:
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     Console(width=150).print(to_rich(as_sheet(kept["rows"])))
     if arguments.write:
-        page = Path(__file__).parents[1] / "docs" / "sizing.md"
+        page = ROOT / "docs" / "sizing.md"
         write_part(page, "benchmarks/sizing.py", to_markdown(as_sheet(kept["rows"])).split("\n"))
 
 

@@ -126,13 +126,12 @@ def _show(console: Console, results: dict[str, object]) -> None:
 
 def _draw(console: Console, results: dict[str, object], folder: Path | None, *, has_page: bool) -> None:
     """Write plots to a folder, and the page, if requested."""
-    from envherd.benchmarks import page, plots
+    from envherd.benchmarks import ROOT, page, plots
 
     written = plots.draw_all(results, folder) if folder is not None else []
-    root = Path(page.__file__).parents[1]
-    if has_page and not (root / page.PAGE).parent.is_dir():
-        _refuse(f"expected --write in a checkout of the repository, got an installed package in {root}.")
+    if has_page and not (ROOT / page.PAGE).parent.is_dir():
+        _refuse(f"expected --write in a checkout of the repository, got an installed package in {ROOT}.")
     if has_page:
-        written += page.write(results, root)
+        written += page.write(results, ROOT)
     for path in written:
         console.print(f"written to {path}")
