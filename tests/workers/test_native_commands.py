@@ -5,6 +5,7 @@ from __future__ import annotations
 # ruff: noqa: FBT003 - flags among the values of a step
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -128,6 +129,7 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
     "terminated": put(2, True),
     "truncated": put(3, True),
     "both": lambda result: (*result[:2], True, True, {}),
+    "end without info": lambda result: (*result[:2], True, False, {}),
     "list": list,
     "tuple of its own": SubTuple,
     "generator": iter,
@@ -136,6 +138,9 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda result: None,
     "no tuple": lambda result: 3,
     "info none": put(4, None),
+    "no info": put(4, {}),
+    "no info of its own": put(4, SubDict()),
+    "info that cannot be packed": put(4, {"lock": threading.Lock()}),
     "another dtype": with_observation(lambda array: array.astype(np.float64)),
     "a smaller dtype": with_observation(lambda array: array.astype(np.float16)),
     "swapped bytes": with_observation(lambda array: array.astype(array.dtype.newbyteorder())),
@@ -195,10 +200,13 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-_ONLY_STEPS = ("reward", "terminated", "truncated", "both", "truth", "four", "six")
+_ONLY_STEPS = ("end", "reward", "terminated", "truncated", "both", "truth", "four", "six")
 #: The same for a reset: of its two values.
 RESETS = {name: change for name, change in RESULTS.items() if not name.startswith(_ONLY_STEPS)} | {
     "info none": put(1, None),
+    "no info": put(1, {}),
+    "no info of its own": put(1, SubDict()),
+    "info that cannot be packed": put(1, {"lock": threading.Lock()}),
     "info of its own": lambda given: (given[0], SubDict(given[1])),
     "three": lambda given: (*given, 1),
     "observation alone": lambda given: given[0],
@@ -267,12 +275,13 @@ COMMANDS = st.lists(
     st.lists(st.lists(st.sampled_from(["plain", *RESETS]), max_size=4), min_size=3, max_size=3),
     COMMANDS,
     st.booleans(),
+    st.sampled_from(["drop", "plain", "pickle"]),
 )
 def test_whatever_envs_return_and_parents_ask_both_ways_do_the_same(
-    observation, action, scripts, resets, commands, has_seeds
+    observation, action, scripts, resets, commands, has_seeds, infos
 ):
     make = adapters(OBSERVATIONS[observation], ACTIONS[action], scripts, resets, length=3)
-    both = sides(make, BlockOptions(episode_seeds=has_seeds))
+    both = sides(make, BlockOptions(episode_seeds=has_seeds, infos=infos))
     first = (RESET, [1, 2, 3], 0, 0, 0)
     run_commands(both, [first, *commands])
 
@@ -280,11 +289,12 @@ def test_whatever_envs_return_and_parents_ask_both_ways_do_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 @pytest.mark.parametrize("target", [0, TARGET])
-def test_every_result_of_every_space(observation, target):
+@pytest.mark.parametrize("infos", ["drop", "pickle"])
+def test_every_result_of_every_space(observation, target, infos):
     """One env per way of returning: its first step is watched, its second is C's, its third follows an odd one."""
     names = list(RESULTS)
     scripts = [["plain", name, "plain"] for name in names]
-    both = sides(adapters(OBSERVATIONS[observation], spaces.Discrete(5), scripts))
+    both = sides(adapters(OBSERVATIONS[observation], spaces.Discrete(5), scripts), BlockOptions(infos=infos))
     ids = list(range(1, len(names) + 1))
     columns = range(3)
     run_commands(
@@ -296,11 +306,15 @@ def test_every_result_of_every_space(observation, target):
 @pytest.mark.slow
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 @pytest.mark.parametrize("target", [0, TARGET])
-def test_every_reset_of_every_space(observation, target):
+@pytest.mark.parametrize("infos", ["drop", "pickle"])
+def test_every_reset_of_every_space(observation, target, infos):
     """One env per way of returning; the end of its third step is followed by C's first reset."""
     names = list(RESETS)
-    scripts = [["plain", "plain", "terminated", "plain"] for _ in names]
-    both = sides(adapters(OBSERVATIONS[observation], spaces.Discrete(5), scripts, [["plain", name] for name in names]))
+    scripts = [["plain", "no info", "end without info", "plain"] for _ in names]
+    resets = [["plain", name] for name in names]
+    both = sides(
+        adapters(OBSERVATIONS[observation], spaces.Discrete(5), scripts, resets), BlockOptions(infos=infos)
+    )
     ids = list(range(1, len(names) + 1))
     columns = (0, 1, 2, 1, 2)
     run_commands(both, [(RESET, ids, 0, 0, 0), *((STEP_RESET, ids, target, column, 0) for column in columns)])
@@ -322,6 +336,23 @@ def test_plain_resets_are_made_in_c(target, has_seeds):
     run_commands(
         both, [(RESET, [1, 2], 0, 0, 0), *((STEP_RESET, [1, 2], target, column % 4, 0) for column in range(8))]
     )
+
+
+@pytest.mark.parametrize("infos", ["plain", "pickle"])
+def test_steps_and_resets_without_infos_are_made_in_c_where_infos_are_reported(infos):
+    script = ["no info", "no info", "end without info", "no info", "no info", "end without info", "plain"]
+    make = adapters(FLOATS, spaces.Discrete(5), [script], [["plain", "no info", "plain"]])
+    side = under_way(make, BlockOptions(infos=infos))
+    called = calls_in_python(side)
+    reports = len(side.reports)
+    for expected in ([], [], [], [], [1], [1, 1]):  # the second end's reset has an info, and so has the last step
+        side.command(STEP_RESET, [1])
+        side.serve()
+        assert called == expected
+        called[: len(called)] = expected
+    assert len(side.reports) == reports + 2
+    both = sides(make, BlockOptions(infos=infos))
+    run_commands(both, [(RESET, [1], 0, 0, 0), *[(STEP_RESET, [1], 0, 0, 0)] * 12])
 
 
 def test_a_new_root_seed_is_that_of_the_next_reset_in_c():
@@ -427,6 +458,9 @@ NOT_PLAIN: dict[str, tuple[Any, BlockOptions | None]] = {
     "text": (adapters(OBSERVATIONS["text"], spaces.Discrete(5), [[]]), None),
     "int8": (adapters(OBSERVATIONS["small index"], spaces.Discrete(5), [[]]), None),
     "infos": (adapters(FLOATS, spaces.Discrete(5), [[]]), BlockOptions(infos="plain")),
+    "an info that is no dict": (
+        adapters(FLOATS, spaces.Discrete(5), [["no info", "no info of its own"]]), BlockOptions(infos="plain")
+    ),  # fmt: skip
     "generators of its own": (adapters(FLOATS, spaces.Discrete(5), [[]]), BlockOptions(isolate_rng=True)),
     "empty": (adapters(OBSERVATIONS["nothing in it"], spaces.Discrete(5), [[]]), None),
     "checked for NaN": (adapters(FLOATS, spaces.Discrete(5), [[]]), BlockOptions(check_finite=True)),

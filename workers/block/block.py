@@ -104,14 +104,17 @@ class Block:
                 values: StepValues = self._with_own_rng(slot, "step", lambda: adapter.step(action))
                 return values
 
-        native = compile_native(slot, sink, self._words, step)
+        native = compile_native(slot, sink, self._words, step, notes_infos=self._pack_info is not None)
         sink.step = compile_step(slot, sink, self._words, step) if native is None else native.run
         sink.native = native if self._steps_plainly(slot) else None
 
     def _steps_plainly(self, slot: Slot) -> bool:
-        """Return whether a step of an env is its call and what it writes: nothing is reported, watched or swapped."""
+        """Return whether a step of an env is its call and what it writes: nothing is watched or swapped.
+
+        What is reported is an info at most; C leaves those that are not empty to this block.
+        """
         is_watched = bool(slot.unwatched) or self._isolate_rng
-        return not (is_watched or slot.has_side or self._pack_info or slot.adapter.on_left_out)
+        return not (is_watched or slot.has_side or slot.adapter.on_left_out)
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""
@@ -207,7 +210,7 @@ class Block:
                 f"reset. It was not stepped."
             )
         observation = sink.step(column) if begun is None else begun(column)
-        if self._pack_info is not None:
+        if self._pack_info is not None and reset is None:  # C resets after steps without an info alone
             self._note_info(slot, "next")
         if op == _STEP_RESET and slot.has_ended:
             if slot.has_side:  # the env may write to what it gave

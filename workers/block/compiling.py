@@ -22,7 +22,12 @@ from envherd.workers.block.slot import Sink, Slot, compile_keep
 
 
 def compile_native(
-    slot: Slot, sink: Sink, words: Mapping[str, memoryview], step: Callable[[list[Any]], StepValues]
+    slot: Slot,
+    sink: Sink,
+    words: Mapping[str, memoryview],
+    step: Callable[[list[Any]], StepValues],
+    *,
+    notes_infos: bool = False,
 ) -> Any:
     """Return an env's step to a sink in C, a `Step`; None without the extension, or if the env is not plain.
 
@@ -31,6 +36,7 @@ def compile_native(
         sink: where it writes.
         words: of the slab.
         step: steps the env, given the values of its action.
+        notes_infos: whether the block reports infos that are not empty.
     """
     module, adapter = native.load(), slot.adapter
     if module is None or slot.check_finite or slot.has_side or adapter.takes_tensors or adapter.gives_tensors:
@@ -38,7 +44,9 @@ def compile_native(
     if not _is_plain(slot.spec):
         return None
     call = adapter.env_call() if step == adapter.step else None
-    return module.Step(step_facts(slot, sink, words, step if call is None else call))
+    return module.Step(
+        step_facts(slot, sink, words, step if call is None else call) | {"notes_infos": notes_infos}
+    )
 
 
 def step_facts(
@@ -63,6 +71,7 @@ def step_facts(
         "step": None if isinstance(step, EnvCall) else step,
         "hand_over": lambda column, result: keep(column, read(result)),
         "reads_number": call.reads_number,
+        "notes_infos": False,
         "give": call.give,
         "build": call.build,
         "flatten": call.flatten,

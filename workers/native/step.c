@@ -44,6 +44,7 @@ struct Step {
     PyObject *names[NUM_NAMES];
     i64 calls_env;      /* `step` is NULL */
     i64 reads_number;   /* the reward may be any number */
+    i64 notes_infos;    /* an info that is not empty is for Python */
     i64 root_follows;   /* in a storage: the root of the next column is written too, unless the env has ended */
     i64 num_columns, env_id;
     Py_buffer index, seed_pool;            /* the action, where it is one int64; see `seeding`; else no objects */
@@ -173,6 +174,7 @@ static PyObject *step_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     if (step == NULL)
         return NULL;
     if (take_number(facts, "reads_number", &step->reads_number) < 0
+        || take_number(facts, "notes_infos", &step->notes_infos) < 0
         || take_number(facts, "root_follows", &step->root_follows) < 0 || take_number(facts, "env_id", &step->env_id) < 0
         || take_number(facts, "num_columns", &step->num_columns) < 0 || take_objects(facts, step) < 0
         || take_memory(facts, step) < 0) {
@@ -409,6 +411,27 @@ static PyObject *observation_leaves(const Step *step, PyObject *observation)
     return leaves;
 }
 
+static int is_empty_dict(PyObject *value) { return PyDict_CheckExact(value) && PyDict_Size(value) == 0; }
+
+/* Whether the adapter's info is for Python to note. */
+static int adapter_has_info(const Step *step)
+{
+    if (!step->notes_infos)
+        return 0;
+    PyObject *info = PyObject_GetAttr(step->adapter, step->names[INFO]);
+    int has_info = info == NULL || !is_empty_dict(info);
+    PyErr_Clear();
+    Py_XDECREF(info);
+    return has_info;
+}
+
+static int has_info(const Step *step, PyObject *result)
+{
+    if (!step->calls_env)
+        return adapter_has_info(step);
+    return step->notes_infos && !is_empty_dict(PyTuple_GetItem(result, 4));
+}
+
 static void store_leaves(const Leaves *leaves, const Value *values, i64 column)
 {
     for (Py_ssize_t i = 0; i < leaves->count; i++) {
@@ -465,7 +488,7 @@ static Outcome step_with(Step *step, i64 column, PyObject *action, PyObject **gi
     *given = NULL;
     if (result == NULL)
         return STEP_RAISED;
-    if (PyTuple_CheckExact(result) && PyTuple_Size(result) == arity)
+    if (PyTuple_CheckExact(result) && PyTuple_Size(result) == arity && !has_info(step, result))
         leaves = observation_leaves(step, PyTuple_GetItem(result, 0));
     if (leaves == NULL || !store(step, column, result, leaves, flags)) {
         Py_XDECREF(leaves);
@@ -535,6 +558,8 @@ Outcome step_reset(Step *step, i64 column, PyObject **given)
     Py_DECREF(seed);
     if (*given == NULL)
         return STEP_RAISED;
+    if (adapter_has_info(step))
+        return STEP_ODD;
     if (column < step->num_columns) {
         int is_plain = check_leaves(step, &step->root, *given, step->values);
         if (is_plain) {
