@@ -7,8 +7,7 @@ them apart. The caller's global random generators are left as they were found.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,20 @@ from envherd.executor.batches.device_rows import Residence, lives_on
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import WorkerFigures
+from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import env_error, log_close_fault
+from envherd.executor.pools.fast_commands import FastCommands
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
+from envherd.shm.sync import Doorbell
 from envherd.workers import messages, plain, seeding
 from envherd.workers.adapters import Adapter
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder, Factory
 from envherd.workers.errors import EnvherdError, FactoryError
-from envherd.workers.protocol import Op, pack
+from envherd.workers.process.native_loop import loop_class
+from envherd.workers.protocol import Op, pack, pack_each
 from envherd.workers.reply import Fault
 
 
@@ -43,7 +46,7 @@ class PrivateMemory:
 
 
 class SerialPool:
-    """One block in this process; commands are carried out as they are submitted."""
+    """One block in this process; commands are carried out as they are submitted, by the loop of a worker."""
 
     def __init__(self, factories: list[Factory], blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint = blueprint
@@ -56,11 +59,9 @@ class SerialPool:
         self.serving = range(1)
         self.recyclable = None
         self.worker_of = np.zeros(self.num_envs, np.int64)
-        self.forfeited = np.zeros(self.num_envs, bool)
         self.outcome = Outcome()
         self.lost: dict[int, EnvherdError] = {}
         self._factories = factories
-        self._number = 0
         self._adapters: dict[int, Adapter] = {}
         self.lenders: dict[int, Lend] = {}
 
@@ -89,11 +90,35 @@ class SerialPool:
         )
         self._block.passes = (KeyboardInterrupt,)
         self._block.attach(self.slab)
+        self._words = CommandWords(self.slab)
+        self.forfeited = self._words.forfeited
+        self._bells = (
+            Doorbell.create(self.slab.buffer, self.plan.go_offset(0)),
+            Doorbell.create(self.slab.buffer, self.plan.bells_offset),
+        )
+        self._serve = self._make_server()
         self.lenders = {
             index: self._block.lend
             for index, group in enumerate(self.slab.groups)
             if all(self._adapters[i].takes_tensors for i in group.plan.env_ids)
         }
+
+    def _make_server(self) -> Callable[[], None]:
+        """Return what carries out the commands that are written: the loop of a worker, one token at a time."""
+        mail = self.slab.words["mail_seq"]
+        loop = loop_class()(self._block, self.slab, self._bells, lambda: int(mail[0]), lambda: None, int(mail[0]))
+        serve_token, take_token = loop.server(), self._bells[1].try_wait
+
+        def serve() -> None:
+            serve_token()
+            while take_token():  # the loop rings, nobody waits, and a semaphore holds 2**31 - 1 tokens
+                pass
+
+        return serve
+
+    def _note_change(self) -> None:
+        """Have the loop look anew at the envs, which something else than a command has changed."""
+        self.slab.words["mail_seq"][0] += 1
 
     def _build(self, builder: Builder, env_id: int, factory: Factory) -> None:
         try:
@@ -120,50 +145,51 @@ class SerialPool:
                     self._block.settle(env_id, *ring.writers_of(row))
         return residences
 
-    def compile(self) -> None:
-        """Return None: what runs here begins with its command."""
+    def compile(self) -> FastCommands:
+        """Return commands to all envs; what is given is carried out at once."""
+        write_all, serve = self._words.write_all, self._serve_commands
+
+        def give(command: int) -> None:
+            write_all(command, None, 0)
+            serve()
+
+        return FastCommands((), give, lambda: not self.outcome)
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Carry out the same command for every env, but a RESET for some (int `[k]`)."""
-        commands = [pack(op, target, column)] * self.num_envs
-        for env_id in () if reset_ids is None else reset_ids.tolist():
-            commands[env_id] = pack(Op.RESET, target, column)
-        self._run(range(self.num_envs), commands)
+        reset = 0 if reset_ids is None else pack(Op.RESET, target, column)
+        self._words.write_all(pack(op, target, column), reset_ids, reset)
+        self._serve()
 
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
         """Carry out a command for some envs."""
-        self._run(env_ids.tolist(), pack(op, target, columns, flags).tolist())
+        self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
+        self._serve()
 
     submit_later = submit
 
-    def _run(self, env_ids: Iterable[int], commands: list[int]) -> None:
-        words = self.slab.words
-        began = time.perf_counter_ns()
-        for env_id, command in zip(env_ids, commands, strict=True):
-            self._number += 1
-            words["command_seq"][env_id] = self._number
-            self._block.execute(env_id, command)
-            words["reply_seq"][env_id] = self._number
-        words["busy_ns"][0] += time.perf_counter_ns() - began
+    def _serve_commands(self) -> None:
+        self._serve()
 
     def _take(self, frame: dict[str, Any]) -> None:
         self.outcome.take(plain.decode(plain.encode(frame)))  # what could not cross to a parent must not pass here
 
     def nudge(self) -> None:
-        """What was submitted is done, or was broken off."""
-        self.slab.words["reply_seq"][:] = self.slab.words["command_seq"]
+        """What was submitted is done, or was broken off: it is not carried out any more."""
+        self._words.reply_seq[:] = self._words.command_seq
+        self._serve = self._make_server()
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs have carried out a command since that of number `since`, bool `[k]`."""
-        given: np.ndarray = self.slab.words["reply_seq"][env_ids] > since
+        given: np.ndarray = self._words.reply_seq[env_ids] > since
         return given
 
     @property
     def number(self) -> int:
         """Number of the latest command."""
-        return self._number
+        return self._words.number
 
     def await_workers(self, env_ids: np.ndarray) -> None:
         """There are none to wait for."""
@@ -183,7 +209,7 @@ class SerialPool:
         through_losses: bool = False,
     ) -> np.ndarray:
         """Return the envs, oldest command first: all have answered."""
-        return env_ids[self.slab.words["command_seq"][env_ids].argsort(kind="stable")]
+        return env_ids[self._words.order[env_ids].argsort(kind="stable")]
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer: none, ever."""
@@ -197,13 +223,16 @@ class SerialPool:
     def prepare(self, message: messages.Prepare) -> None:
         """Keep the extras of an env's next command."""
         self._block.prepare(message)
+        self._note_change()
 
     def seed(self, root_seed: int) -> None:
         """Use a new root seed."""
         self._block.seed(root_seed)
+        self._note_change()
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """See `Pool.ask`."""
+        self._note_change()
         message = messages.Ask(what=what, env_ids=tuple(env_ids), **question)
         reply = self._block.ask(message, pickle_replies=self.options.pickle_replies)
         if reply["kind"] == "fault":
@@ -226,11 +255,13 @@ class SerialPool:
         """Write to a new rollout storage as `target`."""
         memory = PrivateMemory(plan.nbytes)
         self._block.attach_storage(target, Storage(plan, memory.array()))
+        self._note_change()
         return memory
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""
         self._block.detach_storage(target)
+        self._note_change()
 
     def begin_restart(self, worker_id: int) -> None:
         """There are no workers to lose."""

@@ -58,13 +58,20 @@ class Loop:
 
     def run(self) -> None:
         """Serve until a message says to leave."""
-        wait, worker_id = self._go.wait, self._block.worker_id
-        since, phase, busy = (self._words[name] for name in ("since_ns", "phase", "busy_ns"))
-        num_wakes = 0
-        seats = self._words["seat"]
-        seat = seats[worker_id]
-        while not self._is_leaving:
+        wait, serve = self._go.wait, self.server()
+        goes_on = True
+        while goes_on:
             wait()
+            goes_on = serve()
+
+    def server(self) -> Callable[[], bool]:
+        """Return what does what one token asks for; it returns False if a message says to leave."""
+        worker_id, num_wakes = self._block.worker_id, 0
+        since, phase, busy, seats = (self._words[name] for name in ("since_ns", "phase", "busy_ns", "seat"))
+        seat = seats[worker_id]
+
+        def serve() -> bool:
+            nonlocal num_wakes, seat
             if seats[worker_id] != seat:
                 seat = seats[worker_id]
                 self._move()
@@ -78,6 +85,9 @@ class Loop:
             phase[worker_id] = 0
             since[worker_id] = ended = time.perf_counter_ns()
             busy[worker_id] += ended - began
+            return not self._is_leaving
+
+        return serve
 
     def _move(self) -> None:
         """Go to the processor that the parent asks for."""

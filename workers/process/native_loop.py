@@ -26,6 +26,11 @@ class NativeLoop(Loop):
         """Serve until a message says to leave."""
         self.make().run()
 
+    def server(self) -> Callable[[], bool]:
+        """Return what does what one token asks for; see `Loop.server`."""
+        serve: Callable[[], bool] = self.make().serve
+        return serve
+
     def make(self) -> Any:
         """Return the loop in C."""
         return native.load().Loop(self.facts())
