@@ -274,14 +274,13 @@ COMMANDS = st.lists(
     st.lists(st.lists(st.sampled_from(list(RESULTS)), max_size=8), min_size=3, max_size=3),
     st.lists(st.lists(st.sampled_from(["plain", *RESETS]), max_size=4), min_size=3, max_size=3),
     COMMANDS,
-    st.booleans(),
-    st.sampled_from(["drop", "plain", "pickle"]),
+    st.builds(BlockOptions, episode_seeds=st.booleans(), infos=st.sampled_from(["drop", "plain", "pickle"])),
 )
 def test_whatever_envs_return_and_parents_ask_both_ways_do_the_same(
-    observation, action, scripts, resets, commands, has_seeds, infos
+    observation, action, scripts, resets, commands, options
 ):
     make = adapters(OBSERVATIONS[observation], ACTIONS[action], scripts, resets, length=3)
-    both = sides(make, BlockOptions(episode_seeds=has_seeds, infos=infos))
+    both = sides(make, options)
     first = (RESET, [1, 2, 3], 0, 0, 0)
     run_commands(both, [first, *commands])
 
@@ -312,9 +311,7 @@ def test_every_reset_of_every_space(observation, target, infos):
     names = list(RESETS)
     scripts = [["plain", "no info", "end without info", "plain"] for _ in names]
     resets = [["plain", name] for name in names]
-    both = sides(
-        adapters(OBSERVATIONS[observation], spaces.Discrete(5), scripts, resets), BlockOptions(infos=infos)
-    )
+    both = sides(adapters(OBSERVATIONS[observation], spaces.Discrete(5), scripts, resets), BlockOptions(infos=infos))
     ids = list(range(1, len(names) + 1))
     columns = (0, 1, 2, 1, 2)
     run_commands(both, [(RESET, ids, 0, 0, 0), *((STEP_RESET, ids, target, column, 0) for column in columns)])
@@ -459,8 +456,9 @@ NOT_PLAIN: dict[str, tuple[Any, BlockOptions | None]] = {
     "int8": (adapters(OBSERVATIONS["small index"], spaces.Discrete(5), [[]]), None),
     "infos": (adapters(FLOATS, spaces.Discrete(5), [[]]), BlockOptions(infos="plain")),
     "an info that is no dict": (
-        adapters(FLOATS, spaces.Discrete(5), [["no info", "no info of its own"]]), BlockOptions(infos="plain")
-    ),  # fmt: skip
+        adapters(FLOATS, spaces.Discrete(5), [["no info", "no info of its own"]]),
+        BlockOptions(infos="plain"),
+    ),
     "generators of its own": (adapters(FLOATS, spaces.Discrete(5), [[]]), BlockOptions(isolate_rng=True)),
     "empty": (adapters(OBSERVATIONS["nothing in it"], spaces.Discrete(5), [[]]), None),
     "checked for NaN": (adapters(FLOATS, spaces.Discrete(5), [[]]), BlockOptions(check_finite=True)),

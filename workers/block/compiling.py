@@ -44,9 +44,7 @@ def compile_native(
     if not _is_plain(slot.spec):
         return None
     call = adapter.env_call() if step == adapter.step else None
-    return module.Step(
-        step_facts(slot, sink, words, step if call is None else call) | {"notes_infos": notes_infos}
-    )
+    return module.Step(step_facts(slot, sink, words, step if call is None else call) | {"notes_infos": notes_infos})
 
 
 def step_facts(
