@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from envherd.executor.cli.bench import bench
+from envherd.executor.cli.check import check
 from envherd.executor.cli.doctor import doctor
 from envherd.executor.cli.listing import list_envs
 from envherd.executor.cli.rollout import rollout
@@ -40,6 +41,7 @@ def _main(
 
 
 app.command()(rollout)
+app.command()(check)
 app.command()(size)
 app.command("list")(list_envs)
 app.command()(top)

@@ -25,7 +25,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
 from envherd.workers.adapters.named import (
@@ -46,18 +46,6 @@ from envherd.workers.errors import FactoryError
 
 Factory = Callable[..., Any]
 
-FORMS = (
-    "meltingpot:NAME",
-    "gymnasium:ID",
-    "gymnasium_vec:ID[:ROWS]",
-    "envpool:TASK[:ROWS]",
-    "dm_control:DOMAIN/TASK",
-    "pettingzoo:ID-OR-MODULE",
-    "vmas:SCENARIO",
-    "torchrl:MODULE:CALLABLE",
-    "python:MODULE:CALLABLE",
-)
-
 
 def factory_for(name: str, *, with_frames: bool = False) -> Factory:
     """Return the picklable factory that a name stands for.
@@ -70,12 +58,12 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
         FactoryError: no such family, env, module or callable, with the closest names; or a missing package.
     """
     family, colon, rest = name.partition(":")
-    if family not in _FAMILIES:
+    if family not in FAMILIES:
         name = _with_family(name)
         family, colon, rest = name.partition(":")
     if not colon or not rest:
         raise FactoryError(_no_family(name, family))
-    factory = _FAMILIES[family](rest)
+    factory = FAMILIES[family].parse(rest)
     if with_frames and isinstance(factory, (GymnasiumFactory, GymnasiumVectorFactory, PettingZooFactory)):
         return replace(factory, render_mode="rgb_array")
     return factory
@@ -90,12 +78,9 @@ def known_names(family: str) -> tuple[str, ...]:
     Raises:
         FactoryError: the family's package is missing.
     """
-    extra, names = _NAMES[family]
-    if family != "meltingpot":
-        _require(family, extra)
-    found = tuple(sorted(names()))
+    found = tuple(sorted(FAMILIES[family].names()))
     if not found:
-        raise FactoryError(f"{family} failed: expected an installed {family}, got none. pip install 'envherd[{extra}]'")
+        raise FactoryError(f"{family} failed: expected an installed {family}, got none. {_install(family)}")
     return found
 
 
@@ -106,7 +91,7 @@ def _with_family(name: str) -> str:
         FactoryError: no family knows it.
     """
     for family in LISTED:
-        if ("/" in name) <= (family in _WITH_SLASH):
+        if ("/" in name) <= FAMILIES[family].has_slash:
             with contextlib.suppress(FactoryError):
                 if name in known_names(family):
                     return f"{family}:{name}"
@@ -145,19 +130,15 @@ def callable_at(target: str, full_name: str) -> Callable[..., Any]:
 
 
 def _no_family(name: str, family: str) -> str:
-    known = [*(f"{prefix}:" for prefix in _FAMILIES), *(f"meltingpot:{substrate}" for substrate in substrate_names())]
+    known = [*(f"{prefix}:" for prefix in FAMILIES), *(f"meltingpot:{substrate}" for substrate in substrate_names())]
     hint = closest(name if ":" in name else f"meltingpot:{name}", known) or closest(f"{family}:", known)
-    if family in ("", *_FAMILIES):
+    if family in ("", *FAMILIES):
         hint = ""
     return f"{name!r} failed: expected one of {', '.join(FORMS)}.{hint}"
 
 
-def _meltingpot(name: str) -> Factory:
-    return MeltingPotFactory(name)
-
-
 def _gymnasium(env_id: str) -> Factory:
-    _require("gymnasium", "gymnasium")
+    _require("gymnasium")
     module, _, bare_id = env_id.rpartition(":")
     if module:
         _import_named(module, f"gymnasium:{env_id}")
@@ -177,7 +158,7 @@ def _gymnasium_vec(name: str) -> Factory:
 
 
 def _envpool(name: str) -> Factory:
-    _require("envpool", "envpool")
+    _require("envpool")
     task, num_rows = _split_rows(name)
     known = envpool_tasks()
     if task not in known:
@@ -192,7 +173,7 @@ def _split_rows(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _dm_control(task: str) -> Factory:
-    _require("dm_control", "dm-control")
+    _require("dm_control")
     known = dm_control_tasks()
     if task not in known:
         raise FactoryError(
@@ -204,7 +185,7 @@ def _dm_control(task: str) -> Factory:
 
 
 def _pettingzoo(name: str) -> Factory:
-    _require("pettingzoo", "pettingzoo")
+    _require("pettingzoo")
     if "/" in name:
         known = pettingzoo_ids()
         if name not in known:
@@ -223,7 +204,7 @@ def _pettingzoo(name: str) -> Factory:
 
 
 def _vmas(name: str) -> Factory:
-    _require("vmas", "vmas")
+    _require("vmas")
     scenario, colon, rows = name.partition(":")
     known = vmas_scenarios()
     if scenario not in known:
@@ -238,7 +219,7 @@ def _vmas(name: str) -> Factory:
 
 
 def _torchrl(target: str) -> Factory:
-    _require("torchrl", "torchrl")
+    _require("torchrl")
     callable_at(target, f"torchrl:{target}")
     module, _, name = target.partition(":")
     return CallableFactory(module, name, must_be_torchrl=True)
@@ -260,36 +241,63 @@ def _import_named(module: str, full_name: str) -> Any:
         ) from error
 
 
-def _require(package: str, extra: str) -> None:
+def _require(package: str) -> None:
     try:
         importlib.import_module(package)
     except ImportError as error:
         raise FactoryError(
-            f"{package} failed: expected the package {package}, got {error}. pip install 'envherd[{extra}]'"
+            f"{package} failed: expected the package {package}, got {error}. {_install(package)}"
         ) from error
 
 
-_FAMILIES: dict[str, Callable[[str], Factory]] = {
-    "meltingpot": _meltingpot,
-    "gymnasium": _gymnasium,
-    "gymnasium_vec": _gymnasium_vec,
-    "envpool": _envpool,
-    "dm_control": _dm_control,
-    "pettingzoo": _pettingzoo,
-    "vmas": _vmas,
-    "torchrl": _torchrl,
-    "python": _python,
-}
+def _install(package: str) -> str:
+    return f"pip install 'envherd[{package.replace('_', '-')}]'"
 
-#: Family, which is also the name of its package -> its extra, and what returns the names of its envs.
-_NAMES: dict[str, tuple[str, Callable[[], Iterable[str]]]] = {
-    "meltingpot": ("meltingpot", lambda: (*substrate_names(), *scenario_names())),  # without importing it: it is slow
-    "gymnasium": ("gymnasium", gymnasium_ids),
-    "dm_control": ("dm-control", dm_control_tasks),
-    "pettingzoo": ("pettingzoo", pettingzoo_ids),
-    "vmas": ("vmas", vmas_scenarios),
+
+class Family(NamedTuple):
+    """What the command line knows of a family.
+
+    Attributes:
+        form: how its names are written.
+        parse: what follows the family -> its factory; raises `FactoryError`.
+        names: returns the names of its envs, which `envherd list` lists; of no family without names.
+        has_slash: whether its names may have a slash.
+    """
+
+    form: str
+    parse: Callable[[str], Factory]
+    names: Callable[[], Iterable[str]] = tuple
+    has_slash: bool = False
+
+
+def _names_of(package: str, names: Callable[[], Iterable[str]]) -> Callable[[], Iterable[str]]:
+    def find() -> Iterable[str]:
+        _require(package)
+        return names()
+
+    return find
+
+
+#: Family -> what is known of it. A name without a family is looked up in this order.
+FAMILIES = {
+    "meltingpot": Family(
+        "meltingpot:NAME",
+        MeltingPotFactory,
+        lambda: (*substrate_names(), *scenario_names()),  # without importing it: it is slow
+    ),
+    "gymnasium": Family("gymnasium:ID", _gymnasium, _names_of("gymnasium", gymnasium_ids), has_slash=True),
+    "gymnasium_vec": Family("gymnasium_vec:ID[:ROWS]", _gymnasium_vec),
+    "envpool": Family("envpool:TASK[:ROWS]", _envpool),
+    "dm_control": Family(
+        "dm_control:DOMAIN/TASK", _dm_control, _names_of("dm_control", dm_control_tasks), has_slash=True
+    ),
+    "pettingzoo": Family(
+        "pettingzoo:ID-OR-MODULE", _pettingzoo, _names_of("pettingzoo", pettingzoo_ids), has_slash=True
+    ),
+    "vmas": Family("vmas:SCENARIO", _vmas, _names_of("vmas", vmas_scenarios)),
+    "torchrl": Family("torchrl:MODULE:CALLABLE", _torchrl),
+    "python": Family("python:MODULE:CALLABLE", _python),
 }
-#: Families whose names may have a slash.
-_WITH_SLASH = ("gymnasium", "dm_control", "pettingzoo")
+FORMS = tuple(family.form for family in FAMILIES.values())
 #: The families whose envs have names, in the order in which they are asked.
-LISTED = tuple(_NAMES)
+LISTED = tuple(name for name, family in FAMILIES.items() if family.names is not tuple)

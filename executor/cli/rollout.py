@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from envherd.executor.cli.option_values import ENV_KWARGS_HELP, keyword_arguments, picture, read_keyword_arguments
+
 _ENV_HELP = (
     "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:ID-OR-MODULE, gymnasium_vec:ID[:ROWS], "
     "envpool:TASK[:ROWS], vmas:SCENARIO[:ROWS], torchrl:MODULE:CALLABLE or python:MODULE:CALLABLE (a callable that "
@@ -31,9 +33,17 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
         str | None,
         typer.Option(metavar="MODULE:FACTORY", help="FACTORY(env) returns the policy; default: random actions."),
     ] = None,
+    env_kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the data: a memory-mapped TensorDict.")] = None,
-    gif: Annotated[Path | None, typer.Option(metavar="PATH", help="Write an animation (GIF) of all envs.")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a contact sheet (PNG).")] = None,
+    gif: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", callback=picture(".gif"), help="Write an animation (GIF) of all envs."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a contact sheet (PNG).")
+    ] = None,
     json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the figures as JSON; - prints them.")] = None,
 ) -> None:
     """Run envs in parallel and report speed, returns and memory.
@@ -51,6 +61,7 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
         steps=steps,
         seed=seed,
         policy=policy,
+        env_kwargs=read_keyword_arguments(env_kwargs),
         out=out,
         gif=gif,
         png=png,

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Request:
     steps: int
     seed: int | None = None
     policy: str | None = None
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
     out: Path | None = None
     gif: Path | None = None
     png: Path | None = None
@@ -108,7 +109,7 @@ def _run(
         seed=seed,
         steps=request.steps,
         files=files,
-        **{field.name: getattr(collected, field.name) for field in fields(collected) if field.name != "failure"},
+        **{one.name: getattr(collected, one.name) for one in fields(collected) if one.name != "failure"},
         error=None if collected.failure is None else str(collected.failure),
     )
     console.print(table(figures))
@@ -118,6 +119,7 @@ def _run(
 
 def _start(request: Request, factory: Factory) -> BatchedEnv:
     how: dict[str, Any] = {"num_workers": request.num_workers, "seed": request.seed, "options": _options(request)}
+    how["env_kwargs"] = request.env_kwargs or None
     if request.cluster is None:
         return ParallelEnv(request.num_envs, factory, **how)
     from envherd.executor.cluster import RayParallelEnv

@@ -9,8 +9,9 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -57,6 +58,7 @@ class Request:
     budget_s: float = BUDGET_S
     probe_memory: str | None = None
     headroom: float = 0.2
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
     has_verify: bool = False
     plot: Path | None = None
     json_path: str | None = None
@@ -71,6 +73,7 @@ class Request:
             "--gpu": self.gpu,
             "--target-steps-per-s": self.target_steps_per_s,
             "--episode-steps": self.episode_steps,
+            "--env-kwargs": self.env_kwargs or None,
             "--plot": self.plot,
             "--yaml": self.yaml_path,
         }
@@ -141,7 +144,7 @@ def _size(request: Request, factory: Factory, goal: Goal, most_bytes: int | None
     # Forked before this process has a thread; where it has one, a worker process does it.
     forked = ForkedHost() if threading.active_count() == 1 and goal.num_workers is None else None
     with contextlib.closing(forked) if forked is not None else contextlib.nullcontext(), _progress(errors) as show:
-        subject = subject_of(factory, None, options)
+        subject = subject_of(factory, request.env_kwargs or None, options)
         measured, here_then, found = measure(subject, goal, limits, options, show, forked)
     return decide(measured, here_then, found, goal, here_then if there == here else there, options.num_frames)
 

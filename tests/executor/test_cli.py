@@ -59,6 +59,14 @@ USER_MODULE = """
             return super().step(action)
 
 
+    class Forgets(CountingEnv):
+        '''Its episodes are longer and longer, whatever the seed.'''
+
+        def reset(self, *args, **kwargs):
+            self.length = 2 if self.length is None else self.length + 1
+            return super().reset(*args, **kwargs)
+
+
     def refuses():
         raise OSError("no such track")
 
@@ -120,12 +128,16 @@ def test_help_names_every_option():
         ([COUNTING, "--out", "."], "expected a new or empty directory"),
         ([COUNTING, "--envs", "0"], "--envs"),
         ([COUNTING, "--steps", "many"], "--steps"),
+        ([COUNTING, "--gif", "film.mp4"], "ends in .gif"),
+        ([COUNTING, "--png", "sheet"], "ends in .png"),
+        ([COUNTING, "--env-kwargs", "{length: 3}"], "JSON object"),
+        ([COUNTING, "--env-kwargs", "[3]"], "JSON object"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_refused_before_anything_starts(folder, arguments, expected):
     result = rollout(*arguments)
     assert result.exit_code == 2
-    assert expected in result.stderr
+    assert expected in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.output
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["my_envs.py"]
 
@@ -198,6 +210,51 @@ def test_envs_that_are_batches_count_each_of_their_rows():
     done = TensorDict.load_memmap("kept")["next", "done"]
     assert done.shape[:3] == (2, 30, 2) or done.shape[:3] == (2, 2, 30)
     assert plain["episodes"] == done.sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+@needs("gymnasium")
+def test_envs_are_made_with_the_keyword_arguments_of_the_command_line():
+    for env, kwargs in ((COUNTING, {"length": 4}), ("gymnasium:CartPole-v1", {"max_episode_steps": 4})):
+        plain = figures_of(
+            rollout(env, "--envs", "1", "--steps", "40", "--env-kwargs", json.dumps(kwargs), "--json", "-")
+        )
+        assert plain["episodes"] == 10
+
+
+def check(*arguments: str) -> Result:
+    """Run `envherd check` in this process."""
+    return CliRunner().invoke(app, ["check", *arguments])
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_env_that_keeps_the_contract_is_found_to():
+    result = check(COUNTING, "--steps", "20")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("ok ") == 7
+    assert "keeps the contract: 20 steps of 2 envs" in result.output
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_rule_that_is_broken_is_named():
+    result = check("my_envs:Forgets", "--steps", "20")
+    assert result.exit_code == 1
+    assert "broken   7  the same seed and actions" in result.output
+    assert "ok       1" in result.output
+    result = check("my_envs:Forgets", "--steps", "20", "--random")
+    assert result.exit_code == 0, result.output
+    assert "skipped  7" in result.output
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_check_that_proved_nothing_fails():
+    result = check(COUNTING, "--steps", "20", "--env-kwargs", '{"length": 100}')
+    assert result.exit_code == 1
+    assert "nothing was proved" in result.output
+    assert check("my_envs:Breaks", "--steps", "20").exit_code == 1
+    assert check("my_envs:refuses").exit_code == 1
+    assert check("my_envs:refuse").exit_code == 2
 
 
 @pytest.mark.slow

@@ -38,11 +38,11 @@ class GymnasiumFactory:
         """Modules worth importing before workers are forked."""
         return ("gymnasium",)
 
-    def __call__(self) -> Any:
-        """Return the env."""
+    def __call__(self, **env_kwargs: Any) -> Any:
+        """Return the env, made with these arguments (`ParallelEnv(..., env_kwargs={"max_episode_steps": 50})`)."""
         import gymnasium
 
-        return gymnasium.make(self.env_id, render_mode=self.render_mode)
+        return gymnasium.make(self.env_id, **{"render_mode": self.render_mode, **env_kwargs})
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class DmControlFactory:
         """Modules worth importing before workers are forked."""
         return ("dm_control.suite",)
 
-    def __call__(self) -> Any:
-        """Return the env."""
+    def __call__(self, **env_kwargs: Any) -> Any:
+        """Return the env, loaded with these arguments (`env_kwargs={"task_kwargs": {"time_limit": 2.0}}`)."""
         from dm_control import suite
 
-        return suite.load(self.domain, self.task)
+        return suite.load(self.domain, self.task, **env_kwargs)
 
 
 @dataclass(frozen=True)
@@ -205,13 +205,13 @@ class CallableFactory:
         """Modules worth importing before workers are forked."""
         return (self.module,)
 
-    def __call__(self) -> Any:
-        """Return the env.
+    def __call__(self, **env_kwargs: Any) -> Any:
+        """Return the env, made with these arguments.
 
         Raises:
             FactoryError: it is not TorchRL's although it must be, or the callable is not there.
         """
-        env = named_callable(self.module, self.name)()
+        env = named_callable(self.module, self.name)(**env_kwargs)
         if self.must_be_torchrl and _TORCHRL_BASE not in map(_qualified_name, type(env).__mro__):
             raise FactoryError(
                 f"torchrl:{self.module}:{self.name} failed: expected a TorchRL env, got {_qualified_name(type(env))}. "

@@ -28,8 +28,8 @@ class GymnasiumVectorFactory:
         """Modules worth importing before workers are forked."""
         return ("gymnasium",)
 
-    def __call__(self) -> Any:
-        """Return the vector env."""
+    def __call__(self, **env_kwargs: Any) -> Any:
+        """Return the vector env, its envs made with these arguments."""
         import gymnasium
 
         rendering: dict[str, Any] = {"render_mode": self.render_mode} if self.render_mode else {}
@@ -40,6 +40,7 @@ class GymnasiumVectorFactory:
             vectorization_mode="sync",
             vector_kwargs={"autoreset_mode": disabled},
             **rendering,
+            **env_kwargs,
         )
 
 

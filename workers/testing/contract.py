@@ -51,6 +51,10 @@ from envherd.workers.testing.traces import (
 )
 
 
+class NoEpisodeEnd(ContractViolation):
+    """No episode ended, so that nothing was checked."""
+
+
 @dataclass(frozen=True)
 class ContractReport:
     """What was checked.
@@ -92,6 +96,18 @@ class Contract:
 
     #: In the order in which a break of one would show up as a break of those behind it.
     RULES: ClassVar[tuple[int, ...]] = (1, 6, 7, 10, 3, 2, 4)
+    #: Rule -> what holds.
+    TITLES: ClassVar[dict[int, str]] = {
+        1: "one transition is one env.step, and a step never resets",
+        2: "a reset touches the envs in its mask, and no others",
+        3: "an episode's last observation is delivered, and after it the first one of the next",
+        4: "an env that has ended is not stepped",
+        6: "done is terminated or truncated",
+        7: "the same seed and actions give the same data",
+        10: "what was handed out is not changed by a later step or reset",
+    }
+    #: The rules of which nothing is checked where seeds do not determine the data.
+    COMPARES: ClassVar[tuple[int, ...]] = (2, 7)
 
     def check(self, rule: int) -> None:
         """Check one rule.
@@ -117,6 +133,11 @@ class Contract:
         trace = self._pair[0]
         return ContractReport(self.RULES, self.num_steps, trace.num_ends, trace.calls is not None)
 
+    @property
+    def num_ends(self) -> int:
+        """Ends of episodes that were seen."""
+        return self._pair[0].num_ends
+
     # ---- traces ------------------------------------------------------------------------------
 
     @cached_property
@@ -127,7 +148,7 @@ class Contract:
             batch.seed(self.seed)
             by_hand = self._take(batch, separate)
         if within.num_ends == 0:
-            raise ContractViolation(
+            raise NoEpisodeEnd(
                 f"the contract failed: expected at least one episode end, saw none in {self.num_steps} steps of "
                 f"{NUM_ENVS} envs. Nothing was proved: raise num_steps, cap the episodes, or give better actions."
             )

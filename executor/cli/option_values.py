@@ -1,0 +1,51 @@
+"""Values of options that are checked as the command line is read, before anything is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+ENV_KWARGS_HELP = "Keyword arguments of the env as a JSON object, e.g. '{\"max_episode_steps\": 50}'."
+
+
+def picture(suffix: str) -> Callable[[Path | None], Path | None]:
+    """Return the callback of an option that takes the path of a picture.
+
+    Args:
+        suffix: how the name must end: what is written is of that format.
+    """
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None and path.suffix.lower() != suffix:
+            raise typer.BadParameter(f"expected a path that ends in {suffix}, got {str(path)!r}.")
+        if path is not None and path.is_dir():
+            raise typer.BadParameter(f"expected the path of a file, got the folder {str(path)!r}.")
+        return path
+
+    return check
+
+
+def keyword_arguments(text: str | None) -> str | None:
+    """Check the text of `--env-kwargs`; the callback of that option."""
+    if text is not None:
+        _read(text)
+    return text
+
+
+def read_keyword_arguments(text: str | None) -> dict[str, Any]:
+    """Return what `--env-kwargs` says; empty without it."""
+    return {} if text is None else _read(text)
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"expected a JSON object, got {text!r} ({error}).") from None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"expected a JSON object, got {text!r}.")
+    return found
