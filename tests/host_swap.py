@@ -36,8 +36,8 @@ HOSTS: dict[str, tuple[str, tuple[str, ...], str, tuple[str, ...]]] = {
 def swap(host: str) -> int:
     """Replace a host's classes in all of its modules that are imported; return how many names were replaced."""
     package, imported, facades, names = HOSTS[host]
-    for module in imported:
-        importlib.import_module(module)
+    for name in imported:
+        importlib.import_module(name)
     ours = importlib.import_module(facades)
     entry = importlib.import_module(imported[0])
     replaced = {id(getattr(entry, name)): getattr(ours, name) for name in names}

@@ -46,10 +46,11 @@ class Side:
             self.words, self.go, self.done, self.counts, self.worker_of, self.hailed
         )
         self.num_workers, self.outcome, self.has_waited, self.num_placed = num_workers, Outcome(), False, 0
-        self.placement: Any = SimpleNamespace(due=float("inf"))
-        compiled = fast_commands.compile_natively(self, self.words, self.caller, self.placement)
+        placement: Any = SimpleNamespace(due=float("inf"))
+        self.placement = placement
+        compiled = fast_commands.compile_natively(self, self.words, self.caller, placement)
         if not in_c:
-            has_all = fast_commands.compile_has_all(self, self.words, self.done, self.placement)
+            has_all = fast_commands.compile_has_all(self, self.words, self.done, placement)
             compiled = fast_commands.compile_give(self.words, self.go), has_all
         self.give, self.has_all = compiled
 

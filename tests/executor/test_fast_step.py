@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -145,9 +146,10 @@ class Pair:
         self.held = [[], []]
         self._both(lambda env: env.reset(seed=seed))
         for deed, number in deeds:
-            self._both(
-                lambda env, deed=deed, number=number: getattr(self, "_" + deed)(env, np.random.default_rng(number))
-            )
+            self._both(partial(self._do, deed, number))
+
+    def _do(self, deed: str, number: int, env: Any) -> Any:
+        return getattr(self, "_" + deed)(env, np.random.default_rng(number))
 
     def _both(self, do: Callable[[Any], Any]) -> None:
         results: list[Any] = []

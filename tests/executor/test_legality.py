@@ -25,9 +25,9 @@ def bounds(dtype: str, shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
     """Return boxes whose bounds are one for all values or one each, some infinite, of the leaf's dtype or float64."""
     if dtype in INTEGERS:
         limits = np.iinfo(dtype)
-        ends, kinds = st.sampled_from([limits.min, 0, 1, 5, limits.max]), (dtype,)
+        ends, kinds = st.sampled_from([limits.min, 0, 1, 5, limits.max]), [dtype]
     else:
-        ends, kinds = st.sampled_from([-np.inf, -7.0, -0.1, 0.0, 0.1, 3.0, np.inf]), (dtype, "float64")
+        ends, kinds = st.sampled_from([-np.inf, -7.0, -0.1, 0.0, 0.1, 3.0, np.inf]), [dtype, "float64"]
 
     def box(pairs: list[tuple[Any, Any]], kind: str) -> Box:
         low, high = (np.array([end(pair) for pair in pairs], kind) for end in (min, max))

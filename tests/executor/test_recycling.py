@@ -74,6 +74,7 @@ class Helped(CountingEnv):
         super().__init__()
         code = f"held = b'x' * {64 * MB}; print(flush=True); input()"
         self.helper = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.helper.stdout is not None
         self.helper.stdout.readline()
 
 

@@ -60,7 +60,7 @@ HOLDS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "transposed": (lambda leaf: leaf.t() if leaf.ndim == 2 else leaf, lambda held: held),
     "numpy": (lambda leaf: leaf.numpy(), torch.from_numpy),
     "row of numpy": (lambda leaf: leaf.numpy()[1:], torch.from_numpy),
-    "dlpack": (torch.utils.dlpack.to_dlpack, None),
+    "dlpack": (torch._C._to_dlpack, None),
     "detached": (lambda leaf: leaf.detach(), lambda held: held),
     "data": (lambda leaf: leaf.data, lambda held: held),
     "parameter": (lambda leaf: torch.nn.Parameter(leaf, requires_grad=False), lambda held: held.data),
@@ -75,7 +75,8 @@ HOLDS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 def read(kind: str, held: Any) -> torch.Tensor:
     if kind == "storage":
         storage, dtype, offset, shape = held
-        return torch.empty(0, dtype=dtype).set_(storage, offset, shape)
+        whole = torch.empty(0, dtype=dtype).set_(storage)
+        return whole[offset : offset + shape.numel()].reshape(shape)
     value: torch.Tensor = HOLDS[kind][1](held)
     return value
 

@@ -61,7 +61,7 @@ class Model:
         follows: the table.
     """
 
-    follows: Table = field(default_factory=lambda: FOLLOWS)  # type: ignore[arg-type, return-value]
+    follows: Table = field(default_factory=lambda: FOLLOWS)
 
     def moved(self, life: Life, event: Event) -> State:
         """Return the state that follows."""

@@ -43,7 +43,7 @@ class Worker:
         self.mail: list[Any] = []  # what the test sends: called when it is read
         self.num_tidied = self.num_read = 0
         self.executed: list[int] = []
-        self.block.execute = self.execute  # type: ignore[method-assign]
+        self.block.execute = self.execute  # type: ignore[method-assign, assignment]
         self.loop = Loop(self.block, self.slab, (self.go, self.done), self.read_mail, self.tidy)
 
     def execute(self, env_id: int, command: int) -> int:

@@ -41,14 +41,15 @@ class Scripted(gymnasium.Env):
 
     def __init__(self, dtype: str, shape: tuple[int, ...], action: spaces.Space[Any]) -> None:
         top = 1 if dtype == "bool" else 100
-        self.observation_space = spaces.Box(0, top, shape, np.dtype(dtype))
+        self.observation_space: spaces.Space[Any] = spaces.Box(0, top, shape, np.dtype(dtype))
+        self.first = np.zeros(shape, dtype)
         self.action_space = action
         self.result: Any = None
         self.seen: list[Any] = []
         self.info_of_reset: dict[str, Any] = {}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return np.zeros(self.observation_space.shape, self.observation_space.dtype), self.info_of_reset
+        return self.first.copy(), self.info_of_reset
 
     def step(self, action: Any) -> Any:
         self.seen.append(action)
@@ -146,7 +147,7 @@ def observations(draw: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         "none": lambda: None,
         "object": lambda: values.astype(object),
         "date": lambda: np.zeros(shape, "datetime64[s]"),
-        "memoryview": lambda: memoryview(np.ascontiguousarray(values)),
+        "memoryview": lambda: np.ascontiguousarray(values).data,
         "text": lambda: "text",
         "dict": lambda: {"observation": values},
     }
@@ -270,7 +271,7 @@ def test_plain_envs_are_stepped_in_c(adapter):
 def box_env(space: spaces.Space[Any]) -> Adapter:
     env = Scripted("float32", (3,), spaces.Discrete(2))
     env.observation_space = space
-    env.reset = lambda **_: (space.sample(), {})
+    env.reset = lambda **_: (space.sample(), {})  # type: ignore[method-assign]
     return GymnasiumAdapter(env)
 
 

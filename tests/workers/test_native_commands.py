@@ -24,6 +24,7 @@ from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.block.compiling import step_facts
 from envherd.workers.messages import Prepare
 from envherd.workers.options import BlockOptions
+from envherd.workers.process.native_loop import NativeLoop
 from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
@@ -35,8 +36,8 @@ pytestmark = pytest.mark.skipif(native.load() is None, reason=f"the C extension 
 FLOATS = spaces.Box(-2.0, 2.0, (3,), np.float32)
 OBSERVATIONS: dict[str, Any] = {
     **{
-        dtype: spaces.Box(0, 100, (2, 3), dtype)
-        for dtype in (np.float32, np.float64, np.float16, np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16)
+        dtype: spaces.Box(0, 100, (2, 3), np.dtype(dtype))
+        for dtype in ("float32", "float64", "float16", "uint8", "int8", "int16", "int32", "int64", "uint16")
     },
     "one float": spaces.Box(-1, 1, (1,), np.float32),
     "one double": spaces.Box(-1, 1, (1,), np.float64),
@@ -157,7 +158,7 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
     "subclass": with_observation(lambda array: array.view(Sub)),
     "masked": with_observation(np.ma.masked_array),
     "nested list": with_observation(lambda array: array.tolist()),
-    "memoryview": with_observation(lambda array: memoryview(array.copy())),
+    "memoryview": with_observation(lambda array: array.copy().data),
     "array of nothing": with_observation(lambda array: np.array(None)),
     "observation none": put(0, None),
     "observation int": put(0, 2),
@@ -424,7 +425,8 @@ def calls_in_python(side: Side) -> list[int]:
         called.append(env_id)
         return execute(env_id, command, *begun)
 
-    side.block.execute = noting  # type: ignore[method-assign]
+    side.block.execute = noting  # type: ignore[method-assign, assignment]
+    assert isinstance(side.loop, NativeLoop)
     side.native = side.loop.make()
     return called
 

@@ -84,7 +84,7 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_the_loop_can_go_on(delay
 def test_a_signal_that_comes_while_it_yields_is_not_slept_over():
     side = make_side()
     module: Any = native.load()
-    loop = module.Loop(side.loop.facts() | {"brief_spin": 10**8})  # type: ignore[attr-defined]  # ns: a tenth of a second
+    loop = module.Loop(side.loop.facts() | {"brief_spin": 10**8})  # ns: a tenth of a second
 
     def handle(_number: int, _frame: Any) -> None:
         raise Alarm
@@ -285,7 +285,7 @@ def test_durations_fall_into_the_bins_of_the_slab(monkeypatch):
 
 def test_a_doorbell_that_is_not_one_is_refused():
     side = make_side()
-    facts = side.loop.facts()  # type: ignore[attr-defined]
+    facts = side.loop.facts()
     module: Any = native.load()
     module.Loop(facts)
     for wrong in (np.zeros(8, np.uint8), np.zeros(DOORBELL_BYTES + 1, np.uint8)[1:], b"x" * DOORBELL_BYTES):

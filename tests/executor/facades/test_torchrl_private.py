@@ -129,10 +129,10 @@ def test_what_programs_read_is_there() -> None:
     assert not env._has_dynamic_specs
     assert isinstance(env._supports_set_state, bool)
     assert not hasattr(env, "_workers")
-    assert env.is_closed
+    assert bool(env.is_closed)
     env._create_td()
     env._start_workers()
-    assert not env.is_closed
+    assert not bool(env.is_closed)
     assert [type(one) for one in env._envs] == [own.CountingEnv] * 2
     env.close()
     assert not hasattr(ParallelEnv, "shared_tensordict_parent")
