@@ -12,6 +12,7 @@ from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from tests.contracts import own_family, plain_loops
 from tests.contracts.batched_families import BATCHED
 from tests.contracts.family import IS_FULL, Family
+from tests.contracts.optional_families import OPTIONAL
 
 
 def gymnasium_env(
@@ -209,5 +210,6 @@ FAMILIES: dict[str, Family] = {
         draws=False,
         is_ordinary=False,
     ),
+    **OPTIONAL,
     **BATCHED,
 }

@@ -1,37 +1,50 @@
-"""Two iterations of BenchMARL's IPPO on Melting Pot; `python -m tests.executor.facades.benchmarl_training FOLDER`.
+"""Two iterations of a BenchMARL experiment on Melting Pot, with evaluation and video, in the facade's workers.
 
-In a process of its own, as BenchMARL leaves shared memory and a thread behind.
+`python -m tests.executor.facades.benchmarl_training FOLDER ALGORITHM SUBSTRATE`. In a process by itself, as BenchMARL
+leaves shared memory and a thread behind.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
+from pathlib import Path
 
 warnings.simplefilter("ignore")
 
 import benchmarl.experiment.experiment
 import psutil
-import torch.nn
-from benchmarl.algorithms import IppoConfig
-from benchmarl.environments import MeltingPotTask
+import torch
+from benchmarl.algorithms import IppoConfig, MappoConfig
+from benchmarl.environments import MeltingPotTask, Task
 from benchmarl.experiment import Experiment, ExperimentConfig
 from benchmarl.models import CnnConfig
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from envherd.executor.facades.benchmarl import installed
 from envherd.executor.facades.torchrl import ParallelEnv
 
+ALGORITHMS = {"ippo": IppoConfig, "mappo": MappoConfig}
+NUM_ENVS = 2
+FRAMES = 6
+#: Shorter than an iteration, so that envs are reset in the midst of a batch.
+MAX_STEPS = 2
+
 
 def small_config(folder: str) -> ExperimentConfig:
-    """Return the config of two iterations of six frames."""
+    """Return the config of two iterations of six frames, each followed by an evaluation that is filmed."""
     config = ExperimentConfig.get_from_yaml()
     config.parallel_collection = True
-    config.on_policy_n_envs_per_worker = 2
-    config.on_policy_collected_frames_per_batch = config.on_policy_minibatch_size = 6
+    config.on_policy_n_envs_per_worker = NUM_ENVS
+    config.on_policy_collected_frames_per_batch = config.on_policy_minibatch_size = FRAMES
     config.on_policy_n_minibatch_iters = 1
     config.max_n_iters, config.max_n_frames = 2, None
-    config.evaluation = config.render = config.create_json = False
-    config.loggers = []
+    config.evaluation = config.render = True
+    config.evaluation_interval, config.evaluation_episodes = FRAMES, 1
+    config.create_json = True
+    config.loggers = ["tensorboard"]
     config.save_folder = folder
     return config
 
@@ -44,12 +57,19 @@ def small_model() -> CnnConfig:
     return model
 
 
-def main(folder: str) -> None:
-    """Train, and check what came of it."""
+def short_task(substrate: str) -> Task:
+    """Return BenchMARL's task of a substrate, with episodes of `MAX_STEPS`."""
+    task = MeltingPotTask[substrate.upper()].get_from_yaml()
+    task.config["max_steps"] = MAX_STEPS
+    return task
+
+
+def main(folder: str, algorithm: str, substrate: str) -> None:
+    """Train, and check the envs, the data, the policy and what was logged."""
     with installed(num_processes=1):
         experiment = Experiment(
-            task=MeltingPotTask.COMMONS_HARVEST__OPEN.get_from_yaml(),
-            algorithm_config=IppoConfig.get_from_yaml(),
+            task=short_task(substrate),
+            algorithm_config=ALGORITHMS[algorithm].get_from_yaml(),
             model_config=small_model(),
             critic_model_config=small_model(),
             seed=0,
@@ -61,13 +81,45 @@ def main(folder: str) -> None:
     before = [parameter.clone() for parameter in experiment.policy.parameters()]
     workers = list(env._workers)
     assert all(worker.is_alive() for worker in workers)
+    collected = []
+    experiment._on_batch_collected = collected.append
     experiment.run()
+    check_batches(collected)
     assert experiment.n_iters_performed == 2
-    assert experiment.total_frames == 12
+    assert experiment.total_frames == 2 * FRAMES
     assert any((was != now).any() for was, now in zip(before, experiment.policy.parameters(), strict=True))
     assert env.is_closed
     assert not any(psutil.pid_exists(worker.pid) for worker in workers)
+    (logger,) = experiment.logger.loggers
+    logger.experiment.close()  # BenchMARL leaves that to the end of the process
+    check_logs(Path(folder))
+
+
+def check_batches(batches: list) -> None:
+    """Check that both envs' episodes end at `MAX_STEPS` in every batch, and that no reset picture is an episode's last."""
+    assert len(batches) == 2
+    for batch in batches:
+        assert batch.shape == (NUM_ENVS, FRAMES // NUM_ENVS)
+        ended = batch["next", "done"].flatten(1)
+        assert ended.any(dim=1).all()
+        before, after = batch["next", "RGB"][:, :-1], batch["RGB"][:, 1:]
+        same = (before == after).flatten(2).all(dim=2)
+        assert same[~ended[:, :-1]].all()
+
+
+def check_logs(folder: Path) -> None:
+    """Check that both evaluations were filmed and their returns written."""
+    # Hyperparameters are in a file by themselves.
+    files = (EventAccumulator(str(path)).Reload() for path in folder.rglob("events.out.tfevents.*"))
+    (logged,) = (file for file in files if file.Tags()["images"])
+    films = [Image.open(io.BytesIO(film.encoded_image_string)) for film in logged.Images("eval_video")]
+    assert len(films) == 2
+    for film in films:
+        darkest, brightest = film.convert("L").getextrema()
+        assert darkest < brightest
+    assert len(logged.Scalars("eval_reward_episode_reward_mean")) == 2
+    assert list(folder.rglob("*.json"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

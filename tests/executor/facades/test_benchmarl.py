@@ -22,11 +22,21 @@ from envherd.executor.facades.benchmarl import installed
 
 
 @pytest.mark.slow
-@needs("meltingpot")
-def test_ippo_trains_on_the_facade(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.executor.facades.benchmarl_training", str(tmp_path)]
+@needs("meltingpot", "all")
+@pytest.mark.parametrize(
+    ("algorithm", "substrate"),
+    [
+        ("ippo", "commons_harvest__open"),
+        ("mappo", "commons_harvest__open"),
+        pytest.param("ippo", "prisoners_dilemma_in_the_matrix__repeated", marks=pytest.mark.full),
+        pytest.param("mappo", "collaborative_cooking__cramped", marks=pytest.mark.full),
+    ],
+)
+def test_trains_evaluates_and_films(tmp_path: Path, algorithm: str, substrate: str) -> None:
+    pytest.importorskip("tensorboard", reason="BenchMARL's videos are logged through tensorboard (pip install tensorboard)")
+    command = [sys.executable, "-m", "tests.executor.facades.benchmarl_training", str(tmp_path), algorithm, substrate]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=240, check=False
+        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -1,0 +1,269 @@
+"""Run the tests with the oldest and the newest versions of what this package builds on, and write docs/versions.md.
+
+    python -m tests.compat                       # every row: an hour or two; 6 GB of disk at a time
+    python -m tests.compat --rows "3.12|0.13"    # rows whose name has one of these, added to the page
+
+*Oldest* is the lower bound of every requirement in `pyproject.toml`, exactly; *newest* is what pip chooses within the
+bounds. Each is installed into an environment by itself, which is deleted afterwards (`--keep`). Rows of one version of
+TorchRL add only that version, and its TensorDict, to the environment of *newest*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "versions.md"
+#: Outcomes of rows, those of earlier runs too: name of row -> outcome.
+RECORDED = ROOT / "build" / "compat.json"
+PYTHONS = ("3.11", "3.12", "3.13")
+#: Distribution -> its name in the table.
+SHOWN = {
+    "torch": "torch",
+    "tensordict": "TensorDict",
+    "torchrl": "TorchRL",
+    "gymnasium": "Gymnasium",
+    "stable-baselines3": "SB3",
+    "numpy": "NumPy",
+}
+EXTRAS = ("torchrl", "gymnasium", "sb3")
+#: Of the extra `dev`; the rest checks sources.
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-randomly", "hypothesis")
+#: Heading -> tests, as patterns below `tests/`.
+GROUPS = {
+    "core": (
+        "executor/test_fast_step.py",
+        "executor/test_restart.py",
+        "executor/test_rollout.py",
+        "executor/test_stepping.py",
+        "executor/test_tensordict_access.py",
+        "workers/test_loop.py",
+    ),
+    "Gymnasium": ("executor/facades/test_gymnasium_*.py", "workers/test_gymnasium_*.py"),
+    "SB3": ("executor/facades/test_sb3_equality.py", "executor/facades/test_sb3_vec_env.py"),
+    "TorchRL": ("executor/facades/test_torchrl_*.py", "workers/test_torchrl_*.py"),
+}
+
+
+class Row(NamedTuple):
+    """One row of the page.
+
+    Attributes:
+        python: its minor version, `3.11`.
+        which: `oldest`, `newest`, or what is put on top of `newest`.
+        groups: the headings whose tests are run.
+    """
+
+    python: str
+    which: str
+    groups: tuple[str, ...] = tuple(GROUPS)
+
+    @property
+    def name(self) -> str:
+        """What `--rows` looks in, and the key of its outcome."""
+        return f"{self.python}, {self.which}"
+
+    @property
+    def on_top(self) -> list[str]:
+        """What is installed over `newest`, without dependencies."""
+        if self.which in ("oldest", "newest"):
+            return []
+        package, _, version = self.which.partition(" ")
+        if package == "TensorDict":
+            return [str(_requirement("tensordict"))]
+        return [f"torchrl=={version}.*", f"tensordict=={version}.*"]
+
+
+def rows() -> list[Row]:
+    """Return all rows: the ends for every Python, and every minor version of TorchRL between them for the first."""
+    first = PYTHONS[0]
+    between = [Row(first, f"TorchRL {version}", ("TorchRL",)) for version in torchrl_versions()[1:-1]]
+    ends = [[Row(python, "oldest"), Row(python, "newest")] for python in PYTHONS]
+    return [*ends[0], *between, Row(first, "TensorDict alone", ("core", "Gymnasium", "SB3")), *ends[1], *ends[2]]
+
+
+def torchrl_versions() -> list[str]:
+    """Return the minor versions of TorchRL within the bounds, the oldest first."""
+    bounds = {one.operator: Version(one.version) for one in _requirement("torchrl").specifier}
+    return [f"0.{minor}" for minor in range(bounds[">="].minor, bounds["<"].minor)]
+
+
+def requirements() -> list[Requirement]:
+    """Return what `envherd[torchrl,gymnasium,sb3]` requires."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *(one for extra in EXTRAS for one in project["optional-dependencies"][extra])]
+    return [Requirement(text) for text in dict.fromkeys(texts)]
+
+
+def oldest(requirement: Requirement) -> str:
+    """Return a requirement of exactly the lower bound."""
+    lower = [one.version for one in requirement.specifier if one.operator == ">="]
+    marker = f"; {requirement.marker}" if requirement.marker else ""
+    return f"{requirement.name}=={lower[0]}{marker}" if lower else str(requirement)
+
+
+def _requirement(name: str) -> Requirement:
+    return next(one for one in requirements() if one.name == name)
+
+
+# ---- running ---------------------------------------------------------------------------------
+
+
+def find_python(version: str) -> str | None:
+    """Return an interpreter of a minor version: from PATH, or from pyenv's folder."""
+    inside = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    for candidate in (shutil.which(f"python{version}"), *map(str, inside)):
+        if candidate and subprocess.run([candidate, "--version"], capture_output=True, check=False).returncode == 0:
+            return candidate
+    return None
+
+
+def make(folder: Path, interpreter: str, wanted: list[str]) -> Path:
+    """Make an environment unless it is there; return its interpreter."""
+    python = folder / "bin" / "python"
+    if not (folder / ".complete").exists():
+        subprocess.run([interpreter, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([*_pip(python), *wanted, *TOOLS], check=True)
+        (folder / ".complete").touch()
+    return python
+
+
+def run(row: Row, folder: Path, jobs: str) -> dict[str, Any]:
+    """Install what a row needs, run its tests, and return its outcome."""
+    interpreter = find_python(row.python)
+    if interpreter is None:
+        raise SystemExit(f"{row.name} failed: expected python{row.python} on PATH or in pyenv, got none.")
+    end = "oldest" if row.which == "oldest" else "newest"
+    wanted = [oldest(one) if end == "oldest" else str(one) for one in requirements()]
+    python = make(folder / f"{row.python}-{end}", interpreter, wanted)
+    path = [str(ROOT)]
+    if row.on_top:
+        above = folder / row.name.replace(" ", "-")
+        shutil.rmtree(above, ignore_errors=True)
+        subprocess.run([*_pip(python), "--no-deps", "--target", above, *row.on_top], check=True)
+        path.insert(0, str(above))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    report = folder / f"{row.name.replace(' ', '-')}.xml"
+    files = [str(file) for group in row.groups for file in _files(group)]
+    command = [python, "-m", "pytest", "-q", "-n", jobs, "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+    subprocess.run(command, cwd=ROOT, env=env, check=False)
+    listing = subprocess.run([python, "-c", _VERSIONS], env=env, capture_output=True, text=True, check=True)
+    return {**json.loads(listing.stdout), "groups": _counted(report)}
+
+
+#: Prints the versions that tests import.
+_VERSIONS = f"""
+import importlib.metadata, json, platform
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
+print(json.dumps({{"python": platform.python_version(), "versions": {{n: version(n) for n in {tuple(SHOWN)!r}}}}}))
+"""
+
+
+def _pip(python: Path) -> list[Any]:
+    return [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--progress-bar", "off", "--no-compile"]
+
+
+def _files(group: str) -> Iterator[Path]:
+    for pattern in GROUPS[group]:
+        yield from sorted((ROOT / "tests").glob(pattern))
+
+
+def _counted(report: Path) -> dict[str, dict[str, Any]]:
+    """Return, for each heading, how many tests passed and were skipped, and which failed."""
+    of_module = {".".join(f.relative_to(ROOT).with_suffix("").parts): g for g in GROUPS for f in _files(g)}
+    counts: dict[str, dict[str, Any]] = {}
+    for case in ET.parse(report).getroot().iter("testcase"):
+        module = next((name for name in of_module if f"{case.get('classname')}.".startswith(f"{name}.")), None)
+        # A file that is skipped, or fails, as it is collected has its module as the name of the case.
+        group = of_module.get(module or case.get("name", ""), "core")
+        count = counts.setdefault(group, {"passed": 0, "skipped": 0, "failed": []})
+        if case.find("failure") is not None or case.find("error") is not None:
+            count["failed"].append(f"{case.get('classname')}::{case.get('name')}")
+        else:
+            count["passed" if case.find("skipped") is None else "skipped"] += 1
+    return counts
+
+
+# ---- the page --------------------------------------------------------------------------------
+
+_INTRODUCTION = """# Versions
+
+Written by `make compat`, which makes an environment for each row, installs the versions in it and runs the tests of the
+headings on the right there (`tests/compat.py` lists the files). *Oldest* has the lower bound of each requirement in
+`pyproject.toml`, *newest* what pip chose within the bounds. Numbers are of tests that passed; those of what a version
+lacks, and of other extras, are skipped.
+
+"""
+
+
+def page(outcomes: dict[str, dict[str, Any]]) -> str:
+    """Return the text of docs/versions.md."""
+    heads = ["Python", "", *SHOWN.values(), *(f"tests: {group}" for group in GROUPS)]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    failed = []
+    for row in rows():
+        if row.name not in outcomes:
+            continue
+        outcome = outcomes[row.name]
+        cells = [outcome["python"], row.which, *(outcome["versions"][name] for name in SHOWN)]
+        lines.append(_line([*cells, *(_cell(outcome["groups"].get(group)) for group in GROUPS)]))
+        failed += [f"- {row.name}: `{name}`" for one in outcome["groups"].values() for name in one["failed"]]
+    tail = "\n".join(["", "## What fails", "", *failed, ""]) if failed else ""
+    return _INTRODUCTION + "\n".join(lines) + "\n" + tail
+
+
+def _cell(count: dict[str, Any] | None) -> str:
+    if count is None or not count["passed"] + len(count["failed"]):
+        return "-"
+    return f"{count['passed']}, {len(count['failed'])} fail" if count["failed"] else str(count["passed"])
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    """Run rows and write the page; return 1 if a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", default="", help="regular expression: rows whose names it finds")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "compat", help="where environments are made")
+    parser.add_argument("--keep", action="store_true", help="leave the environments for the next run")
+    parser.add_argument("--jobs", default="2", help="test files that run at the same time")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    chosen = [row for row in rows() if re.search(options.rows, row.name)]
+    for index, row in enumerate(chosen):
+        print(f"== {row.name}", flush=True)
+        outcome = run(row, options.folder, options.jobs)
+        # What another run has recorded meanwhile is kept.
+        outcomes = {**(json.loads(RECORDED.read_text()) if RECORDED.exists() else {}), row.name: outcome}
+        RECORDED.write_text(json.dumps(outcomes, indent=1))
+        PAGE.write_text(page(outcomes))
+        rest = chosen[index + 1 :]
+        if not options.keep and not any(one.python == row.python and one.which != "oldest" for one in rest):
+            shutil.rmtree(options.folder / f"{row.python}-newest", ignore_errors=True)
+        if not options.keep:
+            shutil.rmtree(options.folder / f"{row.python}-oldest", ignore_errors=True)
+    return int(any(one["failed"] for row in chosen for one in outcomes[row.name]["groups"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Families whose packages no ordinary environment has, as they pin versions of others: an extra each.
+
+Their rows of `docs/families.md` are made with `make matrix FAMILY=NAME` where the extra is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from tests.contracts import plain_loops
+from tests.contracts.family import Family
+
+_MAX_STEPS = 50
+
+
+def highway_parking(*, draws: bool = False) -> Any:
+    """Return highway-env's parking lot: observations of goals, continuous actions."""
+    import gymnasium
+    import highway_env
+
+    gymnasium.register_envs(highway_env)
+    return gymnasium.make("parking-v0", max_episode_steps=_MAX_STEPS, render_mode="rgb_array" if draws else None)
+
+
+def meta_world() -> Any:
+    """Return Meta-World's reach task, whose goals follow from this seed and from the resets before."""
+    import gymnasium
+    import metaworld  # noqa: F401  # registers it
+
+    return gymnasium.make("Meta-World/MT1", env_name="reach-v3", seed=3, max_episode_steps=_MAX_STEPS)
+
+
+def robotics_fetch() -> Any:
+    """Return Gymnasium-Robotics' arm that reaches for goals."""
+    import gymnasium
+    import gymnasium_robotics
+
+    gymnasium.register_envs(gymnasium_robotics)
+    return gymnasium.make("FetchReach-v4", max_episode_steps=_MAX_STEPS)
+
+
+def robotics_maze() -> Any:
+    """Return Gymnasium-Robotics' ball in a maze."""
+    import gymnasium
+    import gymnasium_robotics
+
+    gymnasium.register_envs(gymnasium_robotics)
+    return gymnasium.make("PointMaze_UMaze-v3", max_episode_steps=_MAX_STEPS)
+
+
+def nethack() -> Any:
+    """Return NLE's score task. Its `reset(seed=...)` seeds nothing, so this hands the seed to NetHack's generators."""
+    import gymnasium
+    import nle.env  # noqa: F401  # registers it
+
+    class Seeded(gymnasium.Wrapper):  # type: ignore[type-arg,misc]
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            if seed is not None:
+                self.env.unwrapped.seed(core=seed, disp=seed, reseed=False)
+            return self.env.reset(options=options)
+
+    return Seeded(gymnasium.make("NetHackScore-v0", max_episode_steps=_MAX_STEPS))
+
+
+def _optional(title: str, make: Any, extra: str, **kwargs: Any) -> Family:
+    plain = functools.partial(plain_loops.PlainGymnasium, make)
+    settings: dict[str, Any] = {"num_steps": 110, "draws": False, "is_ordinary": False, "is_slow": True, **kwargs}
+    return Family(f"{title}, {_MAX_STEPS} steps", make, plain, extra=extra, **settings)
+
+
+OPTIONAL: dict[str, Family] = {
+    "highway_env": _optional("highway-env: parking", highway_parking, "highway"),
+    "metaworld": _optional("Meta-World: reach", meta_world, "metaworld"),
+    "robotics_fetch": _optional("Gymnasium-Robotics: FetchReach", robotics_fetch, "robotics"),
+    "robotics_maze": _optional("Gymnasium-Robotics: PointMaze", robotics_maze, "robotics"),
+    "nle": _optional("NLE: NetHackScore", nethack, "nle"),
+}
