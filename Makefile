@@ -1,6 +1,6 @@
 # `make rollout` shows it working; `make test` checks everything. Both make `.venv/` first if it is not there.
 
-PYTHON ?= python3.11
+PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3.12),python3.11)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -20,7 +20,7 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
 # An installed package that mypy can follow (it cannot follow the editable install's finder).
 
-.PHONY: help venv rollout test test-quick test-full test-python matrix faults soak mutants lint format types examples bench bench-quick docs docs-serve clean
+.PHONY: help venv rollout test test-quick test-full test-python compat matrix faults soak mutants lint format types examples bench bench-quick docs docs-serve clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
@@ -31,6 +31,7 @@ help:
 	@echo "make test-quick   run the tests that take no time"
 	@echo "make test-full    and its long sweeps, trainings and all Melting Pot substrates (an hour or two)"
 	@echo "make matrix       check every family of envs in full (or FAMILY=NAME), and write docs/families.md"
+	@echo "make compat       run the tests with the oldest and newest versions (or ROWS=PATTERN), and write docs/versions.md"
 	@echo "make faults       break envs, workers and the machine in every way and state, and write docs/faults.md"
 	@echo "make soak         $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/soak.md"
 	@echo "make mutants      change one place of the core at a time, and see whether a test fails (docs/contributing.md)"
@@ -50,6 +51,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard workers/native/*.[ch]) constraints.
 	$(BIN)/python .ci/install_meltingpot.py -c constraints.txt
 	@echo "installing everything else, which takes some minutes"
 	$(PIP) install -qq --progress-bar off -c constraints.txt -e ".[all]"
+	@$(BIN)/python -c "import sys; sys.version_info < (3, 13) or print('left out: dm-control, as labmaze has no wheel for it')"
 	@$(BIN)/python setup.py -q build_ext --inplace || echo "the C extension was not built; everything runs in Python" >&2
 	@touch $@
 
@@ -75,6 +77,11 @@ FAMILY ?= test_family
 matrix: $(STAMP)
 	ENVHERD_MATRIX=docs/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k "test_family and ($(FAMILY))" \
 		-o faulthandler_timeout=0
+
+# An hour or two, and 12 GB of disk; `python -m tests.compat --help`. Rows that are not run stay as they are.
+ROWS ?=
+compat: $(STAMP)
+	$(BIN)/python -m tests.compat --rows "$(ROWS)"
 
 # Recordings are added to those that are there, so the tests may also be run in parts.
 RECORDED := build/faults.jsonl

@@ -4,8 +4,8 @@
     python -m tests.compat --rows "3.12|0.13"    # rows whose name has one of these, added to the page
 
 *Oldest* is the lower bound of every requirement in `pyproject.toml`, exactly; *newest* is what pip chooses within the
-bounds. Each is installed into an environment by itself, which is deleted afterwards (`--keep`). Rows of one version of
-TorchRL add only that version, and its TensorDict, to the environment of *newest*.
+bounds. Each is installed into an environment by itself, which is deleted afterwards (`--keep`). Rows with another name
+put a few versions on top of one of the two.
 """
 
 from __future__ import annotations
@@ -64,36 +64,37 @@ class Row(NamedTuple):
 
     Attributes:
         python: its minor version, `3.11`.
-        which: `oldest`, `newest`, or what is put on top of `newest`.
+        which: `oldest`, `newest`, or what is different.
         groups: the headings whose tests are run.
+        end: the environment, `oldest` or `newest`.
+        on_top: what is installed over it for this row alone, without dependencies.
     """
 
     python: str
     which: str
-    groups: tuple[str, ...] = tuple(GROUPS)
+    groups: tuple[str, ...]
+    end: str
+    on_top: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """What `--rows` looks in, and the key of its outcome."""
         return f"{self.python}, {self.which}"
 
-    @property
-    def on_top(self) -> list[str]:
-        """What is installed over `newest`, without dependencies."""
-        if self.which in ("oldest", "newest"):
-            return []
-        package, _, version = self.which.partition(" ")
-        if package == "TensorDict":
-            return [str(_requirement("tensordict"))]
-        return [f"torchrl=={version}.*", f"tensordict=={version}.*"]
-
 
 def rows() -> list[Row]:
     """Return all rows: the ends for every Python, and every minor version of TorchRL between them for the first."""
+    found: list[Row] = []
+    for python in PYTHONS:
+        found += [Row(python, end, tuple(GROUPS), end) for end in ("oldest", "newest")]
     first = PYTHONS[0]
-    between = [Row(first, f"TorchRL {version}", ("TorchRL",)) for version in torchrl_versions()[1:-1]]
-    ends = [[Row(python, "oldest"), Row(python, "newest")] for python in PYTHONS]
-    return [*ends[0], *between, Row(first, "TensorDict alone", ("core", "Gymnasium", "SB3")), *ends[1], *ends[2]]
+    for version in torchrl_versions()[1:-1]:
+        pins = (f"torchrl=={version}.*", f"tensordict=={version}.*")
+        found.append(Row(first, f"TorchRL {version}", ("TorchRL",), "newest", pins))
+    # It is newer than what the newest TorchRL takes.
+    others = tuple(group for group in GROUPS if group != "TorchRL")
+    found.append(Row(first, "newest TensorDict", others, "newest", (str(_requirement("tensordict")),)))
+    return sorted(found, key=lambda row: (PYTHONS.index(row.python), row.end != "oldest"))
 
 
 def torchrl_versions() -> list[str]:
@@ -147,9 +148,8 @@ def run(row: Row, folder: Path, jobs: str) -> dict[str, Any]:
     interpreter = find_python(row.python)
     if interpreter is None:
         raise SystemExit(f"{row.name} failed: expected python{row.python} on PATH or in pyenv, got none.")
-    end = "oldest" if row.which == "oldest" else "newest"
-    wanted = [oldest(one) if end == "oldest" else str(one) for one in requirements()]
-    python = make(folder / f"{row.python}-{end}", interpreter, wanted)
+    wanted = [oldest(one) if row.end == "oldest" else str(one) for one in requirements()]
+    python = make(folder / f"{row.python}-{row.end}", interpreter, wanted)
     path = [str(ROOT)]
     if row.on_top:
         above = folder / row.name.replace(" ", "-")
@@ -208,7 +208,8 @@ _INTRODUCTION = """# Versions
 
 Written by `make compat`, which makes an environment for each row, installs the versions in it and runs the tests of the
 headings on the right there (`tests/compat.py` lists the files). *Oldest* has the lower bound of each requirement in
-`pyproject.toml`, *newest* what pip chose within the bounds. Numbers are of tests that passed; those of what a version
+`pyproject.toml`, *newest* what pip chose within the bounds; the other rows put a few versions on top of one of the two. Each
+minor version of TorchRL wants the TensorDict of the same. Numbers are of tests that passed; those of what a version
 lacks, and of other extras, are skipped.
 
 """
@@ -257,11 +258,9 @@ def main() -> int:
         outcomes = {**(json.loads(RECORDED.read_text()) if RECORDED.exists() else {}), row.name: outcome}
         RECORDED.write_text(json.dumps(outcomes, indent=1))
         PAGE.write_text(page(outcomes))
-        rest = chosen[index + 1 :]
-        if not options.keep and not any(one.python == row.python and one.which != "oldest" for one in rest):
-            shutil.rmtree(options.folder / f"{row.python}-newest", ignore_errors=True)
-        if not options.keep:
-            shutil.rmtree(options.folder / f"{row.python}-oldest", ignore_errors=True)
+        needed = {(one.python, one.end) for one in chosen[index + 1 :]}
+        if not options.keep and (row.python, row.end) not in needed:
+            shutil.rmtree(options.folder / f"{row.python}-{row.end}")
     return int(any(one["failed"] for row in chosen for one in outcomes[row.name]["groups"].values()))
 
 

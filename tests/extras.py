@@ -23,7 +23,6 @@ PACKAGES = {
     "highway": ("highway_env",),
     "media": ("matplotlib", "imageio", "PIL"),
     "meltingpot": ("meltingpot", "dmlab2d"),
-    "metaworld": ("metaworld",),
     "minigrid": ("minigrid",),
     "mujoco": ("mujoco",),
     "nle": ("nle",),

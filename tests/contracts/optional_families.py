@@ -23,14 +23,6 @@ def highway_parking(*, draws: bool = False) -> Any:
     return gymnasium.make("parking-v0", max_episode_steps=_MAX_STEPS, render_mode="rgb_array" if draws else None)
 
 
-def meta_world() -> Any:
-    """Return Meta-World's reach task, whose goals follow from this seed and from the resets before."""
-    import gymnasium
-    import metaworld  # noqa: F401  # registers it
-
-    return gymnasium.make("Meta-World/MT1", env_name="reach-v3", seed=3, max_episode_steps=_MAX_STEPS)
-
-
 def robotics_fetch() -> Any:
     """Return Gymnasium-Robotics' arm that reaches for goals."""
     import gymnasium
@@ -71,7 +63,6 @@ def _optional(title: str, make: Any, extra: str, **kwargs: Any) -> Family:
 
 OPTIONAL: dict[str, Family] = {
     "highway_env": _optional("highway-env: parking", highway_parking, "highway"),
-    "metaworld": _optional("Meta-World: reach", meta_world, "metaworld"),
     "robotics_fetch": _optional("Gymnasium-Robotics: FetchReach", robotics_fetch, "robotics"),
     "robotics_maze": _optional("Gymnasium-Robotics: PointMaze", robotics_maze, "robotics"),
     "nle": _optional("NLE: NetHackScore", nethack, "nle"),

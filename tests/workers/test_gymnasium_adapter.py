@@ -17,6 +17,7 @@ from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.adapters.gymnasium.vector import GymnasiumVectorAdapter
 from envherd.workers.errors import SpecError
 from tests.extras import needs
+from tests.gymnasium_versions import TAXI, discrete
 from tests.workers.adapter_values import drawn, stored
 
 
@@ -47,7 +48,7 @@ def scripted(**answer: Any) -> GymnasiumAdapter:
 
 REAL_ENVS = [
     ("CartPole-v1", {}),
-    ("Taxi-v4", {}),
+    (TAXI, {}),
     ("FrozenLake-v1", {}),
     ("Blackjack-v1", {}),
     ("Pendulum-v1", {}),
@@ -111,7 +112,7 @@ def test_minigrid_mission_goes_beside_the_arrays():
     assert [leaf.is_side for leaf in adapter.spec.observation] == [False, False, True]
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Taxi-v4"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", TAXI])
 def test_same_seed_same_episode(env_id):
     def episode(seed):
         adapter = GymnasiumAdapter(gymnasium.make(env_id))
@@ -164,7 +165,7 @@ def test_observation_is_the_env_s_own_array():
 
 def test_discrete_action_is_what_the_space_samples():
     class Keeping(Scripted):
-        action_space = spaces.Discrete(400, start=-7, dtype=np.int32)
+        action_space = discrete(400, np.int32, start=-7)
 
         def step(self, action):
             self.action = action
@@ -176,7 +177,7 @@ def test_discrete_action_is_what_the_space_samples():
     for index in (0, 5, 399):
         adapter.step([index])
         assert env.action == index - 7
-        assert type(env.action) is np.int32
+        assert type(env.action) is env.action_space.dtype.type
         assert env.action_space.contains(env.action)
 
 

@@ -15,6 +15,7 @@ from envherd.workers.adapters.common.tree import RESERVED_NAMES
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.errors import SpecError
 from tests.extras import needs
+from tests.gymnasium_versions import discrete
 from tests.workers.adapter_values import drawn, stored
 
 
@@ -53,6 +54,7 @@ def box(low, high, dtype):
 SIDE = LeafSpec(("observation",), dtype="", is_side=True)
 ROWS = np.array([[2, 3], [4, 5]])
 
+INT32 = discrete(5, np.int32)
 OBSERVATIONS: dict[str, tuple[Any, ...]] = {
     "box": (spaces.Box(-1, 1, (3, 2), np.float32), (3, 2), "float32", box(-1, 1, "float32")),
     "scalar box": (spaces.Box(-1, 1, ()), (1,), "float32", box(-1, 1, "float32")),
@@ -66,7 +68,7 @@ OBSERVATIONS: dict[str, tuple[Any, ...]] = {
     ),
     "bool box": (spaces.Box(0, 1, (2,), bool), (2,), "bool", Binary()),
     "discrete": (spaces.Discrete(5), (), "int64", Discrete(5)),
-    "discrete of int32": (spaces.Discrete(5, dtype=np.int32), (), "int32", Discrete(5)),
+    "discrete of int32": (INT32, (), INT32.dtype.name, Discrete(5)),
     "discrete from -2": (spaces.Discrete(5, start=-2), (), "int64", box(-2, 2, "int64")),
     "multi discrete": (spaces.MultiDiscrete([2, 3]), (2,), "int64", MultiDiscrete((2, 3))),
     "multi discrete 2d": (spaces.MultiDiscrete(ROWS), (2, 2), "int64", MultiDiscrete(((2, 3), (4, 5)))),
@@ -102,7 +104,7 @@ def test_observations_are_inside_their_domain(name):
 
 
 ACTIONS: dict[str, tuple[Any, ...]] = {
-    "discrete from 3": (spaces.Discrete(2, start=3, dtype=np.int32), (), "int64", Discrete(2, 3)),
+    "discrete from 3": (discrete(2, np.int32, start=3), (), "int64", Discrete(2, 3)),
     "many discrete": (spaces.Discrete(100_000, start=1), (), "int64", Discrete(100_000, 1)),
     "multi discrete": (spaces.MultiDiscrete([2, 3], dtype=np.int32), (2,), "int64", MultiDiscrete((2, 3))),
     "multi discrete from 1": (

@@ -22,6 +22,7 @@ from gymnasium.spaces import (
 )
 
 from tests.gates import Gate
+from tests.gymnasium_versions import discrete
 
 
 class Nested(gymnasium.Env):
@@ -203,7 +204,7 @@ SPACES = {
     "bool": Box(0, 1, (2,), np.bool_),  # type: ignore[arg-type]  # what Gymnasium takes
     "uint64": Box(0, 9, (1,), np.uint64),
     "discrete": Discrete(5, start=-2),
-    "small": Discrete(5, dtype=np.int8),
+    "small": discrete(5, np.int8),
     "multi": MultiDiscrete([[2, 3], [4, 5]], start=[[1, 1], [-2, -2]]),  # type: ignore[list-item]  # what Gymnasium takes
     "binary": MultiBinary((2, 3)),
     "text": Text(5),

@@ -1,0 +1,17 @@
+"""What Gymnasium's versions differ in for tests: 1.1 has neither `Discrete(dtype=)` nor the later ids."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import gymnasium
+from gymnasium.spaces import Discrete
+
+TAXI = "Taxi-v4" if "Taxi-v4" in gymnasium.registry else "Taxi-v3"
+_HAS_DTYPE = "dtype" in inspect.signature(Discrete).parameters
+
+
+def discrete(n: int, dtype: Any, start: int = 0) -> Any:
+    """Return a `Discrete` of a dtype, or of int64 where this Gymnasium has no other."""
+    return Discrete(n, start=start, dtype=dtype) if _HAS_DTYPE else Discrete(n, start=start)
