@@ -88,7 +88,7 @@ def test_a_setting_that_fails_is_struck_out_with_its_reason():
     ("make_env", "said"),
     [
         (sized_envs.DyingInSerialEnv, "exit code 9"),
-        (sized_envs.HangingInSerialEnv, "hung: a call took longer than 10 s"),
+        (sized_envs.HangingInSerialEnv, "hung: a call took longer than "),
     ],
 )
 def test_serial_that_dies_or_hangs_is_struck_out_and_workers_are_compared(make_env, said, monkeypatch):
