@@ -100,6 +100,11 @@ class NativeEnv:
         """Keep an action for the next step, which gives it to the env as it is."""
         self.raw_action = action
 
+    @property
+    def has_raw_action(self) -> bool:
+        """Whether the next step has an action that is not in shared memory."""
+        return self.raw_action is not _NO_ACTION
+
     def take_raw_action(self) -> Any:
         """Return the raw action and forget it."""
         action, self.raw_action = self.raw_action, _NO_ACTION
