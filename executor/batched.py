@@ -399,13 +399,18 @@ class BatchedEnv:
         """Return a picture of each env now, uint8 `[H, W, 3]`, or None where an env cannot draw itself."""
         return self.ask("render", None)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return each env's own state and where the envs are.
+    def state_dict(self, *, with_envs: bool = True) -> dict[str, Any]:
+        """Return what a checkpoint needs: the envs' states, where they are, and the seeds of their next episodes.
+
+        Args:
+            with_envs: False leaves out the envs' states and roots, for envs that have no state: an executor that loads
+                it begins new episodes, with the seeds that would have come next.
 
         Returns:
-            `{"env0": ..., ..., "executor": {"roots": [...], "ended": [...]}}`: what the envs gave, each env's present
-            root (nested dicts of tensors, copies), and whether it must be reset. Seeds and the numbers of episodes
-            are not in it.
+            `{"env0": ..., ..., "executor": {"seed": ..., "episodes": [...], "actions": ..., "roots": [...], "ended":
+            [...]}}`: what the envs gave; the root seed; which episode the next reset of each env begins; the state of
+            the generator of `rand_action`; each env's present root (nested dicts of tensors, copies), and whether it
+            must be reset. `torch.save` takes it.
 
         Raises:
             EnvError: an env has no state.
@@ -414,16 +419,24 @@ class BatchedEnv:
         engine = self._engine
         with self._guard:
             engine.refuse_under_way(engine.all_ids)
+            kept: dict[str, Any] = {
+                "seed": engine.seed,
+                "episodes": engine.pool.slab.words["episode"][: self.num_envs].tolist(),
+                "actions": engine.sampler.state,
+            }
+            if not with_envs:
+                return {"executor": kept}
             states: dict[str, Any] = {f"env{i}": state for i, state in enumerate(self._ask("state_dict", None))}
-            states["executor"] = {"roots": engine.batches.roots(), "ended": engine.states.needs_reset.tolist()}
+            states["executor"] = {**kept, "roots": engine.batches.roots(), "ended": engine.states.needs_reset.tolist()}
             return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned, of this executor or of another with as many envs.
 
         The envs then are where they were: `current()` gives the root of then, and they can be stepped without a reset
-        unless they needed one then. Without the entry "executor" every env counts as running, and `current()` gives
-        the observation of before: act on the root that you have saved.
+        unless they needed one then. Their next episodes have the seeds that they would have had. Of a state without
+        envs, the seeds alone are loaded, and all envs must be reset. Without the entry "executor" every env counts as
+        running, and `current()` gives the observation of before: act on the root that you have saved.
 
         Raises:
             ValueError: the state of an env is missing, or a root is not of these envs; nothing was loaded.
@@ -434,13 +447,19 @@ class BatchedEnv:
         with self._guard:
             engine.refuse_rolling()
             engine.refuse_under_way(engine.all_ids)
-            missing = [i for i in range(self.num_envs) if f"env{i}" not in state]
-            if missing:
-                raise ValueError(f"load_state_dict failed: expected a state of each env, got none of env {missing[0]}.")
             kept = state.get("executor")
+            missing = [i for i in range(self.num_envs) if f"env{i}" not in state]
+            is_seeds_alone = kept is not None and "roots" not in kept
+            if missing and not (is_seeds_alone and len(missing) == self.num_envs):
+                raise ValueError(f"load_state_dict failed: expected a state of each env, got none of env {missing[0]}.")
             if kept is not None:
-                engine.batches.check_roots(kept["roots"])
+                self._check_kept(kept, has_roots=not is_seeds_alone)
             engine.states.move(engine.all_ids, Event.IS_BROKEN_OFF)  # should anything break this off
+            if kept is not None and "seed" in kept:
+                engine.set_seed(kept["seed"], kept["episodes"])
+                engine.sampler.state = kept["actions"]
+            if is_seeds_alone:
+                return
             self._ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
             if kept is None:
                 engine.positions.mark_running()
@@ -448,6 +467,16 @@ class BatchedEnv:
             else:
                 engine.batches.put_roots(kept["roots"])
                 engine.states.restore(engine.all_ids, np.array(kept["ended"], bool))
+
+    def _check_kept(self, kept: dict[str, Any], *, has_roots: bool) -> None:
+        """Refuse the executor's part of a state that is not of as many envs, or whose roots are not of these."""
+        episodes = kept.get("episodes", [0] * self.num_envs)
+        if len(episodes) != self.num_envs:
+            raise ValueError(
+                f"load_state_dict failed: expected the episodes of {self.num_envs} envs, got {len(episodes)}."
+            )
+        if has_roots:
+            self._engine.batches.check_roots(kept["roots"])
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
         """Return each env's info of its latest command; empty where it has none.

@@ -52,8 +52,10 @@ BOXES = {
         ("executor/parallel.py", "executor/__init__.py"), 'ParallelEnv, with "auto"', 16, (3, 3)
     ),
     "executor/sizing/": Box(("executor/sizing/*",), "how many envs and workers", 15, (1, 1)),
-    "executor/{collector,async_collector,policy,exporting}.py": Box(
-        ("executor/collector.py", "executor/async_collector.py", "executor/policy.py", "executor/exporting.py"),
+    "executor/{collector,async_collector,policy,exporting,episode_logger}.py": Box(
+        tuple(
+            f"executor/{name}.py" for name in ("collector", "async_collector", "policy", "exporting", "episode_logger")
+        ),
         "training loops, figures",
         15,
         (3, 3),

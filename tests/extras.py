@@ -28,8 +28,10 @@ PACKAGES = {
     "pettingzoo": ("pettingzoo", "mpe2"),
     "ray": ("ray",),
     "sb3": ("stable_baselines3",),
+    "tensorboard": ("tensorboard",),
     "torchrl": ("torchrl",),
     "vmas": ("vmas",),
+    "wandb": ("wandb",),
 }
 
 

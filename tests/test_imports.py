@@ -89,7 +89,7 @@ ORDER = {
     ),
     "executor": (
         *("options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),
-        *("batched", "exporting", "policy", "collector", "async_collector", "serial", "sizing"),
+        *("batched", "exporting", "episode_logger", "policy", "collector", "async_collector", "serial", "sizing"),
         *("parallel", "__init__"),
         *("doctor", "facades", "cluster", "cli"),
     ),

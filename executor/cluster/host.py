@@ -15,7 +15,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -304,11 +304,11 @@ class NodeHost:
 
     # ---- everything else ---------------------------------------------------------------------
 
-    def seed(self, root_seed: int) -> EnvherdError | None:
-        """Use a new root seed."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> EnvherdError | None:
+        """Use a new root seed; see `Pool.seed`."""
         with self._exclusive():
             try:
-                self._env.engine.set_seed(root_seed)
+                self._env.engine.set_seed(root_seed, episodes)
             except EnvherdError as error:
                 return error
             self._seed_own_generators(root_seed)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -404,15 +404,16 @@ class ClusterPool(WorkerFacts):
         self._revive([int(self.worker_of[message.env_id])])
         self._extras[message.env_id] = message
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed on every host."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed on every host; see `Pool.seed`."""
         self._revive(range(self.num_workers))
-        self.slab.words["episode"][:] = 0
+        self.slab.words["episode"][:] = 0 if episodes is None else episodes
         refs = []
         for share in self.shares:
             share.root_seed = root_seed
             if not share.is_gone:
-                refs.append((share, share.call("act", "seed", root_seed)))
+                own = None if episodes is None else [episodes[i] for i in share.env_ids.tolist()]
+                refs.append((share, share.call("act", "seed", root_seed, own)))
         for share, ref in refs:
             error = self.post.get(share, ref)
             if isinstance(error, EnvherdError):

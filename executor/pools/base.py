@@ -267,8 +267,12 @@ class Pool(Protocol):
         """Wait for the answers to the latest question; returns and raises as `ask`."""
         ...
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed: the next reset of every env begins its episode 0.
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed.
+
+        Args:
+            root_seed: of all envs.
+            episodes: which episode the next reset of each env begins; None for episode 0 of all.
 
         Raises:
             WorkerLost, WorkerTimeout: a worker is lost and stays so.

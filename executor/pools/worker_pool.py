@@ -413,11 +413,12 @@ class WorkerPool:
         self.supervisor.revive([worker_id])
         self.crew.mail(worker_id, message)
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed in every worker."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed in every worker; see `Pool.seed`."""
         self.supervisor.refuse_lost(self.worker_ids)
-        self.slab.words["episode"][:] = 0  # the workers will do so too; one that has died unnoticed would not
-        self.crew.seed(root_seed)
+        # The workers will do so too; one that has died unnoticed would not.
+        self.slab.words["episode"][:] = 0 if episodes is None else episodes
+        self.crew.seed(root_seed, episodes)
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Ask envs `env_ids` for something that is not a step; see `messages.Ask`.

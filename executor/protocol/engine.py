@@ -326,11 +326,11 @@ class Engine:
         self.seed = as_root_seed(seed, "set_seed")
         self.sampler = ActionSampler(self.specs, self.seed)
 
-    def set_seed(self, seed: int | None) -> None:
-        """Use a new root seed everywhere: the next reset of every env begins its episode 0."""
+    def set_seed(self, seed: int | None, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed everywhere; see `Pool.seed`."""
         self.refuse_under_way(self.all_ids)
         self.use_seed(seed)
-        self.pool.seed(self.seed)
+        self.pool.seed(self.seed, episodes)
 
     def statistics(self) -> Statistics:
         """Return what was done so far."""

@@ -34,7 +34,9 @@ def num_agents(spec: EnvSpec) -> int:
 
 def observed_leaves(spec: EnvSpec) -> list[tuple[int, LeafSpec]]:
     """Return `(index, leaf)` of the observation leaves that a row sees."""
-    return [(i, leaf) for i, leaf in enumerate(spec.observation) if _is_of_agents(spec, leaf.key)]
+    unseen = spec.episode_keys
+    seen = [(i, leaf) for i, leaf in enumerate(spec.observation) if leaf.key not in unseen]
+    return [(i, leaf) for i, leaf in seen if _is_of_agents(spec, leaf.key)]
 
 
 def compose_for(space: Space) -> Compose:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -27,6 +28,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.episode_columns import EpisodeColumns
 from envherd.executor.facades.sb3.rows import Reader, Writer
 from envherd.executor.facades.sb3.spaces import compose_for, num_agents, row_shapes, spaces_of
 from envherd.executor.options import ExecutorOptions, StartMethod
@@ -81,6 +83,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._compose = compose_for(observation_space)
         self._reader = Reader(self._positions.slab, row_shapes(observation_space), self.num_agents)
         self._writer = Writer(self._positions.slab, action_space, self.num_agents)
+        self._episodes = EpisodeColumns.of(self._positions.slab, self.num_agents)
+        self._began = time.time()
         super().__init__(executor.num_envs * self.num_agents, observation_space, action_space)
         if self._is_gymnasium:
             self.metadata = self.get_attr("metadata", 0)[0]  # a VecVideoRecorder looks for the envs' own here
@@ -183,6 +187,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self.reset_infos = list(self.reset_infos)
         rows = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
         last = [leaf[rows] for leaf in leaves]
+        if self._episodes is not None:
+            self._note_episodes(self._episodes, rows, infos)
         for place, row in enumerate(rows.tolist()):
             env_id = row // agents
             info = infos[row]
@@ -196,6 +202,15 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         dones = np.zeros(self.num_envs, bool)
         dones[rows] = True
         return dones
+
+    def _note_episodes(self, episodes: EpisodeColumns, rows: np.ndarray, infos: list[Info]) -> None:
+        """Put what SB3's `Monitor` reports of an episode into the infos of rows that have ended."""
+        returns, lengths, _ = episodes.read(self._flight.at)
+        elapsed = round(time.time() - self._began, 6)
+        for row in rows.tolist():
+            env_id, agent = divmod(row, self.num_agents)
+            sum_of_rewards = round(float(returns[env_id, agent]), 6)
+            infos[row]["episode"] = {"r": sum_of_rewards, "l": int(lengths[env_id]), "t": elapsed}
 
     def _drop_step(self) -> None:
         """Let a step that nobody waited for finish, and forget it: a reset comes."""
