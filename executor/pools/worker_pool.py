@@ -180,8 +180,17 @@ class WorkerPool:
         """Give every env the same command, but some (int `[k]`) a RESET."""
         if self.supervisor.absent:
             self.supervisor.revive(self.serving)
-        reset = 0 if reset_ids is None else pack(Op.RESET, target, column)
-        self._words.write_all(pack(op, target, column), reset_ids, reset)
+        command, reset = pack(op, target, column), 0 if reset_ids is None else pack(Op.RESET, target, column)
+        if self._caller is not None and not self.supervisor.absent:
+            self._words.number = number = self._words.number + 1
+            if reset_ids is None:
+                self._caller.give(number, command)
+                return
+            commands = np.full(self.num_envs, command)
+            commands[reset_ids] = reset
+            self._caller.give_some(number, self._all_ids, commands)
+            return
+        self._words.write_all(command, reset_ids, reset)
         for ring in self._rings:
             ring()
         if self.supervisor.absent:
@@ -259,6 +268,9 @@ class WorkerPool:
 
     def _take_tokens(self) -> bool:
         """Take a token of each worker, and more until all envs have answered; return False if none comes for long."""
+        if self._caller is not None:
+            has_all: bool = self._caller.has_all()
+            return has_all
         wait, is_idle, num_tokens = self._done.wait, self._words.is_idle, 0
         while wait(LOOK_S):
             num_tokens += 1

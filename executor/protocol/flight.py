@@ -197,9 +197,16 @@ class Flights:
     def _check(self, op: Op, env_ids: np.ndarray, resets: np.ndarray | None, cut: np.ndarray | None) -> None:
         for others in (resets, cut):
             if others is not None:
-                env_ids = np.setdiff1d(env_ids, others)
                 self.states.check(Op.RESET, others)
-        self.states.check(op, env_ids)
+        self.states.check(op, env_ids if resets is None and cut is None else self._all_but(resets, cut))
+
+    def _all_but(self, *left_out: np.ndarray | None) -> np.ndarray:
+        """Return all envs but some, int64 `[k]`, ascending (1 us; numpy's `setdiff1d` takes 20)."""
+        is_in = np.ones(len(self.all_ids), bool)
+        for env_ids in left_out:
+            if env_ids is not None:
+                is_in[env_ids] = False
+        return self.all_ids[is_in]
 
     def _next_column(self, op: Op, ids: np.ndarray | None) -> Any:
         if op == RESET:
@@ -217,8 +224,7 @@ class Flights:
             positions.blank_steps(at, resets)
         for env_id in () if cut is None else cut.tolist():
             positions.cut_off(env_id, at)
-        others = np.union1d(*(_NOBODY if ids is None else ids for ids in (resets, cut)))
-        states.start(np.setdiff1d(flight.ids, others), op, at)
+        states.start(self._all_but(resets, cut), op, at)
         if resets is not None:
             states.start(resets, Op.RESET, at + positions.where.root_ahead)
         if cut is not None and op == Op.STEP_RESET:
