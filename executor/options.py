@@ -78,10 +78,11 @@ class ExecutorOptions:
             reset for the next episode, and takes its place when that is asked for. The data are the same. Costs twice
             the processes and twice the envs' memory, and processor time that would have been idle; worth it where
             resets are long and cores are free. See docs/reset_ahead.md.
-        env_threads: run each env of a worker on a thread of its own, on which it is also built and closed: for envs that
-            mostly wait (for a game, a browser, a simulator behind a socket), many of which can then share a process. What
-            holds Python's GIL while it waits, or computes, still stops the others of its worker: leave it off for these,
-            and use more workers. The envs of a worker share its global random generators. See docs/asynchronous.md.
+        env_threads: run each env of a worker on a separate thread, on which it is also built and closed: for envs that
+            mostly wait (for a game, a browser, a simulator behind a socket), many of which can then share a process.
+            What computes, or holds Python's GIL while it waits, still stops the other envs of its worker: leave the
+            option off for such envs, and use more workers. The envs of a worker share its global random generators. See
+            docs/asynchronous.md.
         first_env_id: what seeds call env 0. Executors of one root seed that each run a share of one large batch
             (on machines of their own, say) give the data of that batch, bit for bit, if each says where its begins.
     """
@@ -148,7 +149,7 @@ class ExecutorOptions:
     def _check_threads(self) -> None:
         if self.env_threads and (self.reset_ahead or self.isolate_rng):
             other = "reset_ahead" if self.reset_ahead else "isolate_rng"
-            why = "there an env has processes of its own" if self.reset_ahead else "the process's generators are shared"
+            why = "there an env has two processes" if self.reset_ahead else "the process's generators are shared"
             raise ValueError(f"ExecutorOptions failed: expected {other}=False with env_threads, got True: {why}.")
 
     @property

@@ -111,7 +111,7 @@ def test_what_the_workers_did_is_counted():
         answered = env.engine.pool.slab.words["answered_ns"]
     assert worker.env_steps == 21 * N
     assert worker.resets >= N + int(data["next", "done"][:, :-1].sum())
-    assert 0 < worker.busy_s
+    assert worker.busy_s > 0
     assert 0 <= worker.reset_share <= 1
     assert worker.phase == "idle"
     assert (answered > 0).all()

@@ -59,10 +59,10 @@ class StuckEnv(CountingEnv):
 
     def __init__(self, is_stuck: bool = False) -> None:  # noqa: FBT001, FBT002  # by keyword
         super().__init__(None)
-        self.is_stuck, self.num_steps = is_stuck, 0
+        self.is_stuck, self.num_calls = is_stuck, 0
 
     def step(self, action):
-        self.num_steps += 1
-        if self.is_stuck and self.num_steps == 3:
+        self.num_calls += 1
+        if self.is_stuck and self.num_calls == 3:
             threading.Event().wait()
         return super().step(action)

@@ -1,4 +1,4 @@
-"""Each env of a worker on a thread of its own: for envs that mostly wait (`ExecutorOptions.env_threads`).
+"""Each env of a worker on a separate thread: for envs that mostly wait (`ExecutorOptions.env_threads`).
 
 The worker's first thread reads commands and mail, and hands them to the threads of the envs concerned. An env is
 built, reset, stepped, asked and closed on one thread.
