@@ -87,8 +87,8 @@ class SerialPool:
             self.blueprint.root_seed,
             self._take,
             self.options.for_block(),
+            passes=(KeyboardInterrupt,),
         )
-        self._block.passes = (KeyboardInterrupt,)
         self._block.attach(self.slab)
         self._words = CommandWords(self.slab)
         self.forfeited = self._words.forfeited

@@ -49,8 +49,6 @@ class Block:
         root_seed: see `workers.seeding`.
         report: called with plain messages for the parent (faults, side values, notices).
         options: see `BlockOptions`.
-
-    Attributes:
         passes: exceptions that are the caller's and not an env's: a Ctrl-C, where the envs run in its process.
     """
 
@@ -61,8 +59,10 @@ class Block:
         root_seed: int,
         report: Report,
         options: BlockOptions,
+        *,
+        passes: tuple[type[BaseException], ...] = (),
     ) -> None:
-        self.passes: tuple[type[BaseException], ...] = ()
+        self._passes = passes
         self.worker_id = worker_id
         self.slots = {i: Slot(i, adapter, check_finite=options.check_finite) for i, adapter in adapters.items()}
         if options.info_keys is not None:
@@ -142,7 +142,7 @@ class Block:
     def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
         """Do something with envs that is not a step; return the plain answer."""
         adapters = {env_id: slot.adapter for env_id, slot in self.slots.items()}
-        reply = answer(message, adapters, pickle_replies=pickle_replies, passes=self.passes)
+        reply = answer(message, adapters, pickle_replies=pickle_replies, passes=self._passes)
         for env_id in message.env_ids:
             slot = self.slots[env_id]
             if message.what in UNGUARDS:
@@ -184,7 +184,7 @@ class Block:
         try:
             self._carry_out(slot, slot.sinks[target], op, column, begun, reset)
             return self._tell(slot) if slot.has_news or slot.has_side or slot.infos else _OK
-        except self.passes:
+        except self._passes:
             slot.prepared = None
             slot.must_reset = True
             raise
