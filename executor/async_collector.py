@@ -26,6 +26,7 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_leaves
+from envherd.workers.errors import Closed
 
 VALID = "valid"
 Bound = Literal["envs", "policy", "learner", "collector"]
@@ -183,7 +184,7 @@ class AsyncCollector:
         self._steps = np.zeros(num_envs, np.int64)
         self._state: TensorDictBase | None = self._primer
         self._known = {leaf.key for leaf in env.specs[0].leaves()}
-        self._has_begun = False
+        self._has_begun = self._is_closing = False
         self._num_received = 0
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
@@ -274,10 +275,12 @@ class AsyncCollector:
 
     def close(self) -> None:
         """End the thread, and close the executor unless it is the caller's (`close_env=False`). Idempotent."""
+        self._is_closing = True
         if self._background is not None:
             self._background.begin_close()
+            self._background.join(self.env.options.close_timeout_s)
         if self._closes_env:
-            self.env.close()  # which also ends the thread's wait
+            self.env.close()  # which also ends the wait of a thread for an env that hangs
         if self._background is not None:
             self._background.join()
         if not self.env.is_closed and (self.env.engine.states.under_way).any():
@@ -301,6 +304,8 @@ class AsyncCollector:
         self._charge("learner")
         self._begin_idle()
         while len(self._rows.full) < self.num_rows:
+            if self._is_closing:
+                raise Closed("collect failed: expected an open AsyncCollector, got one that is closed. Make a new one.")
             self._turn()
         data = self._rows.take(self.num_rows)
         if self._is_flat:
@@ -463,10 +468,10 @@ class _Background:
         self._is_closing.set()
         self._room.release()
 
-    def join(self) -> None:
-        """Wait until the thread has ended, after the batch that it is at."""
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the thread has ended, up to `timeout_s`; it ends when it has received what it waits for."""
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout_s)
 
 
 def _steps_per_row(layout: str, asked: int | None, frames_per_batch: int, num_envs: int) -> int:

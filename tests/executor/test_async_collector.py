@@ -312,6 +312,8 @@ def test_a_lost_worker_gives_an_interrupted_row(tmp_path):
     with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(on_worker_loss="restart")) as env:
         with AsyncCollector(env, policy, frames_per_batch=20) as collector:
             batches = [collector.collect() for _ in range(8)]
+            while not any(data["next", "interrupted"].any() for data in batches):  # the successor is being built
+                batches.append(collector.collect())
         assert sum(int(data["next", "interrupted"].sum()) for data in batches) == 1
         for data in batches:
             follows = (data["next", "observation"][:, :-1] == data["observation"][:, 1:]).all(-1)
