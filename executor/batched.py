@@ -31,6 +31,7 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
+from envherd.executor.protocol.fast_exchange import compile_exchange
 from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import Policy, RolloutRunner
@@ -66,8 +67,9 @@ class BatchedEnv:
         self.compile()
 
     def compile(self) -> None:
-        """Compile the steps; again after a part of the engine was replaced by another, to watch it, say."""
+        """Compile steps, sends and receives; again after a part of the engine was replaced, to watch it, say."""
         self._fast_step, self._fast_step_reset = (compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET))
+        self._fast_exchange = compile_exchange(self._engine)
 
     # ---- what it is --------------------------------------------------------------------------
 
@@ -335,6 +337,9 @@ class BatchedEnv:
         Raises:
             ActionError, ResetNeeded, Busy: refused, nothing was sent.
         """
+        fast = self._fast_exchange
+        if fast is not None and fast.send(td, env_ids, maybe_reset=maybe_reset) is not None:
+            return
         need_batch("send", td)
         with self._guard:
             ids = self._exchange.ids_of(td, env_ids)
@@ -371,6 +376,11 @@ class BatchedEnv:
             TimeoutError: fewer were ready in time. Nothing is lost: receive again.
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer sent; the rest are.
         """
+        fast = self._fast_exchange
+        if fast is not None:
+            received = fast.recv(min_envs, timeout_s, max_envs, env_ids, with_root=with_root)
+            if received is not None:
+                return received
         as_count("recv", "min_envs", min_envs, least=0, or_none=True)
         as_count("recv", "max_envs", max_envs, least=0, or_none=True)
         need_seconds("recv", "timeout_s", timeout_s)
@@ -385,6 +395,9 @@ class BatchedEnv:
         Also in a rollout, from its policy or callback. In its own memory, which it may share with the `next` of a
         batch just received (as `step_mdp` shares them).
         """
+        fast = self._fast_exchange
+        if fast is not None and (root := fast.current(env_ids)) is not None:
+            return root
         with self._guard:
             if env_ids is not None and (td := self._exchange.recall(env_ids)) is not None:
                 return td
@@ -484,6 +497,7 @@ class BatchedEnv:
             if kept is not None:
                 self._check_kept(kept, has_roots=not is_seeds_alone)
             engine.states.move(engine.all_ids, Event.IS_BROKEN_OFF)  # should anything break this off
+            engine.received = None
             if kept is not None and "seed" in kept:
                 engine.set_seed(kept["seed"], kept["episodes"])
                 engine.sampler.state = kept["actions"]

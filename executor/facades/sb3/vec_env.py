@@ -30,11 +30,12 @@ from stable_baselines3.common.vec_env.patch_gym import _patch_env
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.episode_columns import EpisodeColumns
 from envherd.executor.facades.sb3.rows import Reader, Writer
-from envherd.executor.facades.sb3.spaces import Space, compose_for, num_agents, row_shapes, spaces_of
+from envherd.executor.facades.sb3.spaces import compose_for, num_agents, row_shapes, spaces_of
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.serial import SerialEnv
 from envherd.workers.adapters import find_adapter
+from envherd.workers.adapters.hosts.leaf_spaces import Space
 from envherd.workers.adapters.hosts.sb3 import Sb3DirectAdapter
 from envherd.workers.adapters.hosts.sb3_factory import Sb3Factory
 from envherd.workers.build import check_factory
