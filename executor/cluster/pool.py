@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,6 +105,9 @@ class ClusterPool(WorkerFacts):
 
     def compile(self) -> None:
         """Return None: a command takes longer than all that could be saved."""
+
+    def compile_exchange(self, facts: Mapping[str, Any]) -> None:
+        """Return None, likewise."""
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Give every env the same command, but some (int `[k]`) a RESET."""

@@ -15,7 +15,7 @@ import torch
 from envherd.executor.batches.device_rows import Residence
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.fast_commands import FastCommands
+from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
@@ -147,6 +147,14 @@ class Pool(Protocol):
 
     def compile(self) -> FastCommands | None:
         """Return commands to all envs that do what `submit_all` and `wait_all` do; None where there are none."""
+        ...
+
+    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange | None:
+        """Return steps of some envs that do what `submit` and `wait_some` do; None where there are none.
+
+        Args:
+            facts: what `workers/native/exchange.c` takes of the engine.
+        """
         ...
 
     def submit(

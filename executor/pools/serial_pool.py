@@ -7,7 +7,7 @@ them apart. The caller's global random generators are left as they were found.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -156,6 +156,9 @@ class SerialPool:
             serve()
 
         return FastCommands((), give, lambda: not self.outcome)
+
+    def compile_exchange(self, facts: Mapping[str, Any]) -> None:
+        """Return None: envs that are sent are stepped by `submit`."""
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Carry out the same command for every env, but a RESET for some (int `[k]`)."""

@@ -495,6 +495,10 @@ class Flights:
         if error is not None:
             raise error
 
+    def has_reports(self) -> bool:
+        """Return whether the pool reports more than rows, or a loss that was not dealt with for envs that were sent."""
+        return bool(self.pool.outcome) or self.pool.num_losses != self._num_settled
+
     def put(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
         """Note where envs are that something else than a command has moved: at the roots of columns, int64 `[k]`."""
         self.states.restore(env_ids, self.positions.were_reset(env_ids, columns))
