@@ -22,6 +22,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_seconds
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
@@ -125,6 +126,13 @@ class AsyncCollector:
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         close_env: bool = True,
     ) -> None:
+        if not hasattr(env, "recv"):
+            raise TypeError(f"AsyncCollector failed: expected an executor first, got {env!r}. Write (env, policy).")
+        frames_per_batch = as_count("AsyncCollector", "frames_per_batch", frames_per_batch)
+        total_frames = as_count("AsyncCollector", "total_frames", total_frames, least=-1)
+        need_callables("AsyncCollector", policy=policy, postproc=postproc)
+        need_seconds("AsyncCollector", "deadline_s", deadline_s)
+        need_bools("AsyncCollector", close_env=close_env)
         num_envs = env.num_envs
         _check_env(env)
         self._sizes = sorted(batch_sizes or ())

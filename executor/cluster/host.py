@@ -16,7 +16,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ class NodeHost:
                 else:
                     self._pool.wait_some(order.ids, len(order.ids), order.timeout_s, reset_s)
             except EnvherdError as error:
-                self._pool.outcome.losses.clear()  # the driver is told of this one
+                self._pool.outcome.losses.clear()  # the driver gets this one
                 return Reply(failure=error)
             reply = self._reply(order.ids)
         return reply if order.target == RING else dataclasses.replace(reply, target=order.target, columns=order.columns)
@@ -259,11 +259,11 @@ class NodeHost:
 
     # ---- everything else ---------------------------------------------------------------------
 
-    def seed(self, root_seed: int) -> EnvherdError | None:
-        """Use a new root seed."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> EnvherdError | None:
+        """Use a new root seed; see `Pool.seed`."""
         with self._exclusive():
             try:
-                self._pool.seed(root_seed)
+                self._pool.seed(root_seed, episodes)
             except EnvherdError as error:
                 return error
             self._root_seed, self._is_seeded = root_seed, False

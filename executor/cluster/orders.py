@@ -197,8 +197,8 @@ class RollOrder:
         policy_id: of a policy that was shipped; None for random actions.
         version: of its weights.
         ended: bool `[n]`, envs that must be reset whatever their rows say.
-        roots: where the envs are, see `End.pack_rows`; None if the host knows (it made the envs' latest steps in a
-            rollout of its own), or if all of them are reset.
+        roots: where the envs are, see `End.pack_rows`; None if the host knows (a rollout there made the
+            envs' latest steps), or if all of them are reset.
         side: the side-channel values that belong to these, one item per env; None likewise.
         kwargs: further arguments of `rollout`.
     """

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,9 @@ class ClusterPool:
 
     def compile(self) -> None:
         """Return None: a command takes longer than all that could be saved."""
+
+    def compile_exchange(self, facts: Mapping[str, Any]) -> None:
+        """Return None, likewise."""
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Give every env the same command, but some (int `[k]`) a RESET."""
@@ -404,15 +407,16 @@ class ClusterPool:
         self._refuse_lost([int(self.worker_of[message.env_id])])
         self._extras[message.env_id] = message
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed on every host."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed on every host; see `Pool.seed`."""
         self._refuse_lost(range(self.num_workers))
-        self.slab.words["episode"][:] = 0
+        self.slab.words["episode"][:] = 0 if episodes is None else episodes
         refs = []
         for share in self.shares:
             share.root_seed = root_seed
             if not share.is_gone:
-                refs.append((share, share.call("act", "seed", root_seed)))
+                own = None if episodes is None else [episodes[i] for i in share.env_ids.tolist()]
+                refs.append((share, share.call("act", "seed", root_seed, own)))
         for share, ref in refs:
             error = self.post.get(share, ref)
             if isinstance(error, EnvherdError):

@@ -161,7 +161,9 @@ class Worker:
 
     def _on_build(self, message: messages.Build) -> None:
         self._build = message
-        builder = Builder(message.block.info_keys, message.block.env_type)
+        builder = Builder(
+            message.block.info_keys, message.block.env_type, episode_statistics=message.block.episode_statistics
+        )
         adapters = {}
         for env_id, factory, kwargs in zip(message.env_ids, message.factories, message.env_kwargs, strict=True):
             seeding.seed_globals(seeding.build_seed(message.root_seed, message.block.first_env_id + env_id))
@@ -205,7 +207,7 @@ class Worker:
 
     def _on_seed(self, message: messages.Seed) -> None:
         assert self._block is not None
-        self._block.seed(message.root_seed)
+        self._block.seed(message.root_seed, message.episodes)
 
     def _on_prepare(self, message: messages.Prepare) -> None:
         assert self._block is not None
