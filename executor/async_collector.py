@@ -22,6 +22,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_seconds
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
@@ -153,6 +154,13 @@ class AsyncCollector:
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         close_env: bool = True,
     ) -> None:
+        if not hasattr(env, "recv"):
+            raise TypeError(f"AsyncCollector failed: expected an executor first, got {env!r}. Write (env, policy).")
+        frames_per_batch = as_count("AsyncCollector", "frames_per_batch", frames_per_batch)
+        total_frames = as_count("AsyncCollector", "total_frames", total_frames, least=-1)
+        need_callables("AsyncCollector", policy=policy, postproc=postproc)
+        need_seconds("AsyncCollector", "deadline_s", deadline_s)
+        need_bools("AsyncCollector", close_env=close_env)
         num_envs = env.num_envs
         _check_env(env)
         self._sizes = sorted(batch_sizes or ())
@@ -189,12 +197,8 @@ class AsyncCollector:
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
         self._batch_sizes: Counter[int] = Counter()
-        self._lags: list[float] = []
-        self._lag_max = 0
-        self._answered_ns = env.engine.pool.slab.words["answered_ns"]
-        self._sent_ns = np.zeros(num_envs, np.int64)
-        self._waits_ns = np.zeros(_NUM_WAITS, np.int64)  # a ring
-        self._num_waits = 0
+        self._lags, self._lag_max = list[float](), 0
+        self._waits = _Waits(env.engine.pool.slab.words["answered_ns"])
         self._background = _Background(self._collect, in_background) if in_background else None
 
     # ---- what users call ---------------------------------------------------------------------
@@ -213,9 +217,12 @@ class AsyncCollector:
         """Return the next batch, `[B, T]` with time last or `[B]`, in memory of the caller's own.
 
         Raises:
+            Closed: it was closed.
             EnvError, WorkerLost, WorkerTimeout: the transition concerned is lost, and its env begins a new episode;
                 all others are in the batches to come. Call again.
         """
+        if self._is_closing:
+            raise Closed("collect failed: expected an open AsyncCollector, got one that is closed. Make a new one.")
         data = self._collect() if self._background is None else self._background.take()
         self.num_frames += self.frames_per_batch
         lag = self.version - data.get("policy_version")
@@ -257,16 +264,15 @@ class AsyncCollector:
     def statistics(self) -> AsyncStatistics:
         """Return what was done so far."""
         spent, lags = self._spent, self._lags
-        waits = self._waits_ns[: min(self._num_waits, _NUM_WAITS)]
-        median, late = np.percentile(waits, [50, 99]) / 1e9 if len(waits) else (0.0, 0.0)
+        median, late = self._waits.percentiles()
         return AsyncStatistics(
             frames=self._num_received,
             wait_s=spent["wait"],
             policy_s=spent["policy"],
             other_s=spent["other"],
             learner_s=spent["learner"],
-            queue_p50_s=float(median),
-            queue_p99_s=float(late),
+            queue_p50_s=median,
+            queue_p99_s=late,
             batch_sizes=dict(sorted(self._batch_sizes.items())),
             version=self.version,
             lag_mean=sum(lags) / len(lags) if lags else 0.0,
@@ -305,7 +311,7 @@ class AsyncCollector:
         self._begin_idle()
         while len(self._rows.full) < self.num_rows:
             if self._is_closing:
-                raise Closed("collect failed: expected an open AsyncCollector, got one that is closed. Make a new one.")
+                raise Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one.")
             self._turn()
         data = self._rows.take(self.num_rows)
         if self._is_flat:
@@ -328,8 +334,8 @@ class AsyncCollector:
             env.reset(TensorDict({"_reset": torch.from_numpy(mask)}, [env.num_envs]))
             self._rows.cut(failed)
             self._renew(failed)
-            self._steps[failed] += self._sent_ns[failed] > 0  # of the step that was lost
-            self._sent_ns[failed] = 0
+            self._steps[failed] += self._waits.sent_ns[failed] > 0  # of the step that was lost
+            self._waits.sent_ns[failed] = 0
         for start in range(0, len(idle), limit):
             self._act(idle[start : start + limit])
 
@@ -361,7 +367,7 @@ class AsyncCollector:
         root = self.env.current(env_ids if received is None else received.get("env_ids"))
         self._charge("other")
         if received is not None:
-            self._note_waits(env_ids)
+            self._waits.note(env_ids)
         acted, version = self._acted(root, env_ids)
         self._charge("policy")
         written = acted.get("next", None)
@@ -374,17 +380,9 @@ class AsyncCollector:
         self._rows.write(env_ids, sent, is_next=False)
         if received is not None:
             self._rows.learn_structure(sent, received.get("next"))
-        self._sent_ns[env_ids] = time.perf_counter_ns()
+        self._waits.sent_ns[env_ids] = time.perf_counter_ns()
         self.env.send(sent, env_ids)
         self._charge("other")
-
-    def _note_waits(self, env_ids: np.ndarray) -> None:
-        """Note for how long the answers of some envs have waited."""
-        answered_ns = self._answered_ns[env_ids]
-        waits = time.perf_counter_ns() - answered_ns[answered_ns > self._sent_ns[env_ids]]  # others: of a lost worker
-        places = (self._num_waits + np.arange(len(waits))) % _NUM_WAITS
-        self._waits_ns[places] = waits
-        self._num_waits += len(waits)
 
     def _acted(self, root: TensorDictBase, env_ids: np.ndarray) -> tuple[TensorDictBase, int]:
         self._batch_sizes[len(env_ids)] += 1
@@ -425,6 +423,36 @@ class AsyncCollector:
         now = time.perf_counter()
         self._spent[what] += now - self._since
         self._since = now
+
+
+class _Waits:
+    """For how long envs' answers have waited for the policy, of the latest `_NUM_WAITS` transitions.
+
+    Args:
+        answered_ns: int64 `[N]`, when each env answered (VIEW of the slab).
+
+    Attributes:
+        sent_ns: int64 `[N]`, when each env was sent; 0 for not since it failed.
+    """
+
+    def __init__(self, answered_ns: np.ndarray) -> None:
+        self.sent_ns = np.zeros(len(answered_ns), np.int64)
+        self._answered_ns = answered_ns
+        self._ring_ns = np.zeros(_NUM_WAITS, np.int64)
+        self._count = 0
+
+    def note(self, env_ids: np.ndarray) -> None:
+        """Note that the policy is called for some envs now."""
+        answered_ns = self._answered_ns[env_ids]
+        waits = time.perf_counter_ns() - answered_ns[answered_ns > self.sent_ns[env_ids]]  # others: of a lost worker
+        self._ring_ns[(self._count + np.arange(len(waits))) % _NUM_WAITS] = waits
+        self._count += len(waits)
+
+    def percentiles(self) -> tuple[float, float]:
+        """Return the median and the 99th percentile in seconds; 0 if nothing was noted."""
+        waits = self._ring_ns[: min(self._count, _NUM_WAITS)]
+        median, late = np.percentile(waits, [50, 99]) / 1e9 if len(waits) else (0.0, 0.0)
+        return float(median), float(late)
 
 
 class _Background:

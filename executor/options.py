@@ -68,6 +68,10 @@ class ExecutorOptions:
         info_keys: entries of the infos that become leaves: `("info", NAME)`, and `("info", "_NAME")` for
             whether the env gave it. Names, a dict of names and values (or types) like theirs, "all" or
             None. Names and "all" are looked up in one more env, reset and stepped once.
+        episode_statistics: put return, length and time of the episode so far into every batch, in the root and in
+            `next`: `("episode", "return")`, `"length"`, `"time"`; of a group `("agents", "episode", "return")`. Where
+            `done` is set in `next`, they are those of the whole episode. The facades of Gymnasium and SB3 put them into
+            the infos of steps that end episodes, as `RecordEpisodeStatistics` and `Monitor` do.
         episode_seeds: seed every reset from (root seed, env id, episode); False leaves envs their own
             generators, except where `reset` is given seeds.
         env_type: what the envs take and give. "auto" goes by their class; "torch" says that envs of no known torch
@@ -112,6 +116,7 @@ class ExecutorOptions:
     env_vars: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     infos: InfoPolicy = "drop"
     info_keys: InfoKeys | None = None
+    episode_statistics: bool = False
     episode_seeds: bool = True
     env_type: EnvType = "auto"
     pickle_replies: bool = False
@@ -126,6 +131,7 @@ class ExecutorOptions:
             check_finite=self.check_finite,
             infos=self.infos,
             info_keys=self.info_keys,
+            episode_statistics=self.episode_statistics,
             episode_seeds=self.episode_seeds,
             env_type=self.env_type,
             first_env_id=self.first_env_id,
@@ -272,4 +278,13 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "infos": get_args(InfoPolicy),
     "env_type": get_args(EnvType),
 }
-_SWITCHES = ("check_finite", "isolate_rng", "poison", "episode_seeds", "pickle_replies", "reset_ahead", "env_threads")
+_SWITCHES = (
+    "check_finite",
+    "isolate_rng",
+    "poison",
+    "episode_statistics",
+    "episode_seeds",
+    "pickle_replies",
+    "reset_ahead",
+    "env_threads",
+)

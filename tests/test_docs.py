@@ -47,7 +47,8 @@ BLOCK = re.compile(
 SHAPED = re.compile(r"^(\s*)([^#]+?)\s+# (?:(\w+) )?(\[\d+(?:, \d+)*\])")
 #: Takes the line of the page's title.
 CHECK = (
-    "def _holds(value, dtype, shape): assert list(value.shape) == shape and dtype in (None, str(value.dtype)[6:]), "
+    "def _holds(value, dtype, shape): "
+    "assert list(value.shape) == shape and dtype in (None, str(value.dtype).removeprefix('torch.')), "
     "f'expected {dtype} {shape}, got {value.dtype} {list(value.shape)}'"
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")

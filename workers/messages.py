@@ -84,9 +84,15 @@ class DetachStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class Seed:
-    """Use a new root seed; the next reset of every env is episode 0 again."""
+    """Use a new root seed.
+
+    Attributes:
+        root_seed: of all envs.
+        episodes: which episode the next reset of each env of the pool begins; None for episode 0 of all.
+    """
 
     root_seed: int
+    episodes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

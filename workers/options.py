@@ -26,6 +26,7 @@ class BlockOptions:
         check_finite: refuse NaN and infinities in observations and rewards.
         infos: what becomes of the envs' infos.
         info_keys: entries of the infos that are leaves; see `block.info_leaves`.
+        episode_statistics: leaves with return, length and time of the episode; see `block.episode_leaves`.
         episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
         env_type: what the envs take and give; see `adapters.find_adapter`.
         first_env_id: what seeds call env 0, where these envs are a share of a larger batch.
@@ -37,6 +38,7 @@ class BlockOptions:
     check_finite: bool = False
     infos: InfoPolicy = "drop"
     info_keys: InfoKeys | None = None
+    episode_statistics: bool = False
     episode_seeds: bool = True
     env_type: EnvType = "auto"
     first_env_id: int = 0

@@ -11,7 +11,7 @@ Knows nothing of processes or doorbells: the worker's loop and `SerialEnv` drive
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,11 +121,11 @@ class Block:
         for slot in self.slots.values():
             slot.sinks.pop(target, None)
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed; the next reset of every env is its episode 0."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed; the next reset of an env begins its item of `episodes`, by env id, or episode 0."""
         self.use_root_seed(root_seed)
         for env_id, slot in self.slots.items():
-            self._words["episode"][env_id] = 0
+            self._words["episode"][env_id] = 0 if episodes is None else episodes[env_id]
             slot.rng_state = None
             slot.adapter.reseeded()
 

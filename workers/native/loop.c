@@ -7,7 +7,6 @@
 
 #include <stdlib.h>
 
-enum { OP_BITS = 4, FLAG_BITS = 4, TARGET_BITS = 24, OP_STEP = 1, OP_STEP_RESET = 2, OP_RESET = 3, FLAG_EACH = 1 }; /* workers.protocol */
 enum { STATUS_OK = 0 };
 
 static const char *const WORDS[] = {"command_seq", "command", "reply_seq", "status", "resets", "mail_seq", "answered",
@@ -470,7 +469,7 @@ static PyType_Spec loop_spec = {
 
 static int add_types(PyObject *module)
 {
-    PyType_Spec *specs[] = {&step_spec, &loop_spec, &caller_spec};
+    PyType_Spec *specs[] = {&step_spec, &loop_spec, &caller_spec, &exchange_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int added = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);

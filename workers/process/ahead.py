@@ -17,6 +17,7 @@ take it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,8 @@ class AheadBlock(Block):
     _kept: _Kept | None = None
     num_seeds = 0  # root seeds that it has received
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed. The count of episodes is the parent's to clear: this env may be the other worker's."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:  # noqa: ARG002  # see below
+        """Use a new root seed. The count of episodes is the parent's to set: this env may be the other worker's."""
         self.use_root_seed(root_seed)
         self.num_seeds += 1
         self.forget_ahead()

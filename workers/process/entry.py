@@ -173,7 +173,9 @@ class Worker:
 
     def _on_build(self, message: messages.Build) -> None:
         self._build = message
-        builder = Builder(message.block.info_keys, message.block.env_type)
+        builder = Builder(
+            message.block.info_keys, message.block.env_type, episode_statistics=message.block.episode_statistics
+        )
         adapters = {}
         self._threads = EnvThreads(message.env_ids) if message.block.env_threads else None
         for env_id, factory, kwargs in zip(message.env_ids, message.factories, message.env_kwargs, strict=True):
@@ -219,7 +221,7 @@ class Worker:
     def _on_seed(self, message: messages.Seed) -> None:
         assert self._block is not None
         self._await_envs()
-        self._block.seed(message.root_seed)
+        self._block.seed(message.root_seed, message.episodes)
 
     def _on_prepare(self, message: messages.Prepare) -> None:
         assert self._block is not None
