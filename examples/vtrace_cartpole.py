@@ -1,10 +1,10 @@
 """An actor-critic that learns from data that are older than its weights, corrected by V-trace.
 
 What it shows: an `AsyncCollector` collects the next batch while the learner works on the present one, so the weights
-that acted are a version or two behind. Each transition holds the log-probability that the acting policy gave its action;
+that acted are a version or two behind. Each transition holds the log-probability of its action under those weights;
 V-trace (Espeholt et al., 2018) weighs the transitions by how much likelier the present policy makes them.
 
-Run: python examples/vtrace_cartpole.py [--frames 300000]    (about two minutes; stops at a mean return of 475)
+Run: python examples/vtrace_cartpole.py [--frames 1000000]    (some minutes; stops at a mean return of 475)
 """
 
 from __future__ import annotations
