@@ -153,6 +153,6 @@ def test_gymnasium_vector_env_prints_returns(tmp_path):
 @needs("sb3", "meltingpot")
 @pytest.mark.slow
 def test_sb3_meltingpot_trains_agents_as_rows(tmp_path):
-    printed = run_example("sb3_meltingpot", tmp_path)
+    printed = run_example("sb3_meltingpot", tmp_path, "--updates", "2")
     assert "2 envs, 4 rows; a row sees (40, 40, 3) and has 8 actions" in printed
-    assert "384 agent steps in 3 updates; episodes of [60] steps" in printed
+    assert "256 agent steps in 2 updates; episodes of [60] steps" in printed
