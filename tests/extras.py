@@ -16,6 +16,7 @@ PACKAGES = {
     "bench": ("matplotlib", "stable_baselines3", "torchrl"),
     "box2d": ("Box2D", "pygame"),
     "cli": ("typer", "rich"),
+    "dev": ("sb3_contrib", "supersuit"),
     "dm-control": ("dm_control",),
     "docs": ("mkdocs", "mkdocstrings", "material"),
     "envpool": ("envpool",),

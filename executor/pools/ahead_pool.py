@@ -234,7 +234,7 @@ class AheadPool(WorkerPool):
             return
         if self._is_due(worker_id):
             with contextlib.suppress(EnvherdError):  # no further process can be started: see `_give_up_on`
-                self.recycle(worker_id)  # its successor prepares it
+                self.recycle(worker_id, is_anew=False)  # its successor prepares it
         else:
             self._rings[worker_id]()
 

@@ -49,6 +49,7 @@ from envherd.shm.sync import Doorbell
 from envherd.shm.tally import Tally
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.processes import memory_of
 from envherd.workers.protocol import Op, describe_phase, pack, pack_each
 
 _LOOK_NS = int(LOOK_S * 1e9)
@@ -79,6 +80,7 @@ class WorkerPool:
         self._hailed, self._looked_at = np.zeros(1, np.uint8), 0.0
         self.has_waited = False  # `FastCommands.has_all` has taken the tokens that `wait_all` would take
         self._is_reading = False  # a worker is writing more than its socket holds
+        self.began = np.zeros(len(self.worker_ids), np.int64)
 
     def start(self) -> None:
         """Start the workers, build the envs in them, and set `specs`, `plan` and `slab`.
@@ -522,13 +524,20 @@ class WorkerPool:
         """Return whether a worker is there: neither lost nor being replaced."""
         return self.supervisor.is_serving(worker_id)
 
-    def recycle(self, worker_id: int) -> None:
-        """Close the envs of a worker that has nothing to do, and begin to replace it."""
+    def memory_of(self, worker_id: int) -> int:
+        """Return the bytes that a worker, and what it has started, have to themselves."""
+        return memory_of(self.pid_of(worker_id))["uss"]
+
+    def recycle(self, worker_id: int, *, is_anew: bool) -> None:
+        """Close the envs of a worker that has nothing to do, and begin to replace it; see `RecyclablePool`."""
         self.supervisor.recycle(worker_id)
+        if is_anew:
+            self.slab.words["episode"][list(self.blueprint.blocks[worker_id])] -= 1
 
     def clear_words(self, worker_id: int) -> None:
         """Forget what announced mail and commands to a worker that is replaced."""
         words = self.slab.words
+        self.began[worker_id] = words["resets"][list(self.crew.blueprint.blocks[worker_id])].max()
         words["mail_seq"][worker_id] = words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
             pass  # tokens that its predecessor did not take

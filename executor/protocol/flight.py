@@ -370,24 +370,6 @@ class Flights:
             raise
         self._close(flight)
 
-    def report(self, flight: Flight) -> Outcome | None:
-        """Land a flight that has been waited for; losses and faults are left to the caller.
-
-        Returns:
-            What the pool reported; None for nothing.
-        """
-        outcome = None
-        if self.pool.outcome:
-            outcome, own = self._note_unusual(flight)
-            self.states.move(np.setdiff1d(self.losses.envs_of(outcome.losses), own), Event.IS_LOST)
-        else:
-            self._note_rows(flight)
-        try:
-            self._recycle(flight)
-        finally:
-            self._close(flight)
-        return outcome
-
     def _note_unusual(self, flight: Flight) -> tuple[Outcome, np.ndarray]:
         """Note what became of a flight; return what the pool reported, and the flight's envs that were lost."""
         positions, ids = self.positions, flight.ids
@@ -510,7 +492,7 @@ class Flights:
         self.states.restore(env_ids, self.positions.were_reset(env_ids, columns))
 
     def open_delivery(self, env_ids: np.ndarray) -> Flight:
-        """Begin to hand out envs that were sent and have answered; `deliver` or `report` must follow."""
+        """Begin to hand out envs that were sent and have answered; `deliver` must follow."""
         self.current = Flight(self, Op.STEP, env_ids, None)
         return self.current
 

@@ -253,8 +253,8 @@ def owing(side: Side) -> list[int]:
 
 
 def test_words_are_packed_as_the_protocol_says():
-    header = (Path(native.__file__).parent / "native.h").read_text()
-    constants = dict(re.findall(r"\b([A-Z_]+) = (\d+)", SOURCE + header))
+    sources = SOURCE + (Path(native.__file__).parent / "native.h").read_text()
+    constants = dict(re.findall(r"\b([A-Z_]+) = (\d+)", sources))
     expected = {
         "OP_BITS": protocol._OP_BITS,
         "FLAG_BITS": protocol._FLAG_BITS,

@@ -33,10 +33,15 @@ def num_agents(spec: EnvSpec) -> int:
 
 
 def observed_leaves(spec: EnvSpec) -> list[tuple[int, LeafSpec]]:
-    """Return `(index, leaf)` of the observation leaves that a row sees."""
+    """Return `(index, leaf)` of the observation leaves that a row sees: no masks, and no entries of infos."""
     unseen = spec.episode_keys
-    seen = [(i, leaf) for i, leaf in enumerate(spec.observation) if leaf.key not in unseen]
-    return [(i, leaf) for i, leaf in seen if _is_of_agents(spec, leaf.key)]
+    seen = [(i, leaf) for i, leaf in enumerate(spec.observation) if leaf.key not in unseen and leaf.key[0] != "info"]
+    if not spec.groups:
+        return seen
+    group = spec.groups[0][0]
+    own = [(i, leaf) for i, leaf in seen if leaf.key[: len(group)] == group]
+    observed = [(i, leaf) for i, leaf in own if leaf.key[len(group)] == "observation"]
+    return observed or own
 
 
 def compose_for(space: Space) -> Compose:
@@ -85,7 +90,3 @@ def _single_or_dict(found: dict[str, Space]) -> Space:
 def _name(spec: EnvSpec, key: Key) -> str:
     prefix = (*spec.groups[0][0], "observation") if spec.groups else ()
     return "/".join(key[len(prefix) :] if prefix and key[: len(prefix)] == prefix else key)
-
-
-def _is_of_agents(spec: EnvSpec, key: Key) -> bool:
-    return not spec.groups or key[: len(spec.groups[0][0])] == spec.groups[0][0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 
@@ -312,7 +311,7 @@ def make_spread():
     return simple_spread_v3.parallel_env(max_cycles=5)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("supersuit") is None, reason="needs supersuit")
+@needs("dev")
 @pytest.mark.filterwarnings("ignore")
 def test_rows_are_those_of_supersuit():
     import supersuit
