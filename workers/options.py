@@ -31,6 +31,7 @@ class BlockOptions:
         env_type: what the envs take and give; see `adapters.find_adapter`.
         first_env_id: what seeds call env 0, where these envs are a share of a larger batch.
         reset_ahead: the worker is one of the two that an env has; see `process.ahead`.
+        env_threads: each env has a thread; see `process.env_threads`.
     """
 
     isolate_rng: bool = False
@@ -42,3 +43,4 @@ class BlockOptions:
     env_type: EnvType = "auto"
     first_env_id: int = 0
     reset_ahead: bool = False
+    env_threads: bool = False

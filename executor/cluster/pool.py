@@ -325,6 +325,7 @@ class ClusterPool:
             share.write(reply, self._storages)
         share.note_words(self.slab.words, self.began, reply)
         self._note(share, reply.outcome)
+        self.slab.words["answered_ns"][env_ids[is_current]] = time.perf_counter_ns()  # here: nodes have other clocks
         words.reply_seq[env_ids[is_current]] = numbers[is_current]
 
     def _note(self, share: RemoteShare, outcome: Outcome | None) -> None:

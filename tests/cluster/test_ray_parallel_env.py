@@ -9,6 +9,7 @@ from tensordict import TensorDict, is_leaf_nontensor
 
 from envherd.executor import (
     ActionError,
+    AsyncCollector,
     Busy,
     Collector,
     EnvError,
@@ -109,6 +110,34 @@ def test_envs_are_received_in_any_order_with_the_same_data(pair):
         got = torch.cat(parts)
         theirs = local.recv()
         assert_equal(*[td[td["env_ids"].argsort()] for td in (got, theirs)])
+
+
+@pytest.mark.parametrize("in_background", [0, 1])
+def test_an_async_collector_gives_every_step_once_as_one_machine_makes_it(pair, in_background):
+    remote, local = pair
+    collector = AsyncCollector(
+        remote,
+        lambda root: root.set("action", root["observation"][:, 1] % 4),
+        frames_per_batch=20,
+        layout="flat",
+        in_background=in_background,
+        close_env=False,
+    )
+    with collector:
+        data = torch.cat([collector.collect() for _ in range(4)])
+        statistics = collector.statistics()
+    assert statistics.frames >= 80
+    assert 0 < statistics.queue_p50_s <= statistics.queue_p99_s
+    root = local.reset()
+    made = []
+    for _ in range(int(data["step"].max()) + 1):
+        td, root = local.step_and_maybe_reset(root.set("action", root["observation"][:, 1] % 4))
+        made.append(td["next", "observation"].clone())
+    for env_id in range(N):
+        own = data[data["env_ids"] == env_id]
+        assert own["step"].tolist() == list(range(len(own)))
+        assert torch.equal(own["next", "observation"], torch.stack(made)[: len(own), env_id])
+    assert torch.equal(data["policy_version"], torch.zeros(80, dtype=torch.int64))
 
 
 def test_remote_rollouts_are_those_of_one_machine(pair):

@@ -10,9 +10,9 @@
 enum { STATUS_OK = 0 };
 
 static const char *const WORDS[] = {"command_seq", "command", "reply_seq", "status", "resets", "mail_seq", "answered",
-                                    "ring_at", "busy_ns", "seat", "since_ns", "reset_ns", "step_bins", "phase"};
+                                    "ring_at", "busy_ns", "seat", "since_ns", "reset_ns", "step_bins", "phase", "answered_ns"};
 enum { COMMAND_SEQ, COMMAND, REPLY_SEQ, STATUS, RESETS, MAIL_SEQ, ANSWERED, RING_AT, BUSY, SEAT, SINCE, RESET_NS,
-       STEP_BINS, PHASE, NUM_WORDS };
+       STEP_BINS, PHASE, ANSWERED_NS, NUM_WORDS };
 /* What Python does: functions of `process.native_loop.NativeLoop` and its block. */
 static const char *const CALLS[] = {"execute", "hand_over", "fail", "go_on", "hand_over_reset", "fail_reset", "check_mail",
                                     "tidy", "move"};
@@ -387,6 +387,8 @@ static int scan(Loop *loop)
             return -1;
         STORE(word(loop, STATUS, env->id), status);
         env->latest = number;
+        if (command & FLAG_EACH << OP_BITS)
+            STORE(word(loop, ANSWERED_NS, env->id), monotonic_ns());
         STORE_NUMBER(word(loop, REPLY_SEQ, env->id), number);
         if (!(command & FLAG_EACH << OP_BITS))
             owes_ring = 1;
