@@ -292,7 +292,8 @@ class AsyncCollector:
         if not self.env.is_closed and (self.env.engine.states.under_way).any():
             self.env.recv()  # the caller goes on with envs that owe nothing
 
-    shutdown = close  # TorchRL's name
+    shutdown = close
+    """The same under TorchRL's name."""
 
     def __enter__(self) -> Self:
         """Return itself; closed at the end of the `with`."""
