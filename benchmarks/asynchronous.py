@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
 
-from envherd import AsyncCollector, ExecutorOptions, ParallelEnv
+from envherd.executor import AsyncCollector, ExecutorOptions, ParallelEnv
 
 
 class Waiting(gymnasium.Env[np.ndarray, Any]):
