@@ -62,7 +62,7 @@ class ExecutorOptions:
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
         nice: added to the workers' niceness.
         env_vars: further environment variables for the workers: a dict, or pairs of names and values.
-        infos: what becomes of envs' infos: "drop", "plain" (see
+        infos: how to handle the envs' infos: "drop", "plain" (see
             `BatchedEnv.infos`; entries that are not plain data are left out) or "pickle" (as they are;
             entries that cannot be pickled are left out). What is left out is named once in the log.
         info_keys: entries of the infos that become leaves: `("info", NAME)`, and `("info", "_NAME")` for

@@ -61,6 +61,7 @@ ALLOWED = {
     | {"envherd.shm", "envherd.workers", "envherd.executor", "envherd.benchmarks"},
     "benchmarks/rllib.py": {"ray"},
     "benchmarks/cluster*.py": {"psutil", "ray", "torchrl", "matplotlib", "cluster_page", "cluster_model"},
+    "benchmarks/asynchronous.py": {"torchrl"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
     "benchmarks/startup.py": {"stable_baselines3", "torchrl"},
     "benchmarks/peers.py": {"envpool", "pufferlib", "ray", "stable_baselines3", "tianshou", "torchrl"},

@@ -120,7 +120,7 @@ class Ask:
     would find something), "set", "layers" (the classes of an env and its wrappers), "render", "state_dict",
     "load_state_dict" or "allow_steps" (let envs be stepped that were never reset); `number` comes back with the
     answer, so that the answer to a question whose asker was interrupted is not taken for the next one's. An
-    `is_silent` one is not answered, whatever comes of it.
+    `is_silent` one is never answered.
     """
 
     what: str

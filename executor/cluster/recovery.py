@@ -1,4 +1,4 @@
-"""What becomes of shares whose host is gone: another place is looked for, and a new host begins to build there.
+"""How shares whose host is gone are recovered: another place is looked for, and a new host begins to build there.
 
 Guarantees: no call waits for a place: the other shares continue, and what is meant for a share that is being moved is
 kept until it has one. A search is bounded; if it finds nothing, that is the share's loss. A host that is lost again and

@@ -375,7 +375,7 @@ def _batch_of(
     data = TensorDict({}, batch_size)
     for key, value in leaves.items():
         data.set(key, value)
-    data.refine_names(..., "time") if len(batch_size) == 2 else None
+    data.refine_names(None, "time", ...)
     return data if device is None else data.to(device)
 
 

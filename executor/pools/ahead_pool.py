@@ -229,7 +229,7 @@ class AheadPool(WorkerPool):
             turns.swap(env_id)
 
     def _send_off(self, worker_id: int) -> None:
-        """Wake a spare to prepare what its env's turn says; or replace it first, if it is due."""
+        """Wake a spare to prepare what its env's turn says; or replace it first, if it must be replaced."""
         if not self.supervisor.is_there(worker_id):
             return
         if self._is_due(worker_id):

@@ -46,7 +46,7 @@ def pair(request, shared_env):
 
 def assert_equal(one, other):
     assert one.batch_size == other.batch_size
-    assert one.ndim > 2 or one.names == other.names
+    assert one.names == other.names
     keys = set(one.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
     assert keys == set(other.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
     for key in keys:
