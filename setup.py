@@ -24,7 +24,7 @@ SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(FOLDER).
 
 NATIVE = Extension(
     "envherd.workers.native._native",
-    [f"{FOLDER}/{name}.c" for name in ("bell", "step", "loop", "caller")],
+    [f"{FOLDER}/{name}.c" for name in ("bell", "step", "loop", "caller", "exchange")],
     depends=[f"{FOLDER}/native.h"],
     define_macros=[("_POSIX_C_SOURCE", "200809L"), ("SOURCES", f"{SOURCES}LL")],
     extra_compile_args=["-O2", "-g0", "-std=c11", "-fvisibility=hidden"],

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from envherd.executor.cluster.env import RayParallelEnv
     from envherd.executor.cluster.errors import ClusterError
     from envherd.executor.collector import Collector
+    from envherd.executor.episode_logger import Episode, EpisodeLogger
     from envherd.executor.exporting import MetricsServer, to_dict, to_scalars, write_scalars
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
@@ -68,6 +69,8 @@ _HOMES = {
     "EnvError": _ERRORS,
     "EnvSpec": _SPECS,
     "EnvherdError": _ERRORS,
+    "Episode": "envherd.executor.episode_logger",
+    "EpisodeLogger": "envherd.executor.episode_logger",
     "ExecutorOptions": "envherd.executor.options",
     "FactoryError": _ERRORS,
     "InternalError": _ERRORS,
@@ -116,6 +119,8 @@ __all__ = [
     "EnvError",
     "EnvSpec",
     "EnvherdError",
+    "Episode",
+    "EpisodeLogger",
     "ExecutorOptions",
     "FactoryError",
     "InternalError",

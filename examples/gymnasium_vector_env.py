@@ -1,11 +1,11 @@
-"""A Gymnasium vector env, one import changed: random actions, episode statistics by Gymnasium's own wrapper."""
+"""A Gymnasium vector env, one import changed: random actions, with the statistics of episodes."""
 
 from __future__ import annotations
 
 import gymnasium
 import numpy as np
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
+from envherd import ExecutorOptions
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 
 NUM_ENVS, NUM_STEPS = 4, 300
@@ -18,7 +18,8 @@ def make_env() -> gymnasium.Env:
 
 def main() -> None:
     """Step the envs and print what their episodes brought."""
-    envs = RecordEpisodeStatistics(AsyncVectorEnv([make_env] * NUM_ENVS, num_workers=2, autoreset_mode="SameStep"))
+    options = ExecutorOptions(episode_statistics=True)  # the infos of Gymnasium's RecordEpisodeStatistics
+    envs = AsyncVectorEnv([make_env] * NUM_ENVS, num_workers=2, autoreset_mode="SameStep", options=options)
     returns: list[float] = []
     envs.reset(seed=0)
     envs.action_space.seed(0)

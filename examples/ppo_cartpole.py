@@ -7,6 +7,8 @@ What it shows:
 - `("next", "observation")` is always the true last observation of a step, also where the env was reset
   right after. So a time limit (`truncated`) is bootstrapped with the value of the state that was really
   reached, and only a fall (`terminated`) is worth nothing.
+- With `episode_statistics=True`, `("next", "episode", "return")` is the return of the episode so far; `EpisodeLogger`
+  takes it from the episodes that ended.
 
 Run: python examples/ppo_cartpole.py --seed 1
 Exits with 0 once the mean return of the last 40 episodes is at least 475, else with 1.
@@ -17,7 +19,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import deque
 from typing import Any
 
 import gymnasium
@@ -25,7 +26,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from envherd import ParallelEnv
+from envherd import EpisodeLogger, ExecutorOptions, ParallelEnv
 
 NUM_ENVS, NUM_STEPS = 8, 128
 EPOCHS, NUM_MINIBATCHES = 8, 4
@@ -107,37 +108,18 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, data: TensorDictBase)
             optimizer.step()
 
 
-class Returns:
-    """Sums rewards per env and keeps the returns of the last episodes that ended."""
-
-    def __init__(self) -> None:
-        self.last: deque[float] = deque(maxlen=NUM_COUNTED)
-        self._running = torch.zeros(NUM_ENVS)
-
-    def add(self, data: TensorDictBase) -> None:
-        """Count the episodes that ended in a rollout `[N, T]`."""
-        for reward, done in zip(data["next", "reward"].unbind(1), data["next", "done"].unbind(1), strict=True):
-            self._running += reward.squeeze(-1)
-            self.last.extend(self._running[done.squeeze(-1)].tolist())
-            self._running[done.squeeze(-1)] = 0
-
-    @property
-    def mean(self) -> float:
-        """Mean return of the last episodes, 0 before the first has ended."""
-        return sum(self.last) / max(1, len(self.last))
-
-    @property
-    def reached_goal(self) -> bool:
-        """Whether enough episodes were good enough."""
-        return len(self.last) == NUM_COUNTED and self.mean >= GOAL
+def has_goal(logger: EpisodeLogger) -> bool:
+    """Return whether enough episodes were good enough."""
+    return len(logger.last) == NUM_COUNTED and logger.mean_return >= GOAL
 
 
-def train(seed: int, max_steps: int) -> Returns:
+def train(seed: int, max_steps: int) -> EpisodeLogger:
     """Train until the goal or for `max_steps` env steps; print a line every ten updates."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # the networks are so small that threads only wait for each other
-    returns, began = Returns(), time.monotonic()
-    with ParallelEnv(NUM_ENVS, make_env, seed=seed) as env:
+    logger, began = EpisodeLogger(window=NUM_COUNTED), time.monotonic()  # EpisodeLogger(SummaryWriter(...)) plots it
+    options = ExecutorOptions(episode_statistics=True)
+    with ParallelEnv(NUM_ENVS, make_env, seed=seed, options=options) as env:
         agent = Agent(num_inputs=4, num_actions=2)
         num_updates = max_steps // (NUM_ENVS * NUM_STEPS)
         optimizer = torch.optim.Adam(agent.parameters(), LEARNING_RATE, eps=1e-5)
@@ -147,15 +129,15 @@ def train(seed: int, max_steps: int) -> Returns:
             env.reset(TensorDict({"_reset": ended}, [NUM_ENVS]))  # only those: the others go on where they are
             data = env.rollout(NUM_STEPS, agent, auto_reset=False, break_when_any_done=False)
             ended = data["next", "done"][:, -1]
-            returns.add(data)
-            if number % 10 == 0 or returns.reached_goal:
+            logger.add(data)
+            if number % 10 == 0 or has_goal(logger):
                 steps, seconds = number * NUM_ENVS * NUM_STEPS, time.monotonic() - began
-                print(f"steps {steps:7d}  mean return {returns.mean:6.1f}  {seconds:5.1f} s", flush=True)
-            if returns.reached_goal:
+                print(f"steps {steps:7d}  mean return {logger.mean_return:6.1f}  {seconds:5.1f} s", flush=True)
+            if has_goal(logger):
                 break
             update(agent, optimizer, data)
             schedule.step()
-    return returns
+    return logger
 
 
 def main() -> int:
@@ -164,10 +146,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-steps", type=int, default=400_000, help="env steps after which it gives up")
     arguments = parser.parse_args()
-    returns = train(arguments.seed, arguments.max_steps)
-    verdict = "solved" if returns.reached_goal else "not solved"
-    print(f"{verdict}: mean return {returns.mean:.1f} over the last {len(returns.last)} episodes (goal {GOAL:g})")
-    return 0 if returns.reached_goal else 1
+    logger = train(arguments.seed, arguments.max_steps)
+    verdict = "solved" if has_goal(logger) else "not solved"
+    print(f"{verdict}: mean return {logger.mean_return:.1f} over the last {len(logger.last)} episodes (goal {GOAL:g})")
+    return 0 if has_goal(logger) else 1
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ import socket
 
 import gymnasium
 import torch
-from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from envherd import Collector, ParallelEnv
-from envherd.executor.policy import uncopied
+from envherd import Collector, EpisodeLogger, ExecutorOptions, ParallelEnv, uncopied
 
 NUM_ENVS, NUM_STEPS, NUM_EPOCHS, MINIBATCH = 8, 128, 5, 256
 
@@ -50,15 +48,6 @@ class Logits(nn.Module):
         self.other_end.close()
 
 
-def mean_return(data: TensorDict, running: torch.Tensor, finished: list[float]) -> None:
-    """Add up rewards `[N, T]` per env; note the return of every episode that ended."""
-    for step in data.unbind(1):
-        running += step["next", "reward"][:, 0]
-        ended = step["next", "done"][:, 0]
-        finished += running[ended].tolist()
-        running[ended] = 0
-
-
 def main(num_updates: int) -> float:
     """Train; return the mean return of the last 50 episodes."""
     torch.manual_seed(0)
@@ -82,15 +71,14 @@ def main(num_updates: int) -> float:
         loss_module = ClipPPOLoss(actor, critic, entropy_coeff=0.01)
     advantage = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     optimiser = torch.optim.Adam(loss_module.parameters(), lr=1e-3)
-    env = ParallelEnv(NUM_ENVS, make_env, num_workers=2, seed=0)
-    running = torch.zeros(NUM_ENVS)
-    finished: list[float] = []
+    env = ParallelEnv(NUM_ENVS, make_env, num_workers=2, seed=0, options=ExecutorOptions(episode_statistics=True))
+    episodes = EpisodeLogger(window=50)
     try:
         with Collector(
             env, actor, frames_per_batch=NUM_ENVS * NUM_STEPS, total_frames=NUM_ENVS * NUM_STEPS * num_updates
         ) as collector:
             for index, data in enumerate(collector):
-                mean_return(data, running, finished)
+                episodes.add(data)
                 with torch.no_grad():
                     advantage(data)
                 flat = data.reshape(-1)
@@ -102,12 +90,10 @@ def main(num_updates: int) -> float:
                         loss.backward()
                         optimiser.step()
                 if index % 5 == 4:
-                    recent = finished[-50:]
-                    print(f"{collector.num_frames:6d} frames: mean return {sum(recent) / len(recent):6.1f}")
+                    print(f"{collector.num_frames:6d} frames: mean return {episodes.mean_return:6.1f}")
     finally:
         logits.close()
-    recent = finished[-50:]
-    return sum(recent) / len(recent)
+    return episodes.mean_return
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import reset_mask
+from envherd.executor.batches.arguments import as_count, need_batch, need_seconds
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
 from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.options import ExecutorOptions
@@ -30,6 +31,7 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
+from envherd.executor.protocol.fast_exchange import compile_exchange
 from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import Policy, RolloutRunner
@@ -65,8 +67,9 @@ class BatchedEnv:
         self.compile()
 
     def compile(self) -> None:
-        """Compile the steps; again after a part of the engine was replaced by another, to watch it, say."""
+        """Compile steps, sends and receives; again after a part of the engine was replaced, to watch it, say."""
         self._fast_step, self._fast_step_reset = (compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET))
+        self._fast_exchange = compile_exchange(self._engine)
 
     # ---- what it is --------------------------------------------------------------------------
 
@@ -128,6 +131,14 @@ class BatchedEnv:
         """Close."""
         self.close()
 
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refuse to be used as a function that makes envs: other libraries call what is no env of theirs."""
+        raise TypeError(
+            f"calling failed: a {type(self).__name__} is an executor, and no function that makes an env. Where another "
+            f"library takes an env, use its facade: ParallelEnv of envherd.executor.facades.torchrl, SubprocVecEnv of "
+            f"envherd.executor.facades.sb3, or AsyncVectorEnv of envherd.executor.facades.gymnasium."
+        )
+
     def __reduce__(self) -> Any:
         """Refuse to be pickled or deep-copied."""
         raise TypeError(f"pickling failed: a live {type(self).__name__} holds processes. Pickle its factories instead.")
@@ -160,6 +171,12 @@ class BatchedEnv:
             EnvError: an env raised; the others were reset. WorkerLost, WorkerTimeout, Busy, Closed.
         """
         engine = self._engine
+        if td is not None:
+            need_batch("reset", td)
+        if list_of_kwargs is not None and not isinstance(list_of_kwargs, (list, tuple)):
+            raise TypeError(f"reset failed: expected list_of_kwargs as a list of dicts, got {list_of_kwargs!r}.")
+        if isinstance(seed, str):
+            raise ValueError(f"reset failed: expected seed as an integer, a list of them or None, got {seed!r}.")  # noqa: TRY004
         with self._guard:
             engine.refuse_rolling()
             mask = reset_mask(td, tuple(self.batch_size))
@@ -193,6 +210,7 @@ class BatchedEnv:
         """
         if self._fast_step(td) is not None:
             return td
+        need_batch("step", td)
         with self._guard:
             next_td, _ = self._engine.step_all(td, Op.STEP)
             self._join(td, next_td, None)
@@ -208,6 +226,7 @@ class BatchedEnv:
         """
         if (pair := self._fast_step_reset(td)) is not None:
             return pair
+        need_batch("step_and_maybe_reset", td)
         with self._guard:
             next_td, root = self._engine.step_all(td, Op.STEP_RESET)
             assert root is not None
@@ -231,7 +250,7 @@ class BatchedEnv:
         *,
         callback: Callable[[Any, TensorDictBase], Any] | None = None,
         auto_reset: bool = True,
-        break_when_any_done: bool = True,
+        break_when_any_done: bool | None = None,
         tensordict: TensorDictBase | None = None,
         set_truncated: bool = False,
         out: TensorDictBase | None = None,
@@ -248,8 +267,9 @@ class BatchedEnv:
             callback: called with the executor and each step's batch, `next` included (VIEWS of the rollout). It and
                 the policy may ask the envs things (`get`, `call`, `current`, `infos`), but not step or reset them.
             auto_reset: reset all envs first. False goes on from where they are, and resets those that have ended.
-            break_when_any_done: stop after the first step at which an env ends, as TorchRL does: the batch may have
-                fewer than `max_steps` steps. False resets the envs that end, and always collects `max_steps`.
+            break_when_any_done: True stops after the first step at which an env ends, as TorchRL does: the batch may
+                have fewer than `max_steps` steps. False resets the envs that end, and always collects `max_steps`. None
+                is True, and logs a warning the first time that it cuts a rollout short.
             tensordict: with `auto_reset=False`, the root that the caller holds. Of it only what is not
                 the envs' is used: the policy's state before the first step.
             set_truncated: mark the last step of every env `truncated` and `done`, its agents too.
@@ -298,6 +318,8 @@ class BatchedEnv:
         Args:
             td: of all envs, or of those that its `env_ids` name, as `recv` and `current` give it.
         """
+        if td is not None:
+            need_batch("rand_action", td)
         ids = None if td is None else td.get(ENV_IDS, None)
         env_ids = None if ids is None else self._exchange.as_ids(ids)
         return self._engine.sampler.fill(td, self.batch_size, self.device, env_ids)
@@ -315,6 +337,10 @@ class BatchedEnv:
         Raises:
             ActionError, ResetNeeded, Busy: refused, nothing was sent.
         """
+        fast = self._fast_exchange
+        if fast is not None and fast.send(td, env_ids, maybe_reset=maybe_reset) is not None:
+            return
+        need_batch("send", td)
         with self._guard:
             ids = self._exchange.ids_of(td, env_ids)
             self._exchange.send(td, ids, Op.STEP_RESET if maybe_reset else Op.STEP)
@@ -350,6 +376,14 @@ class BatchedEnv:
             TimeoutError: fewer were ready in time. Nothing is lost: receive again.
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer sent; the rest are.
         """
+        fast = self._fast_exchange
+        if fast is not None:
+            received = fast.recv(min_envs, timeout_s, max_envs, env_ids, with_root=with_root)
+            if received is not None:
+                return received
+        as_count("recv", "min_envs", min_envs, least=0, or_none=True)
+        as_count("recv", "max_envs", max_envs, least=0, or_none=True)
+        need_seconds("recv", "timeout_s", timeout_s)
         with self._guard:
             self._engine.refuse_rolling()
             ids = None if env_ids is None else self._exchange.as_ids(env_ids)
@@ -361,6 +395,9 @@ class BatchedEnv:
         Also in a rollout, from its policy or callback. In its own memory, which it may share with the `next` of a
         batch just received (as `step_mdp` shares them).
         """
+        fast = self._fast_exchange
+        if fast is not None and (root := fast.current(env_ids)) is not None:
+            return root
         with self._guard:
             if env_ids is not None and (td := self._exchange.recall(env_ids)) is not None:
                 return td
@@ -380,10 +417,12 @@ class BatchedEnv:
 
     def call(self, name: str, *args: Any, env_ids: Iterable[int] | None = None, **kwargs: Any) -> list[Any]:
         """Call a method of each env (dotted names reach further) and return the results in env order."""
+        _need_name("call", name)
         return self.ask("call", env_ids, name=name, args=args, kwargs=kwargs)
 
     def get(self, name: str, env_ids: Iterable[int] | None = None) -> list[Any]:
         """Return an attribute of each env, in env order."""
+        _need_name("get", name)
         return self.ask("get", env_ids, name=name)
 
     def set(self, name: str, value: Any, env_ids: Iterable[int] | None = None) -> None:
@@ -391,6 +430,7 @@ class BatchedEnv:
 
         Dotted names reach further: `unwrapped.x` is set on the innermost env, `x` on the outermost wrapper.
         """
+        _need_name("set", name)
         ids = self._exchange.as_ids(env_ids).tolist()
         values = value if isinstance(value, list) and len(value) == len(ids) else [value] * len(ids)
         self.ask("set", ids, name=name, args=tuple(values))
@@ -399,13 +439,18 @@ class BatchedEnv:
         """Return a picture of each env now, uint8 `[H, W, 3]`, or None where an env cannot draw itself."""
         return self.ask("render", None)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return each env's own state and where the envs are.
+    def state_dict(self, *, with_envs: bool = True) -> dict[str, Any]:
+        """Return what a checkpoint needs: the envs' states, where they are, and the seeds of their next episodes.
+
+        Args:
+            with_envs: False leaves out the envs' states and roots, for envs that have no state: an executor that loads
+                it begins new episodes, with the seeds that would have come next.
 
         Returns:
-            `{"env0": ..., ..., "executor": {"roots": [...], "ended": [...]}}`: what the envs gave, each env's present
-            root (nested dicts of tensors, copies), and whether it must be reset. Seeds and the numbers of episodes
-            are not in it.
+            `{"env0": ..., ..., "executor": {"seed": ..., "episodes": [...], "actions": ..., "roots": [...], "ended":
+            [...]}}`: what the envs gave; the root seed; which episode the next reset of each env begins; the state of
+            the generator of `rand_action`; each env's present root (nested dicts of tensors, copies), and whether it
+            must be reset. `torch.save` takes it.
 
         Raises:
             EnvError: an env has no state.
@@ -414,16 +459,24 @@ class BatchedEnv:
         engine = self._engine
         with self._guard:
             engine.refuse_under_way(engine.all_ids)
+            kept: dict[str, Any] = {
+                "seed": engine.seed,
+                "episodes": engine.pool.slab.words["episode"][: self.num_envs].tolist(),
+                "actions": engine.sampler.state,
+            }
+            if not with_envs:
+                return {"executor": kept}
             states: dict[str, Any] = {f"env{i}": state for i, state in enumerate(self._ask("state_dict", None))}
-            states["executor"] = {"roots": engine.batches.roots(), "ended": engine.states.needs_reset.tolist()}
+            states["executor"] = {**kept, "roots": engine.batches.roots(), "ended": engine.states.needs_reset.tolist()}
             return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned, of this executor or of another with as many envs.
 
         The envs then are where they were: `current()` gives the root of then, and they can be stepped without a reset
-        unless they needed one then. Without the entry "executor" every env counts as running, and `current()` gives
-        the observation of before: act on the root that you have saved.
+        unless they needed one then. Their next episodes have the seeds that they would have had. Of a state without
+        envs, the seeds alone are loaded, and all envs must be reset. Without the entry "executor" every env counts as
+        running, and `current()` gives the observation of before: act on the root that you have saved.
 
         Raises:
             ValueError: the state of an env is missing, or a root is not of these envs; nothing was loaded.
@@ -431,16 +484,25 @@ class BatchedEnv:
             Busy: an env was sent and not received, or a rollout is in progress.
         """
         engine = self._engine
+        if not isinstance(state, Mapping):
+            raise TypeError(f"load_state_dict failed: expected what state_dict() returned, got {state!r}.")
         with self._guard:
             engine.refuse_rolling()
             engine.refuse_under_way(engine.all_ids)
-            missing = [i for i in range(self.num_envs) if f"env{i}" not in state]
-            if missing:
-                raise ValueError(f"load_state_dict failed: expected a state of each env, got none of env {missing[0]}.")
             kept = state.get("executor")
+            missing = [i for i in range(self.num_envs) if f"env{i}" not in state]
+            is_seeds_alone = kept is not None and "roots" not in kept
+            if missing and not (is_seeds_alone and len(missing) == self.num_envs):
+                raise ValueError(f"load_state_dict failed: expected a state of each env, got none of env {missing[0]}.")
             if kept is not None:
-                engine.batches.check_roots(kept["roots"])
+                self._check_kept(kept, has_roots=not is_seeds_alone)
             engine.states.move(engine.all_ids, Event.IS_BROKEN_OFF)  # should anything break this off
+            engine.received = None
+            if kept is not None and "seed" in kept:
+                engine.set_seed(kept["seed"], kept["episodes"])
+                engine.sampler.state = kept["actions"]
+            if is_seeds_alone:
+                return
             self._ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
             if kept is None:
                 engine.positions.mark_running()
@@ -448,6 +510,16 @@ class BatchedEnv:
             else:
                 engine.batches.put_roots(kept["roots"])
                 engine.states.restore(engine.all_ids, np.array(kept["ended"], bool))
+
+    def _check_kept(self, kept: dict[str, Any], *, has_roots: bool) -> None:
+        """Refuse the executor's part of a state that is not of as many envs, or whose roots are not of these."""
+        episodes = kept.get("episodes", [0] * self.num_envs)
+        if len(episodes) != self.num_envs:
+            raise ValueError(
+                f"load_state_dict failed: expected the episodes of {self.num_envs} envs, got {len(episodes)}."
+            )
+        if has_roots:
+            self._engine.batches.check_roots(kept["roots"])
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
         """Return each env's info of its latest command; empty where it has none.
@@ -458,6 +530,8 @@ class BatchedEnv:
             section: "next": in the step; "root": in the reset, if the command was or included one.
         """
         self._guard.check()
+        if section not in ("next", "root"):
+            raise ValueError(f"infos failed: expected section 'next' or 'root', got {section!r}.")
         said = self._engine.side.infos[section]
         return [said.get(i, {}) for i in range(self.num_envs)]
 
@@ -501,6 +575,11 @@ class BatchedEnv:
 def _close_pool(pool: Pool, owner: int) -> None:
     if os.getpid() == owner:
         pool.close()
+
+
+def _need_name(call: str, name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{call} failed: expected the name of a method or attribute of the envs, got {name!r}.")
 
 
 def _crossed(answer: dict[str, Any]) -> Any:

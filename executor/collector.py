@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.batches.arguments import as_count, need_bools, need_callables
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.shm.specs import EnvSpec
@@ -86,8 +87,13 @@ class Collector:
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         close_env: bool = True,
     ) -> None:
-        if frames_per_batch < 1:
-            raise ValueError(f"Collector failed: expected frames_per_batch of at least 1, got {frames_per_batch}.")
+        if not hasattr(env, "rollout"):
+            raise TypeError(f"Collector failed: expected an executor first, got {env!r}. Write Collector(env, policy).")
+        frames_per_batch = as_count("Collector", "frames_per_batch", frames_per_batch)
+        total_frames = as_count("Collector", "total_frames", total_frames, least=-1)
+        init_random_frames = as_count("Collector", "init_random_frames", init_random_frames, least=0)
+        need_callables("Collector", policy=policy, policy_factory=policy_factory, postproc=postproc)
+        need_bools("Collector", reset_at_each_iter=reset_at_each_iter, close_env=close_env)
         if policy is not None and policy_factory is not None:
             raise ValueError("Collector failed: expected a policy or a policy_factory, got both. Leave one out.")
         self.env = env
@@ -128,6 +134,20 @@ class Collector:
         """Collect until `total_frames` are reached; a second loop continues where the first was left."""
         while self.total_frames < 0 or self.num_frames < self.total_frames:
             yield self.collect()
+
+    def __len__(self) -> int:
+        """Return the number of batches in all, which progress bars show.
+
+        Raises:
+            TypeError: it never stops (`total_frames=-1`).
+        """
+        if self.total_frames < 0:
+            raise TypeError("len failed: expected a Collector with total_frames, got one that never stops.")
+        return math.ceil(self.total_frames / self.frames_per_batch)
+
+    def __bool__(self) -> bool:
+        """Return True: it is there, however many batches it has."""
+        return True
 
     def collect(self) -> TensorDictBase:
         """Return the next batch `[N, T]`; the caller owns its memory.

@@ -14,6 +14,7 @@ from envherd.executor.pools.blueprint import (
     EnvKwargs,
     MakeEnv,
     as_factories,
+    checked_options,
     choose_apart,
     choose_workers,
     counted,
@@ -61,7 +62,7 @@ class ParallelEnv(BatchedEnv):
         options: ExecutorOptions | None = None,
     ) -> None:
         count, make_env = counted(num_envs, make_env)
-        options = options or ExecutorOptions()
+        options = checked_options(options, copy=copy)
         where = as_device(device)  # refused before anything is measured
         if isinstance(count, str) or isinstance(num_workers, str):
             from envherd.executor.sizing.recommending import resolve  # here: a program that names numbers needs none

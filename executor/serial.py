@@ -9,7 +9,15 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.agreement import check_agreement
-from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, counted, serial_blueprint
+from envherd.executor.pools.blueprint import (
+    EnvKwargs,
+    MakeEnv,
+    as_factories,
+    checked_options,
+    choose_workers,
+    counted,
+    serial_blueprint,
+)
 from envherd.executor.pools.serial_pool import SerialPool
 from envherd.workers.build import Factory
 
@@ -30,16 +38,17 @@ class SerialEnv(BatchedEnv):
         num_envs: int | Sequence[Factory],
         make_env: MakeEnv | None = None,
         *,
-        num_workers: int | None = None,
+        num_workers: int | str | None = None,
         env_kwargs: EnvKwargs = None,
         seed: int | None = None,
         device: Any = None,
         copy: bool = True,
         options: ExecutorOptions | None = None,
     ) -> None:
-        del num_workers
         count, make_env = counted(num_envs, make_env)
-        options = options or ExecutorOptions()
+        if num_workers is not None and num_workers != "auto":
+            choose_workers(1, num_workers)  # type: ignore[arg-type]  # accepted as by `ParallelEnv`, and not used
+        options = checked_options(options, copy=copy)
         where = as_device(device)
         factories = as_factories(count, make_env)
         blueprint = serial_blueprint(factories, env_kwargs, seed)

@@ -20,6 +20,9 @@ Key = tuple[str, ...]
 #: The done keys that every env has at its root, in the order in which they are stored.
 DONE_KEYS: tuple[Key, ...] = (("done",), ("terminated",), ("truncated",))
 
+#: Entry of a spec's metadata: the keys of the statistics of episodes, which are leaves of the observation.
+EPISODE_KEYS = "episode_keys"
+
 
 @dataclass(frozen=True)
 class Unbounded:
@@ -166,6 +169,11 @@ class EnvSpec:
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     _GROUPS = ("observation", "action", "reward", "done", "state")
+
+    @property
+    def episode_keys(self) -> frozenset[Key]:
+        """The keys of the observation leaves that are statistics of the episode, and nothing that an env observes."""
+        return frozenset(tuple(key) for key in self.metadata.get(EPISODE_KEYS, ()))
 
     def leaves(self) -> Iterator[LeafSpec]:
         """Yield every leaf of every group."""

@@ -16,6 +16,7 @@ PACKAGES = {
     "bench": ("matplotlib", "stable_baselines3", "torchrl"),
     "box2d": ("Box2D", "pygame"),
     "cli": ("typer", "rich"),
+    "dev": ("sb3_contrib", "supersuit"),
     "dm-control": ("dm_control",),
     "docs": ("mkdocs", "mkdocstrings", "material"),
     "envpool": ("envpool",),
@@ -31,8 +32,10 @@ PACKAGES = {
     "ray": ("ray",),
     "robotics": ("gymnasium_robotics",),
     "sb3": ("stable_baselines3",),
+    "tensorboard": ("tensorboard",),
     "torchrl": ("torchrl",),
     "vmas": ("vmas",),
+    "wandb": ("wandb",),
 }
 
 

@@ -20,6 +20,7 @@ import cloudpickle
 
 from envherd.workers import seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
+from envherd.workers.block.episode_leaves import EpisodeLeaves
 from envherd.workers.block.info_leaves import Field, InfoLeaves, declared_fields, find_fields
 from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.options import EnvType, InfoKeys
@@ -132,11 +133,15 @@ class Builder:
     Args:
         info_keys: entries of the envs' infos that are to be leaves; see `adapters.info_leaves`.
         env_type: what the envs take and give; see `adapters.find_adapter`.
+        episode_statistics: whether statistics of the envs' episodes are to be leaves; see `block.episode_leaves`.
     """
 
-    def __init__(self, info_keys: InfoKeys | None = None, env_type: EnvType = "auto") -> None:
+    def __init__(
+        self, info_keys: InfoKeys | None = None, env_type: EnvType = "auto", *, episode_statistics: bool = False
+    ) -> None:
         self._info_keys = info_keys
         self._env_type = env_type
+        self._has_statistics = episode_statistics
         self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
         self._built: list[Any] = []
@@ -155,6 +160,8 @@ class Builder:
     def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
         """Call a factory and return its env's adapter, which the factory may have made already; see `build`."""
         adapter = self._adopt(factory, kwargs)
+        if self._has_statistics:
+            adapter = EpisodeLeaves(adapter)
         if self._info_keys is None:
             return adapter
         if isinstance(self._info_keys, Mapping):

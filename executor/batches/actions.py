@@ -14,7 +14,7 @@ import torch
 from tensordict import NonTensorStack, TensorDictBase
 
 from envherd.executor.batches.fast_tensordict import get_leaf
-from envherd.executor.batches.plain_actions import Check, PlainIntake, compile_intake
+from envherd.executor.batches.plain_actions import Check, PlainIntake, compile_intake, finite
 from envherd.executor.options import ActionCheck
 from envherd.shm.slab import GroupSlab
 from envherd.shm.specs import Binary, Box, Discrete, Key, LeafSpec, MultiDiscrete, OneHot
@@ -66,11 +66,6 @@ def _within(domain: Box) -> Check:
     return check
 
 
-def _finite(values: np.ndarray) -> np.ndarray | None:
-    legal = np.isfinite(values)
-    return None if legal.all() else ~legal
-
-
 def _binary(values: np.ndarray) -> np.ndarray | None:
     illegal = (values != 0) & (values != 1)
     return illegal if illegal.any() else None
@@ -97,7 +92,7 @@ def check_for(leaf: LeafSpec, level: ActionCheck) -> Check | None:
             return _binary
         if isinstance(leaf.domain, OneHot):
             return _one_hot
-    return _finite if dtype.kind == "f" else None
+    return finite if dtype.kind == "f" else None
 
 
 class GroupIntake:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,16 +24,34 @@ _FEW_LEGAL = 1024
 Check = Callable[[np.ndarray], np.ndarray | None]
 
 
+class Legal(IntEnum):
+    """How C code checks actions; the numbers are those of `workers/native/exchange.c`."""
+
+    ANY = 0
+    INDEX = 1
+    """int64 in `0 .. limit - 1`."""
+    FINITE = 2
+    """Floats, none of them NaN or infinite."""
+
+
 class PlainIntake(NamedTuple):
     """What takes one leaf of a group's actions: checks and writes it, or returns False.
 
     Attributes:
         key: of the leaf, at the root of a batch.
+        dtype: of its tensors.
+        target: the slab's array, `[num_rows, ...]`.
+        legal: what C code checks, which is all that is to be checked; None where it cannot.
+        limit: of `Legal.INDEX`, else 0.
         take_all: takes what a batch of the whole group has there.
         take_some: the same of a batch of some rows, int `[k]`.
     """
 
     key: str
+    dtype: torch.dtype
+    target: np.ndarray
+    legal: Legal | None
+    limit: int
     take_all: Callable[[Any], bool]
     take_some: Callable[[Any, np.ndarray], bool]
 
@@ -46,6 +65,7 @@ def compile_intake(leaf: LeafSpec, target: np.ndarray, check: Check | None) -> P
         check: of its values; None for none.
     """
     dtype, own_shape = torch.from_numpy(target).dtype, target.shape[1:]
+    legal, limit = _legal(leaf, check)
 
     def is_plain(value: Any, shape: tuple[int, ...]) -> bool:
         return (
@@ -57,7 +77,8 @@ def compile_intake(leaf: LeafSpec, target: np.ndarray, check: Check | None) -> P
         )
 
     if leaf.shape == () and isinstance(leaf.domain, Discrete) and leaf.dtype == "int64" and len(target) <= _FEW:
-        return _take_numbers(leaf.key[0], is_plain, target, None if check is None else leaf.domain.n)
+        takers = _take_numbers(is_plain, target, None if check is None else leaf.domain.n)
+        return PlainIntake(leaf.key[0], dtype, target, legal, limit, *takers)
 
     def take(value: Any, rows: Any, shape: tuple[int, ...]) -> bool:
         if not is_plain(value, shape):
@@ -70,15 +91,33 @@ def compile_intake(leaf: LeafSpec, target: np.ndarray, check: Check | None) -> P
 
     return PlainIntake(
         leaf.key[0],
+        dtype,
+        target,
+        legal,
+        limit,
         lambda value: take(value, ..., target.shape),
         lambda value, rows: take(value, rows, (len(rows), *own_shape)),
     )
 
 
+def finite(values: np.ndarray) -> np.ndarray | None:
+    """Check that no float is NaN or infinite."""
+    legal = np.isfinite(values)
+    return None if legal.all() else ~legal
+
+
+def _legal(leaf: LeafSpec, check: Check | None) -> tuple[Legal | None, int]:
+    if check is None:
+        return Legal.ANY, 0
+    if isinstance(leaf.domain, Discrete) and leaf.dtype == "int64":
+        return Legal.INDEX, leaf.domain.n
+    return (Legal.FINITE if check is finite and leaf.dtype in ("float32", "float64") else None), 0
+
+
 def _take_numbers(
-    key: str, is_plain: Callable[[Any, tuple[int, ...]], bool], target: np.ndarray, limit: int | None
-) -> PlainIntake:
-    """Return the intake of a few int64 in `0 .. limit - 1` (None: any), as python's own numbers."""
+    is_plain: Callable[[Any, tuple[int, ...]], bool], target: np.ndarray, limit: int | None
+) -> tuple[Callable[[Any], bool], Callable[[Any, np.ndarray], bool]]:
+    """Return `take_all` and `take_some` of a few int64 in `0 .. limit - 1` (None: any), as python's own numbers."""
     memory, shape = target.data, torch.Size(target.shape)
     pack = struct.Struct(f"{len(target)}q").pack_into
 
@@ -102,4 +141,4 @@ def _take_numbers(
             memory[row] = one
         return True
 
-    return PlainIntake(key, take_all, take_some)
+    return take_all, take_some

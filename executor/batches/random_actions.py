@@ -6,7 +6,7 @@ actions are drawn for holds it, only what it allows is drawn; where it allows no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,15 @@ class ActionSampler:
             kind: [(leaf, _drawer(leaf), _mask_key(specs[kind], leaf)) for leaf in specs[kind].action]
             for kind in set(self._kinds)
         }
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of its generator: plain data."""
+        return dict(self._rng.bit_generator.state)
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        self._rng.bit_generator.state = state
 
     def fill(
         self,

@@ -12,7 +12,7 @@ from envherd.executor.cluster.orders import Report
 from envherd.executor.cluster.shares import bundles_for
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.agreement import check_agreement
-from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, counted, draw
+from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, checked_options, counted, draw
 from envherd.workers.build import Factory
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class RayParallelEnv(BatchedEnv):
         placement_timeout_s: float = 60.0,
     ) -> None:
         count, make_env = counted(num_envs, make_env)
-        options = options or ExecutorOptions()
+        options = checked_options(options, copy=copy)
         if options.reset_ahead:
             raise ValueError("RayParallelEnv failed: expected reset_ahead=False, got True. Only ParallelEnv has it.")
         where = as_device(device)

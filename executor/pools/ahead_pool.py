@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -228,12 +229,12 @@ class AheadPool(WorkerPool):
             turns.swap(env_id)
 
     def _send_off(self, worker_id: int) -> None:
-        """Wake a spare to prepare what its env's turn says; or replace it first, if it is due."""
+        """Wake a spare to prepare what its env's turn says; or replace it first, if it must be replaced."""
         if not self.supervisor.is_there(worker_id):
             return
         if self._is_due(worker_id):
             with contextlib.suppress(EnvherdError):  # no further process can be started: see `_give_up_on`
-                self.recycle(worker_id)  # its successor prepares it
+                self.recycle(worker_id, is_anew=False)  # its successor prepares it
         else:
             self._rings[worker_id]()
 
@@ -255,10 +256,10 @@ class AheadPool(WorkerPool):
             self.turns.is_stale[message.env_id] = True
         super().prepare(message)
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed in every worker."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed in every worker; see `Pool.seed`."""
         self.turns.forget_episodes()
-        super().seed(root_seed)
+        super().seed(root_seed, episodes)
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
         """Ask as `WorkerPool.question` does; what may change envs is asked of their other instances too."""

@@ -15,7 +15,7 @@ import torch
 from envherd.executor.batches.device_rows import Residence
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.fast_commands import FastCommands
+from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
@@ -149,6 +149,14 @@ class Pool(Protocol):
         """Return commands to all envs that do what `submit_all` and `wait_all` do; None where there are none."""
         ...
 
+    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange | None:
+        """Return steps of some envs that do what `submit` and `wait_some` do; None where there are none.
+
+        Args:
+            facts: what `workers/native/exchange.c` takes of the engine.
+        """
+        ...
+
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
@@ -267,8 +275,12 @@ class Pool(Protocol):
         """Wait for the answers to the latest question; returns and raises as `ask`."""
         ...
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed: the next reset of every env begins its episode 0.
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed.
+
+        Args:
+            root_seed: of all envs.
+            episodes: which episode the next reset of each env begins; None for episode 0 of all.
 
         Raises:
             WorkerLost, WorkerTimeout: a worker is lost and stays so.
@@ -329,14 +341,31 @@ class Pool(Protocol):
 
 
 class RecyclablePool(Pool, Protocol):
-    """A pool whose workers the engine may replace between episodes."""
+    """A pool whose workers the engine may replace between episodes.
+
+    Attributes:
+        began: how often an env of each worker had been reset when its present process was started, int64 `[workers]`.
+    """
+
+    @property
+    def began(self) -> np.ndarray:
+        """See the class."""
+        ...
 
     def is_serving(self, worker_id: int) -> bool:
         """Return whether a worker is there: neither lost nor being replaced."""
         ...
 
-    def recycle(self, worker_id: int) -> None:
+    def memory_of(self, worker_id: int) -> int:
+        """Return the bytes that a worker, and what it has started, have to themselves."""
+        ...
+
+    def recycle(self, worker_id: int, *, is_anew: bool) -> None:
         """Close the envs of a worker that owes nothing, and begin to replace it.
+
+        Args:
+            worker_id: which.
+            is_anew: its envs have just begun episodes, which its successor begins once more.
 
         Raises:
             WorkerLost: no process can be started; the worker is lost.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,8 +48,9 @@ def as_factories(num_envs: int, make_env: MakeEnv) -> list[Factory]:
         FactoryError: an env instance, or something that cannot be called.
         ValueError: `num_envs` below 1, or a list of another length.
     """
-    if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
+    if isinstance(num_envs, bool) or not isinstance(num_envs, (int, np.integer)) or num_envs < 1:
         raise ValueError(f"num_envs failed: expected an int of at least 1, got {num_envs!r}.")
+    num_envs = int(num_envs)
     if isinstance(make_env, (list, tuple)):
         if len(make_env) != num_envs:
             raise ValueError(f"make_env failed: expected {num_envs} factories, one per env, got {len(make_env)}.")
@@ -65,11 +66,24 @@ def as_kwargs(num_envs: int, env_kwargs: EnvKwargs) -> tuple[dict[str, Any], ...
     """Return the keyword arguments of each factory call, copied: the caller's dicts are never changed."""
     if env_kwargs is None:
         return tuple({} for _ in range(num_envs))
+    if not isinstance(env_kwargs, (dict, list, tuple)):
+        raise TypeError(f"env_kwargs failed: expected a dict, or a list of one dict per env, got {env_kwargs!r}.")
     if isinstance(env_kwargs, dict):
         return tuple(dict(env_kwargs) for _ in range(num_envs))
     if len(env_kwargs) != num_envs:
         raise ValueError(f"env_kwargs failed: expected {num_envs} dicts, one per env, got {len(env_kwargs)}.")
+    if wrong := [one for one in env_kwargs if not isinstance(one, Mapping)]:
+        raise TypeError(f"env_kwargs failed: expected a list of dicts, got {wrong[0]!r} among them.")
     return tuple(dict(kwargs) for kwargs in env_kwargs)
+
+
+def checked_options(options: ExecutorOptions | None, *, copy: Any) -> ExecutorOptions:
+    """Return the options, or the default ones; refuse what are none, and a `copy` that is no switch."""
+    if not (options is None or isinstance(options, ExecutorOptions)):
+        raise TypeError(f"options failed: expected an ExecutorOptions, got {options!r}. Write ExecutorOptions(...).")
+    if not isinstance(copy, bool):
+        raise ValueError(f"copy failed: expected True or False, got {copy!r}.")  # noqa: TRY004
+    return options or ExecutorOptions()
 
 
 def spread(num_envs: int, num_workers: int) -> tuple[tuple[int, ...], ...]:
@@ -81,9 +95,9 @@ def choose_workers(num_envs: int, num_workers: int | None) -> int:
     """Return how many workers to use: as asked, or one per usable core; never more than envs."""
     if num_workers is None:
         return min(num_envs, usable_cores())
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+    if isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1:
         raise ValueError(f"num_workers failed: expected an int of at least 1 or None, got {num_workers!r}.")
-    return min(num_envs, num_workers)
+    return min(num_envs, int(num_workers))
 
 
 def choose_apart(num_envs: int | str, num_workers: int | str | None) -> int:

@@ -66,6 +66,7 @@ class Crew:
         self.blueprint = blueprint
         self.options = options
         self.root_seed = blueprint.root_seed
+        self._episodes: tuple[int, ...] | None = None  # with which it was set
         self.workers: list[WorkerProcess] = []
         self._on_row_frame = on_row_frame
         self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
@@ -146,7 +147,7 @@ class Crew:
         for target, (plan, segment) in self._storages.items():
             self._send_storage(worker_id, target, plan, segment)
         if worker.root_seed != self.root_seed:
-            self.mail(worker_id, messages.Seed(root_seed=self.root_seed))
+            self.mail(worker_id, messages.Seed(root_seed=self.root_seed, episodes=self._episodes))
         worker.is_attached = True
 
     def replace(self, worker_id: int) -> None:
@@ -252,11 +253,12 @@ class Crew:
 
     # ---- seeds -------------------------------------------------------------------------------
 
-    def seed(self, root_seed: int) -> None:
-        """Give every worker a new root seed: now, or when it gets the slab."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
+        """Give every worker a new root seed: now, or when it gets the slab; see `Pool.seed`."""
         self.root_seed = root_seed
+        self._episodes = None if episodes is None else tuple(episodes)
         for worker in self._attached():
-            self.mail(worker.worker_id, messages.Seed(root_seed=root_seed))
+            self.mail(worker.worker_id, messages.Seed(root_seed=root_seed, episodes=self._episodes))
 
     def _attached(self) -> list[WorkerProcess]:
         """Return the workers that read mail; the others are being built, and `attach` tells them everything."""

@@ -21,8 +21,6 @@ from envherd.workers import native
 
 #: Seconds without an answer after which the caller looks at the workers' pidfds.
 LOOK_S = 0.01
-#: Number of envs up to which `Caller.first` sorts those that have answered by their numbers.
-MOST_SORTED = 64
 
 
 class FastCommands(NamedTuple):
@@ -38,6 +36,26 @@ class FastCommands(NamedTuple):
     absent: Sized
     give: Callable[[int], None]
     has_all: Callable[[], bool]
+
+
+class NativeExchange(NamedTuple):
+    """Steps of some envs in C: given, waited for and taken; see `protocol.fast_exchange`.
+
+    Attributes:
+        absent: as in `FastCommands`.
+        must_look: returns whether the pool must look around first, which `Pool.wait_some` does.
+        send: `(op, ids, actions)`: gives envs a step each; returns False if nothing was given or written.
+        wait: `(ids, wanted)`: returns how many envs have answered; 0 where `Pool.wait_some` must go on.
+        take: `(count, next, root, ids)`: takes their rows; returns how many were reset, or -1 if nothing was done.
+        roots: `(ids, to)`: writes where envs are; returns False if nothing was written.
+    """
+
+    absent: Sized
+    must_look: Callable[[], bool]
+    send: Callable[[int, np.ndarray, np.ndarray], bool]
+    wait: Callable[[np.ndarray | None, int], int]
+    take: Callable[[int, np.ndarray, np.ndarray | None, np.ndarray], int]
+    roots: Callable[[np.ndarray, np.ndarray], bool]
 
 
 class Waiting(Protocol):
@@ -132,7 +150,6 @@ def native_caller(  # what a pool waits with
             "go": [bell.memory for bell in bells],
             "done": done.memory,
             "look_ns": int(LOOK_S * 1e9),
-            "most_sorted": MOST_SORTED,
             **native.waiting_facts(),
         }
     )
@@ -157,3 +174,27 @@ def compile_natively(
         return False
 
     return give, has_all
+
+
+def exchange_natively(
+    words: CommandWords, caller: Any, absent: Sized, must_look: Callable[[], bool], facts: Mapping[str, Any]
+) -> NativeExchange:
+    """Return steps of some envs in C.
+
+    Args:
+        words: of the pool's commands.
+        caller: what `native_caller` has returned.
+        absent: see `NativeExchange`.
+        must_look: see `NativeExchange`.
+        facts: what the engine knows of the envs; see `protocol.fast_exchange`.
+    """
+    module = native.load()
+    exchange = module.Exchange({"caller": caller, "caller_type": module.Caller, **facts})
+    send_steps = exchange.send
+
+    def send(op: int, ids: np.ndarray, actions: np.ndarray) -> bool:
+        words.number = number = words.number + 1
+        sent: bool = send_steps(number, op, ids, actions)
+        return sent
+
+    return NativeExchange(absent, must_look, send, exchange.wait, exchange.take, exchange.roots)

@@ -7,7 +7,7 @@ them apart. The caller's global random generators are left as they were found.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,9 @@ class SerialPool:
     def start(self) -> None:
         """Build the envs; set `specs`, `plan` and `slab`."""
         before = seeding.caller_state()
-        builder = Builder(self.options.info_keys, self.options.env_type)
+        builder = Builder(
+            self.options.info_keys, self.options.env_type, episode_statistics=self.options.episode_statistics
+        )
         try:
             for env_id, factory in enumerate(self._factories):
                 seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, self.options.first_env_id + env_id))
@@ -87,8 +89,8 @@ class SerialPool:
             self.blueprint.root_seed,
             self._take,
             self.options.for_block(),
+            passes=(KeyboardInterrupt,),
         )
-        self._block.passes = (KeyboardInterrupt,)
         self._block.attach(self.slab)
         self._words = CommandWords(self.slab)
         self.forfeited = self._words.forfeited
@@ -154,6 +156,9 @@ class SerialPool:
             serve()
 
         return FastCommands((), give, lambda: not self.outcome)
+
+    def compile_exchange(self, facts: Mapping[str, Any]) -> None:
+        """Return None: envs that are sent are stepped by `submit`."""
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Carry out the same command for every env, but a RESET for some (int `[k]`)."""
@@ -225,9 +230,9 @@ class SerialPool:
         self._block.prepare(message)
         self._note_change()
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed."""
-        self._block.seed(root_seed)
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed; see `Pool.seed`."""
+        self._block.seed(root_seed, episodes)
         self._note_change()
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:

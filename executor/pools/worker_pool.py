@@ -12,7 +12,7 @@ Assumes: one caller at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,12 @@ from envherd.executor.pools.deadline import Deadline
 from envherd.executor.pools.error_messages import Frame, log_stall
 from envherd.executor.pools.fast_commands import (
     LOOK_S,
-    MOST_SORTED,
     FastCommands,
+    NativeExchange,
     compile_give,
     compile_has_all,
     compile_natively,
+    exchange_natively,
     native_caller,
 )
 from envherd.executor.pools.placement import Placement
@@ -48,6 +49,7 @@ from envherd.shm.sync import Doorbell
 from envherd.shm.tally import Tally
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.processes import memory_of
 from envherd.workers.protocol import Op, describe_phase, pack, pack_each
 
 _LOOK_NS = int(LOOK_S * 1e9)
@@ -78,6 +80,7 @@ class WorkerPool:
         self._hailed, self._looked_at = np.zeros(1, np.uint8), 0.0
         self.has_waited = False  # `FastCommands.has_all` has taken the tokens that `wait_all` would take
         self._is_reading = False  # a worker is writing more than its socket holds
+        self.began = np.zeros(len(self.worker_ids), np.int64)
 
     def start(self) -> None:
         """Start the workers, build the envs in them, and set `specs`, `plan` and `slab`.
@@ -179,8 +182,17 @@ class WorkerPool:
         """Give every env the same command, but some (int `[k]`) a RESET."""
         if self.supervisor.absent:
             self.supervisor.revive(self.serving)
-        reset = 0 if reset_ids is None else pack(Op.RESET, target, column)
-        self._words.write_all(pack(op, target, column), reset_ids, reset)
+        command, reset = pack(op, target, column), 0 if reset_ids is None else pack(Op.RESET, target, column)
+        if self._caller is not None and not self.supervisor.absent:
+            self._words.number = number = self._words.number + 1
+            if reset_ids is None:
+                self._caller.give(number, command)
+                return
+            commands = np.full(self.num_envs, command)
+            commands[reset_ids] = reset
+            self._caller.give_some(number, self._all_ids, commands)
+            return
+        self._words.write_all(command, reset_ids, reset)
         for ring in self._rings:
             ring()
         if self.supervisor.absent:
@@ -258,6 +270,9 @@ class WorkerPool:
 
     def _take_tokens(self) -> bool:
         """Take a token of each worker, and more until all envs have answered; return False if none comes for long."""
+        if self._caller is not None:
+            has_all: bool = self._caller.has_all()
+            return has_all
         wait, is_idle, num_tokens = self._done.wait, self._words.is_idle, 0
         while wait(LOOK_S):
             num_tokens += 1
@@ -276,6 +291,16 @@ class WorkerPool:
             give, has_all = compile_natively(self, self._words, self._caller, self._placement)
         return FastCommands(self.supervisor.absent, give, has_all)
 
+    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange | None:
+        """Return steps of some envs in C; see `Pool.compile_exchange`."""
+        if self._caller is None:
+            return None
+        return exchange_natively(self._words, self._caller, self.supervisor.absent, self._must_look, facts)
+
+    def _must_look(self) -> bool:
+        """Return whether the pool has not looked around for long, or reads a large message."""
+        return self._is_reading or time.monotonic() > self._looked_at + _LOOK_ANYWAY_S
+
     def wait_some(  # the kinds of waits
         self,
         env_ids: np.ndarray,
@@ -287,13 +312,12 @@ class WorkerPool:
         through_losses: bool = False,
     ) -> np.ndarray:
         """Wait until at least `count` of some envs have answered, and return those that have; see `Pool.wait_some`."""
-        if time.monotonic() > self._looked_at + _LOOK_ANYWAY_S:
+        if self._must_look():
             self._look_around()
         if self._caller is not None and not self._is_reading:
             wait_ns = _LOOK_NS if timeout_s is None or timeout_s >= LOOK_S else 0
             if (num_found := self._caller.first(env_ids, count, wait_ns, self._found)) >= 0:
-                ready = self._found[:num_found].copy()
-                return ready if num_found <= MOST_SORTED else self._by_order(ready)
+                return self._found[:num_found].copy()
         while self._done.try_wait():
             pass  # tokens are hints; those of answers that no thread waited for must not pile up
         self._follow_up()
@@ -413,11 +437,12 @@ class WorkerPool:
         self.supervisor.revive([worker_id])
         self.crew.mail(worker_id, message)
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed in every worker."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed in every worker; see `Pool.seed`."""
         self.supervisor.refuse_lost(self.worker_ids)
-        self.slab.words["episode"][:] = 0  # the workers will do so too; one that has died unnoticed would not
-        self.crew.seed(root_seed)
+        # The workers will do so too; one that has died unnoticed would not.
+        self.slab.words["episode"][:] = 0 if episodes is None else episodes
+        self.crew.seed(root_seed, episodes)
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Ask envs `env_ids` for something that is not a step; see `messages.Ask`.
@@ -499,13 +524,20 @@ class WorkerPool:
         """Return whether a worker is there: neither lost nor being replaced."""
         return self.supervisor.is_serving(worker_id)
 
-    def recycle(self, worker_id: int) -> None:
-        """Close the envs of a worker that has nothing to do, and begin to replace it."""
+    def memory_of(self, worker_id: int) -> int:
+        """Return the bytes that a worker, and what it has started, have to themselves."""
+        return memory_of(self.pid_of(worker_id))["uss"]
+
+    def recycle(self, worker_id: int, *, is_anew: bool) -> None:
+        """Close the envs of a worker that has nothing to do, and begin to replace it; see `RecyclablePool`."""
         self.supervisor.recycle(worker_id)
+        if is_anew:
+            self.slab.words["episode"][list(self.blueprint.blocks[worker_id])] -= 1
 
     def clear_words(self, worker_id: int) -> None:
         """Forget what announced mail and commands to a worker that is replaced."""
         words = self.slab.words
+        self.began[worker_id] = words["resets"][list(self.crew.blueprint.blocks[worker_id])].max()
         words["mail_seq"][worker_id] = words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
             pass  # tokens that its predecessor did not take

@@ -1,4 +1,4 @@
-"""The engine of an executor: what may be asked of the envs now, and what becomes of the answers.
+"""The engine of an executor: which commands the envs accept now, and how their answers are handled.
 
 It joins a pool (commands and waiting) with positions (where every env is) and keeps the protocol:
 nothing is sent unless all of it is legal, and whatever breaks a call off (an interrupt, a fault, a
@@ -34,6 +34,7 @@ from envherd.executor.protocol.env_batches import Draft, EnvBatches
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.positions import Positions
+from envherd.executor.protocol.received import Received
 from envherd.executor.protocol.recycling import Recycler
 from envherd.executor.protocol.side_data import SideData
 from envherd.shm.specs import EnvSpec
@@ -69,6 +70,7 @@ class Engine:
         states: the state of every env.
         flights: all commands.
         is_rolling: a rollout is in progress; its policy and callback may ask the envs things, but not step them.
+        received: the batch that was received last, while it says where its envs are; else None.
         ready_at: monotonic seconds.
         memory: what is known of the workers' growth.
         known: keys of the envs' leaves, without `next`.
@@ -100,6 +102,7 @@ class Engine:
         self.flights = Flights(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
         self.is_rolling = self.is_dirty = False
+        self.received: Received | None = None
         self._rolling = Rolling(self)
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
@@ -232,6 +235,7 @@ class Engine:
     def recover(self) -> None:
         """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""
         self.is_rolling = False
+        self.received = None
         self.positions.move_back()
         self.flights.recover()
         self.is_dirty = False
@@ -326,11 +330,11 @@ class Engine:
         self.seed = as_root_seed(seed, "set_seed")
         self.sampler = ActionSampler(self.specs, self.seed)
 
-    def set_seed(self, seed: int | None) -> None:
-        """Use a new root seed everywhere: the next reset of every env begins its episode 0."""
+    def set_seed(self, seed: int | None, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed everywhere; see `Pool.seed`."""
         self.refuse_under_way(self.all_ids)
         self.use_seed(seed)
-        self.pool.seed(self.seed)
+        self.pool.seed(self.seed, episodes)
 
     def statistics(self) -> Statistics:
         """Return what was done so far."""

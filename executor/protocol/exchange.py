@@ -8,7 +8,7 @@ env was ready first.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,28 +16,11 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.fast_tensordict import get_leaf, maker, set_leaf, set_next
-from envherd.executor.batches.hand_out import Leaves
 from envherd.executor.protocol.engine import Engine
+from envherd.executor.protocol.received import Received, num_writes
 from envherd.workers.protocol import Flag, Op
 
 ENV_IDS = "env_ids"
-
-
-class _Received(NamedTuple):
-    """The batch that was received last: who asks where its envs are, or sends them on, is answered from it.
-
-    Attributes:
-        ids: its `env_ids`, and `version`, their count of writes.
-        env_ids: the same.
-        leaves: of its `next`; None where they do not say where the envs are.
-        stamp: the number of the latest command and of losses: with others, `leaves` are of the past.
-    """
-
-    ids: torch.Tensor
-    version: int
-    env_ids: np.ndarray
-    leaves: Leaves | None
-    stamp: tuple[int, int]
 
 
 _EACH = int(Flag.EACH)
@@ -45,8 +28,6 @@ _EACH = int(Flag.EACH)
 
 class Exchange:
     """Sends and receives for one engine; its callers hold the engine's call guard."""
-
-    _received: _Received | None = None
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -78,7 +59,7 @@ class Exchange:
         num_envs = self._engine.num_envs
         if env_ids is None:
             return self._engine.all_ids
-        received = self._received
+        received = self._engine.received
         if received is not None and env_ids is received.ids and env_ids._version == received.version:  # noqa: SLF001
             return received.env_ids
         is_array = isinstance(env_ids, (torch.Tensor, np.ndarray, int, np.integer))
@@ -100,13 +81,13 @@ class Exchange:
 
     def recall(self, env_ids: Any) -> TensorDictBase | None:
         """Return where the envs received last are, sharing their `next`, if these are they and nothing came after."""
-        received, pool = self._received, self._engine.pool
+        received, pool = self._engine.received, self._engine.pool
         if received is None or received.leaves is None or env_ids is not received.ids:
             return None
         stamp = pool.number, pool.num_losses
         if env_ids._version != received.version or stamp != received.stamp:  # noqa: SLF001  # counts writes
             return None
-        if any(leaf._version for leaf in received.leaves):  # noqa: SLF001  # the caller has written to its `next`
+        if num_writes(received.leaves) != received.num_writes:  # the caller has written to its `next`
             return None
         td = self._engine.batches.groups[0].root_over(received.leaves, len(received.env_ids))
         set_leaf(td, (ENV_IDS,), received.ids)
@@ -173,8 +154,8 @@ class Exchange:
         set_ids(td, ready)
         if td.ndim == 1:
             ids: Any = get_leaf(td, ENV_IDS)
-            stamp = engine.pool.number, engine.pool.num_losses
-            self._received = _Received(ids, ids._version, ready, leaves, stamp)  # noqa: SLF001  # counts writes
+            stamp, writes = (engine.pool.number, engine.pool.num_losses), 0 if leaves is None else num_writes(leaves)
+            engine.received = Received(ids, ids._version, ready, leaves, writes, stamp)  # noqa: SLF001  # counts writes
         return td
 
 

@@ -81,6 +81,12 @@ class Positions:
         return self._columns
 
     @property
+    def step_columns(self) -> np.ndarray:
+        """Which column of the ring has the latest step of each env: int64 `[N]` (VIEW)."""
+        self._catch_up()
+        return self._step_columns
+
+    @property
     def in_root(self) -> np.ndarray:
         """Whether that row is a reset's root rather than a step's next: bool `[N]` (VIEW)."""
         self._catch_up()
@@ -108,10 +114,14 @@ class Positions:
             self._poison((self.column + 1) % self.num_frames)
         return self.column
 
-    def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
-        """Return the ring columns for a command to some envs, int64 `[k]`: one after that of each env's latest step."""
+    def begin_mixed(self) -> None:
+        """Note that envs will be in columns of their own: some of them are given a command."""
         self._is_mixed = True
         self._catch_up()
+
+    def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the ring columns for a command to some envs, int64 `[k]`: one after that of each env's latest step."""
+        self.begin_mixed()
         return np.asarray(self._following[self._step_columns[env_ids]])
 
     def reset_columns(self, env_ids: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_leaf_nontensor
 
+from envherd.executor.batches.arguments import as_count, need_batch, need_bools, need_callables
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import stack_groups
 from envherd.executor.protocol.columns import storage_columns
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from envherd.executor.protocol.engine import Engine
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
+
+_log = logging.getLogger("envherd")
 
 
 class Actor(Protocol):
@@ -54,6 +58,7 @@ class RolloutRunner:
         self._engine = engine
         self._shelf = StorageShelf(engine.pool)
         self.state_left: TensorDictBase | None = None
+        self._has_warned = False
 
     @without_grad
     def run(  # noqa: PLR0913  # the arguments of TorchRL's rollout
@@ -64,7 +69,7 @@ class RolloutRunner:
         *,
         callback: Callable[[Any, TensorDictBase], Any] | None = None,
         auto_reset: bool = True,
-        break_when_any_done: bool = True,
+        break_when_any_done: bool | None = None,
         tensordict: TensorDictBase | None = None,
         set_truncated: bool = False,
         out: TensorDictBase | None = None,
@@ -72,8 +77,12 @@ class RolloutRunner:
     ) -> TensorDictBase:
         """Collect up to `max_steps` steps of all envs; `env` is given to the callback. See `BatchedEnv.rollout`."""
         engine = self._engine
-        if max_steps < 1:
-            raise ValueError(f"rollout failed: expected max_steps of at least 1, got {max_steps}.")
+        _check(max_steps, policy, callback, (auto_reset, break_when_any_done, set_truncated))
+        for name, batch in (("tensordict", tensordict), ("out", out), ("primer", primer)):
+            if batch is not None:
+                need_batch("rollout", batch, name)
+        is_asked, break_when_any_done = break_when_any_done is not None, break_when_any_done in (None, True)
+        max_steps = as_count("rollout", "max_steps", max_steps)
         if not auto_reset and tensordict is not None and tuple(tensordict.batch_size[:1]) != (engine.num_envs,):
             raise ValueError(f"rollout failed: expected a root of {engine.num_envs} envs, got {tensordict.batch_size}.")
         if out is not None:
@@ -81,6 +90,8 @@ class RolloutRunner:
             max_steps = min(max_steps, out.batch_size[1])
 
         def finish(data: TensorDictBase) -> TensorDictBase:
+            if not is_asked and data.batch_size[1] < max_steps:
+                self._warn_of_cut(data.batch_size[1], max_steps)
             if set_truncated:
                 _mark_truncated(data, engine.specs)
             return data if out is None else _fill(out, data)
@@ -107,6 +118,16 @@ class RolloutRunner:
                 engine.positions.move_back()
                 self._shelf.settle(lease)
         return finish(data)
+
+    def _warn_of_cut(self, num_steps: int, max_steps: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "rollout returned %d of %d steps, since an env ended. Pass break_when_any_done=False to reset the envs "
+                "that end and collect all steps, or True to stop as now without this message.",
+                num_steps,
+                max_steps,
+            )
 
     @contextlib.contextmanager
     def _leaving(self, carried: Carried) -> Iterator[None]:
@@ -139,6 +160,17 @@ class RolloutRunner:
             return result
 
         return checked
+
+
+def _check(max_steps: Any, policy: Any, callback: Any, switches: tuple[Any, Any, Any]) -> None:
+    """Refuse arguments of a rollout that are of a wrong kind."""
+    if callable(max_steps):
+        raise TypeError("rollout failed: expected the number of steps first, got a callable. Write (200, policy).")
+    need_callables("rollout", policy=policy, callback=callback)
+    auto_reset, breaks, set_truncated = switches
+    need_bools("rollout", auto_reset=auto_reset, set_truncated=set_truncated)
+    if breaks is not None:
+        need_bools("rollout", break_when_any_done=breaks)
 
 
 class _Run:
@@ -272,7 +304,7 @@ class _Run:
         if self._extras:
             extras = torch.stack(self._extras, 1)
             data.update(extras)
-        data.refine_names(..., "time")
+        data.refine_names(None, "time", ...)
         return data
 
     def _group_result(self, batch: Any, tensors: dict[Any, torch.Tensor], num_steps: int) -> TensorDictBase:

@@ -78,8 +78,9 @@ def probed(make_env, memory_bytes=None, budget_s=0.6, grace_s=30.0):
 @pytest.mark.usefixtures("own_helper")
 def test_a_probe_measures_memory_and_growth():
     heavy = probed(sized_envs.HeavyMemoryEnv)
-    assert 48 * MIB <= heavy.first_env_bytes < 52 * MIB
-    assert 48 * MIB <= heavy.further_env_bytes < 52 * MIB
+    # The rest is what a worker's first steps touch: pages that it no longer shares with the helper.
+    assert 48 * MIB <= heavy.first_env_bytes < 64 * MIB
+    assert 48 * MIB <= heavy.further_env_bytes < 64 * MIB
     assert heavy.grown_per_1000_steps_bytes < MIB
     leaking = probed(sized_envs.LeakingEnv)
     assert 5 * MIB < leaking.grown_per_1000_steps_bytes < 9 * MIB

@@ -72,6 +72,14 @@ def send_and_receive(env: Any) -> None:
     env.recv()
 
 
+def go_on_with_the_first(env: Any) -> None:
+    env.send(actions())
+    env_ids = env.recv(2, with_root=False)["env_ids"]
+    root = env.current(env_ids)
+    env.send(root.set("action", torch.ones(2, dtype=torch.int64)), env_ids)
+    env.recv()
+
+
 #: name -> (what is interrupted, every how many lines)
 CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "step": (lambda env: env.step(actions()), 1),
@@ -79,6 +87,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "reset": (lambda env: env.reset(), 1),
     "reset of one": (lambda env: env.reset(only(1)), 1),
     "send and receive": (send_and_receive, 1),
+    "the first that are ready": (go_on_with_the_first, 1),
     "question": (lambda env: env.call("echo", 5), 1),
     "new seed": (lambda env: env.set_seed(4), 1),
     "rollout": (lambda env: env.rollout(3, policy, break_when_any_done=False), 5),

@@ -11,7 +11,7 @@ Knows nothing of processes or doorbells: the worker's loop and `SerialEnv` drive
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,8 +49,6 @@ class Block:
         root_seed: see `workers.seeding`.
         report: called with plain messages for the parent (faults, side values, notices).
         options: see `BlockOptions`.
-
-    Attributes:
         passes: exceptions that are the caller's and not an env's: a Ctrl-C, where the envs run in its process.
     """
 
@@ -61,8 +59,10 @@ class Block:
         root_seed: int,
         report: Report,
         options: BlockOptions,
+        *,
+        passes: tuple[type[BaseException], ...] = (),
     ) -> None:
-        self.passes: tuple[type[BaseException], ...] = ()
+        self._passes = passes
         self.worker_id = worker_id
         self.slots = {i: Slot(i, adapter, check_finite=options.check_finite) for i, adapter in adapters.items()}
         if options.info_keys is not None:
@@ -121,11 +121,11 @@ class Block:
         for slot in self.slots.values():
             slot.sinks.pop(target, None)
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed; the next reset of every env is its episode 0."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
+        """Use a new root seed; the next reset of an env begins its item of `episodes`, by env id, or episode 0."""
         self.use_root_seed(root_seed)
         for env_id, slot in self.slots.items():
-            self._words["episode"][env_id] = 0
+            self._words["episode"][env_id] = 0 if episodes is None else episodes[env_id]
             slot.rng_state = None
             slot.adapter.reseeded()
 
@@ -142,7 +142,7 @@ class Block:
     def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
         """Do something with envs that is not a step; return the plain answer."""
         adapters = {env_id: slot.adapter for env_id, slot in self.slots.items()}
-        reply = answer(message, adapters, pickle_replies=pickle_replies, passes=self.passes)
+        reply = answer(message, adapters, pickle_replies=pickle_replies, passes=self._passes)
         for env_id in message.env_ids:
             slot = self.slots[env_id]
             if message.what in UNGUARDS:
@@ -171,7 +171,7 @@ class Block:
             env_id: which env.
             command: see `workers.protocol.pack`.
             begun: of a command whose env was stepped by the loop in C: completes that step, in place of making one.
-            reset: of a command after whose step the loop in C has reset the env: gives what that gave.
+            reset: of a command in which the loop in C has reset the env: gives what that gave.
 
         Returns:
             A `Status`, as a plain int.
@@ -184,7 +184,7 @@ class Block:
         try:
             self._carry_out(slot, slot.sinks[target], op, column, begun, reset)
             return self._tell(slot) if slot.has_news or slot.has_side or slot.infos else _OK
-        except self.passes:
+        except self._passes:
             slot.prepared = None
             slot.must_reset = True
             raise
@@ -201,7 +201,8 @@ class Block:
         self, slot: Slot, sink: Sink, op: int, column: int, begun: Step | None, reset: Begun | None
     ) -> None:
         if op == _RESET:
-            self._reset(slot, sink, column, None if slot.must_reset else slot.reset_mask)  # a new instance, as a whole
+            mask = None if slot.must_reset else slot.reset_mask  # a new instance, as a whole
+            self._reset(slot, sink, column, mask, reset)
             return
         slot.phase = "step"
         if (slot.must_reset or slot.has_ended) and slot.is_guarded and begun is None:

@@ -20,13 +20,14 @@ int was, None, text) counts as not given, and is named once in the log.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from envherd.shm.specs import Binary, Discrete, EnvSpec, LeafSpec, Unbounded
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.block.wrapping import Wrapping
 from envherd.workers.errors import SpecError
 from envherd.workers.infos import explain
 from envherd.workers.random_values import draw
@@ -54,7 +55,7 @@ class Field:
     mask: LeafSpec
 
 
-class InfoLeaves(Adapter):
+class InfoLeaves(Wrapping):
     """Another adapter, with entries of its infos behind its observation.
 
     Args:
@@ -66,40 +67,11 @@ class InfoLeaves(Adapter):
     """
 
     def __init__(self, inner: Adapter, fields: Iterable[Field]) -> None:
-        self.inner = inner
-        self.family = inner.family  # type: ignore[misc]  # one adapter for all families
-        self.origin = inner.origin
-        self.takes_tensors, self.is_alone = inner.takes_tensors, inner.is_alone
-        self.done_values = inner.done_values  # type: ignore[method-assign]
-        self.render = inner.render  # type: ignore[method-assign]
-        self.state_dict = inner.state_dict  # type: ignore[method-assign]
-        self.load_state_dict = inner.load_state_dict  # type: ignore[method-assign]
-        self.close = inner.close  # type: ignore[method-assign]
         self._fields = tuple(fields)
-        if self._fields and any(leaf.key[0] == _ROOT for leaf in inner.spec.observation):
-            raise SpecError(
-                f"info_keys failed: expected an env without an observation named {_ROOT!r}, got one that has it. "
-                f"Rename it in a wrapper around the env."
-            )
-        leaves = tuple(leaf for field in self._fields for leaf in (field.leaf, field.mask))
-        self.unchecked = frozenset(leaf.key for leaf in leaves)
-        self.spec = replace(inner.spec, observation=(*inner.spec.observation, *leaves))
+        leaves = [leaf for field in self._fields for leaf in (field.leaf, field.mask)]
+        super().__init__(inner, leaves, [(_ROOT,)] if leaves else [], "info_keys")
         self._batch_shape = inner.spec.batch_shape
         self._values: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-
-    @property
-    def env(self) -> Any:
-        """The native env, which a family may build anew."""
-        return self.inner.env
-
-    @property
-    def info(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """The env's info of its last reset or step (VIEW)."""
-        return self.inner.info
-
-    def reseeded(self) -> None:
-        """See `Adapter.reseeded`."""
-        self.inner.reseeded()
 
     def reset(
         self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None

@@ -12,7 +12,7 @@ from envherd.workers.adapters import Adapter
 from envherd.workers.messages import Ask
 from envherd.workers.reply import Fault
 
-#: Exceptions that are the caller's and not an env's; see `Block.passes`.
+#: Exceptions that are the caller's and not an env's; see `Block`.
 Passes = tuple[type[BaseException], ...]
 
 

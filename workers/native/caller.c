@@ -1,21 +1,30 @@
 /* Commands to envs of a pool, and the wait for their answers: see executor.pools.fast_commands, the specification. */
 #include "native.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 static const char *const WORDS[] = {"command", "command_seq", "reply_seq", "status", "answered", "ring_at"};
+enum { FEW = 64 }; /* answers up to which an insertion sort is the fastest */
 enum { COMMAND, COMMAND_SEQ, REPLY_SEQ, STATUS, NUM_OF_ENVS, ANSWERED = NUM_OF_ENVS, RING_AT, NUM_WORDS };
 
 typedef struct {
+    i64 number;
+    Py_ssize_t place;
+} Answer;
+
+struct Caller {
     PyObject_HEAD
     Py_buffer words[NUM_WORDS];                 /* of each env; `answered` and `ring_at` of each worker */
     Py_buffer forfeited, worker_of;             /* of each env */
     Py_buffer hailed;                           /* a byte: not 0 ends a wait */
     Bell done, *go;                             /* `go`: one of each worker */
     i64 *rung;                                  /* the number of the command for which each was rung last */
+    Answer *answers;                            /* one for each env, used within `sort` */
+    i64 *sorted;                                /* likewise */
     Py_ssize_t num_workers, num_envs;
-    i64 look_ns, most_sorted;
-} Caller;
+    i64 look_ns;
+};
 
 static i64 *word(const Caller *caller, int name) { return caller->words[name].buf; }
 
@@ -33,6 +42,12 @@ static int take_words_and_flags(Caller *caller, PyObject *facts)
         || PyObject_GetBuffer(hailed, &caller->hailed, PyBUF_CONTIG) < 0)
         return -1;
     caller->num_envs = caller->words[COMMAND].shape[0];
+    caller->answers = PyMem_Calloc((size_t)caller->num_envs + 1, sizeof *caller->answers);
+    caller->sorted = PyMem_Calloc((size_t)caller->num_envs + 1, sizeof *caller->sorted);
+    if (caller->answers == NULL || caller->sorted == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
     return 0;
 }
 
@@ -76,8 +91,7 @@ static PyObject *caller_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
     Caller *caller = (Caller *)PyType_GenericAlloc(type, 0);
     if (caller == NULL)
         return NULL;
-    if (take_number(facts, "look_ns", &caller->look_ns) < 0
-        || take_number(facts, "most_sorted", &caller->most_sorted) < 0 || take_words_and_flags(caller, facts) < 0
+    if (take_number(facts, "look_ns", &caller->look_ns) < 0 || take_words_and_flags(caller, facts) < 0
         || take_bells(caller, facts) < 0 || are_of_the_same(caller) < 0) {
         Py_DECREF(caller);
         return NULL;
@@ -99,6 +113,8 @@ static void caller_dealloc(Caller *caller)
         PyBuffer_Release(&caller->go[i].memory);
     PyMem_Free(caller->go);
     PyMem_Free(caller->rung);
+    PyMem_Free(caller->answers);
+    PyMem_Free(caller->sorted);
     release(caller);
     Py_DECREF(type);
 }
@@ -121,15 +137,22 @@ static PyObject *caller_give(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+int caller_has_number(const Caller *caller, i64 id)
+{
+    return LOAD_NUMBER(word(caller, REPLY_SEQ) + id) == LOAD(word(caller, COMMAND_SEQ) + id);
+}
+
+int caller_is_forfeited(const Caller *caller, i64 id) { return ((char *)caller->forfeited.buf)[id] != 0; }
+
 static int have_answered(const Caller *caller)
 {
     for (Py_ssize_t i = 0; i < caller->num_envs; i++)
-        if (LOAD_NUMBER(word(caller, REPLY_SEQ) + i) != LOAD(word(caller, COMMAND_SEQ) + i))
+        if (!caller_has_number(caller, i))
             return 0;
     return 1;
 }
 
-static int has_news(const Caller *caller)
+int caller_has_news(const Caller *caller)
 {
     for (Py_ssize_t i = 0; i < caller->num_envs; i++)
         if (LOAD(word(caller, STATUS) + i) != 0)
@@ -147,23 +170,12 @@ static PyObject *caller_has_all(PyObject *self, PyObject *Py_UNUSED(none))
         if (!is_taken)
             Py_RETURN_FALSE;
     }
-    return PyBool_FromLong(!has_news(caller));
+    return PyBool_FromLong(!caller_has_news(caller));
 }
 
 /* ---- commands to some envs -------------------------------------------------------------------------- */
 
-typedef struct {
-    Py_buffer memory;
-    Py_ssize_t count;
-} Numbers; /* int64 `[k]` */
-
-static i64 number_at(const Numbers *numbers, Py_ssize_t i)
-{
-    return *(const i64 *)((const char *)numbers->memory.buf + i * numbers->memory.strides[0]);
-}
-
-/* Take int64 `[k]`, all in 0 .. below - 1 unless that is 0. Returns 1, or 0 for anything else, without an exception. */
-static int take_numbers(PyObject *array, i64 below, Numbers *to)
+int numbers_take(PyObject *array, i64 below, Numbers *to)
 {
     if (PyObject_GetBuffer(array, &to->memory, PyBUF_STRIDED_RO | PyBUF_FORMAT) < 0) {
         PyErr_Clear();
@@ -171,6 +183,8 @@ static int take_numbers(PyObject *array, i64 below, Numbers *to)
     }
     const Py_buffer *memory = &to->memory;
     int is_right = memory->ndim == 1 && memory->itemsize == 8 && (memory->format[0] == 'l' || memory->format[0] == 'q');
+    to->at = memory->buf;
+    to->stride = is_right ? memory->strides[0] : 0;
     to->count = is_right ? memory->shape[0] : 0;
     for (Py_ssize_t i = 0; below > 0 && is_right && i < to->count; i++)
         is_right = (uint64_t)number_at(to, i) < (uint64_t)below;
@@ -179,7 +193,7 @@ static int take_numbers(PyObject *array, i64 below, Numbers *to)
     return is_right;
 }
 
-static void give_each(Caller *caller, i64 number, const Numbers *ids, const Numbers *commands)
+void caller_give_each(Caller *caller, i64 number, const Numbers *ids, const Numbers *commands)
 {
     for (Py_ssize_t i = 0; i < ids->count; i++)
         STORE(word(caller, COMMAND) + number_at(ids, i), number_at(commands, i));
@@ -203,13 +217,13 @@ static PyObject *caller_give_some(PyObject *self, PyObject *args)
     Numbers ids, commands;
     if (!PyArg_ParseTuple(args, "LOO", &number, &ids_array, &commands_array))
         return NULL;
-    if (!take_numbers(ids_array, caller->num_envs, &ids))
+    if (!numbers_take(ids_array, caller->num_envs, &ids))
         Py_RETURN_FALSE;
     int is_given = 0;
-    if (take_numbers(commands_array, 0, &commands)) {
+    if (numbers_take(commands_array, 0, &commands)) {
         is_given = ids.count == commands.count;
         if (is_given)
-            give_each(caller, number, &ids, &commands);
+            caller_give_each(caller, number, &ids, &commands);
         PyBuffer_Release(&commands.memory);
     }
     PyBuffer_Release(&ids.memory);
@@ -224,23 +238,46 @@ static i64 num_counted(const Caller *caller)
     return sum;
 }
 
-/* Write those envs that owe no answer to `to`; return how many. Up to `most_sorted` are sorted by number, then as given. */
-static Py_ssize_t find_ready(const Caller *caller, const Numbers *ids, i64 *to)
+static int oldest_first(const void *one, const void *other)
+{
+    const Answer *a = one, *b = other;
+    if (a->number != b->number)
+        return a->number < b->number ? -1 : 1;
+    return a->place < b->place ? -1 : a->place > b->place;
+}
+
+/* Sort envs by the numbers of their commands, then as given. */
+static void sort(const Caller *caller, i64 *ids, Py_ssize_t count)
 {
     const i64 *numbers = word(caller, COMMAND_SEQ);
+    if (count <= FEW) {
+        for (Py_ssize_t i = 1; i < count; i++) {
+            i64 id = ids[i], number = LOAD(numbers + id);
+            Py_ssize_t at = i;
+            for (; at > 0 && LOAD(numbers + ids[at - 1]) > number; at--)
+                ids[at] = ids[at - 1];
+            ids[at] = id;
+        }
+        return;
+    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        caller->answers[i] = (Answer){LOAD(numbers + ids[i]), i};
+    qsort(caller->answers, (size_t)count, sizeof *caller->answers, oldest_first);
+    memcpy(caller->sorted, ids, (size_t)count * sizeof *ids);
+    for (Py_ssize_t i = 0; i < count; i++)
+        ids[i] = caller->sorted[caller->answers[i].place];
+}
+
+/* Write those envs that owe no answer to `to`, the oldest command first, then as given; return how many. */
+static Py_ssize_t find_ready(const Caller *caller, const Numbers *ids, i64 *to)
+{
     Py_ssize_t found = 0;
     for (Py_ssize_t i = 0; i < ids->count; i++) {
         i64 id = number_at(ids, i);
-        if (LOAD_NUMBER(word(caller, REPLY_SEQ) + id) == LOAD(numbers + id))
+        if (caller_has_number(caller, id))
             to[found++] = id;
     }
-    for (Py_ssize_t i = 1; i < found && found <= caller->most_sorted; i++) {
-        i64 id = to[i], number = LOAD(numbers + id);
-        Py_ssize_t at = i;
-        for (; at > 0 && LOAD(numbers + to[at - 1]) > number; at--)
-            to[at] = to[at - 1];
-        to[at] = id;
-    }
+    sort(caller, to, found);
     return found;
 }
 
@@ -253,8 +290,7 @@ static int expect(Caller *caller, i64 total)
     return num_counted(caller) < total;
 }
 
-/* Wait until enough envs have answered: 1; 0: not in time, or the wait was ended; -1: an exception. */
-static int wait_for_some(Caller *caller, const Numbers *ids, Py_ssize_t wanted, i64 wait_ns, i64 *to, Py_ssize_t *found)
+int caller_wait_for_some(Caller *caller, const Numbers *ids, Py_ssize_t wanted, i64 wait_ns, i64 *to, Py_ssize_t *found)
 {
     i64 now = wait_ns > 0 ? monotonic_ns() : 0, end = now + wait_ns;
     for (;; now = monotonic_ns()) {
@@ -286,13 +322,13 @@ static PyObject *caller_first(PyObject *self, PyObject *args)
         || PyObject_GetBuffer(to_array, &to, PyBUF_CONTIG) < 0)
         return NULL;
     int has_come = 0;
-    if (take_numbers(ids_array, caller->num_envs, &ids)) {
+    if (numbers_take(ids_array, caller->num_envs, &ids)) {
         if (ids.count <= to.len / (Py_ssize_t)sizeof(i64))
-            has_come = wait_for_some(caller, &ids, wanted, wait_ns, to.buf, &found);
+            has_come = caller_wait_for_some(caller, &ids, wanted, wait_ns, to.buf, &found);
         PyBuffer_Release(&ids.memory);
     }
     PyBuffer_Release(&to);
-    return has_come < 0 ? NULL : PyLong_FromSsize_t(has_come && !has_news(caller) ? found : -1);
+    return has_come < 0 ? NULL : PyLong_FromSsize_t(has_come && !caller_has_news(caller) ? found : -1);
 }
 
 static PyMethodDef caller_methods[] = {
@@ -303,8 +339,8 @@ static PyMethodDef caller_methods[] = {
      "give_some(number, ids, commands): give envs a command each, and wake their workers; return False if these are no "
      "int64 arrays, and nothing was given."},
     {"first", caller_first, METH_VARARGS,
-     "first(ids, wanted, wait_ns, to): wait until `wanted` of some envs have answered; write those that have to `to` and "
-     "return their number; -1 if they have not, or if there is more to know than rows."},
+     "first(ids, wanted, wait_ns, to): wait until `wanted` of some envs have answered; write those that have to `to`, the "
+     "oldest command first, and return their number; -1 if they have not, or if there is more to know than rows."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot caller_slots[] = {
@@ -320,3 +356,6 @@ PyType_Spec caller_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = caller_slots,
 };
+
+Py_ssize_t caller_num_envs(const Caller *caller) { return caller->num_envs; }
+i64 caller_look_ns(const Caller *caller) { return caller->look_ns; }

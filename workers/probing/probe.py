@@ -204,7 +204,9 @@ class Prober:
         self._runs: list[Run] = []
         # Touched, and there before any memory is measured: none of the env's.
         self._times = np.ones((3, _MOST_STEPS + _WARM_UP_STEPS), np.int64)
-        self._builder = Builder(message.block.info_keys, message.block.env_type)
+        self._builder = Builder(
+            message.block.info_keys, message.block.env_type, episode_statistics=message.block.episode_statistics
+        )
 
     def run(self) -> None:
         """Measure, and report; what an env raises is reported instead."""

@@ -17,6 +17,7 @@ take it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,8 @@ class AheadBlock(Block):
     _kept: _Kept | None = None
     num_seeds = 0  # root seeds that it has received
 
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed. The count of episodes is the parent's to clear: this env may be the other worker's."""
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:  # noqa: ARG002  # see below
+        """Use a new root seed. The count of episodes is the parent's to set: this env may be the other worker's."""
         self.use_root_seed(root_seed)
         self.num_seeds += 1
         self.forget_ahead()
@@ -120,6 +121,7 @@ class AheadLoop(Loop):
         if number <= words["reply_seq"][env_id]:  # an old number, perhaps: the other one may have served meanwhile
             return
         words["status"][env_id] = self._execute_timed(env_id, words["command"][env_id], 1)
+        words["answered_ns"][env_id] = time.perf_counter_ns()
         words["reply_seq"][env_id] = number
         self._done.ring()
 

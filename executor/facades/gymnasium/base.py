@@ -22,6 +22,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.episode_columns import EpisodeColumns
 from envherd.executor.facades.gymnasium.errors import as_gymnasium
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import Description, batch, check_mode, describe_all
@@ -83,6 +84,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._guard = engine.guard
         self._actions = Actions(engine, first.action_space, self.action_space)
         self._observations = Observations(engine, first.observation_space, is_copy=self.copy)
+        self._episodes = EpisodeColumns.of(engine.pool.slab)
         self._flight: Flight | None = None
         engine.allow_steps()  # Gymnasium leaves it to the env whether it may be stepped before a reset
         group = engine.pool.slab.groups[0].columns
@@ -199,6 +201,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         else:
             was_reset = ended if flight.was_reset is not None else None
             infos = self._infos(None, was_reset, column)
+        if self._episodes is not None and ended is not None:
+            infos.update(self._of_episodes(self._episodes, ended, column))
         return (
             self._observations.after(column, was_reset),
             self._rewards[column].copy(),
@@ -206,6 +210,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             self._truncations[column].copy(),
             infos,
         )
+
+    def _of_episodes(self, episodes: EpisodeColumns, ended: np.ndarray, column: int) -> dict[str, Any]:
+        """Return the entries of Gymnasium's `RecordEpisodeStatistics`, of a step in which episodes have ended."""
+        is_over = np.zeros(self.num_envs, bool)
+        is_over[ended] = True
+        returns, lengths, seconds = episodes.read(column)
+        figures = {"r": returns[:, 0], "l": lengths, "t": seconds}
+        return {"episode": {name: np.where(is_over, value, 0) for name, value in figures.items()}, "_episode": is_over}
 
     def _note_failed_step(self) -> None:
         """Note which envs the next step has to reset, after a step that some envs did not survive."""

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import gymnasium
 import numpy as np
@@ -29,6 +29,7 @@ from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import choose_workers
 from envherd.executor.serial import SerialEnv
+from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.hosts.gymnasium_native import NativeAdapter, NativeFactory, loads
 from envherd.workers.errors import EnvherdError
 
@@ -75,6 +76,9 @@ class AsyncVectorEnv(HostedVectorEnv):
         FactoryError: an env could not be built; also of the type that was raised.
     """
 
+    #: Makes an adapter of each env; called with the user's factory and `keeps_final`.
+    _factory: ClassVar[Callable[..., Callable[[], Adapter]]] = NativeFactory
+
     def __init__(  # noqa: PLR0913, PLR0917  # Gymnasium's signature
         self,
         env_fns: EnvFns,
@@ -102,7 +106,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         self._state = AsyncState.DEFAULT
         self._question: dict[int, Any] = {}
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
-        factories = {id(env_fn): NativeFactory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns}
+        factories = {id(env_fn): self._factory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns}
         if self.max_concurrency is not None:
             if isinstance(num_workers, str):
                 raise ValueError(
@@ -148,7 +152,7 @@ class AsyncVectorEnv(HostedVectorEnv):
             )
 
     def _end(self, awaited: AsyncState) -> None:
-        """Refuse to wait for a call that was not begun; whatever becomes of the wait, it is over then."""
+        """Refuse to wait for a call that was not started; after any outcome of the wait, the call is over."""
         self._assert_is_running()
         if self._state is not awaited:
             name = awaited.value

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envherd.executor.facades.sb3.spaces import Space, observed_leaves
+from envherd.executor.facades.sb3.spaces import observed_leaves
 from envherd.shm.slab import Slab
 from envherd.shm.specs import Discrete, LeafSpec, MultiDiscrete
+from envherd.workers.adapters.hosts.leaf_spaces import Space
 from envherd.workers.errors import ActionError
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from gymnasium import spaces
 
-from envherd.shm.specs import Binary, Box, Discrete, Domain, EnvSpec, Key, LeafSpec, MultiDiscrete
+from envherd.shm.specs import EnvSpec, Key, LeafSpec
+from envherd.workers.adapters.hosts.leaf_spaces import Space, space_of
 
-Space = spaces.Space[Any]
 #: Arrays `[N, ...]` in the order of the leaves -> what SB3 calls an observation.
 Compose = Callable[[Sequence[Any]], Any]
 
@@ -34,8 +33,15 @@ def num_agents(spec: EnvSpec) -> int:
 
 
 def observed_leaves(spec: EnvSpec) -> list[tuple[int, LeafSpec]]:
-    """Return `(index, leaf)` of the observation leaves that a row sees."""
-    return [(i, leaf) for i, leaf in enumerate(spec.observation) if _is_of_agents(spec, leaf.key)]
+    """Return `(index, leaf)` of the observation leaves that a row sees: no masks, and no entries of infos."""
+    unseen = spec.episode_keys
+    seen = [(i, leaf) for i, leaf in enumerate(spec.observation) if leaf.key not in unseen and leaf.key[0] != "info"]
+    if not spec.groups:
+        return seen
+    group = spec.groups[0][0]
+    own = [(i, leaf) for i, leaf in seen if leaf.key[: len(group)] == group]
+    observed = [(i, leaf) for i, leaf in own if leaf.key[len(group)] == "observation"]
+    return observed or own
 
 
 def compose_for(space: Space) -> Compose:
@@ -72,8 +78,8 @@ def _inner_spaces(space: Space) -> list[Space]:
 def spaces_of(spec: EnvSpec) -> tuple[Space, Space]:
     """Return the observation and action space of a row of an env that has none itself (no Gymnasium env)."""
     lead = 1 if spec.groups else 0
-    observed = {_name(spec, leaf.key): _space(leaf, lead) for _, leaf in observed_leaves(spec) if not leaf.is_side}
-    acted = {_name(spec, leaf.key): _space(leaf, lead) for leaf in spec.action}
+    observed = {_name(spec, leaf.key): space_of(leaf, lead) for _, leaf in observed_leaves(spec) if not leaf.is_side}
+    acted = {_name(spec, leaf.key): space_of(leaf, lead) for leaf in spec.action}
     return _single_or_dict(observed), _single_or_dict(acted)
 
 
@@ -84,30 +90,3 @@ def _single_or_dict(found: dict[str, Space]) -> Space:
 def _name(spec: EnvSpec, key: Key) -> str:
     prefix = (*spec.groups[0][0], "observation") if spec.groups else ()
     return "/".join(key[len(prefix) :] if prefix and key[: len(prefix)] == prefix else key)
-
-
-def _is_of_agents(spec: EnvSpec, key: Key) -> bool:
-    return not spec.groups or key[: len(spec.groups[0][0])] == spec.groups[0][0]
-
-
-def _space(leaf: LeafSpec, lead: int) -> Space:
-    """Return the space of a leaf without its agents' dimension."""
-    shape, dtype, domain = leaf.shape[lead:], np.dtype(leaf.dtype), leaf.domain
-    if isinstance(domain, Discrete) and shape == ():
-        return spaces.Discrete(domain.n, start=domain.start)
-    if isinstance(domain, MultiDiscrete) and dtype.kind in "iu":
-        return spaces.MultiDiscrete(np.broadcast_to(np.asarray(domain.nvec), leaf.shape)[(0,) * lead])
-    if isinstance(domain, Binary) and dtype.kind in "iu":
-        return spaces.MultiBinary(shape)
-    low, high = (np.broadcast_to(bound, leaf.shape)[(0,) * lead] for bound in _bounds(domain, dtype))
-    return spaces.Box(low.astype(dtype), high.astype(dtype), shape, dtype.type)
-
-
-def _bounds(domain: Domain, dtype: np.dtype) -> tuple[Any, Any]:
-    if isinstance(domain, Box):
-        return domain.low, domain.high
-    if isinstance(domain, Discrete):
-        return domain.start, domain.start + domain.n - 1
-    if dtype.kind in "iu":
-        return np.iinfo(dtype).min, np.iinfo(dtype).max
-    return (0, 1) if dtype.kind == "b" else (-np.inf, np.inf)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -27,12 +28,15 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.episode_columns import EpisodeColumns
+from envherd.executor.facades.sb3.masks import ActionMasks
 from envherd.executor.facades.sb3.rows import Reader, Writer
-from envherd.executor.facades.sb3.spaces import Space, compose_for, num_agents, row_shapes, spaces_of
+from envherd.executor.facades.sb3.spaces import compose_for, num_agents, row_shapes, spaces_of
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.serial import SerialEnv
 from envherd.workers.adapters import find_adapter
+from envherd.workers.adapters.hosts.leaf_spaces import Space
 from envherd.workers.adapters.hosts.sb3 import Sb3DirectAdapter
 from envherd.workers.adapters.hosts.sb3_factory import Sb3Factory
 from envherd.workers.build import check_factory
@@ -40,6 +44,8 @@ from envherd.workers.errors import ActionError, Busy, EnvError, EnvherdError, Fa
 from envherd.workers.protocol import Op
 
 EnvFn = Callable[[], Any]
+#: The method that sb3-contrib looks for.
+_ACTION_MASKS = "action_masks"
 Indices = None | int | Iterable[int]
 Info = dict[str, Any]
 
@@ -76,10 +82,14 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._positions = self._engine.positions
         self.num_agents = num_agents(executor.spec)
         self._is_gymnasium = executor.spec.family == "gymnasium"
+        self._agents = executor.spec.metadata["agent_names"] if executor.spec.family == "pettingzoo" else ()
         observation_space, action_space = self._find_spaces()
         self._compose = compose_for(observation_space)
         self._reader = Reader(self._positions.slab, row_shapes(observation_space), self.num_agents)
         self._writer = Writer(self._positions.slab, action_space, self.num_agents)
+        self._masks = ActionMasks.of(self._positions, self.num_agents)
+        self._episodes = EpisodeColumns.of(self._positions.slab, self.num_agents)
+        self._began = time.time()
         super().__init__(executor.num_envs * self.num_agents, observation_space, action_space)
         if self._is_gymnasium:
             self.metadata = self.get_attr("metadata", 0)[0]  # a VecVideoRecorder looks for the envs' own here
@@ -109,7 +119,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._reset_seeds()
         self._reset_options()
         said = self._reset_said()
-        self.reset_infos = [said.get(i // self.num_agents, {}) for i in range(self.num_envs)]
+        self.reset_infos = [self._of_row(said, row) for row in range(self.num_envs)]
         columns = self._positions.columns
         return self._compose([leaf.read_each(columns) for leaf in self._reader.root])
 
@@ -170,8 +180,13 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         per_env = range(self.executor.num_envs)
         if self.num_agents == 1:
             return [{**said.get(i, {}), "TimeLimit.truncated": False} for i in per_env]
-        rows = [i for i in per_env for _ in range(self.num_agents)]
-        return [{**deepcopy(said.get(i, {})), "TimeLimit.truncated": False} for i in rows]
+        return [{**deepcopy(self._of_row(said, row)), "TimeLimit.truncated": False} for row in range(self.num_envs)]
+
+    def _of_row(self, said: Mapping[int, Info], row: int) -> Info:
+        """Return the info of a row: of its env, or of its agent where the env has an info for each (PettingZoo)."""
+        env_id, agent = divmod(row, self.num_agents)
+        info = said.get(env_id, {})
+        return info.get(self._agents[agent], {}) if self._agents else info
 
     def _finish_episodes(self, ended: np.ndarray, leaves: list[np.ndarray], infos: list[Info]) -> np.ndarray:
         """Move the last observations of ended episodes to their infos, and put the first ones of new episodes there."""
@@ -182,6 +197,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self.reset_infos = list(self.reset_infos)
         rows = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
         last = [leaf[rows] for leaf in leaves]
+        if self._episodes is not None:
+            self._note_episodes(self._episodes, rows, infos)
         for place, row in enumerate(rows.tolist()):
             env_id = row // agents
             info = infos[row]
@@ -189,12 +206,21 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             info["terminal_observation"] = self._compose([leaf[place].copy() for leaf in last])
             if has_interrupted and interrupted[env_id, 0]:
                 info["interrupted"] = True
-            self.reset_infos[row] = said.get(env_id, {})
+            self.reset_infos[row] = self._of_row(said, row)
         for leaf, root in zip(leaves, reader.root, strict=True):
             leaf[rows] = root.look(column)[rows]
         dones = np.zeros(self.num_envs, bool)
         dones[rows] = True
         return dones
+
+    def _note_episodes(self, episodes: EpisodeColumns, rows: np.ndarray, infos: list[Info]) -> None:
+        """Put what SB3's `Monitor` reports of an episode into the infos of rows that have ended."""
+        returns, lengths, _ = episodes.read(self._flight.at)
+        elapsed = round(time.time() - self._began, 6)
+        for row in rows.tolist():
+            env_id, agent = divmod(row, self.num_agents)
+            sum_of_rewards = round(float(returns[env_id, agent]), 6)
+            infos[row]["episode"] = {"r": sum_of_rewards, "l": int(lengths[env_id]), "t": elapsed}
 
     def _drop_step(self) -> None:
         """Let a step that nobody waited for finish, and forget it: a reset comes."""
@@ -223,7 +249,9 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
     # ---- attributes and methods of the envs --------------------------------------------------
 
     def has_attr(self, attr_name: str) -> bool:
-        """Return whether all envs have an attribute, on whatever wrapper."""
+        """Return whether all envs have an attribute, on whatever wrapper; `action_masks`, if their rows have masks."""
+        if attr_name == _ACTION_MASKS and self._masks is not None:
+            return True
         return all(self._ask("has", self._env_ids(None), name=attr_name))
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
@@ -243,7 +271,24 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
         """Call a method of each env asked for, on whatever wrapper, and return what it returned."""
+        if method_name == _ACTION_MASKS and self._masks is not None:
+            if self.waiting:
+                raise Busy("the call failed: a step is under way. Call step_wait() first.")
+            masks = self._masks.read()
+            return [masks[row] for row in self._rows_of(indices)]
         return self._by_row("call", indices, name=method_name, args=method_args, kwargs=method_kwargs)
+
+    def action_masks(self) -> np.ndarray:
+        """Return which actions are legal now, bool `[num_envs, actions]`, own memory; for sb3-contrib's `MaskablePPO`.
+
+        They are the agents' `action_mask` (PettingZoo), the entry `action_mask` of infos that
+        `ExecutorOptions(info_keys=("action_mask",))` selects, or what the envs' own `action_masks()` returns. The
+        first two are read from shared memory, without a question to the workers.
+
+        Raises:
+            AttributeError: the envs have none of them.
+        """
+        return np.stack(self.env_method(_ACTION_MASKS))
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
         """Return whether each env asked for is inside a wrapper of a class (or of a subclass of it).
@@ -354,7 +399,7 @@ class DummyVecEnv(ExecutorVecEnv):
         if len(different) != len(self.envs):
             raise ValueError(_SAME_INSTANCE.format(expected=len(self.envs), got=len(different)))
         self._adapters = [one for one in made if isinstance(one, Sb3DirectAdapter)]
-        options = dataclasses.replace(_as_sb3(ExecutorOptions(), None), infos="drop")
+        options = dataclasses.replace(_as_sb3(ExecutorOptions(), None), infos="drop" if self._adapters else "pickle")
         super().__init__(SerialEnv(len(made), [_Made(made, i) for i in range(len(made))], options=options))
 
     def _write(self, actions: Any) -> None:
@@ -366,9 +411,13 @@ class DummyVecEnv(ExecutorVecEnv):
             adapter.next_action = action
 
     def _step_said(self) -> Mapping[int, Info]:
+        if not self._adapters:
+            return super()._step_said()
         return {i: deepcopy(dict(one.step_info)) for i, one in enumerate(self._adapters) if one.step_info}
 
     def _reset_said(self) -> Mapping[int, Info]:
+        if not self._adapters:
+            return super()._reset_said()
         return {i: dict(one.info) for i, one in enumerate(self._adapters)}
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:
@@ -421,7 +470,6 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
     return dataclasses.replace(
         options,
         infos="pickle",
-        info_keys=None,
         episode_seeds=False,
         pickle_replies=True,
         check_actions="off",

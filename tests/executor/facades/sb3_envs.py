@@ -135,3 +135,37 @@ def make_cartpole(max_episode_steps=25):
 
 def make_short_cartpole():
     return make_cartpole(9)
+
+
+class SilentMaskedEnv(gymnasium.Env):
+    """Forbids action `step % 4`, and says so in its infos; an illegal action costs 10, a legal one gives 1."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(4)
+
+    def __init__(self, length=4):
+        self.length = length
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.num_steps = 0
+        return self.see(), {"action_mask": self.mask()}
+
+    def step(self, action):
+        is_illegal = not self.mask()[action]
+        self.num_steps += 1
+        info = {"action_mask": self.mask(), "was_illegal": bool(is_illegal)}
+        return self.see(), -10.0 if is_illegal else 1.0, self.num_steps == self.length, False, info
+
+    def see(self):
+        return np.array([self.num_steps / 10, 1], np.float32)
+
+    def mask(self):
+        return np.arange(4) != self.num_steps % 4
+
+
+class MaskedEnv(SilentMaskedEnv):
+    """The same with the method that sb3-contrib looks for."""
+
+    def action_masks(self):
+        return self.mask()

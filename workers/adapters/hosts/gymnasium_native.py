@@ -79,10 +79,13 @@ class NativeEnv:
         self.keeps_final = keeps_final
         self.raw_action: Any = _NO_ACTION
 
+    def spaces(self) -> tuple[Space, Space]:
+        """Return the observation space and the action space."""
+        return self.env.observation_space, self.env.action_space
+
     def describe(self) -> bytes:
         """Return `(observation space, action space, metadata, render mode)`, pickled."""
-        env = self.env
-        return dumps((env.observation_space, env.action_space, dict(env.metadata), env.render_mode))
+        return dumps((*self.spaces(), dict(self.env.metadata), self.env.render_mode))
 
     def ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """Return an attribute of the env or of its wrappers, pickled; a method is called first."""
@@ -96,6 +99,11 @@ class NativeEnv:
     def give(self, action: Any) -> None:
         """Keep an action for the next step, which gives it to the env as it is."""
         self.raw_action = action
+
+    @property
+    def has_raw_action(self) -> bool:
+        """Whether the next step has an action that is not in shared memory."""
+        return self.raw_action is not _NO_ACTION
 
     def take_raw_action(self) -> Any:
         """Return the raw action and forget it."""
@@ -135,14 +143,14 @@ class NativeAdapter(Adapter):
     def __init__(self, env: NativeEnv) -> None:
         self.env = env
         self.info: Mapping[str, Any] = {}
-        observation_space, action_space = env.env.observation_space, env.env.action_space
+        observation_space, action_space = env.spaces()
         self._is_bare = isinstance(observation_space, FIXED)
         is_array = isinstance(observation_space, spaces.Box) and observation_space.shape != ()
         self._row_dtype = observation_space.dtype if is_array else None
-        self._flatten = _flattener(observation_space)
+        self._flatten = flattener(observation_space)
         actions = leaf_specs(action_space, "action")
         self._has_rows = not any(leaf.is_side for leaf in actions)
-        self._build = _builder(action_space)
+        self._build = builder(action_space)
         self._is_bare_action = isinstance(action_space, FIXED)
         self.spec = EnvSpec(
             observation=leaf_specs(observation_space, "observation"),
@@ -203,13 +211,13 @@ def _as_bool(value: Any, name: str) -> bool:
     return bool(value) if isinstance(value, (int, np.bool_, np.integer)) else as_flag(value, name)
 
 
-def _flattener(space: Space) -> Callable[[Any, list[Any]], None]:
+def flattener(space: Space) -> Callable[[Any, list[Any]], None]:
     """Return the function that appends the leaves of a value to a list; entries that no space names are left out."""
     parts: list[tuple[Any, Callable[[Any, list[Any]], None]]]
     if isinstance(space, spaces.Dict):
-        parts = [(key, _flattener(sub)) for key, sub in space.spaces.items()]
+        parts = [(key, flattener(sub)) for key, sub in space.spaces.items()]
     elif isinstance(space, spaces.Tuple):
-        parts = [(index, _flattener(sub)) for index, sub in enumerate(space.spaces)]
+        parts = [(index, flattener(sub)) for index, sub in enumerate(space.spaces)]
     elif isinstance(space, FIXED):
         return lambda value, values: values.append(value)
     else:
@@ -222,13 +230,13 @@ def _flattener(space: Space) -> Callable[[Any, list[Any]], None]:
     return flatten
 
 
-def _builder(space: Space) -> Callable[[Any], Any]:
+def builder(space: Space) -> Callable[[Any], Any]:
     """Return the function that makes an action from an iterator over its leaves."""
     if isinstance(space, spaces.Dict):
-        named = {key: _builder(sub) for key, sub in space.spaces.items()}
+        named = {key: builder(sub) for key, sub in space.spaces.items()}
         return lambda values: {key: part(values) for key, part in named.items()}
     if isinstance(space, spaces.Tuple):
-        parts = [_builder(sub) for sub in space.spaces]
+        parts = [builder(sub) for sub in space.spaces]
         return lambda values: tuple(part(values) for part in parts)
     return next
 

@@ -29,7 +29,8 @@ import numpy as np
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
-from envherd.workers.adapters.common.scalars import as_flag, as_float
+from envherd.workers.adapters.common.scalars import as_float
+from envherd.workers.adapters.pettingzoo.ends import end_episode, note_end
 from envherd.workers.adapters.pettingzoo.groups import AgentGroup, Seat, make_groups
 from envherd.workers.adapters.pettingzoo.spaces import Agent, read_agent
 from envherd.workers.errors import ResetNeeded, SpecError
@@ -59,11 +60,11 @@ class PettingZooAdapter(Adapter):
 
     def __init__(self, env: Any) -> None:
         options = getattr(env, "envherd_options", None)
-        self.env = env = _as_parallel(env)
+        self.env = env = as_parallel(env)
         self.info: Mapping[Any, Any] = {}
-        self._turns = _turn_based(env)
-        agents = _possible_agents(env)
-        _, infos = _checked_reset(env.reset(seed=None, options=None))
+        self._turns = turn_based(env)
+        agents = possible_agents(env)
+        _, infos = checked_reset(env.reset(seed=None, options=None))
         read = [read_agent(a, env.observation_space(a), env.action_space(a), infos.get(a)) for a in agents]
         self._groups = make_groups(read, None if options is None else options.group_map)
         self._seats: dict[Agent, Seat] = {seat.agent: seat for group in self._groups for seat in group.seats}
@@ -94,7 +95,7 @@ class PettingZooAdapter(Adapter):
         """
         self._needs_reset = True
         own = own_options(options, "PettingZoo env")
-        observations, self.info = _checked_reset(self.env.reset(seed=seed, options=own))
+        observations, self.info = checked_reset(self.env.reset(seed=seed, options=own))
         if not self.env.agents:
             raise SpecError("reset failed: expected a PettingZoo env with agents, got one that has none. Fix the env.")
         for seat in self._seats.values():
@@ -113,15 +114,14 @@ class PettingZooAdapter(Adapter):
         if self._needs_reset:
             raise ResetNeeded("step failed: expected an episode under way, got a PettingZoo env that needs a reset.")
         acting = list(self.env.agents)
-        result = self.env.step(self._actions(action, acting))
-        if not (isinstance(result, (tuple, list)) and len(result) == 5 and all(isinstance(d, Mapping) for d in result)):
-            raise SpecError(f"step failed: expected {_FIVE}, got {_outline(result)}. Return them from env.step.")
+        result = checked_step(self.env.step(self._actions(action, acting)))
         observations, rewards, terminations, truncations, self.info = result
         self._observe(observations)
         for agent, seat in self._seats.items():
             self._take_reward(seat, rewards.get(agent))
-            self._take_end(seat, terminations.get(agent), truncations.get(agent), has_acted=agent in acting)
-        terminated, truncated = self._end_episode()
+            flags = terminations.get(agent), truncations.get(agent)
+            note_end(seat, *flags, is_present=agent in self.env.agents, has_acted=agent in acting)
+        terminated, truncated = end_episode(self._seats, self.env.agents)
         self._needs_reset = terminated or truncated
         return self._all_values(), list(self._rewards), terminated, truncated
 
@@ -147,7 +147,7 @@ class PettingZooAdapter(Adapter):
 
     def _observe(self, observations: Mapping[Agent, Any]) -> None:
         present = self.env.agents
-        acting = present if self._turns is None or not present else [self._turns.agent_selection]
+        acting = acting_agents(self.env, self._turns)
         for agent in present:
             if agent not in observations:
                 self._seat(agent)
@@ -166,30 +166,6 @@ class PettingZooAdapter(Adapter):
     def _take_reward(self, seat: Seat, reward: Any) -> None:
         value = 0.0 if reward is None else as_float(reward, f"reward of {seat.agent}")
         seat.group.reward[seat.index, 0] = value
-
-    def _take_end(self, seat: Seat, terminated: Any, truncated: Any, *, has_acted: bool) -> None:
-        """Keep how an agent has ended."""
-        if terminated is not None or truncated is not None:
-            seat.end = (
-                terminated is not None and as_flag(terminated, f"terminations[{seat.agent!r}]"),
-                truncated is not None and as_flag(truncated, f"truncations[{seat.agent!r}]"),
-            )
-        elif seat.agent in self.env.agents:
-            seat.end = (False, False)
-        elif has_acted:
-            seat.end = (True, False)
-
-    def _end_episode(self) -> tuple[bool, bool]:
-        """Return whether the episode has terminated, and whether it was truncated; if so, all agents are done."""
-        if not all(any(self._seats[agent].end) for agent in self.env.agents):
-            return False, False
-        ends = [seat.end for seat in self._seats.values() if any(seat.end)]
-        terminated = all(end[0] for end in ends)
-        truncated = not terminated or (bool(ends) and all(end[1] for end in ends))
-        for seat in self._seats.values():
-            if not any(seat.end):
-                seat.end = (terminated, truncated)
-        return terminated, truncated
 
     def _seat(self, agent: Agent) -> Seat:
         seat = self._seats.get(agent)
@@ -217,7 +193,7 @@ class PettingZooAdapter(Adapter):
         )
 
 
-def _as_parallel(env: Any) -> Any:
+def as_parallel(env: Any) -> Any:
     """Return the parallel env that an env is or can be made."""
     if not any(f"{cls.__module__}.{cls.__qualname__}" == "pettingzoo.utils.env.AECEnv" for cls in type(env).__mro__):
         return env
@@ -233,7 +209,7 @@ def _as_parallel(env: Any) -> Any:
     return aec_to_parallel(env)
 
 
-def _turn_based(env: Any) -> Any:
+def turn_based(env: Any) -> Any:
     """Return the AEC env inside an env in which agents take turns; None for other envs."""
     while type(env).__name__ != "turn_based_aec_to_parallel_wrapper":
         inner = getattr(env, "__dict__", {}).get("env")
@@ -243,7 +219,8 @@ def _turn_based(env: Any) -> Any:
     return env.aec_env
 
 
-def _possible_agents(env: Any) -> list[Agent]:
+def possible_agents(env: Any) -> list[Agent]:
+    """Return all agents that may ever appear; refuse an env that names none."""
     agents = list(getattr(env, "possible_agents", ()))
     if not agents:
         raise SpecError(
@@ -253,7 +230,25 @@ def _possible_agents(env: Any) -> list[Agent]:
     return agents
 
 
-def _checked_reset(result: Any) -> tuple[Mapping[Agent, Any], Mapping[Any, Any]]:
+def acting_agents(env: Any, turns: Any) -> list[Agent]:
+    """Return the agents that act in the next step.
+
+    Args:
+        env: parallel.
+        turns: what `turn_based` has returned for it.
+    """
+    return env.agents if turns is None or not env.agents else [turns.agent_selection]
+
+
+def checked_step(result: Any) -> Any:
+    """Return the five dicts by agent that `env.step` has returned; refuse anything else."""
+    if not (isinstance(result, (tuple, list)) and len(result) == 5 and all(isinstance(d, Mapping) for d in result)):
+        raise SpecError(f"step failed: expected {_FIVE}, got {_outline(result)}. Return them from env.step.")
+    return result
+
+
+def checked_reset(result: Any) -> tuple[Mapping[Agent, Any], Mapping[Any, Any]]:
+    """Return the observations and infos that `env.reset` has returned; refuse anything else."""
     if not (isinstance(result, (tuple, list)) and len(result) == 2 and all(isinstance(d, Mapping) for d in result)):
         raise SpecError(
             f"reset failed: expected (observations, infos), both dicts by agent, got {_outline(result)}. "

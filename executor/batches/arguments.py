@@ -1,0 +1,66 @@
+"""Checks of what callers pass, with the call's and the argument's name; nothing has been started or changed by then."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from tensordict import TensorDictBase
+
+_STEPS = ("step", "step_and_maybe_reset", "send")
+_ADVICE = (
+    " Put actions into one: env.current().set('action', torch.as_tensor(actions)). For plain arrays use AsyncVectorEnv "
+    "of envherd.executor.facades.gymnasium."
+)
+
+
+def as_count(call: str, name: str, value: Any, *, least: int = 1, or_none: bool = False) -> Any:
+    """Return an integer of at least `least` as `int`, or None if that is allowed.
+
+    Raises:
+        ValueError: it is another number, or none.
+    """
+    if value is None and or_none:
+        return None
+    try:
+        found = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        others = " or None" if or_none else ""
+        raise ValueError(f"{call} failed: expected {name} of at least {least}{others}, got {value!r}.")
+    return found
+
+
+def need_seconds(call: str, name: str, value: Any) -> None:
+    """Refuse what is neither None nor a number of at least 0."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and value >= 0):
+        raise ValueError(f"{call} failed: expected {name} as seconds of at least 0 or None, got {value!r}.")
+
+
+def need_bools(call: str, **switches: Any) -> None:
+    """Refuse switches that are neither True nor False."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{call} failed: expected {name} to be True or False, got {value!r}.")  # noqa: TRY004
+
+
+def need_callables(call: str, **functions: Any) -> None:
+    """Refuse what is neither None nor can be called."""
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{call} failed: expected {name} to be a callable or None, got {value!r}.")
+
+
+def need_batch(call: str, td: Any, name: str = "a batch") -> None:
+    """Refuse what is no TensorDict."""
+    if not isinstance(td, TensorDictBase):
+        raise TypeError(
+            f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{_ADVICE if call in _STEPS else ''}"
+        )
+
+
+def _named(value: Any) -> str:
+    kind = type(value)
+    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__name__}"

@@ -1,0 +1,169 @@
+"""Episodes and throughput of a run, for TensorBoard, Weights & Biases, or a program's own prints.
+
+with ParallelEnv(8, make_env, options=ExecutorOptions(episode_statistics=True)) as env:
+    logger = EpisodeLogger(SummaryWriter("runs/first"))
+    for data in Collector(env, policy, frames_per_batch=2048, total_frames=10**6):
+        logger.add(data)
+        logger.write(env.statistics())
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from envherd.executor.exporting import to_scalars
+from envherd.executor.monitor.statistics import Statistics
+
+
+class Episode(NamedTuple):
+    """One episode that has ended.
+
+    Attributes:
+        returns: the sum of rewards; of a group, the mean over its agents, and each agent's; by name.
+        length: in steps.
+        seconds: from its first step to its last.
+    """
+
+    returns: dict[str, float]
+    length: int
+    seconds: float
+
+
+class EpisodeLogger:
+    """Takes batches of an executor with `episode_statistics`, and writes means over the episodes that ended in them.
+
+    Args:
+        *writers: each a TensorBoard `SummaryWriter` (anything with its `add_scalar`), or a Weights & Biases run
+            (anything with its `log(dict, step=...)`). None is needed to use the attributes.
+        window: how many of the last episodes `mean_return` and `mean_length` are over.
+
+    Attributes:
+        num_steps: transitions of all batches, interrupted ones included.
+        num_episodes: episodes that have ended in them. Those that the loss of a worker interrupted do not count.
+        last: the last `window` of these.
+
+    Raises:
+        TypeError: an object that is neither kind of writer.
+    """
+
+    def __init__(self, *writers: Any, window: int = 100) -> None:
+        for writer in writers:
+            if not (callable(getattr(writer, "add_scalar", None)) or callable(getattr(writer, "log", None))):
+                raise TypeError(
+                    f"EpisodeLogger failed: expected writers with add_scalar (TensorBoard) or log (Weights & Biases), "
+                    f"got a {type(writer).__name__}. Pass SummaryWriter(...) or wandb.init(...)."
+                )
+        if window < 1:
+            raise ValueError(f"EpisodeLogger failed: expected window to be at least 1, got {window!r}.")
+        self._writers = writers
+        self._new: list[Episode] = []
+        self.num_steps = self.num_episodes = 0
+        self.last: deque[Episode] = deque(maxlen=window)
+
+    def add(self, data: TensorDictBase) -> list[Episode]:
+        """Take one batch of transitions, in any shape: of a rollout, a collector, a step or `recv`.
+
+        Returns:
+            The episodes that ended in it, in the order of its rows.
+
+        Raises:
+            ValueError: the batch has no statistics of episodes.
+        """
+        self.num_steps += data.numel()
+        rows = data.tensordicts if isinstance(data, LazyStackedTensorDict) else [data]
+        ended = [episode for row in rows for episode in _episodes_of(row)]
+        self.num_episodes += len(ended)
+        self.last.extend(ended)
+        self._new.extend(ended)
+        return ended
+
+    @property
+    def mean_return(self) -> float:
+        """Mean return of the last episodes (of envs with agents: the mean of the first group); NaN before the first."""
+        return _mean([next(iter(episode.returns.values())) for episode in self.last])
+
+    @property
+    def mean_length(self) -> float:
+        """Mean length of the last episodes, in steps; NaN before the first."""
+        return _mean([float(episode.length) for episode in self.last])
+
+    def write(
+        self, statistics: Statistics | None = None, *, step: int | None = None, **figures: float
+    ) -> dict[str, float]:
+        """Write means over the episodes that ended since the last call, and what else is given, to all writers.
+
+        Args:
+            statistics: of the executor, `env.statistics()`; under `envherd/`.
+            step: the horizontal axis; None for `num_steps`.
+            **figures: further numbers, under their names.
+
+        Returns:
+            What was written, by tag: `episode/return`, `episode/length`, `episode/time` (seconds), `episode/number`
+            (how many); of agents `GROUP/episode/return` and `GROUP/episode/return/0`, ... .
+        """
+        scalars = {name: float(value) for name, value in figures.items()}
+        if statistics is not None:
+            scalars.update(to_scalars(statistics))
+        scalars["episode/number"] = float(self.num_episodes)
+        if self._new:
+            tags = dict.fromkeys(tag for episode in self._new for tag in episode.returns)
+            for tag in tags:
+                scalars[tag] = _mean([one.returns[tag] for one in self._new if tag in one.returns])
+            scalars["episode/length"] = _mean([float(one.length) for one in self._new])
+            scalars["episode/time"] = _mean([one.seconds for one in self._new])
+        self._new.clear()
+        at = self.num_steps if step is None else step
+        for writer in self._writers:
+            if callable(getattr(writer, "add_scalar", None)):
+                for tag, value in scalars.items():
+                    writer.add_scalar(tag, value, at)
+            else:
+                writer.log(scalars, step=at)
+        return scalars
+
+
+def _episodes_of(data: TensorDictBase) -> Iterator[Episode]:
+    """Yield the episodes that ended in a batch."""
+    following = data.get("next")
+    length = following.get(("episode", "length"), None)
+    if length is None:
+        raise ValueError(
+            "add failed: expected a batch with next/episode/return, got one without. Make the executor with "
+            "options=ExecutorOptions(episode_statistics=True)."
+        )
+    is_over = following.get("done").clone()
+    interrupted = following.get("interrupted", None)
+    if interrupted is not None:
+        is_over &= ~interrupted
+    mask = is_over.squeeze(-1)
+    keys = [
+        key
+        for key in following.keys(include_nested=True, leaves_only=True)
+        if isinstance(key, tuple) and "episode" in key[:-1] and key[-1].endswith("return")
+    ]
+    sums = {"/".join(key): following.get(key)[mask].double().flatten(1) for key in keys}
+    lengths, seconds = length[mask].flatten().tolist(), following.get(("episode", "time"))[mask].flatten().tolist()
+    for row, (steps, elapsed) in enumerate(zip(lengths, seconds, strict=True)):
+        yield Episode(_by_tag({tag: values[row] for tag, values in sums.items()}), steps, elapsed)
+
+
+def _by_tag(sums: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the mean over the agents of each sum, under its tag, and then each agent's own, if there are several."""
+    means = {tag: float(values.mean()) for tag, values in sums.items()}
+    each = {
+        f"{tag}/{agent}": value
+        for tag, values in sums.items()
+        if len(values) > 1
+        for agent, value in enumerate(values.tolist())
+    }
+    return means | each
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

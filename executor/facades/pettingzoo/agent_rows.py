@@ -1,0 +1,220 @@
+"""PettingZoo parallel envs as one vector env with a row for each agent, for learners that share one policy.
+
+What `supersuit.pettingzoo_env_to_vec_env_v1` and `concat_vec_envs_v1` give, with the same arrays and infos: rows of env
+0's agents come first, then those of env 1. Agents may leave and return: an absent agent has zeros and no flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from envherd.executor.facades.pettingzoo.vector_env import ByAgent, ParallelVectorEnv
+from envherd.executor.options import ExecutorOptions
+from envherd.workers.adapters.hosts.pettingzoo_one_group import OneGroupFactory
+
+Infos = list[dict[str, Any]]
+
+
+class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
+    """A Gymnasium vector env of N * A rows, one for each agent of each env.
+
+    An env is reset in the step in which its last agent has left, and the last observations are in
+    `infos[row]["terminal_observation"]`.
+
+    Args:
+        env_fns: see `ParallelVectorEnv`; all agents of an env have the same spaces.
+        num_workers: processes; None for one per usable core, at most one per env.
+        options: see `ExecutorOptions`.
+
+    Attributes:
+        envs: the `ParallelVectorEnv`.
+        num_envs: rows, N * A.
+        observation_space, action_space: of ONE row, as SuperSuit has it; `batched_observation_space` and
+            `batched_action_space` are those of all rows.
+        single_observation_space, single_action_space: of one row.
+
+    Raises:
+        ValueError: agents have unlike spaces.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        *,
+        num_workers: int | Literal["auto"] | None = None,
+        options: ExecutorOptions | None = None,
+    ) -> None:
+        self.envs = envs = ParallelVectorEnv(env_fns, num_workers=num_workers, options=options)
+        self._agents = envs.possible_agents
+        self.num_envs = envs.num_envs * len(self._agents)
+        self.metadata = {**envs.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
+        self.render_mode = envs.render_mode
+        try:
+            observed = self._only_space("observation", envs.single_observation_space)
+            acted = self._only_space("action", envs.single_action_space)
+        except ValueError:
+            envs.close()
+            raise
+        self.single_observation_space = self.observation_space = observed
+        self.single_action_space = self.action_space = acted
+        self.batched_observation_space = batch_space(observed, self.num_envs)
+        self.batched_action_space = batch_space(acted, self.num_envs)
+        self._given: Any = None
+
+    def _only_space(self, what: str, space_of: Callable[[Any], Any]) -> Any:
+        first = space_of(self._agents[0])
+        other = next((agent for agent in self._agents if space_of(agent) != first), None)
+        if other is not None:
+            raise ValueError(
+                f"reading the env failed: expected one {what} space of all agents, got {first} of {self._agents[0]} "
+                f"and {space_of(other)} of {other}. Make them alike in the factory, for example with SuperSuit's "
+                f"pad_observations_v0 or pad_action_space_v0, or use ParallelVectorEnv."
+            )
+        return first
+
+    def reset(  # type: ignore[override]  # SuperSuit's infos
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, Infos]:
+        """Reset all envs; return observations `[N * A, ...]` and one info for each row."""
+        observations, infos = self.envs.reset(seed, options)
+        return self._rows(observations), self._infos(infos)
+
+    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:  # type: ignore[override]
+        """Step all envs; return observations, rewards float32, flags bool `[N * A]`, and one info for each row."""
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a `step`; `step_wait` ends it."""
+        self._was_active = self._stacked(self.envs.active)
+        shape = (self.envs.num_envs, len(self._agents))
+        parts = _split(self.single_action_space, actions, shape)
+        self.envs.step_async({agent: _at(parts, i) for i, agent in enumerate(self._agents)})
+
+    def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
+        """End a `step`."""
+        observations, rewards, terminations, truncations, infos = self.envs.step_wait()
+        flags = [self._stacked(terminations), self._stacked(truncations)]
+        has_ended = (flags[0] | flags[1]).all(1)
+        is_new = self._was_active | has_ended[:, None]  # a flag counts when the agent leaves, and at the episode's end
+        rows = self._infos(infos)
+        return (
+            self._rows(observations),
+            self._stacked(rewards).astype(np.float32).reshape(-1),
+            *((flag & is_new).reshape(-1) for flag in flags),
+            rows,
+        )
+
+    def _stacked(self, values: ByAgent) -> np.ndarray:
+        """Return arrays `[N, ...]` by agent as one `[N, A, ...]`."""
+        return np.stack([values[agent] for agent in self._agents], axis=1)
+
+    def _rows(self, observations: ByAgent) -> Any:
+        return _join(self.single_observation_space, [observations[agent] for agent in self._agents])
+
+    def _infos(self, infos: Mapping[str, Any]) -> Infos:
+        """Return an info for each row, from infos by agent with masks."""
+        ends = infos.get("final_obs")
+        finals = infos.get("final_info", {})
+        rows: Infos = []
+        for env_id in range(self.envs.num_envs):
+            for agent in self._agents:
+                own = _unmasked(finals.get(agent, {}), env_id)
+                own.update(_unmasked(infos.get(agent, {}), env_id))
+                if ends is not None and ends[env_id] is not None:
+                    own["terminal_observation"] = ends[env_id][agent]
+                rows.append(own)
+        return rows
+
+    def render(self) -> Any:
+        """Return what env 0 draws."""
+        return self.envs.render()[0]
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return an attribute of each env."""
+        return self.envs.get_attr(name)
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the envs and end the workers."""
+        self.envs.close(**kwargs)
+
+
+def concat_vec_envs_v1(
+    make_env: Callable[[], Any],
+    num_vec_envs: int,
+    num_cpus: int = 0,
+    base_class: str = "gymnasium",
+    *,
+    options: ExecutorOptions | None = None,
+) -> Any:
+    """Return a vector env with one row for each agent: SuperSuit's function of this name, given a function.
+
+    Args:
+        make_env: returns one PettingZoo parallel env, with SuperSuit's wrappers if you like; called in workers.
+        num_vec_envs: N.
+        num_cpus: worker processes; 0 for one per usable core.
+        base_class: "gymnasium" for an `AgentRowsEnv`; "stable_baselines3" for `facades.sb3.SubprocVecEnv`.
+        options: see `ExecutorOptions`.
+
+    Raises:
+        ValueError: another `base_class`.
+        FactoryError: an env in place of a function.
+    """
+    num_workers = min(num_cpus, num_vec_envs) or None
+    if base_class in ("gymnasium", "gym"):
+        return AgentRowsEnv([make_env] * num_vec_envs, num_workers=num_workers, options=options)
+    if base_class == "stable_baselines3":
+        from envherd.executor.facades.sb3 import SubprocVecEnv  # only with Stable-Baselines3
+
+        return SubprocVecEnv([OneGroupFactory(make_env)] * num_vec_envs, num_workers=num_workers, options=options)
+    raise ValueError(
+        f"concat_vec_envs_v1 failed: expected 'gymnasium' or 'stable_baselines3' as base_class, got {base_class!r}."
+    )
+
+
+def _join(space: Any, values: list[Any]) -> Any:
+    """Return the agents' batches `[N, ...]`, nested as the space is, as rows `[N * A, ...]`."""
+    if isinstance(space, spaces.Dict):
+        return {key: _join(sub, [value[key] for value in values]) for key, sub in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_join(sub, [value[i] for value in values]) for i, sub in enumerate(space.spaces))
+    stacked = np.stack(values, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])
+
+
+def _split(space: Any, actions: Any, shape: tuple[int, int]) -> Any:
+    """Return rows of actions `[N * A, ...]`, nested as the space is, as arrays `[N, A, ...]`."""
+    if isinstance(space, spaces.Dict):
+        return {key: _split(sub, actions[key], shape) for key, sub in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_split(sub, actions[i], shape) for i, sub in enumerate(space.spaces))
+    array = np.asarray(actions)
+    if array.shape[:1] != (shape[0] * shape[1],):
+        raise ValueError(
+            f"step failed: expected {shape[0] * shape[1]} actions, one for each agent of each env, got shape "
+            f"{array.shape}. No env was stepped."
+        )
+    return array.reshape(*shape, *array.shape[1:])
+
+
+def _at(parts: Any, index: int) -> Any:
+    if isinstance(parts, dict):
+        return {key: _at(part, index) for key, part in parts.items()}
+    if isinstance(parts, tuple):
+        return tuple(_at(part, index) for part in parts)
+    return parts[:, index]
+
+
+def _unmasked(infos: Mapping[str, Any], env_id: int) -> dict[str, Any]:
+    """Return what Gymnasium's vector infos say of one env, as a dict without masks."""
+    own = {}
+    for name, values in infos.items():
+        if f"_{name}" in infos and infos[f"_{name}"][env_id]:
+            own[name] = _unmasked(values, env_id) if isinstance(values, dict) else values[env_id]
+    return own

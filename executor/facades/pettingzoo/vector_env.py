@@ -1,0 +1,284 @@
+"""N PettingZoo parallel envs as one: the methods of a parallel env, over arrays `[N, ...]` for each agent.
+
+Guarantees:
+- Every transition is one `env.step`; observations and rewards are the env's own, bit for bit (float64 rewards).
+- An env gets actions of its present agents alone. An absent agent has zeros for its observation and its reward.
+- An env whose last agent has left is reset as the autoreset mode says; its last observations are never lost.
+- Infos, timeouts, errors, `call` and the autoreset modes are those of the Gymnasium facade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import create_empty_array
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.gymnasium import AsyncVectorEnv
+from envherd.executor.facades.gymnasium.errors import as_gymnasium
+from envherd.executor.facades.gymnasium.spaces import Description
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.parallel import ParallelEnv
+from envherd.workers.adapters.hosts.gymnasium_native import Space
+from envherd.workers.adapters.hosts.pettingzoo_native import ACTIVE, AGENTS, REWARD, ParallelFactory
+from envherd.workers.errors import ActionError, EnvherdError
+
+ByAgent = dict[Any, Any]
+
+
+class _AgentDictEnv(AsyncVectorEnv):
+    """Gymnasium's vector env over spaces that are dicts by agent; rewards and flags are `[N, A]`."""
+
+    _factory = ParallelFactory
+
+    def _take_spaces(self, descriptions: list[Description]) -> None:
+        super()._take_spaces(descriptions)
+        columns = self._engine.pool.slab.groups[0].columns
+        self._agent_rewards = columns["next", *REWARD]
+        self._agent_flags = [columns["next", *AGENTS, name][..., 0] for name in ("terminated", "truncated")]
+        self._active = [columns[section, *ACTIVE] for section in ("next", "root")]
+
+    def _fail(self, error: EnvherdError) -> EnvherdError:
+        return as_gymnasium(error)
+
+    def active(self) -> np.ndarray:
+        """Return which agents act in the next step, bool `[N, A]`, a copy."""
+        positions, ids = self._engine.positions, self._engine.all_ids
+        after, fresh = (active[positions.columns, ids] for active in self._active)
+        return np.where(positions.in_root[:, None], fresh, after)
+
+    def agent_results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return rewards float64, terminations and truncations bool of the latest step, `[N, A]` each, copies."""
+        column = self._landing.at
+        terminations, truncations = (flag[column].copy() for flag in self._agent_flags)
+        return self._agent_rewards[column].copy(), terminations, truncations
+
+
+class ParallelVectorEnv:
+    """N PettingZoo parallel envs in worker processes, stepped together.
+
+    Args:
+        env_fns: one callable for each env, called in its worker. It returns a PettingZoo parallel env, an AEC env that
+            can be made parallel, or an env of another family whose agents are stacked (Melting Pot). All envs have
+            the same agents with the same spaces.
+        copy: False hands out views of the ring of rows; the `options.ring_frames`-th further step overwrites a view.
+        autoreset_mode: an `AutoresetMode` of Gymnasium or its value; "SameStep" resets an env in the step that has
+            ended its episode, and puts the last observations into `infos["final_obs"]`.
+        num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env.
+        options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
+        executor: makes what runs the envs, called as `ParallelEnv` is.
+
+    Attributes:
+        num_envs: N.
+        possible_agents: all agents, of each env.
+        agents: the same list: every agent has a part in every batch. `active` tells who is present.
+        metadata, render_mode: of the envs.
+
+    Raises:
+        RuntimeError: agents or spaces of the envs differ.
+        FactoryError: an env could not be built; also of the type that was raised.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        *,
+        copy: bool = True,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.SAME_STEP,
+        num_workers: int | Literal["auto"] | None = None,
+        options: ExecutorOptions | None = None,
+        executor: Callable[..., BatchedEnv] = ParallelEnv,
+    ) -> None:
+        self._envs = _AgentDictEnv(
+            env_fns,
+            shared_memory=False,
+            copy=copy,
+            autoreset_mode=autoreset_mode,
+            num_workers=num_workers,
+            options=options,
+            executor=executor,
+        )
+        self.num_envs = self._envs.num_envs
+        self.possible_agents = self.agents = list(self._envs.single_observation_space)  # type: ignore[call-overload]  # a Dict
+        self.metadata, self.render_mode = self._envs.metadata, self._envs.render_mode
+        self._actions: Any = self._envs.single_action_space
+
+    # ---- what it is --------------------------------------------------------------------------
+
+    @property
+    def executor(self) -> BatchedEnv:
+        """The executor underneath, for example for its `statistics()`."""
+        return self._envs.executor
+
+    @property
+    def num_agents(self) -> int:
+        """How many agents an env may have."""
+        return len(self.possible_agents)
+
+    @property
+    def max_num_agents(self) -> int:
+        """The same."""
+        return len(self.possible_agents)
+
+    @property
+    def unwrapped(self) -> ParallelVectorEnv:
+        """Itself."""
+        return self
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._envs.closed
+
+    @property
+    def active(self) -> ByAgent:
+        """Which envs each agent is present in, and so acts in their next step: bool `[N]` by agent, copies."""
+        return self._by_agent(self._envs.active())
+
+    def observation_space(self, agent: Any) -> Space:
+        """Return the space of an agent's observations of all envs, `[N, ...]`."""
+        return self._envs.observation_space[agent]  # type: ignore[index]  # a Dict
+
+    def action_space(self, agent: Any) -> Space:
+        """Return the space of an agent's actions for all envs, `[N, ...]`."""
+        return self._envs.action_space[agent]  # type: ignore[index]  # a Dict
+
+    def single_observation_space(self, agent: Any) -> Space:
+        """Return an agent's observation space in one env."""
+        return self._envs.single_observation_space[agent]  # type: ignore[index]  # a Dict
+
+    def single_action_space(self, agent: Any) -> Space:
+        """Return an agent's action space in one env."""
+        return self._actions[agent]
+
+    # ---- reset and step ----------------------------------------------------------------------
+
+    def reset(
+        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[ByAgent, dict[str, Any]]:
+        """Reset all envs, or those of `options["reset_mask"]` (bool `[N]`).
+
+        Args:
+            seed: int, from which env i gets `seed + i`; one int or None for each env; or None.
+            options: given to each env; never changed.
+
+        Returns:
+            `(observations, infos)`: arrays `[N, ...]` by agent, own memory; infos by agent and name, with the
+            masks of Gymnasium's vector infos (`infos[agent]["_name"]`).
+        """
+        self.reset_async(seed, options)
+        return self.reset_wait()
+
+    def reset_async(
+        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        """Begin a `reset`; `reset_wait` ends it."""
+        self._envs.reset_async(seed=seed, options=options)
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[ByAgent, dict[str, Any]]:
+        """End a `reset`; see `AsyncVectorEnv.reset_wait`."""
+        return self._envs.reset_wait(timeout)
+
+    def step(self, actions: Mapping[Any, Any]) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
+        """Step all envs once.
+
+        Args:
+            actions: `[N, ...]` by agent, arrays, tensors or lists. Those of absent agents are not used, and an agent
+                that is absent in all envs may be left out.
+
+        Returns:
+            `(observations, rewards, terminations, truncations, infos)`: by agent arrays `[N, ...]`, float64 `[N]`, and
+            bool `[N]`. The flags of an agent that has left stay set until it returns. Own memory, but for the
+            observations with `copy=False`.
+
+        Raises:
+            ActionError: an agent that is present has no action, or actions do not fit its space. No env was stepped.
+            EnvError: an env raised; it is also of the type that was raised. WorkerLost, WorkerTimeout.
+        """
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Mapping[Any, Any]) -> None:
+        """Begin a `step`; `step_wait` ends it."""
+        self._envs.step_async(self._complete(actions))
+
+    def step_wait(self, timeout: float | None = None) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
+        """End a `step`; see `AsyncVectorEnv.step_wait`."""
+        observations, _, _, _, infos = self._envs.step_wait(timeout)
+        rewards, terminations, truncations = map(self._by_agent, self._envs.agent_results())
+        return observations, rewards, terminations, truncations, infos
+
+    def _by_agent(self, values: np.ndarray) -> ByAgent:
+        return {agent: values[:, i] for i, agent in enumerate(self.possible_agents)}
+
+    def _complete(self, actions: Mapping[Any, Any]) -> ByAgent:
+        """Return an action of every agent; those of absent agents are zeros."""
+        complete = {}
+        for agent in self.possible_agents:
+            space = self._actions[agent]
+            if agent in actions:
+                complete[agent] = _fitted(actions[agent], self.action_space(agent), agent)
+            elif self.active[agent].any():
+                raise ActionError(
+                    f"step failed: expected actions of each agent that is present, got none of {agent}. "
+                    f"No env was stepped."
+                )
+            else:
+                complete[agent] = create_empty_array(space, self.num_envs)
+        return complete
+
+    # ---- calls -------------------------------------------------------------------------------
+
+    def render(self) -> tuple[Any, ...]:
+        """Return a picture of each env, uint8 `[H, W, 3]`; None where its render mode is not "rgb_array"."""
+        return tuple(self._envs.executor.render())
+
+    def state(self) -> np.ndarray:
+        """Return the envs' `state()`, stacked `[N, ...]`."""
+        return np.stack(self._envs.call("state"))
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each env, or return its attribute of that name."""
+        return self._envs.call(name, *args, **kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return an attribute of each env; what is callable is called."""
+        return self._envs.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each env: to `values`, or to its own item of a list or tuple."""
+        self._envs.set_attr(name, values)
+
+    def close(self, **kwargs: Any) -> None:
+        """Close the envs and end the workers. Idempotent; see `AsyncVectorEnv.close_extras` for arguments."""
+        self._envs.close(**kwargs)
+
+    def __enter__(self) -> ParallelVectorEnv:
+        """Return itself; closed at the end of the `with`."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+
+def _fitted(given: Any, space: Space, agent: Any) -> Any:
+    """Return the actions of one agent as an array of its space's dtype where that loses nothing."""
+    if isinstance(given, (Mapping, tuple)) or space.dtype is None or space.shape is None:
+        return given
+    array = np.asarray(given)
+    if array.dtype == space.dtype and array.shape == space.shape:
+        return array
+    if array.size != np.prod(space.shape, dtype=int) or array.shape[:1] != space.shape[:1]:
+        raise ActionError(
+            f"step failed: {agent} expected actions of shape {space.shape}, got {array.shape}. No env was stepped."
+        )
+    cast = array.reshape(space.shape).astype(space.dtype)
+    if space.dtype.kind in "iub" and not (cast == array.reshape(space.shape)).all():
+        raise ActionError(
+            f"step failed: {agent} expected {space.dtype} actions, got {array.dtype} that are none. No env was stepped."
+        )
+    return cast

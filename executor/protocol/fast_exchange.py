@@ -1,0 +1,292 @@
+"""Sends and receives in C, compiled for one executor and its plain case: rows alone, and no loss.
+
+Guarantees: `Exchange` and `Flights` are the specification. What is not plain is left to them, and nothing has been
+changed then. C gives all of a call or nothing, and takes all of it or nothing. So an interrupt at any line finds envs
+either sent or not, and either taken or not: no flight is open meanwhile.
+Limits: needs the C extension, and envs of one kind on worker processes of this machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED, Make, maker
+from envherd.executor.batches.hand_out import GroupBatch, Shell, splitter
+from envherd.executor.batches.reused_memory import ReusedMemory
+from envherd.executor.pools.fast_commands import NativeExchange
+from envherd.executor.protocol.engine import Engine
+from envherd.executor.protocol.env_states import State
+from envherd.executor.protocol.exchange import ENV_IDS
+from envherd.executor.protocol.received import Received, num_writes
+from envherd.shm.layout import Layout, Name, lay_out
+from envherd.shm.slab import input_leaves, next_leaves, root_leaves
+from envherd.shm.specs import LeafSpec
+from envherd.workers.protocol import STEP, STEP_RESET
+
+#: Numbers of envs of whose batches memory is kept.
+_NUM_KEPT = 4
+
+
+class _Size(NamedTuple):
+    """What makes batches of one number of envs; see `_Sizes`.
+
+    Attributes:
+        make: makes a batch of a dict.
+        next: makes the `next` of a batch.
+        before: makes a batch of the leaves of a root and the inputs.
+        root: makes a root.
+        root_over_next: makes a root of the leaves of a `next`.
+        next_layout: of the leaves of a `next`, and the ids.
+        before_layout: of the leaves of a root, and the inputs.
+        root_layout: of the leaves of a root.
+    """
+
+    make: Make
+    next: Shell
+    before: Shell
+    root: Shell
+    root_over_next: Shell
+    next_layout: Layout
+    before_layout: Layout
+    root_layout: Layout
+
+
+class _Sizes:
+    """What makes batches of each number of envs, and memory for them.
+
+    Attributes:
+        of: number of envs -> `_Size`.
+        next_memory, before_memory, root_memory: number of envs -> memory of these layouts.
+    """
+
+    def __init__(self, batch: GroupBatch) -> None:
+        self._batch = batch
+        self.of = functools.cache(self._make)
+        self.next_memory = self._kept(lambda size: size.next_layout)
+        self.before_memory = self._kept(lambda size: size.before_layout)
+        self.root_memory = self._kept(lambda size: size.root_layout)
+
+    def _make(self, count: int) -> _Size:
+        batch, spec, lead = self._batch, self._batch.spec, (count,)
+        inputs = [leaf.key for leaf in input_leaves(spec)]
+        next_requests = _requests("next", next_leaves(spec), count)
+        root_requests = _requests("root", root_leaves(spec), count)
+        return _Size(
+            make=maker(torch.Size(lead), batch.device),
+            next=batch.shell("next", lead),
+            before=Shell(list(enumerate([*batch.root_keys, *inputs])), dict(spec.groups), lead, (), batch.device),
+            root=batch.shell("root", lead),
+            root_over_next=batch.root_shell_over_next(lead),
+            next_layout=lay_out([*next_requests, ((ENV_IDS,), lead, "int64")]),
+            before_layout=lay_out([*root_requests, *_requests("input", input_leaves(spec), count)]),
+            root_layout=lay_out(root_requests),
+        )
+
+    def _kept(self, layout_of: Callable[[_Size], Layout]) -> Callable[[int], ReusedMemory]:
+        def make(count: int) -> ReusedMemory:
+            layout = layout_of(self.of(count))
+            return ReusedMemory(layout.nbytes, splitter(layout.fields, layout.nbytes))
+
+        return functools.lru_cache(_NUM_KEPT)(make)
+
+
+def _requests(section: str, leaves: Iterable[LeafSpec], count: int) -> list[tuple[Name, tuple[int, ...], str]]:
+    return [((section, *leaf.key), (count, *leaf.shape), leaf.dtype) for leaf in leaves]
+
+
+def facts_of(engine: Engine) -> dict[str, Any]:
+    """Return what C takes of an engine; see `workers/native/exchange.c`."""
+    batch, positions, states, plain = engine.batches.groups[0], engine.positions, engine.states, engine.plain_intake
+    can_send = plain is not None and plain.legal is not None
+    return {
+        "states": states.values,
+        "ops": states.ops,
+        "at": states.columns,
+        "columns": positions.columns,
+        "step_columns": positions.step_columns,
+        "in_root": positions.in_root,
+        "num_columns": positions.num_frames,
+        "next": batch.next_arrays,
+        "root": batch.root_arrays,
+        "root_in_next": batch.root_in_next,
+        "inputs": [batch.slab.inputs["input", *leaf.key] for leaf in input_leaves(batch.spec)],
+        "done": batch.next_keys.index(("done",)),
+        "root_done": batch.root_keys.index(("done",)),
+        "action": plain.target if plain is not None and can_send else None,
+        "check": int(plain.legal or 0) if plain is not None else 0,
+        "limit": plain.limit if plain is not None else 0,
+        **{state.name.lower(): int(state) for state in (State.RUNNING, State.ENDED, State.STEPPING)},
+        "step_resetting": int(State.STEP_RESETTING),
+    }
+
+
+def compile_exchange(engine: Engine) -> FastExchange | None:
+    """Return sends and receives in C; None where all is Python's."""
+    if engine.is_unusual or not engine.positions.places.is_flat or not IS_AS_EXPECTED:
+        return None
+    commands = engine.pool.compile_exchange(facts_of(engine))
+    return None if commands is None else FastExchange(engine, commands)
+
+
+class FastExchange:
+    """What `BatchedEnv` tries before the methods of `Exchange`; each method returns None where it has done nothing.
+
+    The methods hold the call guard in the name of their callers.
+    """
+
+    def __init__(self, engine: Engine, commands: NativeExchange) -> None:
+        self._engine, self._pool, self._guard = engine, engine.pool, engine.guard
+        self._absent, self._must_look, self._give, self._wait, self._take, self._gather_roots = commands
+        self._has_reports, self._begin_mixed = engine.flights.has_reports, engine.positions.begin_mixed
+        self._sizes = _Sizes(engine.batches.groups[0])
+        plain = engine.plain_intake
+        self._plain = None if plain is None or plain.legal is None else plain
+
+    def _is_plain(self) -> bool:
+        guard = self._guard
+        return not (guard.is_closed or guard.is_foreign or self._engine.is_dirty or self._absent or self._has_reports())
+
+    def _as_ids(self, env_ids: Any) -> np.ndarray | None:
+        """Return ids, which need not be legal, as int64 `[k]`; None for others."""
+        received = self._engine.received
+        if received is not None and env_ids is received.ids and env_ids._version == received.version:  # noqa: SLF001
+            return received.env_ids
+        if env_ids.__class__ is torch.Tensor and env_ids.dtype is torch.int64 and env_ids.is_cpu:
+            env_ids = env_ids.numpy()
+        is_right = env_ids.__class__ is np.ndarray and env_ids.dtype == np.int64 and env_ids.ndim == 1
+        return env_ids if is_right else None
+
+    # ---- send --------------------------------------------------------------------------------
+
+    def send(self, td: Any, env_ids: Any, *, maybe_reset: bool) -> bool | None:
+        """Step some envs: True. See `BatchedEnv.send`."""
+        guard, frame = self._guard, sys._getframe(1)
+        if guard.hold("call", frame) is not frame:
+            return None
+        try:
+            op = STEP_RESET if maybe_reset else STEP
+            is_sent = td.__class__ is TensorDict and self._is_plain() and self._send(td, env_ids, op)
+            guard.release()
+        except BaseException as error:
+            guard.break_off(frame, error)
+            raise
+        return is_sent or None
+
+    def _send(self, td: TensorDict, env_ids: Any, op: int) -> bool:
+        source: dict[str, Any] = td._tensordict  # noqa: SLF001  # as `IS_AS_EXPECTED` says
+        plain = self._plain
+        if plain is None:
+            return False
+        if env_ids is None:
+            env_ids = source.get(ENV_IDS)
+        ids = self._engine.all_ids if env_ids is None else self._as_ids(env_ids)
+        value = source.get(plain.key)
+        if (
+            ids is None
+            or value.__class__ is not torch.Tensor
+            or value.dtype is not plain.dtype
+            or value.requires_grad
+            or not value.is_cpu
+            or td._batch_size != (len(ids),)  # noqa: SLF001
+        ):
+            return False
+        self._begin_mixed()
+        return self._give(op, ids, value.numpy())
+
+    # ---- recv --------------------------------------------------------------------------------
+
+    def recv(
+        self, min_envs: Any, timeout_s: float | None, max_envs: Any, env_ids: Any, *, with_root: bool
+    ) -> TensorDict | None:
+        """Return transitions of the first envs that are ready; see `BatchedEnv.recv`."""
+        guard, frame = self._guard, sys._getframe(1)
+        if guard.hold("call", frame) is not frame:
+            return None
+        try:
+            td = None
+            if timeout_s is None and self._is_plain() and not self._must_look():
+                count = self._wait_for(min_envs, max_envs, env_ids)
+                if count and self._is_plain():
+                    td = self._hand_out(count, with_root=with_root)
+            guard.release()
+        except BaseException as error:
+            guard.break_off(frame, error)
+            raise
+        return td
+
+    def _wait_for(self, min_envs: Any, max_envs: Any, env_ids: Any) -> int:
+        """Return how many envs to take; 0 where the request, or what came of it, is not plain."""
+        ids = None if env_ids is None else self._as_ids(env_ids)
+        if env_ids is not None and ids is None:
+            return 0
+        if min_envs is None and max_envs is None:
+            return self._wait(ids, -1)
+        if min_envs.__class__ is not int or min_envs < 1:
+            return 0
+        if max_envs is None:
+            return min(self._wait(ids, min_envs), min_envs)
+        return min(self._wait(ids, min_envs), max_envs) if max_envs.__class__ is int and max_envs >= min_envs else 0
+
+    def _hand_out(self, count: int, *, with_root: bool) -> TensorDict | None:
+        sizes, pool = self._sizes, self._pool
+        size = sizes.of(count)
+        memory, leaves = sizes.next_memory(count).take()
+        before, before_leaves = sizes.before_memory(count).take() if with_root else (None, [])
+        env_ids = np.empty(count, np.int64)
+        num_reset = self._take(count, memory, before, env_ids)
+        if num_reset < 0:
+            return None
+        ids = leaves.pop()
+        next_td = size.next.build(leaves)
+        if with_root:
+            td = size.before.build(before_leaves)
+            source = td._tensordict  # noqa: SLF001
+            source["next"], source[ENV_IDS] = next_td, ids
+        else:
+            td = size.make({"next": next_td, ENV_IDS: ids})
+        stamp = pool.number, pool.num_losses
+        says_where, writes = None if num_reset else leaves, num_writes(leaves)
+        self._engine.received = Received(ids, ids._version, env_ids, says_where, writes, stamp)  # noqa: SLF001
+        return td
+
+    # ---- current -----------------------------------------------------------------------------
+
+    def current(self, env_ids: Any) -> TensorDict | None:
+        """Return where the envs are that were received last; see `BatchedEnv.current`."""
+        received = self._engine.received
+        if received is None or env_ids is not received.ids:
+            return None
+        guard, frame = self._guard, sys._getframe(1)
+        if guard.hold("call", frame) is not frame:
+            return None
+        try:
+            td = None
+            if env_ids._version == received.version and self._is_plain():  # noqa: SLF001
+                td = self._root_of(received)
+            guard.release()
+        except BaseException as error:
+            guard.break_off(frame, error)
+            raise
+        return td
+
+    def _root_of(self, received: Received) -> TensorDict | None:
+        pool, sizes = self._pool, self._sizes
+        if (pool.number, pool.num_losses) != received.stamp:
+            return None
+        count, leaves = len(received.env_ids), received.leaves
+        if leaves is not None and num_writes(leaves) == received.num_writes:
+            td = sizes.of(count).root_over_next.build(leaves)
+        else:
+            memory, leaves = sizes.root_memory(count).take()
+            if not self._gather_roots(received.env_ids, memory):
+                return None
+            td = sizes.of(count).root.build(leaves)
+        td._tensordict[ENV_IDS] = received.ids  # noqa: SLF001
+        return td

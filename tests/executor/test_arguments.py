@@ -1,0 +1,140 @@
+"""Wrong arguments are refused in the caller, with their name and what to write, before anything has happened."""
+
+import functools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd import AsyncCollector, Collector, ExecutorOptions, FactoryError, ParallelEnv, SerialEnv
+from envherd.workers.testing import CountingEnv
+
+
+def act(td):
+    return td.set("action", torch.ones(td.shape[0], dtype=torch.int64))
+
+
+CONSTRUCTORS = {
+    "make_env first": (lambda make: make(CountingEnv, 4), FactoryError, "expected the number of envs first"),
+    "no make_env": (lambda make: make(4), FactoryError, "make_env failed"),
+    "a float": (lambda make: make(1.5, CountingEnv), ValueError, "num_envs failed"),
+    "seed below 0": (lambda make: make(1, CountingEnv, seed=-1), ValueError, "seed failed"),
+    "seed of text": (lambda make: make(1, CountingEnv, seed="a"), ValueError, "seed failed"),
+    "num_workers": (lambda make: make(1, CountingEnv, num_workers=0), ValueError, "num_workers failed"),
+    "copy": (lambda make: make(1, CountingEnv, copy="no"), ValueError, "copy failed"),
+    "options": (
+        lambda make: make(1, CountingEnv, options={"poison": True}),
+        TypeError,
+        "options failed.*ExecutorOptions",
+    ),
+    "env_kwargs": (lambda make: make(1, CountingEnv, env_kwargs=3), TypeError, "env_kwargs failed"),
+    "a list of env_kwargs": (lambda make: make(1, CountingEnv, env_kwargs=[3]), TypeError, "env_kwargs failed"),
+    "device": (lambda make: make(1, CountingEnv, device="gpu"), ValueError, "device failed"),
+}
+
+
+@pytest.mark.parametrize("make", [ParallelEnv, SerialEnv])
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_a_constructor_names_the_argument(make, name):
+    call, error, text = CONSTRUCTORS[name]
+    with pytest.raises(error, match=text):
+        call(make)
+
+
+METHODS = {
+    "step of an array": (lambda env: env.step(np.zeros(2)), TypeError, r"step failed.*as_tensor.*facades\.gymnasium"),
+    "step of a dict": (lambda env: env.step({"action": 0}), TypeError, "step failed: expected a batch as a TensorDict"),
+    "the fused step": (lambda env: env.step_and_maybe_reset([0, 0]), TypeError, "step_and_maybe_reset failed"),
+    "send": (lambda env: env.send(torch.zeros(2)), TypeError, "send failed"),
+    "rand_action": (lambda env: env.rand_action(3), TypeError, "rand_action failed"),
+    "reset of an array": (lambda env: env.reset(np.ones(2, bool)), TypeError, "reset failed"),
+    "seed of text": (lambda env: env.reset(seed="ab"), ValueError, "reset failed: expected seed"),
+    "list_of_kwargs": (lambda env: env.reset(list_of_kwargs=3), TypeError, "list_of_kwargs"),
+    "policy first": (lambda env: env.rollout(act, 3), TypeError, r"Write \(200, policy\)"),
+    "max_steps of text": (lambda env: env.rollout("3"), ValueError, "max_steps"),
+    "a float of max_steps": (lambda env: env.rollout(1.5), ValueError, "max_steps"),
+    "policy of text": (lambda env: env.rollout(3, "act"), TypeError, "policy"),
+    "callback": (lambda env: env.rollout(3, callback=3), TypeError, "callback"),
+    "break_when_any_done": (lambda env: env.rollout(3, break_when_any_done="no"), ValueError, "break_when_any_done"),
+    "out": (lambda env: env.rollout(3, out=3), TypeError, "expected out as a TensorDict"),
+    "primer": (lambda env: env.rollout(3, primer=3), TypeError, "expected primer as a TensorDict"),
+    "tensordict": (lambda env: env.rollout(3, auto_reset=False, tensordict=3), TypeError, "expected tensordict"),
+    "min_envs": (lambda env: env.recv("a"), ValueError, "min_envs"),
+    "timeout_s": (lambda env: env.recv(1, -1), ValueError, "timeout_s"),
+    "call": (lambda env: env.call(3), TypeError, "call failed"),
+    "get": (lambda env: env.get(None), TypeError, "get failed"),
+    "set": (lambda env: env.set(3, 4), TypeError, "set failed"),
+    "infos": (lambda env: env.infos("first"), ValueError, "infos failed"),
+    "a state": (lambda env: env.load_state_dict(3), TypeError, "load_state_dict failed"),
+    "frames_per_batch": (lambda env: Collector(env, frames_per_batch="8"), ValueError, "frames_per_batch"),
+    "total_frames": (lambda env: Collector(env, frames_per_batch=8, total_frames="8"), ValueError, "total_frames"),
+    "a collector's policy": (lambda env: Collector(env, "act", frames_per_batch=8), TypeError, "policy"),
+    "a collector's order": (
+        lambda env: Collector(act, env, frames_per_batch=8),
+        TypeError,
+        r"Collector\(env, policy\)",
+    ),
+    "another's order": (
+        lambda env: AsyncCollector(act, env, frames_per_batch=8),
+        TypeError,
+        "expected an executor first",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def env():
+    with SerialEnv(2, functools.partial(CountingEnv, 9), seed=0) as env:
+        env.reset()
+        yield env
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_names_the_argument_and_changes_nothing(env, name):
+    call, error, text = METHODS[name]
+    before = env.current(), env.statistics().env_steps
+    with pytest.raises(error, match=text):
+        call(env)
+    assert (env.current() == before[0]).all()
+    assert env.statistics().env_steps == before[1]
+
+
+def test_numpy_integers_are_numbers():
+    with SerialEnv(np.int64(2), CountingEnv, num_workers=np.int64(1)) as env:
+        assert env.rollout(np.int32(1)).shape == (2, 1)
+
+
+def test_an_executor_in_the_place_of_a_function_names_the_facades(env):
+    with pytest.raises(TypeError, match=r"facades\.torchrl, SubprocVecEnv"):
+        env()
+
+
+def test_a_rollout_that_is_cut_short_says_so_once(caplog):
+    with SerialEnv(2, functools.partial(CountingEnv, 4), seed=0) as env, caplog.at_level(logging.WARNING, "envherd"):
+        assert env.rollout(9, act, break_when_any_done=True).shape == (2, 4)
+        assert env.rollout(9, act, break_when_any_done=False).shape == (2, 9)
+        assert env.rollout(4, act).shape == (2, 4)
+        assert caplog.messages == []
+        for _ in range(2):
+            assert env.rollout(9, act).shape == (2, 4)
+        (message,) = caplog.messages
+        assert "4 of 9 steps" in message
+        assert "break_when_any_done=False" in message
+
+
+def test_a_mask_of_a_wrong_shape_is_still_named(env):
+    with pytest.raises(ValueError, match="expected a bool mask"):
+        env.reset(TensorDict({"_reset": torch.ones(3, dtype=torch.bool)}, [3]))
+    with pytest.raises(ValueError, match="ExecutorOptions failed: expected affinity"):
+        ParallelEnv(1, CountingEnv, options=ExecutorOptions(affinity=(99_999,)))
+
+
+def test_a_collector_knows_how_many_batches_it_has(env):
+    collector = Collector(env, act, frames_per_batch=8, total_frames=32, close_env=False)
+    assert len(collector) == len(list(collector)) == 4
+    endless = Collector(env, act, frames_per_batch=8, close_env=False)
+    assert endless
+    with pytest.raises(TypeError, match="len failed"):
+        len(endless)

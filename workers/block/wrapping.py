@@ -1,0 +1,65 @@
+"""An adapter around another one, which adds leaves to its observation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from envherd.shm.specs import Key, LeafSpec
+from envherd.workers.adapters.base import Adapter
+from envherd.workers.errors import SpecError
+
+
+class Wrapping(Adapter):
+    """Forwards everything to another adapter; subclasses add the values of further leaves.
+
+    Args:
+        inner: the adapter.
+        leaves: of the observation, behind those of the env.
+        roots: keys under which all of them are.
+        option: that adds them, for the message.
+
+    Raises:
+        SpecError: the env has an observation under one of the added names.
+    """
+
+    def __init__(self, inner: Adapter, leaves: Iterable[LeafSpec], roots: Iterable[Key], option: str) -> None:
+        self.inner = inner
+        self.family = inner.family  # type: ignore[misc]  # one adapter for all families
+        self.origin = inner.origin
+        self.takes_tensors, self.is_alone = inner.takes_tensors, inner.is_alone
+        self.done_values = inner.done_values  # type: ignore[method-assign]
+        self.render = inner.render  # type: ignore[method-assign]
+        self.close = inner.close  # type: ignore[method-assign]
+        self.leaves = tuple(leaves)
+        for root in roots:
+            if any(leaf.key[: len(root)] == root for leaf in inner.spec.observation):
+                raise SpecError(
+                    f"{option} failed: expected an env without an observation named {'/'.join(root)!r}, got one that "
+                    f"has it. Rename it in a wrapper around the env."
+                )
+        self.unchecked = inner.unchecked | {leaf.key for leaf in self.leaves}
+        self.spec = replace(inner.spec, observation=(*inner.spec.observation, *self.leaves))
+
+    @property
+    def env(self) -> Any:
+        """The native env, which a family may build anew."""
+        return self.inner.env
+
+    @property
+    def info(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """The env's info of its last reset or step (VIEW)."""
+        return self.inner.info
+
+    def reseeded(self) -> None:
+        """See `Adapter.reseeded`."""
+        self.inner.reseeded()
+
+    def state_dict(self) -> Any:
+        """Return the env's state; see `Adapter.state_dict`."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Put the env's state back; see `Adapter.load_state_dict`."""
+        self.inner.load_state_dict(state)

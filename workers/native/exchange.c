@@ -1,0 +1,549 @@
+/* Transitions of some envs: their steps are sent, waited for, and taken: see executor.protocol.fast_exchange.
+ *
+ * Each function does all that it does or nothing, and runs no Python code in between but for handlers of signals within
+ * `wait`, which changes nothing. So an interrupt finds envs either sent or not, and either taken or not. */
+#include "native.h"
+
+#include <math.h>
+#include <string.h>
+
+/* The rows of one leaf, `[column, row, *shape]` or `[row, *shape]`: each row contiguous. */
+typedef struct {
+    Py_buffer memory;
+    Py_ssize_t of_column, of_row, num_bytes; /* strides, and bytes of a row */
+} Rows;
+
+typedef struct {
+    Rows *rows;
+    Py_ssize_t count;
+} Group;
+
+enum { ALIGNMENT = 128 }; /* shm.layout */
+enum { NO_CHECK, CHECK_INDEX, CHECK_FINITE, NUM_CHECKS }; /* executor.batches.plain_actions.Legal */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *owner;                                /* the `Caller` */
+    Caller *caller;
+    Py_buffer states, in_root;                      /* a byte of each env: `EnvStates`, `Positions` */
+    Py_buffer ops, at, columns, step_columns;       /* int64 of each env, likewise */
+    Group next, root, inputs;
+    Rows action;                                    /* which `send` writes; no memory: it refuses */
+    i64 check, limit;                               /* what it checks of actions */
+    i64 done, root_done;                            /* which leaves say that an episode has ended */
+    i64 running, ended, stepping, step_resetting;   /* states; those from `stepping` on are under way */
+    i64 num_columns;
+    Py_ssize_t num_envs, num_found;
+    i64 *root_in_next;                              /* root leaf -> the same leaf of `next` */
+    i64 *sent, *found, *commands, *marks, mark;     /* one for each env */
+} Exchange;
+
+static i64 *of_env(const Py_buffer *memory, i64 id) { return (i64 *)memory->buf + id; }
+static signed char *state_of(const Exchange *exchange, i64 id) { return (signed char *)exchange->states.buf + id; }
+static char *is_in_root(const Exchange *exchange, i64 id) { return (char *)exchange->in_root.buf + id; }
+
+static char *row_at(const Rows *rows, i64 column, i64 id)
+{
+    return (char *)rows->memory.buf + column * rows->of_column + id * rows->of_row;
+}
+
+/* ---- construction ----------------------------------------------------------------------------------- */
+
+static int rows_take(PyObject *array, int num_leading, i64 num_columns, Py_ssize_t num_envs, Rows *rows)
+{
+    Py_buffer *memory = &rows->memory;
+    if (PyObject_GetBuffer(array, memory, PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE) < 0)
+        return -1;
+    int is_right = memory->ndim >= num_leading && memory->shape[num_leading - 1] == num_envs
+                   && (num_leading == 1 || memory->shape[0] == num_columns);
+    rows->num_bytes = memory->itemsize;
+    for (int axis = memory->ndim - 1; is_right && axis >= num_leading; axis--) {
+        is_right = memory->shape[axis] < 2 || memory->strides[axis] == rows->num_bytes;
+        rows->num_bytes *= memory->shape[axis];
+    }
+    if (!is_right) {
+        PyErr_SetString(PyExc_ValueError, "expected arrays of these envs with contiguous rows, got other memory");
+        return -1;
+    }
+    rows->of_column = num_leading == 1 ? 0 : memory->strides[0];
+    rows->of_row = memory->strides[num_leading - 1];
+    return 0;
+}
+
+static int group_take(PyObject *facts, const char *name, int num_leading, Exchange *exchange, Group *group)
+{
+    PyObject *arrays = fact(facts, name);
+    Py_ssize_t count = arrays == NULL ? -1 : PyList_Size(arrays);
+    if (count < 0)
+        return -1;
+    group->rows = PyMem_Calloc((size_t)count + 1, sizeof *group->rows);
+    if (group->rows == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    group->count = count; /* those that are not taken yet hold nothing, which is as good to release */
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (rows_take(PyList_GetItem(arrays, i), num_leading, exchange->num_columns, exchange->num_envs, &group->rows[i]) < 0)
+            return -1;
+    return 0;
+}
+
+static int take_caller(Exchange *exchange, PyObject *facts)
+{
+    PyObject *type = fact(facts, "caller_type");
+    if (type == NULL || take_fact(facts, "caller", &exchange->owner) < 0)
+        return -1;
+    if (exchange->owner == NULL || (PyObject *)Py_TYPE(exchange->owner) != type) {
+        PyErr_SetString(PyExc_TypeError, "expected a Caller as caller");
+        return -1;
+    }
+    exchange->caller = (Caller *)exchange->owner;
+    exchange->num_envs = caller_num_envs(exchange->caller);
+    return 0;
+}
+
+static int take_of_envs(Exchange *exchange, PyObject *facts)
+{
+    struct { const char *name; Py_buffer *to; } bytes[] = {{"states", &exchange->states}, {"in_root", &exchange->in_root}};
+    struct { const char *name; Py_buffer *to; } words[] = {
+        {"ops", &exchange->ops}, {"at", &exchange->at}, {"columns", &exchange->columns},
+        {"step_columns", &exchange->step_columns},
+    };
+    int is_right = 1;
+    for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
+        PyObject *array = fact(facts, bytes[i].name);
+        if (array == NULL || PyObject_GetBuffer(array, bytes[i].to, PyBUF_CONTIG) < 0)
+            return -1;
+        is_right = is_right && bytes[i].to->itemsize == 1 && bytes[i].to->len == exchange->num_envs;
+    }
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        if (take_words(facts, words[i].name, words[i].to) < 0)
+            return -1;
+        is_right = is_right && words[i].to->shape[0] == exchange->num_envs;
+    }
+    if (!is_right)
+        PyErr_SetString(PyExc_ValueError, "expected arrays of the caller's envs, got others");
+    return is_right ? 0 : -1;
+}
+
+static int take_root_in_next(Exchange *exchange, PyObject *facts)
+{
+    PyObject *indices = fact(facts, "root_in_next");
+    int is_right = indices != NULL && PyList_Size(indices) == exchange->root.count && exchange->done >= 0
+                   && exchange->done < exchange->next.count && exchange->root_done >= 0
+                   && exchange->root_done < exchange->root.count && exchange->num_columns > 0;
+    exchange->root_in_next = PyMem_Calloc((size_t)exchange->root.count + 1, sizeof(i64));
+    if (exchange->root_in_next == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; is_right && i < exchange->root.count; i++) {
+        i64 index = PyLong_AsLongLong(PyList_GetItem(indices, i));
+        is_right = index >= 0 && index < exchange->next.count
+                   && exchange->next.rows[index].num_bytes == exchange->root.rows[i].num_bytes;
+        exchange->root_in_next[i] = index;
+    }
+    if (!is_right && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "expected leaves of a root that are leaves of a next, got others");
+    return is_right ? 0 : -1;
+}
+
+static int take_action(Exchange *exchange, PyObject *facts)
+{
+    PyObject *action = fact(facts, "action");
+    if (action == NULL || take_number(facts, "check", &exchange->check) < 0
+        || take_number(facts, "limit", &exchange->limit) < 0)
+        return -1;
+    if (action == Py_None)
+        return 0;
+    if (rows_take(action, 1, 0, exchange->num_envs, &exchange->action) < 0)
+        return -1;
+    const Py_buffer *memory = &exchange->action.memory;
+    char format = memory->format[0];
+    int is_right = exchange->check == NO_CHECK
+                   || (exchange->check == CHECK_INDEX && memory->itemsize == 8 && (format == 'l' || format == 'q'))
+                   || (exchange->check == CHECK_FINITE && (format == 'f' || format == 'd'));
+    if (!is_right || strlen(memory->format) != 1) {
+        PyErr_SetString(PyExc_ValueError, "expected actions that can be checked, got others");
+        return -1;
+    }
+    return 0;
+}
+
+static int take_space(Exchange *exchange)
+{
+    i64 **places[] = {&exchange->sent, &exchange->found, &exchange->commands, &exchange->marks};
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++)
+        if ((*places[i] = PyMem_Calloc((size_t)exchange->num_envs + 1, sizeof(i64))) == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    return 0;
+}
+
+static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
+{
+    PyObject *facts;
+    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &facts))
+        return NULL;
+    Exchange *exchange = (Exchange *)PyType_GenericAlloc(type, 0);
+    if (exchange == NULL)
+        return NULL;
+    if (take_caller(exchange, facts) < 0 || take_number(facts, "num_columns", &exchange->num_columns) < 0
+        || take_number(facts, "done", &exchange->done) < 0 || take_number(facts, "root_done", &exchange->root_done) < 0
+        || take_number(facts, "running", &exchange->running) < 0 || take_number(facts, "ended", &exchange->ended) < 0
+        || take_number(facts, "stepping", &exchange->stepping) < 0
+        || take_number(facts, "step_resetting", &exchange->step_resetting) < 0 || take_of_envs(exchange, facts) < 0
+        || group_take(facts, "next", 2, exchange, &exchange->next) < 0
+        || group_take(facts, "root", 2, exchange, &exchange->root) < 0
+        || group_take(facts, "inputs", 1, exchange, &exchange->inputs) < 0 || take_root_in_next(exchange, facts) < 0
+        || take_action(exchange, facts) < 0 || take_space(exchange) < 0) {
+        Py_DECREF(exchange);
+        return NULL;
+    }
+    return (PyObject *)exchange;
+}
+
+static void group_release(Group *group)
+{
+    for (Py_ssize_t i = 0; i < group->count; i++)
+        PyBuffer_Release(&group->rows[i].memory);
+    PyMem_Free(group->rows);
+}
+
+static void exchange_dealloc(Exchange *exchange)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)exchange);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    Py_buffer *memories[] = {&exchange->states, &exchange->in_root, &exchange->ops, &exchange->at, &exchange->columns,
+                             &exchange->step_columns, &exchange->action.memory};
+    for (size_t i = 0; i < sizeof memories / sizeof *memories; i++)
+        PyBuffer_Release(memories[i]);
+    group_release(&exchange->next);
+    group_release(&exchange->root);
+    group_release(&exchange->inputs);
+    void *places[] = {exchange->root_in_next, exchange->sent, exchange->found, exchange->commands, exchange->marks};
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++)
+        PyMem_Free(places[i]);
+    Py_XDECREF(exchange->owner);
+    release(exchange);
+    Py_DECREF(type);
+}
+
+/* ---- send ------------------------------------------------------------------------------------------- */
+
+/* Whether all of some envs, in range, are different and running. */
+static int are_ready(Exchange *exchange, const Numbers *ids)
+{
+    exchange->mark++;
+    for (Py_ssize_t i = 0; i < ids->count; i++) {
+        i64 id = number_at(ids, i);
+        if (exchange->marks[id] == exchange->mark || *state_of(exchange, id) != exchange->running)
+            return 0;
+        exchange->marks[id] = exchange->mark;
+    }
+    return 1;
+}
+
+static int are_legal(const Exchange *exchange, const Py_buffer *actions)
+{
+    Py_ssize_t count = actions->len / actions->itemsize;
+    if (exchange->check == CHECK_INDEX) {
+        for (Py_ssize_t i = 0; i < count; i++)
+            if (((const uint64_t *)actions->buf)[i] >= (uint64_t)exchange->limit)
+                return 0;
+    } else if (exchange->check == CHECK_FINITE && actions->itemsize == sizeof(float)) {
+        for (Py_ssize_t i = 0; i < count; i++)
+            if (!isfinite(((const float *)actions->buf)[i]))
+                return 0;
+    } else if (exchange->check == CHECK_FINITE) {
+        for (Py_ssize_t i = 0; i < count; i++)
+            if (!isfinite(((const double *)actions->buf)[i]))
+                return 0;
+    }
+    return 1;
+}
+
+/* Take actions `[k, *shape]` as `send` writes them: 1; 0 for anything else, without an exception. */
+static int actions_take(const Exchange *exchange, PyObject *array, Py_ssize_t count, Py_buffer *actions)
+{
+    const Py_buffer *own = &exchange->action.memory;
+    if (own->obj == NULL)
+        return 0;
+    if (PyObject_GetBuffer(array, actions, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    int is_right = actions->ndim == own->ndim && actions->itemsize == own->itemsize
+                   && strcmp(actions->format, own->format) == 0 && actions->shape[0] == count;
+    for (int axis = 1; is_right && axis < own->ndim; axis++)
+        is_right = actions->shape[axis] == own->shape[axis];
+    if (!is_right || !are_legal(exchange, actions)) {
+        PyBuffer_Release(actions);
+        return 0;
+    }
+    return 1;
+}
+
+static void give_steps(Exchange *exchange, i64 number, i64 op, const Numbers *ids, const char *actions)
+{
+    Numbers commands = {.at = (char *)exchange->commands, .stride = sizeof(i64), .count = ids->count};
+    i64 state = op == OP_STEP ? exchange->stepping : exchange->step_resetting;
+    for (Py_ssize_t i = 0; i < ids->count; i++) {
+        i64 id = number_at(ids, i), column = (*of_env(&exchange->step_columns, id) + 1) % exchange->num_columns;
+        memcpy(row_at(&exchange->action, 0, id), actions + i * exchange->action.num_bytes, (size_t)exchange->action.num_bytes);
+        *state_of(exchange, id) = (signed char)state;
+        *of_env(&exchange->ops, id) = op;
+        *of_env(&exchange->at, id) = column;
+        exchange->commands[i] = op | FLAG_EACH << OP_BITS | column << (OP_BITS + FLAG_BITS + TARGET_BITS);
+    }
+    caller_give_each(exchange->caller, number, ids, &commands);
+}
+
+static PyObject *exchange_send(PyObject *self, PyObject *args)
+{
+    Exchange *exchange = (Exchange *)self;
+    long long number, op;
+    PyObject *ids_array, *actions_array;
+    Numbers ids;
+    Py_buffer actions;
+    if (!PyArg_ParseTuple(args, "LLOO", &number, &op, &ids_array, &actions_array))
+        return NULL;
+    if ((op != OP_STEP && op != OP_STEP_RESET) || !numbers_take(ids_array, exchange->num_envs, &ids))
+        Py_RETURN_FALSE;
+    int is_sent = are_ready(exchange, &ids) && actions_take(exchange, actions_array, ids.count, &actions);
+    if (is_sent) {
+        give_steps(exchange, number, op, &ids, actions.buf);
+        PyBuffer_Release(&actions);
+    }
+    PyBuffer_Release(&ids.memory);
+    return PyBool_FromLong(is_sent);
+}
+
+/* ---- wait ------------------------------------------------------------------------------------------- */
+
+/* Note which of some envs (NULL: all) are under way: 1; 0 where one of these is not, or comes twice. */
+static int find_sent(Exchange *exchange, const Numbers *ids, Numbers *sent)
+{
+    exchange->mark++;
+    sent->at = (char *)exchange->sent;
+    sent->stride = sizeof(i64);
+    sent->count = 0;
+    for (Py_ssize_t i = 0; i < (ids == NULL ? exchange->num_envs : ids->count); i++) {
+        i64 id = ids == NULL ? i : number_at(ids, i);
+        int is_sent = *state_of(exchange, id) >= exchange->stepping;
+        if (ids != NULL && (!is_sent || exchange->marks[id] == exchange->mark))
+            return 0;
+        exchange->marks[id] = exchange->mark;
+        if (is_sent)
+            exchange->sent[sent->count++] = id;
+    }
+    return 1;
+}
+
+static int wait_for(Exchange *exchange, const Numbers *ids, Py_ssize_t wanted)
+{
+    Numbers sent;
+    Py_ssize_t found = 0;
+    exchange->num_found = 0;
+    if (!find_sent(exchange, ids, &sent))
+        return 0;
+    wanted = wanted < 0 ? sent.count : wanted;
+    if (wanted < 1 || wanted > sent.count)
+        return 0;
+    int has_come = caller_wait_for_some(exchange->caller, &sent, wanted, caller_look_ns(exchange->caller),
+                                        exchange->found, &found);
+    if (has_come <= 0 || caller_has_news(exchange->caller))
+        return has_come < 0 ? -1 : 0;
+    exchange->num_found = found;
+    if (ids != NULL && wanted == sent.count)
+        memcpy(exchange->found, exchange->sent, (size_t)found * sizeof *exchange->found);
+    for (Py_ssize_t i = 0; i < sent.count; i++) /* what is to be done after a loss: see `Flights.wait_for` */
+        if (caller_is_forfeited(exchange->caller, exchange->sent[i]))
+            exchange->num_found = 0;
+    return exchange->num_found > 0;
+}
+
+static PyObject *exchange_wait(PyObject *self, PyObject *args)
+{
+    Exchange *exchange = (Exchange *)self;
+    PyObject *ids_array;
+    Py_ssize_t wanted;
+    Numbers ids;
+    if (!PyArg_ParseTuple(args, "On", &ids_array, &wanted))
+        return NULL;
+    int has_ids = ids_array != Py_None;
+    if (has_ids && !numbers_take(ids_array, exchange->num_envs, &ids))
+        return PyLong_FromLong(0);
+    int has_come = wait_for(exchange, has_ids ? &ids : NULL, wanted);
+    if (has_ids)
+        PyBuffer_Release(&ids.memory);
+    return has_come < 0 ? NULL : PyLong_FromSsize_t(has_come ? exchange->num_found : 0);
+}
+
+/* ---- take ------------------------------------------------------------------------------------------- */
+
+static Py_ssize_t after(Py_ssize_t offset, Py_ssize_t num_bytes)
+{
+    return (offset + num_bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+static Py_ssize_t size_of(const Group *group, Py_ssize_t count)
+{
+    Py_ssize_t size = 0;
+    for (Py_ssize_t leaf = 0; leaf < group->count; leaf++)
+        size = after(size, count * group->rows[leaf].num_bytes);
+    return size;
+}
+
+static void gather_next(const Exchange *exchange, const i64 *ids, Py_ssize_t count, char *to)
+{
+    for (Py_ssize_t leaf = 0, offset = 0; leaf < exchange->next.count; leaf++) {
+        const Rows *rows = &exchange->next.rows[leaf];
+        for (Py_ssize_t i = 0; i < count; i++)
+            memcpy(to + offset + i * rows->num_bytes, row_at(rows, *of_env(&exchange->at, ids[i]), ids[i]),
+                   (size_t)rows->num_bytes);
+        offset = after(offset, count * rows->num_bytes);
+    }
+}
+
+/* Write where envs are: the root of their reset, or the `next` of their step. */
+static void gather_roots(const Exchange *exchange, const Numbers *ids, char *to)
+{
+    for (Py_ssize_t leaf = 0, offset = 0; leaf < exchange->root.count; leaf++) {
+        const Rows *root = &exchange->root.rows[leaf], *next = &exchange->next.rows[exchange->root_in_next[leaf]];
+        for (Py_ssize_t i = 0; i < ids->count; i++) {
+            i64 id = number_at(ids, i);
+            const Rows *rows = *is_in_root(exchange, id) ? root : next;
+            memcpy(to + offset + i * root->num_bytes, row_at(rows, *of_env(&exchange->columns, id), id),
+                   (size_t)root->num_bytes);
+        }
+        offset = after(offset, ids->count * root->num_bytes);
+    }
+}
+
+static void gather_inputs(const Exchange *exchange, const i64 *ids, Py_ssize_t count, char *to)
+{
+    for (Py_ssize_t leaf = 0, offset = 0; leaf < exchange->inputs.count; leaf++) {
+        const Rows *rows = &exchange->inputs.rows[leaf];
+        for (Py_ssize_t i = 0; i < count; i++)
+            memcpy(to + offset + i * rows->num_bytes, row_at(rows, 0, ids[i]), (size_t)rows->num_bytes);
+        offset = after(offset, count * rows->num_bytes);
+    }
+}
+
+static int can_be_taken(const Exchange *exchange, i64 id)
+{
+    i64 op = *of_env(&exchange->ops, id), column = *of_env(&exchange->at, id);
+    return *state_of(exchange, id) >= exchange->stepping && caller_has_number(exchange->caller, id)
+           && !caller_is_forfeited(exchange->caller, id)
+           && (op == OP_STEP || op == OP_STEP_RESET) && column >= 0 && column < exchange->num_columns
+           && (uint64_t)*of_env(&exchange->columns, id) < (uint64_t)exchange->num_columns;
+}
+
+/* Note where an env is whose transition is taken; return whether it was reset. */
+static int deliver(const Exchange *exchange, i64 id)
+{
+    i64 column = *of_env(&exchange->at, id);
+    int has_ended = *row_at(&exchange->next.rows[exchange->done], column, id) != 0;
+    int was_reset = has_ended && *of_env(&exchange->ops, id) == OP_STEP_RESET;
+    if (was_reset)
+        has_ended = *row_at(&exchange->root.rows[exchange->root_done], column, id) != 0;
+    *of_env(&exchange->columns, id) = *of_env(&exchange->step_columns, id) = column;
+    *is_in_root(exchange, id) = (char)was_reset;
+    *state_of(exchange, id) = (signed char)(has_ended ? exchange->ended : exchange->running);
+    return was_reset;
+}
+
+static i64 take(Exchange *exchange, Py_ssize_t count, const Py_buffer *next, const Py_buffer *root, const Py_buffer *own)
+{
+    Numbers ids = {.at = (char *)exchange->found, .stride = sizeof(i64), .count = count};
+    Py_ssize_t end = size_of(&exchange->next, count), roots_end = size_of(&exchange->root, count);
+    i64 num_reset = 0;
+    Py_ssize_t ids_size = count * (Py_ssize_t)sizeof(i64);
+    if (count < 1 || count > exchange->num_found || next->len < end + ids_size || own->len < ids_size
+        || (root->obj != NULL && root->len < roots_end + size_of(&exchange->inputs, count)))
+        return -1;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!can_be_taken(exchange, exchange->found[i]))
+            return -1;
+    if (root->obj != NULL) {
+        gather_roots(exchange, &ids, root->buf);
+        gather_inputs(exchange, exchange->found, count, (char *)root->buf + roots_end);
+    }
+    gather_next(exchange, exchange->found, count, next->buf);
+    memcpy((char *)next->buf + end, exchange->found, (size_t)ids_size);
+    memcpy(own->buf, exchange->found, (size_t)ids_size);
+    for (Py_ssize_t i = 0; i < count; i++)
+        num_reset += deliver(exchange, exchange->found[i]);
+    exchange->num_found = 0;
+    return num_reset;
+}
+
+static PyObject *exchange_take(PyObject *self, PyObject *args)
+{
+    Py_ssize_t count;
+    PyObject *arrays[3];
+    Py_buffer memories[3] = {{0}}; /* next, root, ids */
+    i64 num_reset = -1;
+    if (!PyArg_ParseTuple(args, "nOOO", &count, &arrays[0], &arrays[1], &arrays[2]))
+        return NULL;
+    int is_right = 1;
+    for (int i = 0; is_right && i < 3; i++)
+        is_right = arrays[i] == Py_None || PyObject_GetBuffer(arrays[i], &memories[i], PyBUF_CONTIG) == 0;
+    if (is_right)
+        num_reset = take((Exchange *)self, count, &memories[0], &memories[1], &memories[2]);
+    for (int i = 0; i < 3; i++)
+        PyBuffer_Release(&memories[i]);
+    return is_right ? PyLong_FromLongLong(num_reset) : NULL;
+}
+
+static PyObject *exchange_roots(PyObject *self, PyObject *args)
+{
+    Exchange *exchange = (Exchange *)self;
+    PyObject *ids_array, *array;
+    Numbers ids;
+    Py_buffer to;
+    if (!PyArg_ParseTuple(args, "OO", &ids_array, &array) || PyObject_GetBuffer(array, &to, PyBUF_CONTIG) < 0)
+        return NULL;
+    int is_right = numbers_take(ids_array, exchange->num_envs, &ids);
+    if (is_right) {
+        is_right = to.len >= size_of(&exchange->root, ids.count);
+        for (Py_ssize_t i = 0; is_right && i < ids.count; i++)
+            is_right = (uint64_t)*of_env(&exchange->columns, number_at(&ids, i)) < (uint64_t)exchange->num_columns;
+        if (is_right)
+            gather_roots(exchange, &ids, to.buf);
+        PyBuffer_Release(&ids.memory);
+    }
+    PyBuffer_Release(&to);
+    return PyBool_FromLong(is_right);
+}
+
+static PyMethodDef exchange_methods[] = {
+    {"send", exchange_send, METH_VARARGS,
+     "send(number, op, ids, actions): give envs a step each, at the columns after those of their latest ones; return "
+     "False if they or the actions are not plain and legal, and nothing was given or written."},
+    {"wait", exchange_wait, METH_VARARGS,
+     "wait(ids, wanted): wait until `wanted` (< 0: all) of some envs (None: of all) that were sent have answered; return "
+     "how many have; 0 if they have not, or if there is more to know than rows."},
+    {"take", exchange_take, METH_VARARGS,
+     "take(count, next, root, ids): take the first of those that `wait` has found: their rows and ids to `next`; to `root`, "
+     "unless that is None, where they were before, and their inputs; to `ids` their ids. Return how many were reset; -1 if "
+     "nothing was done."},
+    {"roots", exchange_roots, METH_VARARGS,
+     "roots(ids, to): write where envs are; return False if they are no such envs, and nothing was written."},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot exchange_slots[] = {
+    {Py_tp_doc, "Sends and takes transitions of some envs: see executor.protocol.fast_exchange."},
+    {Py_tp_new, exchange_new},
+    {Py_tp_methods, exchange_methods},
+    {Py_tp_dealloc, exchange_dealloc},
+    {0, NULL},
+};
+PyType_Spec exchange_spec = {
+    .name = "envherd.workers.native._native.Exchange",
+    .basicsize = sizeof(Exchange),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = exchange_slots,
+};
