@@ -178,7 +178,17 @@ print(json.dumps({{"python": platform.python_version(), "versions": {{n: version
 
 
 def _pip(python: Path) -> list[Any]:
-    return [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--progress-bar", "off", "--no-compile"]
+    return [
+        python,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "-qq",
+        "--progress-bar",
+        "off",
+        "--no-compile",
+    ]
 
 
 def _files(group: str) -> Iterator[Path]:
@@ -208,9 +218,9 @@ _INTRODUCTION = """# Versions
 
 Written by `make compat`, which makes an environment for each row, installs the versions in it and runs the tests of the
 headings on the right there (`tests/compat.py` lists the files). *Oldest* has the lower bound of each requirement in
-`pyproject.toml`, *newest* what pip chose within the bounds; the other rows put a few versions on top of one of the two. Each
-minor version of TorchRL wants the TensorDict of the same. Numbers are of tests that passed; those of what a version
-lacks, and of other extras, are skipped.
+`pyproject.toml`, *newest* what pip chose within the bounds; the other rows put a few versions on top of one of the two.
+Each minor version of TorchRL wants the TensorDict of the same. Numbers are of tests that passed; those of what a
+version lacks, and of other extras, are skipped. Tests with deadlines may fail on a machine that is busy.
 
 """
 

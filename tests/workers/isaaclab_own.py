@@ -10,18 +10,18 @@ from tests.workers import isaacsim_stub
 
 isaacsim_stub.with_isaaclab()
 
+import warnings
 from typing import Any
 
 import torch
+
+warnings.simplefilter("ignore")  # IsaacLab uses what is deprecated, also while it is imported
 from isaaclab.envs import (
-    DirectMARLEnv,
-    DirectMARLEnvCfg,
     DirectRLEnv,
     DirectRLEnvCfg,
     ManagerBasedRLEnv,
     ManagerBasedRLEnvCfg,
     mdp,
-    multi_agent_to_single_agent,
 )
 from isaaclab.managers import (
     ActionTerm,
@@ -74,7 +74,7 @@ class Line:
 class DirectCfg(DirectRLEnvCfg):
     """Of four rows, unless said otherwise."""
 
-    sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu")
+    sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu", save_logs_to_file=False)
     scene: InteractiveSceneCfg = InteractiveSceneCfg(num_envs=4, env_spacing=1.0)
     decimation: int = 1
     episode_length_s: float = MAX_LENGTH * _DT
@@ -108,48 +108,6 @@ class Direct(DirectRLEnv):
         super()._reset_idx(env_ids)
         self.line.put(env_ids)
         self.extras["log"] = {"place": self.line.place.mean()}
-
-
-@configclass
-class AgentsCfg(DirectMARLEnvCfg):
-    """Two agents that push."""
-
-    sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu")
-    scene: InteractiveSceneCfg = InteractiveSceneCfg(num_envs=4, env_spacing=1.0)
-    decimation: int = 1
-    episode_length_s: float = MAX_LENGTH * _DT
-    possible_agents: list[str] = ["left", "right"]  # noqa: RUF012  # a configclass copies it
-    observation_spaces: dict[str, int] = {"left": 2, "right": 2}  # noqa: RUF012
-    action_spaces: dict[str, int] = {"left": 1, "right": 1}  # noqa: RUF012
-    state_space: int = -1
-
-
-class Agents(DirectMARLEnv):
-    """The direct workflow of several agents."""
-
-    def _setup_scene(self) -> None:
-        self.line = Line(self.num_envs, self.device)
-
-    def _pre_physics_step(self, actions: dict[str, torch.Tensor]) -> None:
-        self.actions = {agent: action.clone() for agent, action in actions.items()}
-
-    def _apply_action(self) -> None:
-        self.line.push(self.actions["left"][:, 0] - self.actions["right"][:, 0])
-
-    def _get_observations(self) -> dict[str, torch.Tensor]:
-        return {agent: self.line.state() for agent in self.cfg.possible_agents}
-
-    def _get_rewards(self) -> dict[str, torch.Tensor]:
-        return dict.fromkeys(self.cfg.possible_agents, 1.0 - self.line.place.abs())
-
-    def _get_dones(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        is_late = self.episode_length_buf >= self.max_episode_length
-        agents = self.cfg.possible_agents
-        return dict.fromkeys(agents, self.line.is_out()), dict.fromkeys(agents, is_late)
-
-    def _reset_idx(self, env_ids: Any) -> None:
-        super()._reset_idx(env_ids)
-        self.line.put(env_ids)
 
 
 class Push(ActionTerm):
@@ -242,7 +200,7 @@ class EventsCfg:
 class ManagedCfg(ManagerBasedRLEnvCfg):
     """Of four rows, unless said otherwise."""
 
-    sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu")
+    sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu", save_logs_to_file=False)
     scene: InteractiveSceneCfg = InteractiveSceneCfg(num_envs=4, env_spacing=1.0)
     decimation: int = 1
     episode_length_s: float = MAX_LENGTH * _DT
@@ -264,14 +222,3 @@ def make_managed(num_envs: int = 4, history_length: int = 0) -> ManagerBasedRLEn
     cfg.scene.num_envs = num_envs
     cfg.observations.policy.history_length = history_length
     return ManagerBasedRLEnv(cfg)
-
-
-def make_agents(num_envs: int = 4) -> Agents:
-    cfg = AgentsCfg()
-    cfg.scene.num_envs = num_envs
-    return Agents(cfg)
-
-
-def make_agents_as_one(num_envs: int = 4) -> Any:
-    """Return the two agents as one, by IsaacLab's own conversion."""
-    return multi_agent_to_single_agent(make_agents(num_envs))

@@ -1,11 +1,12 @@
 """Isaac Sim's modules, emptied, so that IsaacLab's own classes run without it: `with_isaaclab()`.
 
-Only modules of the simulator are replaced (`ROOTS`); every module below one of them exists, and each of its names is a
+Only modules of the simulator are replaced (`ROOTS`): every module below one of them exists, and each of its names is a
 class that takes any argument and gives more of the same. What IsaacLab reads a value of is in `_REAL`: the simulation
-context (one in a process), its device, the cloner's paths and origins, settings, and the version. Nothing of IsaacLab is
-replaced: `DirectRLEnv`, `DirectMARLEnv`, `ManagerBasedRLEnv`, its scene, managers and noise models are its own.
+context (one in a process), its device, the cloner's paths and origins, settings, and the version. Nothing of IsaacLab
+is replaced: `DirectRLEnv`, `DirectMARLEnv`, `ManagerBasedRLEnv`, its scene, managers and noise models are its own.
 
-IsaacLab 2.3 is installed with `pip install --no-deps isaaclab`, and needs `toml prettytable trimesh flatdict warp-lang hydra-core`.
+IsaacLab 2.3 is installed with `pip install --no-deps isaaclab`, and needs toml, prettytable, trimesh, flatdict,
+warp-lang and hydra-core.
 """
 
 from __future__ import annotations
@@ -228,7 +229,8 @@ def with_isaaclab() -> None:
     if FINDER in sys.meta_path:
         return
     found = importlib.util.find_spec("isaaclab")
-    assert found is not None and found.origin is not None, "IsaacLab is not installed"
+    assert found is not None, "IsaacLab is not installed"
+    assert found.origin is not None, "IsaacLab is not installed"
     sources = Path(found.origin).parent / "source"
     if sources.exists():
         sys.path[:0] = [str(folder) for folder in sorted(sources.iterdir())]

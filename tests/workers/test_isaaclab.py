@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 from tests.workers import isaacsim_stub
@@ -14,10 +16,12 @@ import torch
 from envherd.executor import SerialEnv
 from envherd.workers.testing import Contract
 from tests.contracts.executor_batch import batch_apart
-from tests.workers import isaaclab_own as own
+
+with warnings.catch_warnings():
+    from tests.workers import isaaclab_own as own
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-MAKERS = {"direct": own.make_direct, "managed": own.make_managed, "agents as one": own.make_agents_as_one}
+MAKERS = {"direct": own.make_direct, "managed": own.make_managed}
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,9 @@ from envherd.executor.facades.benchmarl import installed
     ],
 )
 def test_trains_evaluates_and_films(tmp_path: Path, algorithm: str, substrate: str) -> None:
-    pytest.importorskip("tensorboard", reason="BenchMARL's videos are logged through tensorboard (pip install tensorboard)")
+    pytest.importorskip(
+        "tensorboard", reason="BenchMARL's videos are logged through tensorboard (pip install tensorboard)"
+    )
     command = [sys.executable, "-m", "tests.executor.facades.benchmarl_training", str(tmp_path), algorithm, substrate]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=280, check=False

@@ -188,7 +188,7 @@ def test_outputs_keep_no_graph():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 def test_a_device_that_is_not_there_is_named():
-    with pytest.raises((RuntimeError, AssertionError), match="CUDA|NVIDIA"):
+    with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):
         SerialEnv(2, own.CountingEnv, device="cuda").rollout(2)
 
 
