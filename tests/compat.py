@@ -159,7 +159,18 @@ def run(row: Row, folder: Path, jobs: str) -> dict[str, Any]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     report = folder / f"{row.name.replace(' ', '-')}.xml"
     files = [str(file) for group in row.groups for file in _files(group)]
-    command = [python, "-m", "pytest", "-q", "-n", jobs, "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+    command: list[Any] = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        jobs,
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        *files,
+    ]
     subprocess.run(command, cwd=ROOT, env=env, check=False)
     listing = subprocess.run([python, "-c", _VERSIONS], env=env, capture_output=True, text=True, check=True)
     return {**json.loads(listing.stdout), "groups": _counted(report)}
@@ -203,7 +214,7 @@ def _counted(report: Path) -> dict[str, dict[str, Any]]:
     for case in ET.parse(report).getroot().iter("testcase"):
         module = next((name for name in of_module if f"{case.get('classname')}.".startswith(f"{name}.")), None)
         # A file that is skipped, or fails, as it is collected has its module as the name of the case.
-        group = of_module.get(module or case.get("name", ""), "core")
+        group = of_module.get(module or str(case.get("name")), "core")
         count = counts.setdefault(group, {"passed": 0, "skipped": 0, "failed": []})
         if case.find("failure") is not None or case.find("error") is not None:
             count["failed"].append(f"{case.get('classname')}::{case.get('name')}")

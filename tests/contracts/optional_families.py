@@ -46,10 +46,12 @@ def nethack() -> Any:
     import gymnasium
     import nle.env  # noqa: F401  # registers it
 
-    class Seeded(gymnasium.Wrapper):  # type: ignore[type-arg,misc]
+    class Seeded(gymnasium.Wrapper):
+        nethack: Any = property(lambda self: self.env.unwrapped)
+
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
             if seed is not None:
-                self.env.unwrapped.seed(core=seed, disp=seed, reseed=False)
+                self.nethack.seed(core=seed, disp=seed, reseed=False)
             return self.env.reset(options=options)
 
     return Seeded(gymnasium.make("NetHackScore-v0", max_episode_steps=_MAX_STEPS))

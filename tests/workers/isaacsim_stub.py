@@ -184,8 +184,6 @@ _REAL: dict[str, dict[str, Any]] = {
 class _Module(types.ModuleType):
     """Has every name."""
 
-    __path__: ClassVar[list[str]] = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -10,6 +10,7 @@ import io
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 warnings.simplefilter("ignore")
 
@@ -81,7 +82,7 @@ def main(folder: str, algorithm: str, substrate: str) -> None:
     before = [parameter.clone() for parameter in experiment.policy.parameters()]
     workers = list(env._workers)
     assert all(worker.is_alive() for worker in workers)
-    collected = []
+    collected: list[Any] = []
     experiment._on_batch_collected = collected.append
     experiment.run()
     check_batches(collected)
@@ -115,8 +116,7 @@ def check_logs(folder: Path) -> None:
     films = [Image.open(io.BytesIO(film.encoded_image_string)) for film in logged.Images("eval_video")]
     assert len(films) == 2
     for film in films:
-        darkest, brightest = film.convert("L").getextrema()
-        assert darkest < brightest
+        assert len(film.convert("L").getcolors(2**16) or ()) > 1  # not a picture of one color
     assert len(logged.Scalars("eval_reward_episode_reward_mean")) == 2
     assert list(folder.rglob("*.json"))
 
