@@ -147,10 +147,18 @@ def _as_torchrl(job: Job) -> Pool:
     return stepped_tensordicts(Facade(job.num_envs, torchrl_factory(job), num_processes=1), job)
 
 
+def _actions(space: Any, num_envs: int) -> np.ndarray:
+    """Return one action for each env; of more than one kind where they are numbers."""
+    if getattr(space, "n", 0) and not space.shape:
+        return np.arange(num_envs) % min(2, int(space.n)) + int(getattr(space, "start", 0))
+    space.seed(0)
+    return np.stack([space.sample() for _ in range(num_envs)])
+
+
 def stepped_arrays(env: Any, job: Job, *, has_two_flags: bool) -> Pool:
     """Return a pool of an env with arrays: Gymnasium's vector envs (two flags) or SB3's (one)."""
     env.reset()
-    actions = np.arange(job.num_envs) % 2
+    actions = _actions(env.single_action_space if has_two_flags else env.action_space, job.num_envs)
     ends = EndCounter()
 
     def step() -> int:

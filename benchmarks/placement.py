@@ -131,6 +131,27 @@ def measure(runs: list[str], ways: list[str], num_starts: int) -> dict[str, dict
     return found
 
 
+def study(num_starts: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Start commons_harvest__open again and again, in turn with serial loops.
+
+    Args:
+        num_starts: of each.
+        say: told what is being done.
+
+    Returns:
+        run -> "medians_us" of the starts, and their "shares" of what as many serial loops as workers give, each of the
+        loops that ran in its turn.
+    """
+    run, calibration = "commons_harvest", iterations_per_us()
+    found: dict[str, list[float]] = {"medians_us": [], "shares": []}
+    for number in range(num_starts):
+        say(f"start {number + 1} of {num_starts}")
+        median = _start_apart(run, DEFAULT, calibration)["median_us"]
+        found["medians_us"].append(median)
+        found["shares"].append(_start_apart(run, BOUND, calibration)["median_us"] / median)
+    return {run: found}
+
+
 def _start_apart(run: str, way: str, calibration: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "envherd.benchmarks.placement", "--one", run, way, str(calibration)]
     for _ in range(_TRIES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -117,9 +118,16 @@ def sheets_of_studies(results: Mapping[str, Any]) -> Iterable[Sheet]:
         parts = results["handout"]
         rows = [
             [name, f"{parts[key]['median_us']:.2f}", f"{parts[key]['lowest_us']:.2f}"]
-            for name, key in (("views of the ring", "views"), ("memory of the caller's own", "own"))
+            for name, key in (
+                ("a batch of 8 envs, 5 leaves under `next`: views of the ring", "views"),
+                ("the same in memory of the caller's own", "own"),
+                ("4 of 8 envs received and sent on, for each env step (first-K)", "first_k"),
+            )
+            if key in parts
         ]
-        yield Sheet("Handing out a batch: 8 envs, 5 leaves under `next`", ("", "us, median", "us, lowest"), rows)
+        yield Sheet("The caller's share where envs have answered", ("", "us, median", "us, lowest"), rows)
+    if "starts" in results:
+        yield _starts(results["starts"])
     if "stages" in results:
         yield _stages(results["stages"])
 
@@ -210,6 +218,19 @@ def _ahead(share: str, found: Mapping[str, Any]) -> Sheet:
     title = f"Resets of Melting Pot's length in {share} of the times, by envs that wait where a substrate computes"
     note = f"{found['speedup']:.2f} times the steps with resets ahead; the model says {found['modelled']:.2f}."
     return Sheet(title, ("8 envs", "ms per batch", "resets", "of these ready"), rows, note)
+
+
+def _starts(starts: Mapping[str, Any]) -> Sheet:
+    rows = [
+        [run, ", ".join(f"{one:.0f}" for one in sorted(found["medians_us"])), *(f"{one:.2f}" for one in _ends(found))]
+        for run, found in starts.items()
+    ]
+    columns = ("4 envs on 2 workers", "medians of the starts, us", "median share", "least share")
+    return Sheet("What two serial loops would give, and starts of the executor as a share of that", columns, rows)
+
+
+def _ends(found: Mapping[str, Any]) -> tuple[float, float]:
+    return statistics.median(found["shares"]), min(found["shares"])
 
 
 def _stages(found: Mapping[str, Any]) -> Sheet:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from envherd.benchmarks import growth, handout, reset_ahead, stages, startup, waiting
+from envherd.benchmarks import growth, handout, placement, reset_ahead, stages, startup, waiting
 from envherd.benchmarks.accounting import pressure_line, pressure_while_idle
 from envherd.benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
 from envherd.benchmarks.rounds import Plan, measure
@@ -27,7 +27,7 @@ from envherd.benchmarks.workloads import ALL, PEERS, QUICK, QUICK_PEERS, WORKLOA
 
 SCHEMA = "envherd.bench/1"
 #: What is no workload, and the minutes that it takes on a quiet machine with two cores.
-STUDIES = {"startup": 9.0, "waiting": 2.0, "growth": 6.0, "handout": 0.2, "ahead": 2.5, "stages": 0.3}
+STUDIES = {"startup": 9.0, "waiting": 2.0, "growth": 6.0, "handout": 0.2, "ahead": 2.5, "stages": 0.3, "starts": 4.0}
 NAMES = (*(one.name for one in WORKLOADS), *STUDIES)
 _QUICK_BUDGET_S = 35.0
 _REST_S = 4.2  # the kernel's account of pressure moves every two seconds
@@ -210,6 +210,7 @@ class Suite:
             "growth": lambda: growth.run(self._num_workers, self._growth_plan(), request.chooses, self._say),
             "handout": handout.measure,
             "stages": lambda: stages.measure(self.results["calibration"]),
+            "starts": lambda: placement.study(2 if request.is_quick else 10, self._say),
             "ahead": lambda: reset_ahead.study(2 if request.is_quick else 15),
         }
         return studies[name]()

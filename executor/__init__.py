@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from envherd.executor.async_collector import AsyncCollector as AsyncCollector  # re-exported
     from envherd.executor.collector import Collector
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
@@ -59,6 +60,7 @@ __all__ = [
 #: Where each name is. They are imported when they are first used (PEP 562): torch takes seconds, and
 #: neither `envherd --help` nor a worker that unpickles a factory should pay for it.
 _HOMES = {
+    "AsyncCollector": "envherd.executor.async_collector",
     "Collector": "envherd.executor.collector",
     "ExecutorOptions": "envherd.executor.options",
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
@@ -73,7 +75,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
-    if name not in __all__:
+    if name not in __all__ and name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES.get(name, "envherd.workers.errors")), name)
     globals()[name] = value

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -27,9 +27,13 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_leaves
+from envherd.workers.errors import Closed
 
 VALID = "valid"
 Bound = Literal["envs", "policy", "learner", "collector"]
+Layout = Literal["rows", "flat"]
+#: Transitions whose waits are kept for `AsyncStatistics`.
+_NUM_WAITS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,12 @@ class AsyncStatistics:
         wait_s, policy_s, other_s: seconds spent waiting for envs, in the policy, and on the data.
         learner_s: seconds between batches, in which nothing was collected: the learner's, or with `in_background` those
             in which the batches ahead were waiting for it.
+        queue_p50_s, queue_p99_s: seconds from an env's answer until the policy was called for it, of the latest 65,536
+            transitions: median and 99th percentile. Over a Ray cluster from the arrival of the answer.
         batch_sizes: number of envs that were acted for at once -> how often.
         version: of the policy's weights now.
         lag_mean, lag_max: how many versions older the weights that had acted were than those in use when the batch
-            was handed out.
+            was handed out (staleness).
     """
 
     frames: int
@@ -52,49 +58,70 @@ class AsyncStatistics:
     policy_s: float
     other_s: float
     learner_s: float
+    queue_p50_s: float
+    queue_p99_s: float
     batch_sizes: dict[int, int]
     version: int
     lag_mean: float
     lag_max: int
 
     @property
-    def bound_by(self) -> Bound:
-        """What took most of the time."""
-        spent: dict[Bound, float] = {
+    def spent(self) -> dict[Bound, float]:
+        """Seconds by what they were spent on."""
+        return {
             "envs": self.wait_s,
             "policy": self.policy_s,
             "learner": self.learner_s,
             "collector": self.other_s,
         }
-        return max(spent, key=spent.__getitem__)
+
+    @property
+    def bound_by(self) -> Bound:
+        """What took most of the time."""
+        return max(self.spent, key=self.spent.__getitem__)
+
+    @property
+    def policy_share(self) -> float:
+        """Share of the time in which the policy was busy, `0..1`."""
+        total = sum(self.spent.values())
+        return self.policy_s / total if total else 0.0
+
+    @property
+    def batch_size_mean(self) -> float:
+        """Number of envs that were acted for at once, on average."""
+        num_calls = sum(self.batch_sizes.values())
+        return sum(size * count for size, count in self.batch_sizes.items()) / num_calls if num_calls else 0.0
 
 
 class AsyncCollector:
-    """Iterates batches `[B, T]` of `frames_per_batch` transitions; each row is T contiguous steps of one env.
+    """Iterates batches of `frames_per_batch` transitions: `[B, T]`, rows of T contiguous steps of one env, or `[B]`.
 
     Envs that are fast give more rows than envs that are slow. Episodes that end within a row are followed by the next
     one. Each transition has, besides what the envs and the policy give, `env_ids` (int64), `step` (int64, the number of
-    the env's step since the collector began) and `policy_version` (int64, of the weights that have acted).
+    the env's step since the collector began; a step that was lost leaves a gap) and `policy_version` (int64, of the
+    weights that have acted).
 
     Args:
         env: the executor; it must not be used by others meanwhile.
         policy: takes a root batch `[k]` of the envs that are ready (with `env_ids`) and returns it with the action;
             None draws random actions. What it writes into `next` is in the root of the same env's next step.
         frames_per_batch: env steps per batch; rounded up to whole rows.
+        layout: "rows" gives `[B, T]`; "flat" gives `[B]`, in the order in which the envs made their steps.
         steps_per_row: T; None for `frames_per_batch` / N, at least 1.
         total_frames: stop after that many; -1 never stops. Rounded up to whole batches.
-        min_envs: the policy waits for that many envs.
-        max_envs: the policy acts for at most that many envs at once; None for all that are ready.
-        deadline_s: seconds to wait for `max_envs`, after which it acts for the envs that are ready, if these are
-            `min_envs`. None acts as soon as `min_envs` are ready.
+        min_batch: the policy waits for that many envs.
+        max_batch: the policy acts for at most that many envs at once; None for all that are ready.
+        deadline_s: seconds to wait for `max_batch` envs, after which it acts for the envs that are ready, if these are
+            `min_batch`. None acts as soon as `min_batch` are ready.
         batch_sizes: the policy is given batches of these sizes alone, ascending: the rows that fill one up repeat its
-            first row, and the entry `valid` (bool `[k]`) says which rows are envs'. The largest limits `max_envs`.
+            first row, and the entry `valid` (bool `[k]`) says which rows are envs'. The largest limits `max_batch`.
             None gives batches of any size.
         policy_device: where the policy runs; None for where it is. See `Collector`.
         storing_device: where batches are handed out; None for the cpu.
         primer: batch `[N]`, the policy's state at the begin of an episode (a recurrent state).
-        in_background: number of batches that a thread collects while the caller learns. The policy is copied for it;
-            `update_policy_` gives the copy new weights. 0 collects when a batch is asked for, with the policy itself.
+        in_background: number of batches that a thread collects while the caller learns, and no more: 1 is double
+            buffering. The policy is copied for it; `update_policy_` gives the copy new weights. 0 collects when a batch
+            is asked for, with the policy itself.
         postproc: applied to every batch.
         close_env: close the executor with the collector.
 
@@ -113,10 +140,11 @@ class AsyncCollector:
         policy: Policy | None = None,
         *,
         frames_per_batch: int,
+        layout: Layout = "rows",
         steps_per_row: int | None = None,
         total_frames: int = -1,
-        min_envs: int = 1,
-        max_envs: int | None = None,
+        min_batch: int = 1,
+        max_batch: int | None = None,
         deadline_s: float | None = None,
         batch_sizes: Sequence[int] | None = None,
         policy_device: torch.device | str | None = None,
@@ -137,14 +165,15 @@ class AsyncCollector:
         _check_env(env)
         self._sizes = sorted(batch_sizes or ())
         if self._sizes:
-            max_envs = min(max_envs or num_envs, self._sizes[-1])
-        max_envs = num_envs if max_envs is None else max_envs
-        self._num_steps = steps_per_row or max(1, frames_per_batch // num_envs)
+            max_batch = min(max_batch or num_envs, self._sizes[-1])
+        max_batch = num_envs if max_batch is None else max_batch
+        self._num_steps = _steps_per_row(layout, steps_per_row, frames_per_batch, num_envs)
+        self._is_flat = layout == "flat"
         for name, value, limit in (
             ("frames_per_batch", frames_per_batch, math.inf),
             ("steps_per_row", self._num_steps, math.inf),
-            ("max_envs", max_envs, num_envs),
-            ("min_envs", min_envs, max_envs),
+            ("max_batch", max_batch, num_envs),
+            ("min_batch", min_batch, max_batch),
         ):
             if not 1 <= value <= limit:
                 raise ValueError(f"AsyncCollector failed: expected {name} in 1..{limit}, got {value}.")
@@ -153,7 +182,7 @@ class AsyncCollector:
         self.frames_per_batch = self.num_rows * self._num_steps
         self.total_frames = total_frames
         self.num_frames = self.version = 0
-        self._wanted = min_envs, max_envs, deadline_s
+        self._wanted = min_batch, max_batch, deadline_s
         self._storing_device, self._postproc, self._closes_env = storing_device, postproc, close_env
         self._primer = None if primer is None else primer.to("cpu")
         self._placed = _place(policy, policy_device, is_apart=in_background > 0)
@@ -163,13 +192,13 @@ class AsyncCollector:
         self._steps = np.zeros(num_envs, np.int64)
         self._state: TensorDictBase | None = self._primer
         self._known = {leaf.key for leaf in env.specs[0].leaves()}
-        self._has_begun = False
+        self._has_begun = self._is_closing = False
         self._num_received = 0
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
         self._batch_sizes: Counter[int] = Counter()
-        self._lags: list[float] = []
-        self._lag_max = 0
+        self._lags, self._lag_max = list[float](), 0
+        self._waits = _Waits(env.engine.pool.slab.words["answered_ns"])
         self._background = _Background(self._collect, in_background) if in_background else None
 
     # ---- what users call ---------------------------------------------------------------------
@@ -185,12 +214,15 @@ class AsyncCollector:
             yield self.collect()
 
     def collect(self) -> TensorDictBase:
-        """Return the next batch `[B, T]`, time last, in memory of the caller's own.
+        """Return the next batch, `[B, T]` with time last or `[B]`, in memory of the caller's own.
 
         Raises:
+            Closed: it was closed.
             EnvError, WorkerLost, WorkerTimeout: the transition concerned is lost, and its env begins a new episode;
                 all others are in the batches to come. Call again.
         """
+        if self._is_closing:
+            raise Closed("collect failed: expected an open AsyncCollector, got one that is closed. Make a new one.")
         data = self._collect() if self._background is None else self._background.take()
         self.num_frames += self.frames_per_batch
         lag = self.version - data.get("policy_version")
@@ -232,12 +264,15 @@ class AsyncCollector:
     def statistics(self) -> AsyncStatistics:
         """Return what was done so far."""
         spent, lags = self._spent, self._lags
+        median, late = self._waits.percentiles()
         return AsyncStatistics(
             frames=self._num_received,
             wait_s=spent["wait"],
             policy_s=spent["policy"],
             other_s=spent["other"],
             learner_s=spent["learner"],
+            queue_p50_s=median,
+            queue_p99_s=late,
             batch_sizes=dict(sorted(self._batch_sizes.items())),
             version=self.version,
             lag_mean=sum(lags) / len(lags) if lags else 0.0,
@@ -246,16 +281,19 @@ class AsyncCollector:
 
     def close(self) -> None:
         """End the thread, and close the executor unless it is the caller's (`close_env=False`). Idempotent."""
+        self._is_closing = True
         if self._background is not None:
             self._background.begin_close()
+            self._background.join(self.env.options.close_timeout_s)
         if self._closes_env:
-            self.env.close()  # which also ends the thread's wait
+            self.env.close()  # which also ends the wait of a thread for an env that hangs
         if self._background is not None:
             self._background.join()
         if not self.env.is_closed and (self.env.engine.states.under_way).any():
             self.env.recv()  # the caller goes on with envs that owe nothing
 
-    shutdown = close  # TorchRL's name
+    shutdown = close
+    """The same under TorchRL's name."""
 
     def __enter__(self) -> Self:
         """Return itself; closed at the end of the `with`."""
@@ -273,8 +311,12 @@ class AsyncCollector:
         self._charge("learner")
         self._begin_idle()
         while len(self._rows.full) < self.num_rows:
+            if self._is_closing:
+                raise Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one.")
             self._turn()
         data = self._rows.take(self.num_rows)
+        if self._is_flat:
+            data = data[:, 0]
         self._charge("other")
         return data
 
@@ -293,17 +335,19 @@ class AsyncCollector:
             env.reset(TensorDict({"_reset": torch.from_numpy(mask)}, [env.num_envs]))
             self._rows.cut(failed)
             self._renew(failed)
+            self._steps[failed] += self._waits.sent_ns[failed] > 0  # of the step that was lost
+            self._waits.sent_ns[failed] = 0
         for start in range(0, len(idle), limit):
             self._act(idle[start : start + limit])
 
     def _turn(self) -> None:
         """Receive the envs that are ready, and act for them."""
-        min_envs, max_envs, deadline_s = self._wanted
+        min_batch, max_batch, deadline_s = self._wanted
         self._charge("other")
         num_sent = int(np.count_nonzero(self.env.engine.states.under_way))
-        least = min(min_envs, num_sent)
+        least = min(min_batch, num_sent)
         try:
-            td = self.env.recv(least, deadline_s, max_envs=max(least, max_envs), with_root=False)
+            td = self.env.recv(least, deadline_s, max_envs=max(least, max_batch), with_root=False)
         except TimeoutError:
             return
         finally:
@@ -323,6 +367,8 @@ class AsyncCollector:
         """Act for some envs, which may just have been received, and send them."""
         root = self.env.current(env_ids if received is None else received.get("env_ids"))
         self._charge("other")
+        if received is not None:
+            self._waits.note(env_ids)
         acted, version = self._acted(root, env_ids)
         self._charge("policy")
         written = acted.get("next", None)
@@ -335,6 +381,7 @@ class AsyncCollector:
         self._rows.write(env_ids, sent, is_next=False)
         if received is not None:
             self._rows.learn_structure(sent, received.get("next"))
+        self._waits.sent_ns[env_ids] = time.perf_counter_ns()
         self.env.send(sent, env_ids)
         self._charge("other")
 
@@ -379,12 +426,43 @@ class AsyncCollector:
         self._since = now
 
 
+class _Waits:
+    """For how long envs' answers have waited for the policy, of the latest `_NUM_WAITS` transitions.
+
+    Args:
+        answered_ns: int64 `[N]`, when each env answered (VIEW of the slab).
+
+    Attributes:
+        sent_ns: int64 `[N]`, when each env was sent; 0 for not since it failed.
+    """
+
+    def __init__(self, answered_ns: np.ndarray) -> None:
+        self.sent_ns = np.zeros(len(answered_ns), np.int64)
+        self._answered_ns = answered_ns
+        self._ring_ns = np.zeros(_NUM_WAITS, np.int64)
+        self._count = 0
+
+    def note(self, env_ids: np.ndarray) -> None:
+        """Note that the policy is called for some envs now."""
+        answered_ns = self._answered_ns[env_ids]
+        waits = time.perf_counter_ns() - answered_ns[answered_ns > self.sent_ns[env_ids]]  # others: of a lost worker
+        self._ring_ns[(self._count + np.arange(len(waits))) % _NUM_WAITS] = waits
+        self._count += len(waits)
+
+    def percentiles(self) -> tuple[float, float]:
+        """Return the median and the 99th percentile in seconds; 0 if nothing was noted."""
+        waits = self._ring_ns[: min(self._count, _NUM_WAITS)]
+        median, late = np.percentile(waits, [50, 99]) / 1e9 if len(waits) else (0.0, 0.0)
+        return float(median), float(late)
+
+
 class _Background:
     """Collects in a thread, at most `num_ahead` batches ahead of the caller."""
 
     def __init__(self, collect: Callable[[], TensorDictBase], num_ahead: int) -> None:
         self._collect = collect
-        self._batches: queue.Queue[TensorDictBase | BaseException] = queue.Queue(num_ahead)
+        self._batches: queue.SimpleQueue[TensorDictBase | BaseException] = queue.SimpleQueue()
+        self._room = threading.Semaphore(num_ahead)  # for batches that are being collected or wait for the caller
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -394,6 +472,7 @@ class _Background:
             self._thread = threading.Thread(target=self._run, name="envherd-collector", daemon=True)
             self._thread.start()
         found = self._batches.get()
+        self._room.release()
         if isinstance(found, BaseException):
             self._thread.join()
             self._thread = None
@@ -401,34 +480,44 @@ class _Background:
         return found
 
     def _run(self) -> None:
-        while not self._is_closing.is_set():
+        while True:
+            self._room.acquire()
+            if self._is_closing.is_set():
+                return
             try:
                 found: TensorDictBase | BaseException = self._collect()
             except BaseException as error:
                 found = error
-            while not self._is_closing.is_set():
-                try:
-                    self._batches.put(found, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
+            self._batches.put(found)
             if isinstance(found, BaseException):
                 return
 
     def begin_close(self) -> None:
         """Begin no further batch."""
         self._is_closing.set()
+        self._room.release()
 
-    def join(self) -> None:
-        """Wait until the thread has ended, after the batch that it is at."""
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the thread has ended, up to `timeout_s`; it ends when it has received what it waits for."""
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout_s)
+
+
+def _steps_per_row(layout: str, asked: int | None, frames_per_batch: int, num_envs: int) -> int:
+    """Return T; 1 for flat batches."""
+    if layout not in get_args(Layout):
+        raise ValueError(f"AsyncCollector failed: expected layout to be one of {get_args(Layout)}, got {layout!r}.")
+    if layout == "flat":
+        if asked is not None:
+            raise ValueError(f"AsyncCollector failed: expected no steps_per_row with layout='flat', got {asked}.")
+        return 1
+    return asked or max(1, frames_per_batch // num_envs)
 
 
 def _check_env(env: BatchedEnv) -> None:
-    kinds = set(env.specs)
-    if len(kinds) != 1:
-        raise ValueError(f"AsyncCollector failed: expected envs of one kind, got {len(kinds)}.")
+    num_kinds = len(env.engine.pool.plan.groups)
+    if num_kinds != 1:
+        raise ValueError(f"AsyncCollector failed: expected envs of one kind, got {num_kinds}.")
     side = [leaf for leaf in env.specs[0].leaves() if leaf.is_side]
     if side:
         raise ValueError(f"AsyncCollector failed: expected leaves of fixed shapes, got {side[0]}. Leave it out.")

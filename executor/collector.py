@@ -135,6 +135,20 @@ class Collector:
         while self.total_frames < 0 or self.num_frames < self.total_frames:
             yield self.collect()
 
+    def __len__(self) -> int:
+        """Return the number of batches in all, which progress bars show.
+
+        Raises:
+            TypeError: it never stops (`total_frames=-1`).
+        """
+        if self.total_frames < 0:
+            raise TypeError("len failed: expected a Collector with total_frames, got one that never stops.")
+        return math.ceil(self.total_frames / self.frames_per_batch)
+
+    def __bool__(self) -> bool:
+        """Return True: it is there, however many batches it has."""
+        return True
+
     def collect(self) -> TensorDictBase:
         """Return the next batch `[N, T]`; the caller owns its memory.
 

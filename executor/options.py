@@ -62,7 +62,7 @@ class ExecutorOptions:
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
         nice: added to the workers' niceness.
         env_vars: further environment variables for the workers: a dict, or pairs of names and values.
-        infos: what becomes of envs' infos: "drop", "plain" (see
+        infos: how to handle the envs' infos: "drop", "plain" (see
             `BatchedEnv.infos`; entries that are not plain data are left out) or "pickle" (as they are;
             entries that cannot be pickled are left out). What is left out is named once in the log.
         info_keys: entries of the infos that become leaves: `("info", NAME)`, and `("info", "_NAME")` for
@@ -82,6 +82,11 @@ class ExecutorOptions:
             reset for the next episode, and takes its place when that is asked for. The data are the same. Costs twice
             the processes and twice the envs' memory, and processor time that would have been idle; worth it where
             resets are long and cores are free. See docs/reset_ahead.md.
+        env_threads: run each env of a worker on a separate thread, on which it is also built and closed: for envs that
+            mostly wait (for a game, a browser, a simulator behind a socket), many of which can then share a process.
+            What computes, or holds Python's GIL while it waits, still stops the other envs of its worker: leave the
+            option off for such envs, and use more workers. The envs of a worker share its global random generators. See
+            docs/asynchronous.md.
         first_env_id: what seeds call env 0. Executors of one root seed that each run a share of one large batch
             (on machines of their own, say) give the data of that batch, bit for bit, if each says where its begins.
     """
@@ -116,6 +121,7 @@ class ExecutorOptions:
     env_type: EnvType = "auto"
     pickle_replies: bool = False
     reset_ahead: bool = False
+    env_threads: bool = False
     first_env_id: int = 0
 
     def for_block(self) -> BlockOptions:
@@ -130,6 +136,7 @@ class ExecutorOptions:
             env_type=self.env_type,
             first_env_id=self.first_env_id,
             reset_ahead=self.reset_ahead,
+            env_threads=self.env_threads,
         )
 
     def _check_ahead(self) -> None:
@@ -144,6 +151,12 @@ class ExecutorOptions:
                 "ExecutorOptions failed: expected isolate_rng=False with reset_ahead, got True. What state the global "
                 "generators have at the begin of an episode is known only when the one before it has ended."
             )
+
+    def _check_threads(self) -> None:
+        if self.env_threads and (self.reset_ahead or self.isolate_rng):
+            other = "reset_ahead" if self.reset_ahead else "isolate_rng"
+            why = "there an env has two processes" if self.reset_ahead else "the process's generators are shared"
+            raise ValueError(f"ExecutorOptions failed: expected {other}=False with env_threads, got True: {why}.")
 
     @property
     def recycles(self) -> bool:
@@ -172,6 +185,7 @@ class ExecutorOptions:
         self._check_lists()
         check_keys(self.info_keys)
         self._check_ahead()
+        self._check_threads()
 
     def check_here(self) -> None:
         """Refuse what does not fit the machine that the workers are to run on.
@@ -272,4 +286,5 @@ _SWITCHES = (
     "episode_seeds",
     "pickle_replies",
     "reset_ahead",
+    "env_threads",
 )

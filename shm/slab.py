@@ -39,6 +39,7 @@ WORDS: dict[str, tuple[str, str, str]] = {
         "parent",
         "number of the latest message that it is to read from its socket",
     ),
+    "answered_ns": ("env", "worker", "when it last answered a command that was sent to it alone: monotonic clock"),
     "ready": ("worker", "worker", "with reset-ahead: 1 + the episode that its env waits at the start of; 0 for none"),
     "answered": ("worker", "worker", "answers that it has counted, ever: see tally"),
     "ring_at": ("worker", "parent", "how many answers of all workers together are worth a ring"),

@@ -52,11 +52,15 @@ CHECK = (
     "f'expected {dtype} {shape}, got {value.dtype} {list(value.shape)}'"
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-WORDS = ("whoever", "so many", "of its own", "of one's own", "beside", "told", "said", "has to see to", "for ever")
+WORDS = (
+    *("whoever", "so many", "of its own", "of one's own", "beside", "told", "said", "has to see to", "for ever"),
+    *("becomes of", "comes of", "comes to be", "gives and takes", "as far as it goes", "as it comes", "mends", "dear"),
+    *("save one", "it pays", "lies about"),
+)
 #: Sources in which the words have not been looked for yet.
 UNREAD_SOURCES = ("executor/doctor.py",)
 #: Pages in which the words have not been looked for yet.
-UNREAD = {"faults", "performance"}
+UNREAD = {"performance"}
 #: What the pages of the reference show, by the directives of mkdocstrings.
 DIRECTIVES = [
     path
@@ -273,16 +277,3 @@ def test_the_readmes_first_screen_has_the_ratios_of_its_table():
     assert len(ratios) == 4
     assert int(melting_pot) == round(ratios["Melting", "TorchRL ParallelEnv"])
     assert int(gymnasium) == round(ratios["200", "Gymnasium AsyncVectorEnv"])
-
-
-@needs("docs")
-@pytest.mark.slow
-def test_the_site_is_built_without_a_warning_and_is_complete(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    shown = set()
-    for page in (tmp_path / "site" / "reference").glob("*/index.html"):
-        shown |= set(re.findall(r'<h\d id="([^"]+)"', page.read_text()))
-    wanted = {name for path in DIRECTIVES if ".facades." not in path for name in members_of(path)}
-    assert wanted - shown == set()

@@ -26,6 +26,7 @@ TESTED = {
     "torchrl_collectors",
     "torchrl_ppo",
     "uncopyable_policy",
+    "vtrace_cartpole",
 }
 
 
@@ -63,6 +64,21 @@ def test_ppo_solves_cartpole(tmp_path):
     assert solved is not None, printed
     assert float(solved.group(1)) >= 475
     assert int(solved.group(2)) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "frames", [2048, pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(600)])], ids=str
+)
+def test_vtrace_learns_from_older_data(tmp_path, frames):
+    printed = run_example("vtrace_cartpole", tmp_path, "--frames", str(frames), timeout_s=560)
+    found = re.search(r"^Return ([\d.]+) after ([\d,]+) frames", printed, re.MULTILINE)
+    assert found is not None, printed
+    if frames == 2048:
+        assert found.group(2) == "2,048"
+    else:
+        assert float(found.group(1)) >= 475
+    assert re.search(r"^Bound by the \w+; the data were [\d.]+ versions old", printed, re.MULTILINE)
 
 
 @needs("torchrl")
@@ -153,6 +169,6 @@ def test_gymnasium_vector_env_prints_returns(tmp_path):
 @needs("sb3", "meltingpot")
 @pytest.mark.slow
 def test_sb3_meltingpot_trains_agents_as_rows(tmp_path):
-    printed = run_example("sb3_meltingpot", tmp_path)
+    printed = run_example("sb3_meltingpot", tmp_path, "--updates", "2")
     assert "2 envs, 4 rows; a row sees (40, 40, 3) and has 8 actions" in printed
-    assert "384 agent steps in 3 updates; episodes of [60] steps" in printed
+    assert "256 agent steps in 2 updates; episodes of [60] steps" in printed

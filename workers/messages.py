@@ -120,7 +120,7 @@ class Ask:
     would find something), "set", "layers" (the classes of an env and its wrappers), "render", "state_dict",
     "load_state_dict" or "allow_steps" (let envs be stepped that were never reset); `number` comes back with the
     answer, so that the answer to a question whose asker was interrupted is not taken for the next one's. An
-    `is_silent` one is not answered, whatever comes of it.
+    `is_silent` one is never answered.
     """
 
     what: str
@@ -313,10 +313,12 @@ class WorkerChannel:
 
     Attributes:
         number: of the latest message that was received.
+    Thread-safety: one thread may receive; any may send.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self._sending = threading.Lock()
         self.number = 0
         self._fds: list[int] = []
         self._frames: deque[tuple[int, bytes, int]] = deque()
@@ -339,7 +341,8 @@ class WorkerChannel:
     def send_plain(self, value: dict[str, Any]) -> None:
         """Send plain data to the owner."""
         payload = plain.encode(value)
-        self.sock.sendall(_HEAD.pack(len(payload), 0, 0) + payload, _SEND_FLAGS & ~socket.MSG_DONTWAIT)
+        with self._sending:
+            self.sock.sendall(_HEAD.pack(len(payload), 0, 0) + payload, _SEND_FLAGS & ~socket.MSG_DONTWAIT)
 
     def close(self) -> None:
         """Close the socket. Idempotent."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 #: What an env takes and gives: tensors, arrays and numbers, or whatever its class is known for.
 EnvType = Literal["torch", "numpy", "auto"]
 
-#: What becomes of infos: they stay in the worker, come back as plain data (entries that are not plain are
+#: How infos are handled: they stay in the worker, come back as plain data (entries that are not plain are
 #: left out), or come back as they are, by pickle.
 InfoPolicy = Literal["drop", "plain", "pickle"]
 
@@ -24,13 +24,14 @@ class BlockOptions:
     Attributes:
         isolate_rng: swap the global generators' state in and out around every call of an env.
         check_finite: refuse NaN and infinities in observations and rewards.
-        infos: what becomes of the envs' infos.
+        infos: how to handle the envs' infos.
         info_keys: entries of the infos that are leaves; see `block.info_leaves`.
         episode_statistics: leaves with return, length and time of the episode; see `block.episode_leaves`.
         episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
         env_type: what the envs take and give; see `adapters.find_adapter`.
         first_env_id: what seeds call env 0, where these envs are a share of a larger batch.
         reset_ahead: the worker is one of the two that an env has; see `process.ahead`.
+        env_threads: each env has a thread; see `process.env_threads`.
     """
 
     isolate_rng: bool = False
@@ -42,3 +43,4 @@ class BlockOptions:
     env_type: EnvType = "auto"
     first_env_id: int = 0
     reset_ahead: bool = False
+    env_threads: bool = False

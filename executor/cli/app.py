@@ -9,8 +9,11 @@ import typer
 
 from envherd.executor.cli.bench import bench
 from envherd.executor.cli.check import check
+from envherd.executor.cli.compare import compare
 from envherd.executor.cli.doctor import doctor
 from envherd.executor.cli.listing import list_envs
+from envherd.executor.cli.record import record
+from envherd.executor.cli.replay import replay
 from envherd.executor.cli.rollout import rollout
 from envherd.executor.cli.size import size
 from envherd.executor.cli.top import top
@@ -19,7 +22,6 @@ app = typer.Typer(
     name="envherd",
     help="Run reinforcement-learning envs in parallel worker processes.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -41,7 +43,10 @@ def _main(
 
 
 app.command()(rollout)
+app.command()(record)
+app.command()(replay)
 app.command()(check)
+app.command()(compare)
 app.command()(size)
 app.command("list")(list_envs)
 app.command()(top)

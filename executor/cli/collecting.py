@@ -16,8 +16,9 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.cli.camera import Camera
 from envherd.executor.cli.interrupts import DeferredInterrupt
-from envherd.executor.cli.media import FrameLog, MediaError
+from envherd.executor.cli.media import FrameLog
 from envherd.executor.cli.returns import ReturnMeter, ReturnSummary
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.monitor.statistics import Statistics
@@ -65,6 +66,7 @@ class Collector:
     policy: Policy | None = None
     frames: FrameLog | None = None
     store: RolloutStore | None = None
+    _camera: Camera | None = None
 
     def run(self, console: Console) -> Collected:
         """Collect; Ctrl-C, or a failure after the first step, ends it with the steps that were complete.
@@ -126,11 +128,9 @@ class Collector:
     def _look(self, step: int, td: TensorDictBase) -> None:
         if self.frames is None:
             return
-        key = self.env.spec.metadata.get("frame_key")
-        seen = list(_numpy(td[key])) if key else self.env.render()
-        if step == 0 and all(frame is None for frame in seen):
-            raise MediaError(f"drawing failed: {self.env.spec.family} envs like these have no picture of themselves.")
-        self.frames.add(step, seen)
+        if self._camera is None:
+            self._camera = Camera(self.env)
+        self.frames.add(step, self._camera.look(td))
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -57,16 +57,45 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
     Raises:
         FactoryError: no such family, env, module or callable, with the closest names; or a missing package.
     """
+    name = full_name(name)
     family, colon, rest = name.partition(":")
-    if family not in FAMILIES:
-        name = _with_family(name)
-        family, colon, rest = name.partition(":")
     if not colon or not rest:
         raise FactoryError(_no_family(name, family))
     factory = FAMILIES[family].parse(rest)
     if with_frames and isinstance(factory, (GymnasiumFactory, GymnasiumVectorFactory, PettingZooFactory)):
         return replace(factory, render_mode="rgb_array")
     return factory
+
+
+def full_name(name: str) -> str:
+    """Return a name with its family; see the module.
+
+    Raises:
+        FactoryError: it has none, and no family knows it.
+    """
+    return name if name.partition(":")[0] in FAMILIES else _with_family(name)
+
+
+def limited(name: str, max_steps: int, *, with_frames: bool = False) -> tuple[Factory, dict[str, Any]]:
+    """Return the factory of envs whose episodes are truncated after some steps, and its keyword arguments.
+
+    Args:
+        name: see `factory_for`.
+        max_steps: of an episode.
+        with_frames: see `factory_for`.
+
+    Raises:
+        FactoryError: no such env, or a family whose envs take no limit.
+    """
+    factory, family = factory_for(name, with_frames=with_frames), full_name(name).partition(":")[0]
+    if isinstance(factory, MeltingPotFactory):
+        return replace(factory, max_steps=max_steps), {}
+    if family in _LIMITS:
+        return factory, {_LIMITS[family]: max_steps}
+    raise FactoryError(
+        f"--max-steps failed: expected an env of one of {', '.join(('meltingpot', *_LIMITS))}, got {name}. Set the "
+        f"limit in the env, or by --env-kwargs."
+    )
 
 
 def known_names(family: str) -> tuple[str, ...]:
@@ -298,6 +327,8 @@ FAMILIES = {
     "torchrl": Family("torchrl:MODULE:CALLABLE", _torchrl),
     "python": Family("python:MODULE:CALLABLE", _python),
 }
+#: Family -> the keyword argument that limits the steps of an episode.
+_LIMITS = {"gymnasium": "max_episode_steps", "pettingzoo": "max_cycles", "vmas": "max_steps"}
 FORMS = tuple(family.form for family in FAMILIES.values())
 #: The families whose envs have names, in the order in which they are asked.
 LISTED = tuple(name for name, family in FAMILIES.items() if family.names is not tuple)

@@ -11,6 +11,8 @@ import typer
 
 ENV_KWARGS_HELP = "Keyword arguments of the env as a JSON object, e.g. '{\"max_episode_steps\": 50}'."
 
+MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo, vmas)."
+
 
 def picture(suffix: str) -> Callable[[Path | None], Path | None]:
     """Return the callback of an option that takes the path of a picture.

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import ENV_KWARGS_HELP, keyword_arguments, picture, read_keyword_arguments
+from envherd.executor.cli.config import read_config, settings
+from envherd.executor.cli.option_values import (
+    ENV_KWARGS_HELP,
+    MAX_STEPS_HELP,
+    keyword_arguments,
+    picture,
+    read_keyword_arguments,
+)
 
 _ENV_HELP = (
     "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:ID-OR-MODULE, gymnasium_vec:ID[:ROWS], "
@@ -17,6 +24,7 @@ _ENV_HELP = (
 
 
 def rollout(  # noqa: PLR0913  # the command line's options, read by typer
+    context: typer.Context,
     env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)],
     *,
     envs: Annotated[int, typer.Option(min=1, help="Number of envs.")] = 4,
@@ -33,8 +41,18 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
         str | None,
         typer.Option(metavar="MODULE:FACTORY", help="FACTORY(env) returns the policy; default: random actions."),
     ] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help=MAX_STEPS_HELP)] = None,
     env_kwargs: Annotated[
         str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
+    ] = None,
+    config: Annotated[  # noqa: ARG001  # its callback has read it
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            callback=read_config,
+            is_eager=True,
+            help="YAML with options, as `envherd size --yaml` writes.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the data: a memory-mapped TensorDict.")] = None,
     gif: Annotated[
@@ -53,7 +71,11 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
     # Here rather than above, so that `--help` does not wait for torch.
     from envherd.executor.cli.running import Request, run
 
+    is_serial, options = settings(context)
     request = Request(
+        is_serial=is_serial,
+        options=options,
+        max_steps=max_steps,
         env=env,
         num_envs=envs,
         num_workers=workers,

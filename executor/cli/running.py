@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -16,15 +17,19 @@ from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.collecting import Collected, Collector
-from envherd.executor.cli.env_names import Factory, callable_at, factory_for
+from envherd.executor.cli.env_names import Factory, callable_at, factory_for, full_name, limited
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.figures import Figures, table
 from envherd.executor.cli.media import FrameLog, MediaError, require_pillow, write_contact_sheet, write_gif
-from envherd.executor.cli.storing import RolloutStore, StoreError
+from envherd.executor.cli.storing import SCHEMA, RolloutStore, StoreError
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.workers.errors import EnvherdError
+from envherd.executor.serial import SerialEnv
+from envherd.workers.errors import EnvherdError, FactoryError
+
+#: A factory, and the keyword arguments that it is called with.
+Made = tuple[Factory, dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +43,10 @@ class Request:
     steps: int
     seed: int | None = None
     policy: str | None = None
+    max_steps: int | None = None
     env_kwargs: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    is_serial: bool = False
     out: Path | None = None
     gif: Path | None = None
     png: Path | None = None
@@ -58,9 +66,9 @@ def run(request: Request) -> int:
         sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
     is_prepared = False
     try:
-        factory, make_policy, store = _prepare(request)
+        made, make_policy, store = _prepare(request)
         is_prepared = True
-        collected = _run(request, factory, make_policy, store, console)
+        collected = _run(request, made, make_policy, store, console)
     except ClusterError as error:
         complain(errors, error)
         return EXIT_USAGE
@@ -76,19 +84,18 @@ def run(request: Request) -> int:
     return EXIT_INTERRUPTED if collected.is_interrupted else 0
 
 
-def _prepare(request: Request) -> tuple[Factory, Any, RolloutStore | None]:
+def _prepare(request: Request) -> tuple[Made, Any, RolloutStore | None]:
     """Refuse at once what cannot work."""
-    factory = factory_for(request.env, with_frames=request.wants_frames)
+    made = make(request.env, request.max_steps, request.env_kwargs, with_frames=request.wants_frames)
     make_policy = None if request.policy is None else callable_at(request.policy, f"--policy {request.policy}")
     if request.wants_frames:
         require_pillow()
     store = None if request.out is None else RolloutStore(request.out, request.steps)
-    return factory, make_policy, store
+    _executor_options(request)
+    return made, make_policy, store
 
 
-def _run(
-    request: Request, factory: Factory, make_policy: Any, store: RolloutStore | None, console: Console
-) -> Collected:
+def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | None, console: Console) -> Collected:
     """Collect, write and report."""
     if make_policy is None:
         # Only copies are left to torch here, and threads for them would wait for cores that the workers use:
@@ -96,12 +103,12 @@ def _run(
         torch.set_num_threads(1)
     frames = FrameLog(request.steps) if request.wants_frames else None
     with console.status(f"starting {request.num_envs} envs"):
-        executor = _start(request, factory)
+        executor = _start(request, made)
     with executor:
-        policy = None if make_policy is None else _call(make_policy, executor)
+        policy = None if make_policy is None else call_maker(make_policy, executor)
         collected = Collector(executor, request.steps, policy, frames, store).run(console)
         num_workers, seed = executor.num_workers, executor.seed
-    files = _write(request, collected, frames, store, console)
+    files = _write(request, collected, frames, (store, seed), console)
     figures = Figures(
         env=request.env,
         num_envs=request.num_envs,
@@ -117,26 +124,36 @@ def _run(
     return collected
 
 
-def _start(request: Request, factory: Factory) -> BatchedEnv:
-    how: dict[str, Any] = {"num_workers": request.num_workers, "seed": request.seed, "options": _options(request)}
-    how["env_kwargs"] = request.env_kwargs or None
+def _start(request: Request, made: Made) -> BatchedEnv:
+    factory, kwargs = made
+    how: dict[str, Any] = {
+        "num_workers": request.num_workers,
+        "seed": request.seed,
+        "options": _executor_options(request),
+        "env_kwargs": kwargs or None,
+    }
     if request.cluster is None:
-        return ParallelEnv(request.num_envs, factory, **how)
+        return (SerialEnv if request.is_serial else ParallelEnv)(request.num_envs, factory, **how)
     from envherd.executor.cluster import RayParallelEnv
 
     return RayParallelEnv(request.num_envs, factory, address=request.cluster, **how)
 
 
 def _write(
-    request: Request, collected: Collected, frames: FrameLog | None, store: RolloutStore | None, console: Console
+    request: Request,
+    collected: Collected,
+    frames: FrameLog | None,
+    kept: tuple[RolloutStore | None, int],
+    console: Console,
 ) -> dict[str, str]:
-    """Write what was asked for; return what was written."""
+    """Write what was asked for; return what was written. `kept`: the data, and the seed."""
+    store, seed = kept
     files: dict[str, str] = {}
     if collected.steps_done == 0 or (store is None and frames is None):
         return files
     with console.status("writing"):
         if store is not None:
-            store.finish()
+            store.finish(_facts(request, seed))
             files["out"] = str(request.out)
         if frames is not None and request.gif is not None:
             write_gif(request.gif, frames, title=request.env)
@@ -158,14 +175,46 @@ def _write_json(path: str | None, figures: Figures) -> None:
     Path(path).write_text(text)
 
 
-def _options(request: Request) -> ExecutorOptions:
-    """MuJoCo draws without a display only if a variable says so before it is imported."""
+def make(name: str, max_steps: int | None, kwargs: dict[str, Any], *, with_frames: bool = False) -> Made:
+    """Return the factory of an env that was named, and its keyword arguments.
+
+    Raises:
+        FactoryError: no such env, or its family takes no `max_steps`.
+    """
+    if max_steps is None:
+        return factory_for(name, with_frames=with_frames), kwargs
+    factory, limit = limited(name, max_steps, with_frames=with_frames)
+    return factory, {**limit, **kwargs}
+
+
+def _facts(request: Request, seed: int) -> dict[str, Any]:
+    """Return what `envherd replay` needs besides the data."""
+    facts = {"schema": SCHEMA, "env": full_name(request.env), "env_kwargs": request.env_kwargs, "seed": seed}
+    return {**facts, "max_steps": request.max_steps, "options": request.options}
+
+
+def _executor_options(request: Request) -> ExecutorOptions:
+    """Return the options of the executor.
+
+    Raises:
+        FactoryError: the file of `--config` has an option that there is not, or a value that it cannot have.
+    """
+    try:
+        options = ExecutorOptions(**request.options)
+    except (TypeError, ValueError) as error:
+        raise FactoryError(f"--config failed: {error}") from None
+    return with_display(options, is_drawn=request.wants_frames)
+
+
+def with_display(options: ExecutorOptions, *, is_drawn: bool) -> ExecutorOptions:
+    """Return options of envs that are drawn: MuJoCo does so without a display only if a variable says so early."""
     has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
-    draws_blind = request.wants_frames and sys.platform == "linux" and not has_display
-    return ExecutorOptions(env_vars=(("MUJOCO_GL", "egl"),) if draws_blind else ())
+    if not (is_drawn and sys.platform == "linux" and not has_display):
+        return options
+    return dataclasses.replace(options, env_vars={"MUJOCO_GL": "egl", **dict(options.env_vars)})
 
 
-def _call(make_policy: Any, executor: BatchedEnv) -> Any:
+def call_maker(make_policy: Any, executor: BatchedEnv) -> Any:
     """Return `make_policy(executor)`, or `make_policy()` if it takes nothing."""
     takes_env = len(inspect.signature(make_policy).parameters) > 0
     return make_policy(executor) if takes_env else make_policy()

@@ -5,10 +5,17 @@ data = tensordict.TensorDict.load_memmap(DIR, allow_pickle=False)  # [N, T], as 
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
+
+SCHEMA = "envherd.stored/1"
+#: The file besides those of the TensorDict.
+_FACTS = "envherd.json"
 
 
 class StoreError(RuntimeError):
@@ -57,8 +64,12 @@ class RolloutStore:
             self._on_disk[:, self.num_stored].update_(td)
         self.num_stored += 1
 
-    def finish(self) -> None:
-        """Make what is on disk complete, and as long as what was stored."""
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """Make what is on disk complete, and as long as what was stored.
+
+        Args:
+            facts: how to run it again; see `load_rollout`.
+        """
         if self.num_stored == 0:
             return
         if self._on_disk is None:
@@ -73,6 +84,7 @@ class RolloutStore:
                 shutil.rmtree(shorter, ignore_errors=True)
         self._on_disk = None
         self._in_memory = []
+        (self.directory / _FACTS).write_text(json.dumps(dict(facts), indent=2) + "\n")
 
     def _require_room(self, size: int) -> None:
         # Checked before, because a full disk under a memory map kills the process.
@@ -86,6 +98,27 @@ class RolloutStore:
     def _clear(self) -> None:
         if self.directory.exists():
             shutil.rmtree(self.directory)
+
+
+def load_rollout(directory: Path) -> tuple[TensorDictBase, dict[str, Any]]:
+    """Return a stored rollout `[N, T]` and the facts to run it again.
+
+    Returns:
+        The batch (memory-mapped), and a dict with `env`, `env_kwargs`, `max_steps`, `seed` and `options`.
+
+    Raises:
+        StoreError: the directory holds no rollout, or one that another version wrote.
+    """
+    try:
+        facts = json.loads((directory / _FACTS).read_text())
+        data = TensorDict.load_memmap(directory, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"reading {directory} failed: expected what `envherd rollout --out {directory}` writes, got {error}."
+        ) from None
+    if facts.get("schema") != SCHEMA:
+        raise StoreError(f"reading {directory} failed: expected {SCHEMA}, got {facts.get('schema')!r}.")
+    return data, facts
 
 
 def _may_be_replaced(directory: Path) -> bool:

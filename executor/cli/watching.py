@@ -93,7 +93,7 @@ def _once(request: Request, watcher: Watcher, console: Console) -> int:
     if request.is_json:
         sys.stdout.write(json.dumps(_plain(views, stack), indent=2) + "\n")
         return 0
-    console.print(screen(views, selected=-1, stack=stack))
+    console.print(screen(views, selected=-1, stack=stack, width=console.width))
     return 0
 
 
@@ -128,7 +128,7 @@ def _live(request: Request, watcher: Watcher, console: Console) -> int:
                 next_look = time.monotonic() + request.interval_s
             num_rows = sum(len(view.workers) for view in views)
             selected = max(0, min(selected, num_rows - 1))
-            live.update(screen(views, selected=selected, stack=stack), refresh=True)
+            live.update(screen(views, selected=selected, stack=stack, width=console.width), refresh=True)
             key = read_key(max(0.0, next_look - time.monotonic()))
             if key == "quit":
                 return 0
@@ -164,14 +164,14 @@ def _keys() -> Iterator[Any]:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-def screen(views: list[ExecutorView], *, selected: int, stack: str) -> RenderableType:
-    """Return everything as tables."""
+def screen(views: list[ExecutorView], *, selected: int, stack: str, width: int = 200) -> RenderableType:
+    """Return everything as tables of at most `width` columns of text; what tells least is left out first."""
     if not views:
         return Text("no executor of this user is running (`SerialEnv` has no workers to show)", "dim")
     parts: list[RenderableType] = []
     row = 0
     for view in views:
-        parts.append(_executor(view, selected - row))
+        parts.append(_executor(view, selected - row, width))
         if stack and 0 <= selected - row < len(view.workers):  # below its own executor: others may fill the screen
             load = view.workers[selected - row].load
             parts += [Text(f"Stack of worker {load.worker_id}, pid {load.pid}", "bold"), Text(stack)]
@@ -181,21 +181,33 @@ def screen(views: list[ExecutorView], *, selected: int, stack: str) -> Renderabl
     return Group(*parts)
 
 
-def _executor(view: ExecutorView, selected: int) -> Table:
+#: The columns, and which of them a narrow terminal lacks, the first ones first.
+_COLUMNS = (
+    *("worker", "pid", "envs", "steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "restarts", "USS", "RSS"),
+    *("cpu", "stacked", "moves", "at"),
+)
+_DROPPED = ("moves", "stacked", "RSS", "p50", "cpu", "restarts", "reset", "p99", "resets", "wait")
+
+
+def _executor(view: ExecutorView, selected: int, width: int) -> Table:
     one = view.listing
     title = f"{one.env} x {one.num_envs}, process {one.pid}: {view.steps_per_s:,.0f} env-steps/s   {one.command[:60]}"
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("worker", justify="right")
-    table.add_column("pid", justify="right")
-    table.add_column("envs", justify="right")
-    for name in ("steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "restarts", "USS", "RSS"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("cpu", "stacked", "moves"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("at")
-    for index, worker in enumerate(view.workers):
-        table.add_row(*_cells(worker), style="reverse" if index == selected else "")
+    rows = [dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in view.workers]
+    names = list(_COLUMNS)
+    for name in _DROPPED:
+        if _width_of(names, rows) > width:
+            names.remove(name)
+    table = Table(title=Text(title, overflow="ellipsis", no_wrap=True), title_justify="left", box=box.SIMPLE_HEAD)
+    for name in names:
+        table.add_column(name, justify="left" if name == "at" else "right", no_wrap=name != "at")
+    for index, row in enumerate(rows):
+        table.add_row(*(row[name] for name in names), style="reverse" if index == selected else "")
     return table
+
+
+def _width_of(names: list[str], rows: list[dict[str, Any]]) -> int:
+    """Return the columns of text that a table needs: three spaces stand between its columns."""
+    return sum(3 + max(len(name), *(len(row[name]) for row in rows), 0) for name in names) + 2
 
 
 def _cells(worker: WorkerView) -> list[Any]:

@@ -1,9 +1,10 @@
-"""The host: what runs on a node. It holds the workers of a share of the batch and the slab they write to.
+"""The host: what runs on a node. It has a pool, whose workers run a share of the batch, and passes commands on to it.
 
 Guarantees: every order is answered, by rows or by an error, whatever became of the workers; an env that answers is not
 held up by its neighbours in other workers. The host builds no env and imports none: factories pass through as bytes.
-Knows nothing of Ray but the name of its node: the carrier of the orders calls methods from one thread for
-`collect`, one for `report` and `ping`, and one for the rest.
+Does not know in which state an env is, nor what to do about a loss: the driver has the only flights. Of Ray it knows
+the name of its node. Its caller calls `collect` in one thread, `report`, `ping` and `memory` in another, and the rest
+in a third.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, is_leaf_nontensor
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.random_actions import ActionSampler
@@ -45,21 +46,19 @@ from envherd.executor.cluster.parentage import end_with_parent
 from envherd.executor.cluster.wire import End
 from envherd.executor.machine.machine import read_machine, usable_cores
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools import error_messages as diagnosis
+from envherd.executor.pools import error_messages
 from envherd.executor.pools.blueprint import spread
 from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.worker_pool import WorkerPool
-from envherd.executor.protocol.env_states import Event
-from envherd.executor.protocol.flight import Flight
-from envherd.executor.rollouts.policy_state import leaf_keys
+from envherd.executor.protocol.columns import Places, ring_columns
 from envherd.executor.sizing.probing import ProbeLimits, Subject
 from envherd.executor.sizing.recommending import measure
 from envherd.executor.sizing.settings import WORKERS_ONLY
 from envherd.shm.cgroups import read_word
 from envherd.shm.slab import WORDS
 from envherd.workers.errors import EnvherdError, FactoryError
-from envherd.workers.protocol import RESET, Flag, Op
+from envherd.workers.processes import memory_of
+from envherd.workers.protocol import RESET, RING, STEP_RESET
 
 _NOBODY = np.zeros(0, np.int64)
 _STREAM = 2**32 - 3  # spawn_key of a host's own generators: apart from envs' and from the driver's sampler
@@ -79,9 +78,8 @@ class NodeHost:
         end_with_parent()
         self._lock = threading.Lock()
         self._door = threading.Lock()  # held while waiting for the lock, so that `collect` does not take it again
-        self._hailing = threading.Lock()
-        self._is_renewing = False  # the call that has the pool must not be broken off, and ends soon
         self._is_built = threading.Event()  # or cannot be
+        self._rolling: BatchedEnv | None = None  # over the same pool; made for the first rollout
         self._policies: dict[int, Any] = {}
         self._versions: dict[int, int] = {}
 
@@ -117,7 +115,7 @@ class NodeHost:
     def build(self, share: Share) -> Built | EnvherdError:
         """Start the workers and build the envs; what went wrong is returned."""
         report = self.report()
-        diagnosis.numbering = diagnosis.Numbering(share.first_env_id, share.first_worker_id, report.place)
+        error_messages.numbering = error_messages.Numbering(share.first_env_id, share.first_worker_id, report.place)
         blocks = spread(len(share.factories), share.num_workers)
         blueprint = Blueprint(share.factories, share.env_kwargs, blocks, share.root_seed, share.preload)
         options = dataclasses.replace(share.options, loss_grace_s=None)  # an answer is of all envs that were asked
@@ -130,35 +128,23 @@ class NodeHost:
         except ValueError as error:
             self._is_built.set()
             return FactoryError(f"{error} ({report.place})")
-        self._share = share
-        self._pool = pool
-        self._env = BatchedEnv(pool, seed=share.root_seed, device=None, copy=True, options=options)
-        self._flights = self._env.engine.flights
-        self._positions = self._flights.positions
+        self._share, self._pool, self._root_seed = share, pool, share.root_seed
         self._end = End(pool.slab, pool.plan)
+        self._ring = ring_columns(pool.slab, Places(pool.plan))
         self._all_ids = np.arange(pool.num_envs)
         self._is_sent = np.zeros(pool.num_envs, bool)
-        self._numbers = np.zeros(pool.num_envs, np.int64)
+        self._numbers, self._ops, self._columns = (np.zeros(pool.num_envs, np.int64) for _ in range(3))
         self._sent_at = 0.0
-        self._seed_own_generators(share.root_seed)
         self._is_built.set()
         return Built(specs=tuple(pool.specs), blocks=blocks, pids=self.pids(), report=report)
-
-    def _seed_own_generators(self, root_seed: int) -> None:
-        """Draw what is drawn here, and not in the driver, from streams of this share's own."""
-        seeds = np.random.SeedSequence(root_seed, spawn_key=(_STREAM, self._share.first_env_id)).generate_state(2)
-        self._env.engine.sampler = ActionSampler(self._pool.specs, int(seeds[0]))
-        torch.manual_seed(int(seeds[1]))
 
     # ---- commands ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold the pool alone: a wait in `collect` lets go of it."""
+        """Acquire the pool exclusively: a wait in `collect` lets go of it."""
         with self._door:
-            with self._hailing:
-                if not self._is_renewing:
-                    self._pool.hail()
+            self._pool.hail()
             self._lock.acquire()
             self._pool.unhail()
         try:
@@ -168,51 +154,46 @@ class NodeHost:
 
     def run(self, order: Order) -> Reply:
         """Carry out an order and wait for all of its answers."""
+        reset_s = self._pool.options.reset_timeout_s
         with self._exclusive():
             try:
-                flight = self._begin(order)
-                self._wait_for(flight, order)
-                return self._answer(flight)
+                self._give(order)
+                if order.ids is None:
+                    self._pool.wait_all(order.timeout_s, reset_s)
+                else:
+                    self._pool.wait_some(order.ids, len(order.ids), order.timeout_s, reset_s)
             except EnvherdError as error:
-                self._flights.losses.forget()
+                self._pool.outcome.losses.clear()  # the driver gets this one
                 return Reply(failure=error)
+            reply = self._reply(order.ids)
+        return reply if order.target == RING else dataclasses.replace(reply, target=order.target, columns=order.columns)
 
-    def _begin(self, order: Order, flags: int = 0) -> Flight:
+    def _give(self, order: Order) -> None:
         """Give the envs of an order its commands. The driver knows which are legal."""
-        flights = self._flights
+        pool, ids = self._pool, self._all_ids if order.ids is None else order.ids
         if order.inputs is not None:
             self._end.unpack_inputs(order.inputs, order.ids)
-        if not flights.states.are_running():
-            ids = self._all_ids if order.ids is None else order.ids
-            flights.states.move(ids, Event.IS_BROKEN_OFF)  # answers that the driver does not wait for any more
-            flights.states.move(ids, Event.IS_ALLOWED)
-        extras = {extra.env_id: extra for extra in order.extras}
-        return flights.begin(
-            Op(order.op),
-            order.ids,
-            resets=order.reset_ids,
-            extras=extras,
-            is_parked=bool(flags),
-            flags=flags,
-            is_late=order.is_late,
-        )
-
-    def _wait_for(self, flight: Flight, order: Order) -> None:
-        reset_s = self._pool.options.reset_timeout_s
-        if flight.is_all:
-            self._pool.wait_all(order.timeout_s, reset_s)
+        for extra in order.extras:
+            pool.prepare(extra)
+        columns = order.columns % pool.plan.num_frames
+        if order.ids is None:
+            pool.submit_all(order.op, RING, columns, order.reset_ids)
+        elif order.is_late:
+            pool.submit_later(ids, order.op, RING, columns, order.flags)
+            pool.nudge()  # this may be the successor already, with no worker left to replace
         else:
-            self._pool.wait_some(flight.ids, len(flight.ids), order.timeout_s, reset_s)
+            pool.submit(ids, order.op, RING, columns, order.flags)
+        self._numbers[ids], self._ops[ids], self._columns[ids] = order.number, order.op, columns
+        if order.reset_ids is not None:
+            self._ops[order.reset_ids] = RESET
 
     def submit(self, order: Order) -> EnvherdError | None:
         """Begin an order whose answers `collect` brings, env by env."""
         with self._exclusive():
             try:
-                assert order.ids is not None
-                self._begin(order, Flag.EACH)
+                self._give(order)
             except EnvherdError as error:
                 return error
-            self._numbers[order.ids] = order.number
             self._is_sent[order.ids] = True
             self._sent_at = time.monotonic()
         return None
@@ -234,73 +215,47 @@ class NodeHost:
                 left = None if timeout_s is None else max(0.0, self._sent_at + timeout_s - time.monotonic())
                 ready = self._pool.wait_some(sent, 1, left, self._pool.options.reset_timeout_s)
                 if len(ready) or self._pool.outcome:
-                    return self._collected(ready)
+                    self._is_sent[ready] = False
+                    return self._reply(ready)
             finally:
                 self._lock.release()
 
-    def _collected(self, ready: np.ndarray) -> Reply:
-        numbers = self._numbers[ready]
-        self._is_sent[ready] = False
-        try:
-            return self._answer(self._flights.open_delivery(ready), numbers)
-        except EnvherdError as error:  # a successor that a worker was to be replaced by
-            self._flights.losses.forget()
-            self._is_sent[:] = False
-            return Reply(ids=_NOBODY, numbers=_NOBODY, failure=error)
-
-    def _answer(self, flight: Flight, numbers: np.ndarray | None = None) -> Reply:
-        """Note where envs are after commands, and report it.
-
-        Args:
-            flight: all of whose envs have answered.
-            numbers: int64 `[k]`, of their orders, if these were submitted.
-        """
-        flights = self._flights
-        with self._renewing():
-            outcome = flights.report(flight)
-        if outcome is None and flight.is_all and flight.op != Op.RESET:
-            root_ids = _NOBODY if flight.was_reset is None else flight.was_reset
-            return self._reply(self._end.pack_rows(None, flight.at, root_ids, flight.at), (None, None, root_ids), None)
-        lost = flights.losses.envs_of(outcome.losses) if outcome is not None else _NOBODY
-        self._is_sent[lost] = False
-        alive = ~np.isin(flight.ids, lost)
-        told, root_ids = flight.ids[alive], _NOBODY if flight.was_reset is None else flight.was_reset
-        next_ids = told[flights.states.ops[told] != RESET]
-        columns = flights.states.columns
-        packed = self._end.pack_rows(next_ids, columns[next_ids], root_ids, columns[root_ids])
-        reply = self._reply(packed, (told, next_ids, root_ids), outcome)
-        return reply if numbers is None else dataclasses.replace(reply, numbers=numbers[alive])
-
-    @contextlib.contextmanager
-    def _renewing(self) -> Iterator[None]:
-        """Keep other calls from breaking off what may replace a worker between episodes."""
-        if not self._pool.options.recycles:
-            yield
-            return
-        with self._hailing:
-            self._is_renewing = True
-            self._pool.unhail()
-        try:
-            yield
-        finally:
-            self._is_renewing = False
-
-    def _reply(
-        self,
-        rows: np.ndarray,
-        who: tuple[np.ndarray | None, np.ndarray | None, np.ndarray],
-        outcome: Outcome | None,
-    ) -> Reply:
-        ids, next_ids, root_ids = who
-        words = self._pool.slab.words
+    def _reply(self, ids: np.ndarray | None) -> Reply:
+        """Report what became of the latest commands of some envs, None for all, which owe no answer any more."""
+        pool = self._pool
+        outcome = pool.take_outcome(ids) if pool.outcome else None
+        asked = self._all_ids if ids is None else ids
+        if outcome is not None:
+            lost = [env_id for worker_id in outcome.losses for env_id in pool.blueprint.blocks[worker_id]]
+            self._is_sent[lost] = False
+            asked = asked[~np.isin(asked, lost)]
+            ids = asked
+            outcome.forget_rows(np.array(lost, np.int64))  # one may have answered before its worker was lost
+        ops, columns = self._ops[asked], self._columns[asked]
+        is_stepped, is_reset = ops != RESET, ops == RESET
+        may_be_reset = ops == STEP_RESET
+        is_reset[may_be_reset] = self._ring.next_done_of(asked[may_be_reset], columns[may_be_reset])
+        if outcome is not None:
+            is_reset &= ~np.isin(asked, [*outcome.faults])
+        next_ids, root_ids = asked[is_stepped], asked[is_reset]
+        is_all = ids is None and bool(is_stepped.all())
+        at: Any = int(columns[0]) if is_all else columns[is_stepped]
         return Reply(
-            rows=rows,
             ids=ids,
-            next_ids=next_ids,
+            numbers=int(self._numbers[0]) if ids is None else self._numbers[asked],
+            columns=at if is_all else columns,
+            next_ids=None if is_all else next_ids,
+            nexts=self._end.pack_rows("next", None if is_all else next_ids, at),
             root_ids=root_ids,
-            env_words=np.stack([words[name] for name in ENV_WORDS]),
+            roots=self._end.pack_rows("root", root_ids, columns[is_reset]),
+            words=self._counts(),
+            began=pool.began.copy(),
             outcome=outcome,
         )
+
+    def _counts(self) -> np.ndarray:
+        """Return what the workers have counted of each env, int64 `[ENV_WORDS, n]`."""
+        return np.stack([self._pool.slab.words[name] for name in ENV_WORDS])
 
     # ---- everything else ---------------------------------------------------------------------
 
@@ -308,10 +263,10 @@ class NodeHost:
         """Use a new root seed; see `Pool.seed`."""
         with self._exclusive():
             try:
-                self._env.engine.set_seed(root_seed, episodes)
+                self._pool.seed(root_seed, episodes)
             except EnvherdError as error:
                 return error
-            self._seed_own_generators(root_seed)
+            self._root_seed, self._is_seeded = root_seed, False
         return None
 
     def ask(self, what: str, env_ids: list[int], question: dict[str, Any]) -> dict[int, Any] | EnvherdError:
@@ -331,6 +286,25 @@ class NodeHost:
                 return error
             return self.pids()
 
+    def recycle(self, worker_id: int, *, is_anew: bool) -> tuple[int, ...] | EnvherdError:
+        """Begin to replace a worker between episodes; return the workers' pids.
+
+        Args:
+            worker_id: of the host.
+            is_anew: see `RecyclablePool.recycle`.
+        """
+        with self._exclusive():
+            try:
+                self._pool.recycle(worker_id, is_anew=is_anew)
+            except EnvherdError as error:
+                self._pool.outcome.losses.pop(worker_id, None)
+                return error
+            return self.pids()
+
+    def memory(self, worker_id: int) -> int:
+        """Return the bytes that a worker, and what it has started, have to themselves."""
+        return memory_of(self._pool.pid_of(worker_id))["uss"]
+
     def pids(self) -> tuple[int, ...]:
         """Return the workers' process ids."""
         return tuple(self._pool.pid_of(worker_id) for worker_id in range(self._pool.num_workers))
@@ -341,19 +315,18 @@ class NodeHost:
 
     def figures(self) -> Figures:
         """Return what the workers have done and use."""
+        pool = self._pool
         with self._exclusive():
-            statistics = self._env.engine.statistics()
-        workers = statistics.workers
-        words = self._pool.slab.words
+            figures = pool.figures()
         told = [name for name, (length, writer, _) in WORDS.items() if length != "env" and writer == "worker"]
         told += ["seat", "looks", "stacked"]  # of placement, which is the host's business
         return Figures(
-            processes=[(one.uss_bytes, one.pss_bytes, one.cpu_s) for one in workers],
-            words={name: words[name].reshape(self._pool.num_workers, -1).copy() for name in told},
+            processes=[(one.uss_bytes, one.pss_bytes, one.cpu_s) for one in figures],
+            words={name: pool.slab.words[name].reshape(pool.num_workers, -1).copy() for name in told},
             now_ns=time.monotonic_ns(),
-            pids=tuple(one.pid for one in workers),
-            generations=tuple(one.generation for one in workers),
-            recycled=statistics.recycled,
+            pids=self.pids(),
+            generations=tuple(map(pool.generation_of, pool.worker_ids)),
+            recycled=pool.num_recycled,
         )
 
     def close(self, timeout_s: float) -> None:
@@ -379,19 +352,24 @@ class NodeHost:
             if weights is not None and self._versions[order.policy_id] != order.version:
                 load_weights(policy, weights)
                 self._versions[order.policy_id] = order.version
-        engine = self._env.engine
-        before = self._pool.num_losses, engine.flights.losses.num_interrupted
         with self._exclusive():
-            engine.states.restore(self._all_ids, order.ended)
+            env = self._rolling = self._rolling or self._make_executor()
+            engine = env.engine
+            before = self._pool.num_losses, engine.flights.losses.num_interrupted
+            self._seed_own_generators(env)
+            self._put(env, order)
             try:
-                data = self._env.rollout(order.num_steps, policy, **order.kwargs)
+                data = env.rollout(order.num_steps, policy, **order.kwargs)
             except EnvherdError as error:
                 error.partial = None
                 return error
-            columns = self._positions.columns
-            assert self._positions.in_root.all()
-            rows = self._end.pack_rows(_NOBODY, 0, self._all_ids, columns.copy())
-            reply = self._reply(rows, (None, _NOBODY, self._all_ids), None)
+            positions, side = engine.positions, engine.side
+            assert positions.in_root.all()
+            reply = Reply(
+                words=self._counts(),
+                began=self._pool.began.copy(),
+                roots=[array.copy() for array in self._end.pack_rows("root", None, positions.columns)],
+            )
         leaves = _plain_leaves(data)
         kept, folded = (None, {}) if leaves is None else fold(leaves)
         return Rolled(
@@ -401,10 +379,36 @@ class NodeHost:
             tail=tuple(data.batch_size[2:]),
             version=order.version,
             reply=reply,
+            side=[side.root[env_id] for env_id in self._all_ids.tolist()] if side.has_values else [],
             worker_losses=self._pool.num_losses - before[0],
             interrupted=engine.flights.losses.num_interrupted - before[1],
             wall_s=time.monotonic() - began,
         )
+
+    def _make_executor(self) -> BatchedEnv:
+        """Return what makes rollouts over the pool."""
+        options = dataclasses.replace(self._share.options, loss_grace_s=None)
+        self._is_seeded = False
+        return BatchedEnv(self._pool, seed=self._root_seed, device=None, copy=True, options=options)
+
+    def _seed_own_generators(self, env: BatchedEnv) -> None:
+        """Draw what is drawn here, and not in the driver, from streams of this share alone."""
+        if self._is_seeded:
+            return
+        seeds = np.random.SeedSequence(self._root_seed, spawn_key=(_STREAM, self._share.first_env_id)).generate_state(2)
+        env.engine.sampler = ActionSampler(self._pool.specs, int(seeds[0]))
+        torch.manual_seed(int(seeds[1]))
+        self._is_seeded = True
+
+    def _put(self, env: BatchedEnv, order: RollOrder) -> None:
+        """Note where the envs are when a rollout begins."""
+        engine = env.engine
+        if order.roots is not None:
+            columns = engine.positions.next_columns(self._all_ids)
+            self._end.unpack_rows("root", order.roots, None, columns)
+            engine.flights.put(self._all_ids, columns)
+            engine.side.root.update(enumerate(order.side or ()))
+        engine.states.restore(self._all_ids, order.ended)
 
 
 def weights_of(policy: torch.nn.Module) -> list[np.ndarray]:
@@ -423,10 +427,10 @@ def _plain_leaves(data: Any) -> dict[tuple[str, ...], np.ndarray] | None:
     """Return the leaves of a batch as arrays, or None if it is no plain TensorDict of tensors."""
     if type(data) is not TensorDict:
         return None
-    leaves = {}
-    for key in leaf_keys(data):
+    leaves: dict[tuple[str, ...], np.ndarray] = {}
+    for key in data.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
         value = data.get(key)
         if not isinstance(value, torch.Tensor):
             return None
-        leaves[key] = value.numpy()
+        leaves[key if isinstance(key, tuple) else (key,)] = value.numpy()
     return leaves

@@ -16,6 +16,7 @@ from envherd.executor.sizing.search import Run
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
+from envherd.workers.protocol import RING
 
 #: What is shipped to a host: a policy, or a callable that builds one there.
 PolicyKind = Literal["policy", "factory"]
@@ -110,8 +111,11 @@ class Order:
         number: of the order; comes back with the answers.
         op: for all envs, or int `[k]`.
         ids: int `[k]`; None for all.
+        target: RING, or the number of a rollout storage, which only the driver has.
+        columns: of the target: int where `ids` is None, else int `[k]`.
         reset_ids: int, envs that are reset instead; only where `ids` is None.
-        inputs: uint8, see `End.pack_inputs`; None where nothing is stepped.
+        flags: see `workers.protocol.Flag`.
+        inputs: see `End.pack_inputs`; None where no input is read.
         extras: to be sent ahead, for resets and side inputs.
         timeout_s: for the answers, in seconds; None for no deadline.
         is_late: the workers concerned are being replaced; see `Pool.submit_later`.
@@ -120,8 +124,11 @@ class Order:
     number: int
     op: Any
     ids: np.ndarray | None
+    target: int
+    columns: Any
     reset_ids: np.ndarray | None = None
-    inputs: np.ndarray | None = None
+    flags: int = 0
+    inputs: list[np.ndarray] | None = None
     extras: tuple[messages.Prepare, ...] = ()
     timeout_s: float | None = None
     is_late: bool = False
@@ -132,22 +139,30 @@ class Reply:
     """What became of commands.
 
     Attributes:
-        rows: uint8, see `End.pack_rows`; None if a failure left nothing to tell.
         ids: int `[k]`, who has answered, the lost ones left out; None for all.
-        numbers: int `[k]`, of the orders that are answered; None for the order that this is the reply to.
-        next_ids: int, whose `next` is in the rows: those of `ids` that were stepped; None for all.
-        root_ids: int, whose `root` is: those that were reset.
-        env_words: int64 `[words, n]`, of all envs of the share.
+        numbers: of the orders that are answered: one for all, or int `[k]`.
+        target: of the order; answers to several orders are rows of the ring.
+        columns: of the order: one for all, or int `[k]`.
+        next_ids: int, whose `next` came: those of `ids` that were stepped; None for all.
+        nexts: these; see `End.pack_rows`.
+        root_ids: int, whose `root` came: those that were reset.
+        roots: these.
+        words: of the envs, int64 `[ENV_WORDS, n]`.
+        began: how often the envs of each worker had been reset when it came, int64 `[workers]`.
         outcome: what else happened; None if nothing did.
-        failure: why the order was not carried out.
+        failure: why the order was not carried out; the rest then says nothing.
     """
 
-    rows: np.ndarray | None = None
     ids: np.ndarray | None = None
-    numbers: np.ndarray | None = None
+    numbers: Any = 0
+    target: int = RING
+    columns: Any = 0
     next_ids: np.ndarray | None = None
+    nexts: list[np.ndarray] = field(default_factory=list)
     root_ids: np.ndarray | None = None
-    env_words: np.ndarray | None = None
+    roots: list[np.ndarray] = field(default_factory=list)
+    words: np.ndarray | None = None
+    began: np.ndarray | None = None
     outcome: Outcome | None = None
     failure: EnvherdError | None = None
 
@@ -182,6 +197,9 @@ class RollOrder:
         policy_id: of a policy that was shipped; None for random actions.
         version: of its weights.
         ended: bool `[n]`, envs that must be reset whatever their rows say.
+        roots: where the envs are, see `End.pack_rows`; None if the host knows (a rollout there made the
+            envs' latest steps), or if all of them are reset.
+        side: the side-channel values that belong to these, one item per env; None likewise.
         kwargs: further arguments of `rollout`.
     """
 
@@ -189,6 +207,8 @@ class RollOrder:
     policy_id: int | None
     version: int
     ended: np.ndarray
+    roots: list[np.ndarray] | None
+    side: list[Any] | None
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -204,6 +224,7 @@ class Rolled:
         version: of the weights it was made with.
         worker_losses, interrupted: what was replaced meanwhile; see `Statistics`.
         reply: where the envs are now, as roots.
+        side: the side-channel values of these, one item per env.
         wall_s: seconds that it took.
     """
 
@@ -215,4 +236,5 @@ class Rolled:
     worker_losses: int
     interrupted: int
     reply: Reply
+    side: list[Any]
     wall_s: float

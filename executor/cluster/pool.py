@@ -1,11 +1,12 @@
 """The pool whose workers are on other machines: what an executor gives commands to and waits for.
 
-It is a `Pool`, so that everything above it is the same code as on one machine. Its slab is memory
-of the driver's own; inputs go from it to the hosts, and rows come back into it, one buffer per host and order.
+It is a `Pool`, so that everything above it is the same code as on one machine. Its slab is memory of the driver;
+inputs go from it to the hosts, and rows come back into it. A host has a pool too, of which this one asks the same.
 
 Guarantees:
 - An env's answer is read only if it is to the latest order for it; what an interrupt left behind is recognised.
-- A host that is gone, or silent for `node_timeout_s`, is a loss of its workers; the other hosts go on, rows whole.
+- A host that is gone, or silent for `node_timeout_s`, is a loss of its workers; the other hosts continue, and their
+  rows are complete.
 - Orders for one host are carried out in the order in which they were given.
 Assumes: one caller at a time.
 """
@@ -13,7 +14,6 @@ Assumes: one caller at a time.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,25 +24,26 @@ import torch
 
 from envherd.executor.batches.device_rows import Residence
 from envherd.executor.batches.tensor_actions import Lend
-from envherd.executor.cluster.facts import WorkerFacts
 from envherd.executor.cluster.fleet import Fleet
 from envherd.executor.cluster.orders import Order, Reply
-from envherd.executor.cluster.post import Post
+from envherd.executor.cluster.post import Handler, Post
 from envherd.executor.cluster.recovery import Recovery
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.cluster.wire import DriverMemory
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import RecyclablePool, WorkerFigures
+from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import Frame, merge_answers
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
-from envherd.workers.protocol import RING, Flag, Op
+from envherd.workers.protocol import RESET, RING, Flag, Op
 
 
-class ClusterPool(WorkerFacts):
-    """Hosts over one slab in the driver.
+class ClusterPool:
+    """Hosts over one slab in the driver; see the module, and `Pool`.
 
     Args:
         blueprint: of the whole batch; one block per worker, of all hosts in turn.
@@ -55,6 +56,9 @@ class ClusterPool(WorkerFacts):
         post: what hosts have been asked.
     """
 
+    num_ahead = num_missed = 0
+    holds_storages = False
+
     def __init__(self, blueprint: Blueprint, shares: list[RemoteShare], options: ExecutorOptions, fleet: Fleet) -> None:
         self.blueprint = blueprint
         self.options = options
@@ -62,14 +66,10 @@ class ClusterPool(WorkerFacts):
         self.num_envs = len(blueprint.factories)
         self.num_workers = len(blueprint.blocks)
         self.worker_of = np.repeat(np.arange(self.num_workers), [len(b) for b in blueprint.blocks])
-        self.share_of = np.repeat(np.arange(len(shares)), [share.num_envs for share in shares])
         self.lost: dict[int, EnvherdError] = {}
-        self.forfeited = np.zeros(self.num_envs, bool)
         self.num_losses = 0
-        self.num_ahead = self.num_missed = 0
-        self.holds_storages = False
         self.serving = range(self.num_workers)
-        self.recyclable = None  # the hosts recycle
+        self.began = np.zeros(self.num_workers, np.int64)
         self.outcome = Outcome()
         self.lenders: dict[int, Lend] = {}  # hosts read their inputs from the slab
         self.specs = [spec for share in shares for spec in share.specs]
@@ -77,15 +77,12 @@ class ClusterPool(WorkerFacts):
         self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
         for share in shares:
             share.attach(self.slab)
+        self._share_of = [share for share in shares for _ in share.worker_ids]  # of each worker
         self._fleet = fleet
         self._storages: dict[int, Storage] = {}
-        self._number = 0
-        self._command_seq = self.slab.words["command_seq"]
-        self._reply_seq = self.slab.words["reply_seq"]
+        self._words = CommandWords(self.slab)
         self._is_under_way = np.zeros(self.num_envs, bool)  # whether the latest command has left this process
         self._is_each = np.zeros(self.num_envs, bool)  # whether it is answered env by env
-        self._targets: dict[int, int] = {}  # of the latest order for all envs: number -> target
-        self._columns = np.zeros(self.num_envs, np.int64)
         self._extras: dict[int, messages.Prepare] = {}
         self.recovery = Recovery(self, fleet)
         self.post = Post(self.lose_share, self._mend, self.recovery.advance)
@@ -95,11 +92,21 @@ class ClusterPool(WorkerFacts):
     @property
     def number(self) -> int:
         """Number of the latest command."""
-        return self._number
+        return self._words.number
+
+    @property
+    def forfeited(self) -> np.ndarray:
+        """Whether a loss has taken the answer to the latest command of an env, bool `[N]`."""
+        return self._words.forfeited
+
+    @property
+    def recyclable(self) -> RecyclablePool | None:
+        """This pool: the engine knows when the envs of a worker are between episodes."""
+        return self
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs were given a command after that of number `since`, bool `[k]`."""
-        return np.asarray((self._command_seq[env_ids] > since) & self._is_under_way[env_ids])
+        return np.asarray((self._words.command_seq[env_ids] > since) & self._is_under_way[env_ids])
 
     # ---- commands ----------------------------------------------------------------------------
 
@@ -111,111 +118,102 @@ class ClusterPool(WorkerFacts):
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Give every env the same command, but some (int `[k]`) a RESET."""
-        if self.lost:
-            self._revive(range(self.num_workers))
-        self._number += 1
-        self._is_under_way[:] = False
-        self._is_each[:] = False
-        self.forfeited[:] = False
-        self._command_seq.fill(self._number)
-        self._targets = {self._number: target}
-        self._columns.fill(column)
+        self._refuse_lost(range(self.num_workers))
+        self._is_under_way[:] = self._is_each[:] = False
+        self._words.write_all(0, None, 0)  # the hosts have words for what it is
         for share in self.shares:
             own = None
             if reset_ids is not None:
-                own = reset_ids[self.share_of[reset_ids] == share.share_id] - share.first_env_id
-                own = own if len(own) else None
-            self._give(share, op, None, own)
+                own = np.intersect1d(reset_ids, share.env_ids) - share.first_env_id
+            self._give(share, op, None, target, column, own if own is not None and len(own) else None)
         self._answer_for_lost()
 
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
         """Give some envs a command each, at ring columns of their own; see `Pool.submit`."""
-        assert target == RING
         self.await_workers(env_ids)
         if not flags & Flag.PREPARED:  # what is kept was for resets that were refused
-            for env_id in env_ids[np.broadcast_to(np.asarray(op) == Op.RESET, len(env_ids))].tolist():
+            for env_id in env_ids[np.broadcast_to(np.asarray(op) == RESET, len(env_ids))].tolist():
                 self._extras.pop(env_id, None)
-        self._submit(env_ids, op, columns, flags)
+        self._submit(env_ids, op, target, columns, flags)
         self._answer_for_lost()
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, for envs of a worker that is being replaced."""
-        assert target == RING
-        self._submit(env_ids, op, columns, flags, is_late=True)
+        self._submit(env_ids, op, target, columns, flags, is_late=True)
 
     def _submit(
-        self, env_ids: np.ndarray, op: Op | np.ndarray, columns: np.ndarray, flags: int, *, is_late: bool = False
+        self, env_ids: np.ndarray, op: Any, target: int, columns: np.ndarray, flags: int, *, is_late: bool = False
     ) -> None:
-        self._number += 1
+        assert target == RING
         self._is_under_way[env_ids] = False
         self._is_each[env_ids] = bool(flags & Flag.EACH)
-        self._columns[env_ids] = columns
-        self.forfeited[env_ids] = False
-        self._command_seq[env_ids] = self._number
-        for share_id in np.unique(self.share_of[env_ids]).tolist():
-            share = self.shares[share_id]
-            is_own = self.share_of[env_ids] == share_id
-            ids = np.sort(env_ids[is_own])
-            ops = op if not isinstance(op, np.ndarray) else op[is_own][np.argsort(env_ids[is_own])]
-            self._give(share, ops, ids - share.first_env_id, None, is_late=is_late)
+        self._words.write(env_ids, np.zeros(len(env_ids), np.int64))
+        for share in self.shares:
+            is_own = (env_ids >= share.env_ids[0]) & (env_ids <= share.env_ids[-1])
+            if is_own.any():
+                ops, ids = op[is_own] if isinstance(op, np.ndarray) else op, env_ids[is_own] - share.first_env_id
+                self._give(share, ops, ids, target, columns[is_own], flags=int(flags), is_late=is_late)
 
     def _give(
         self,
         share: RemoteShare,
         op: Any,
         ids: np.ndarray | None,
-        reset_ids: np.ndarray | None,
-        *,
-        is_late: bool = False,
+        target: int,
+        columns: Any,
+        reset_ids: np.ndarray | None = None,
+        **more: Any,
     ) -> None:
-        """Send one host what is for it; `ids` are the share's own."""
+        """Send one host what is for it; see `Order`."""
         asked = share.env_ids if ids is None else ids + share.first_env_id
         extras = [self._extras.pop(i) for i in asked.tolist() if i in self._extras] if self._extras else []
         if share.is_gone and not share.is_moving:
             return  # its loss is the answer
-        steps = np.any(np.asarray(op) != Op.RESET)
-        is_each = bool(self._is_each[asked[0]])
-        limit = self.options.step_timeout_s if steps and not is_each else self.options.reset_timeout_s
+        has_steps, is_each = bool(np.any(np.asarray(op) != RESET)), bool(self._is_each[asked[0]])
         order = Order(
-            number=self._number,
+            number=self.number,
             op=op,
             ids=ids,
+            target=target,
+            columns=columns,
             reset_ids=reset_ids,
-            inputs=share.end.pack_inputs(ids) if steps else None,
+            inputs=share.end.pack_inputs(ids) if has_steps or share.end.has_masks else None,
             extras=tuple(share.localize(extra) for extra in extras),
-            timeout_s=limit,
-            is_late=is_late,
+            timeout_s=self.options.step_timeout_s if has_steps and not is_each else self.options.reset_timeout_s,
+            **more,
         )
-        if share.is_moving:
-            self.recovery.hold(share, functools.partial(self._send, share, order, is_each=is_each))
+        share.knows_roots = False
+        if is_each:
+            self.send(share, "act", "submit", (order,), self._take_refusal)
+            self._collect_from(share)
         else:
-            self._send(share, order, is_each=is_each)
+            self.send(share, "act", "run", (order,), self._take_reply)
         self._is_under_way[asked] = True
 
-    def _send(self, share: RemoteShare, order: Order, *, is_each: bool) -> None:
-        if is_each:
-            self.post.expect(share, share.call("act", "submit", order), self._take_refusal)
-            self._collect_from(share)
+    def send(self, share: RemoteShare, group: str, method: str, args: tuple[Any, ...], handler: Handler) -> None:
+        """Call a method of a share's host, now or as soon as it has one, and let a handler take the answer."""
+        if share.is_moving:
+            self.recovery.hold(share, group, method, args, handler)
         else:
-            self.post.expect(share, share.call("act", "run", order), functools.partial(self._take_run, order.number))
-
-    def _collect_owed(self, share: RemoteShare) -> None:
-        if (self._is_each & self._is_under_way & (self._command_seq != self._reply_seq))[share.env_ids].any():
-            self._collect_from(share)
+            self.post.expect(share, share.call(group, method, *args), handler)
 
     def _collect_from(self, share: RemoteShare) -> None:
-        """Have a host send what answers come, if nobody has asked it to."""
-        if share.is_collecting or share.is_gone:
-            return
-        self.post.expect(share, share.call("answer", "collect", self.options.step_timeout_s), self._take_collected)
-        share.is_collecting = True
+        """Ask a host for answers that come env by env, if that has not been done."""
+        if not share.is_collecting and (share.is_moving or not share.is_gone):
+            self.send(share, "answer", "collect", (self.options.step_timeout_s,), self._take_collected)
+            share.is_collecting = True
+
+    def _collect_owed(self, share: RemoteShare) -> None:
+        if (self._is_each & self._is_under_way & self._words.is_owed())[share.env_ids].any():
+            self._collect_from(share)
 
     def nudge(self) -> None:
         """After a call was broken off: what has not left this process will not; its answer is that nothing was done."""
-        unsent = (self._command_seq != self._reply_seq) & ~self._is_under_way
-        self._reply_seq[unsent] = self._command_seq[unsent]
+        words = self._words
+        unsent = words.is_owed() & ~self._is_under_way
+        words.reply_seq[unsent] = words.command_seq[unsent]
         self._extras.clear()
 
     def _answer_for_lost(self) -> None:
@@ -226,11 +224,7 @@ class ClusterPool(WorkerFacts):
 
     def _forfeit(self, worker_id: int) -> bool:
         """Take what a lost worker's envs owe as answered; return whether they owed anything."""
-        env_ids = np.array(self.blueprint.blocks[worker_id])
-        owing = env_ids[self._command_seq[env_ids] != self._reply_seq[env_ids]]
-        self.forfeited[owing] = True  # first: an interrupt must not leave an answer that no worker gave
-        self._reply_seq[owing] = self._command_seq[owing]
-        return bool(len(owing))
+        return bool(len(self._words.forfeit(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
 
     def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
         """Return what happened since the last call, and forget it; see `Pool.take_outcome`."""
@@ -239,21 +233,27 @@ class ClusterPool(WorkerFacts):
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer, int `[k]`."""
-        return np.flatnonzero(self._command_seq != self._reply_seq)
+        return np.flatnonzero(self._words.is_owed())
 
     # ---- waiting -----------------------------------------------------------------------------
 
     def await_workers(self, env_ids: np.ndarray) -> None:
         """Raise the loss of a worker of some envs that stays lost, before anything is given to it."""
         if self.lost:
-            self._revive(np.unique(self.worker_of[env_ids]).tolist())
+            self._refuse_lost(np.unique(self.worker_of[env_ids]).tolist())
+
+    def _refuse_lost(self, worker_ids: Iterable[int]) -> None:
+        if self.lost and self.options.on_worker_loss != "restart":
+            for worker_id in worker_ids:
+                if worker_id in self.lost:
+                    raise self.lost[worker_id]
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:  # noqa: ARG002
         """Wait for every outstanding answer and return True; what else happened is in `outcome`.
 
         The hosts keep the deadline.
         """
-        while self._command_seq.tobytes() != self._reply_seq.tobytes():
+        while not self._words.is_idle():
             self.post.take(None)
         self._raise_failure()
         return True
@@ -275,13 +275,13 @@ class ClusterPool(WorkerFacts):
         end = None if timeout_s is None or kill_late else time.monotonic() + timeout_s
         self.post.take(0.0)
         while True:
-            ready = env_ids[self._command_seq[env_ids] == self._reply_seq[env_ids]]
+            ready = self._words.ready(env_ids)
             left = None if end is None else end - time.monotonic()
             if len(ready) >= count or (left is not None and left <= 0):
                 break
             self.post.take(left)
         self._raise_failure()
-        return ready[np.argsort(self._command_seq[ready], kind="stable")]
+        return ready[np.argsort(self._words.order[ready], kind="stable")]
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -289,7 +289,7 @@ class ClusterPool(WorkerFacts):
             raise failure
 
     def _mend(self) -> None:
-        """Have nobody wait for what will not come by itself."""
+        """Look for what no answer will end: envs whose host was not asked, or that were lost before."""
         for share in self.shares:
             self._collect_owed(share)
         self._answer_for_lost()
@@ -301,59 +301,49 @@ class ClusterPool(WorkerFacts):
             self.fail(share, error)
 
     def fail(self, share: RemoteShare, error: EnvherdError) -> None:
-        """Note that a host could not carry out an order: nobody knows where its envs are."""
+        """Note that a host could not carry out an order: in which state its envs are is unknown."""
         self._failure = self._failure or error
         worker_id = error.context.get("worker_id")
         if isinstance(worker_id, int) and worker_id in share.worker_ids:
             self.lost[worker_id] = error
-        self._reply_seq[share.env_ids] = self._command_seq[share.env_ids]
+        self._words.reply_seq[share.env_ids] = self._words.command_seq[share.env_ids]
 
     def _take_collected(self, share: RemoteShare, reply: Reply) -> None:
         share.is_collecting = False
-        if reply.failure is not None:  # what its envs have answered went with it: they begin again, all of them
-            self.lose_share(share, reply.failure)
-            return
-        assert reply.ids is not None
-        if reply.rows is not None:
-            env_ids = reply.ids + share.first_env_id
-            is_current = self._command_seq[env_ids] == reply.numbers
-            share.write(reply, self._columns[share.env_ids], None)
-            self._note(share, reply)
-            told = env_ids[is_current]
-            self._reply_seq[told] = self._command_seq[told]
+        self._take_reply(share, reply)
         self._collect_owed(share)
 
-    def _take_run(self, number: int, share: RemoteShare, reply: Reply) -> None:
-        """Take the answer to an order for all envs of a share, or for some."""
+    def _take_reply(self, share: RemoteShare, reply: Reply) -> None:
+        """Take the answers to orders."""
         if reply.failure is not None:
             self.fail(share, reply.failure)
             return
-        env_ids = share.env_ids if reply.ids is None else reply.ids + share.first_env_id
-        told = env_ids[self._command_seq[env_ids] == number]
-        if len(told):
-            share.write(reply, self._columns[share.env_ids], self._storages.get(self._targets.get(number, RING)))
-        self._note(share, reply)
-        self._reply_seq[told] = number
+        words, env_ids = self._words, share.env_ids if reply.ids is None else reply.ids + share.first_env_id
+        numbers = np.broadcast_to(reply.numbers, len(env_ids))
+        is_current = words.command_seq[env_ids] == numbers
+        if is_current.any():
+            share.write(reply, self._storages)
+        share.note_words(self.slab.words, self.began, reply)
+        self._note(share, reply.outcome)
+        self.slab.words["answered_ns"][env_ids[is_current]] = time.perf_counter_ns()  # here: nodes have other clocks
+        words.reply_seq[env_ids[is_current]] = numbers[is_current]
 
-    def _note(self, share: RemoteShare, reply: Reply) -> None:
-        share.note_words(self.slab.words, reply)
-        if reply.outcome is None:
+    def _note(self, share: RemoteShare, outcome: Outcome | None) -> None:
+        """Take over what a host reports besides rows."""
+        if outcome is None:
             return
         for kind in ("faults", "side", "infos"):
-            for frame in getattr(reply.outcome, kind).values():
+            for frame in getattr(outcome, kind).values():
                 moved: Frame = {**frame, "env_id": frame["env_id"] + share.first_env_id}
                 getattr(self.outcome, kind)[moved["env_id"]] = moved
-        for worker_id, error in reply.outcome.losses.items():
-            self._declare_lost(share.worker_ids[worker_id], error)
+        for worker_id, error in outcome.losses.items():
+            self.num_losses += 1
+            self._note_lost(share.worker_ids[worker_id], error)
 
     # ---- losses ------------------------------------------------------------------------------
 
-    def _declare_lost(self, worker_id: int, error: EnvherdError) -> None:
-        """Take a worker out of service: its loss is the answer to what its envs owe."""
-        self.num_losses += 1
-        self._note_lost(worker_id, error)
-
     def _note_lost(self, worker_id: int, error: EnvherdError) -> None:
+        """Take a worker out of service: its loss is the answer to what its envs owe."""
         self.lost[worker_id] = error
         self.outcome.losses[worker_id] = error
         self._forfeit(worker_id)
@@ -383,33 +373,44 @@ class ClusterPool(WorkerFacts):
         self.outcome.losses.pop(worker_id, None)
         if error is None:
             return  # it came back with its host
-        share = self.shares[int(self.share_of[self.blueprint.blocks[worker_id][0]])]
-        if not share.is_gone:
-            pids = self.request(share, "act", "restart", worker_id - share.worker_ids[0])
-            if isinstance(pids, EnvherdError):
-                raise pids
-            share.pids = pids
-            share.generations[worker_id - share.worker_ids[0]] += 1
-            del self.lost[worker_id]
+        share = self._share_of[worker_id]
+        if share.is_gone:
+            self.recovery.begin(share, error)
             return
-        self.recovery.begin(share, error)
+        self._replace("restart", worker_id)
+        del self.lost[worker_id]
 
-    def _revive(self, worker_ids: Iterable[int]) -> None:
-        """Raise the loss of a worker that stays lost, before anything is given to it."""
-        for worker_id in worker_ids:
-            if worker_id in self.lost and self.options.on_worker_loss != "restart":
-                raise self.lost[worker_id]
+    def is_serving(self, worker_id: int) -> bool:
+        """Return whether a worker is there: not lost, nor is its host."""
+        return worker_id not in self.lost and not self._share_of[worker_id].is_gone
+
+    def recycle(self, worker_id: int, *, is_anew: bool) -> None:
+        """Close the envs of a worker that has nothing to do, and begin to replace it; see `RecyclablePool`."""
+        try:
+            self._replace("recycle", worker_id, is_anew=is_anew)
+        except EnvherdError:
+            if not self._share_of[worker_id].is_gone or self.options.on_worker_loss != "restart":
+                raise  # else its host was lost, which is the answer to the reset that follows
+
+    def _replace(self, method: str, worker_id: int, **how: bool) -> None:
+        """Let a worker's host begin to replace it."""
+        share = self._share_of[worker_id]
+        pids = self.request(share, "act", method, worker_id - share.worker_ids[0], **how)
+        if isinstance(pids, EnvherdError):
+            raise pids
+        share.pids = pids
+        share.generations[worker_id - share.worker_ids[0]] += 1
 
     # ---- mail --------------------------------------------------------------------------------
 
     def prepare(self, message: messages.Prepare) -> None:
         """Keep the extras of an env's next command; they go with it."""
-        self._revive([int(self.worker_of[message.env_id])])
+        self._refuse_lost([int(self.worker_of[message.env_id])])
         self._extras[message.env_id] = message
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         """Use a new root seed on every host; see `Pool.seed`."""
-        self._revive(range(self.num_workers))
+        self._refuse_lost(range(self.num_workers))
         self.slab.words["episode"][:] = 0 if episodes is None else episodes
         refs = []
         for share in self.shares:
@@ -429,13 +430,13 @@ class ClusterPool(WorkerFacts):
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Ask as `ask` does, and do not wait; return share id -> what `answers` waits for."""
         workers = {int(self.worker_of[env_id]) for env_id in env_ids}
-        self._revive(workers)
+        self._refuse_lost(workers)
         if gone := [worker_id for worker_id in sorted(workers) if worker_id in self.lost]:
             raise self.lost[gone[0]]
         args = question.pop("args", ())
         asked = {}
         for share in self.shares:
-            ids = [i for i in env_ids if int(self.share_of[i]) == share.share_id]
+            ids = [i for i in env_ids if i in share.env_ids]
             if ids:
                 own = tuple(args[env_ids.index(i)] for i in ids) if what in messages.PER_ENV else args
                 local = [i - share.first_env_id for i in ids]
@@ -448,11 +449,6 @@ class ClusterPool(WorkerFacts):
         refs = list(asked.values())
         return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
 
-    def request(self, share: RemoteShare, group: str, method: str, *args: Any) -> Any:
-        """Call a method of a share's host and wait for its answer; see `Post.get`."""
-        self.recovery.await_place(share)
-        return self.post.get(share, share.call(group, method, *args))
-
     def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:  # noqa: ARG002  # as of `Pool`
         """Wait for the answers to a question."""
         return merge_answers(asked, lambda share_id: self._answer(self.shares[share_id], asked[share_id]))
@@ -462,6 +458,11 @@ class ClusterPool(WorkerFacts):
         if isinstance(answer, EnvherdError):
             raise answer
         return {i + share.first_env_id: value for i, value in answer.items()}
+
+    def request(self, share: RemoteShare, group: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a share's host and wait for its answer; see `Post.get`."""
+        self.recovery.await_place(share)
+        return self.post.get(share, share.call(group, method, *args, **kwargs))
 
     # ---- rollout storages --------------------------------------------------------------------
 
@@ -478,6 +479,49 @@ class ClusterPool(WorkerFacts):
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""
         self._storages.pop(target, None)
+
+    # ---- facts about workers -----------------------------------------------------------------
+
+    def worker_output(self, worker_id: int) -> str:
+        """Return what a worker has printed, as far as it is kept."""
+        share = self._share_of[worker_id]
+        return "" if share.is_gone else str(self.request(share, "act", "output", worker_id - share.worker_ids[0]))
+
+    def pid_of(self, worker_id: int) -> int:
+        """Return a worker's process id, on its machine."""
+        share = self._share_of[worker_id]
+        return share.pids[worker_id - share.worker_ids[0]]
+
+    def generation_of(self, worker_id: int) -> int:
+        """Return how often a worker was replaced."""
+        share = self._share_of[worker_id]
+        return share.generations[worker_id - share.worker_ids[0]]
+
+    def memory_of(self, worker_id: int) -> int:
+        """Return the bytes that a worker, and what it has started, have to themselves."""
+        share = self._share_of[worker_id]
+        return int(self.request(share, "watch", "memory", worker_id - share.worker_ids[0]))
+
+    @property
+    def num_recycled(self) -> int:
+        """How often workers were replaced between episodes, as of the latest `figures`."""
+        return sum(share.num_recycled for share in self.shares)
+
+    def is_alive(self, worker_id: int) -> bool:
+        """Return whether a worker's loss has not been noticed."""
+        return worker_id not in self.lost
+
+    def figures(self) -> list[WorkerFigures]:
+        """Return what the workers' hosts say of them; zeros for lost ones."""
+        found: list[WorkerFigures] = []
+        for share in self.shares:
+            if share.is_gone:
+                found += [WorkerFigures(0, 0, 0.0, None)] * len(share.worker_ids)
+                continue
+            figures = self.request(share, "act", "figures")
+            share.note_figures(self.slab.words, figures)
+            found += [WorkerFigures(uss, pss, cpu_s, None) for uss, pss, cpu_s in figures.processes]
+        return found
 
     # ---- the end -----------------------------------------------------------------------------
 

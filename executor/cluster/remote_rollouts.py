@@ -7,7 +7,6 @@ successor, from new episodes; nothing of what was lost is in the data.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -90,6 +89,7 @@ class RemoteRollouts:
         self._shipped: dict[int, tuple[Any, int]] = {}  # share id -> (host, policy id)
         self._stamp: Any = None
         self._weights: Any = None
+        self._rolling: set[int] = set()  # share ids whose rollout has not come yet
         self._done: dict[int, Rolled | EnvherdError] = {}
 
     # ---- what users call ---------------------------------------------------------------------
@@ -227,45 +227,48 @@ class RemoteRollouts:
             self._weights = ray.put(weights_of(self._policy))
 
     def _ship(self, share: RemoteShare) -> None:
+        """Send the policy, unless this host has it; one that is to come has not."""
         if self._policy_id is None or self._shipped.get(share.share_id) == (share.host, self._policy_id):
             return
         kind = "policy" if self._factory is None else "factory"
-        args = (self._policy_id, self._pickled, kind)
-        self._pool.post.expect(share, share.call("act", "take_policy", *args), _take_nothing)  # comes before rollouts
-        self._shipped[share.share_id] = (share.host, self._policy_id)
+        self._pool.send(share, "act", "take_policy", (self._policy_id, self._pickled, kind), _take_nothing)
+        if not share.is_moving:
+            self._shipped[share.share_id] = (share.host, self._policy_id)
 
     # ---- rollouts ----------------------------------------------------------------------------
 
     def _start(self, share: RemoteShare, max_steps: int, kwargs: dict[str, Any], states: tuple[Any, Any]) -> None:
-        """Have a node begin a rollout; a lost one is replaced first, if it may be."""
+        """Let a node begin a rollout; a lost one is replaced first, if it may be."""
         if any(worker_id in self._pool.lost for worker_id in share.worker_ids):
             self._restore(share)
         self._refresh()
         names = ("tensordict", "primer")
         span = slice(share.first_env_id, share.first_env_id + share.num_envs)
         own = {name: state[span].cpu() for name, state in zip(names, states, strict=True) if state is not None}
+        positions, side = self._engine.positions, self._engine.side
+        roots = values = None
+        if not share.knows_roots and not kwargs["auto_reset"]:
+            roots = [leaf for group, ids in share.end.groups for leaf in positions.gather_roots(group, ids)]
+            latest = side.latest(positions.in_root) if side.has_values else {}
+            values = [latest[env_id] for env_id in share.env_ids.tolist()] if latest else None
         order = RollOrder(
             num_steps=max_steps,
             policy_id=self._policy_id,
             version=self.version,
             ended=self._engine.states.needs_reset[share.env_ids],
+            roots=roots,
+            side=values,
             kwargs={**kwargs, **own},
         )
         self._done.pop(share.share_id, None)
-        share.is_rolling = True
-        if share.is_moving:
-            self._pool.recovery.hold(share, functools.partial(self._send, share, order, self._weights))
-        else:
-            self._send(share, order, self._weights)
-
-    def _send(self, share: RemoteShare, order: RollOrder, weights: Any) -> None:
+        self._rolling.add(share.share_id)
+        share.knows_roots = False
         self._ship(share)
-        self._pool.post.expect(share, share.call("act", "roll", order, weights), self._take)
-        share.is_rolling = True  # a new host has forgotten it
+        self._pool.send(share, "act", "roll", (order, self._weights), self._take)
 
     def _take(self, share: RemoteShare, rolled: Rolled | EnvherdError) -> None:
         self._done[share.share_id] = rolled
-        share.is_rolling = False
+        self._rolling.discard(share.share_id)
 
     def _next(self, max_steps: int, kwargs: dict[str, Any], states: tuple[Any, Any]) -> tuple[int, Rolled]:
         """Wait for the next rollout that is there; note where its envs are."""
@@ -273,8 +276,8 @@ class RemoteRollouts:
         while not self._done:
             pool.post.take(None)
             for share in pool.shares:
-                if share.is_rolling and share.is_gone and not share.is_moving:
-                    share.is_rolling = False
+                if share.share_id in self._rolling and share.is_gone and not share.is_moving:
+                    self._rolling.discard(share.share_id)
                     self._start(share, max_steps, kwargs, states)  # or raise its loss
         share_id = next(iter(self._done))
         result = self._done.pop(share_id)
@@ -284,42 +287,43 @@ class RemoteRollouts:
             if isinstance(result, (WorkerLost, WorkerTimeout)):
                 pool.fail(share, result)
             raise result
-        self._settle(share, result)
+        self._note(share, result)
         return share_id, result
 
     def _restore(self, share: RemoteShare) -> None:
         """Replace what a share has lost, or raise its loss."""
-        pool, flights = self._pool, self._engine.flights
+        pool, losses = self._pool, self._engine.flights.losses
         lost = [worker_id for worker_id in share.worker_ids if worker_id in pool.lost]
+        losses.lose(losses.envs_of(lost))
         if self._engine.options.on_worker_loss != "restart":
-            flights.losses.forget()
-            flights.losses.lose(flights.losses.envs_of(lost))
+            losses.forget()
             raise pool.lost[lost[0]]
         for worker_id in lost:
-            flights.losses.lose(flights.losses.envs_of([worker_id]))
             pool.begin_restart(worker_id)
 
-    def _settle(self, share: RemoteShare, rolled: Rolled) -> None:
+    def _note(self, share: RemoteShare, rolled: Rolled) -> None:
         """Note where a share's envs are after a rollout."""
-        pool = self._pool
-        columns = self._engine.positions.next_columns(share.env_ids)
-        share.write(rolled.reply, columns, None)
-        share.note_words(pool.slab.words, rolled.reply)
-        self._engine.flights.put(share.env_ids, columns)
+        pool, engine = self._pool, self._engine
+        columns = engine.positions.next_columns(share.env_ids)
+        share.end.unpack_rows("root", rolled.reply.roots, None, columns)
+        share.note_words(pool.slab.words, pool.began, rolled.reply)
+        engine.flights.put(share.env_ids, columns)
+        engine.side.root.update(zip(share.env_ids.tolist(), rolled.side, strict=False))
+        share.knows_roots = True
         pool.num_losses += rolled.worker_losses
-        self._engine.flights.losses.num_interrupted += rolled.interrupted
+        engine.flights.losses.num_interrupted += rolled.interrupted
 
     def _drain(self) -> None:
         """Wait for what is under way, note where envs are, and forget the data."""
         pool = self._pool
-        while any(share.is_rolling and not share.is_gone for share in pool.shares):
+        while any(share.share_id in self._rolling and not share.is_gone for share in pool.shares):
             pool.post.take(None)
+        self._rolling.clear()
         for share in pool.shares:
-            share.is_rolling = False
             pool.recovery.drop_held(share)
             result = self._done.pop(share.share_id, None)
             if isinstance(result, Rolled):
-                self._settle(share, result)
+                self._note(share, result)
             elif result is not None or share.is_gone:
                 self._engine.states.move(share.env_ids, Event.IS_BROKEN_OFF)
 
@@ -371,7 +375,7 @@ def _batch_of(
     data = TensorDict({}, batch_size)
     for key, value in leaves.items():
         data.set(key, value)
-    data.refine_names(..., "time") if len(batch_size) == 2 else None
+    data.refine_names(None, "time", ...)
     return data if device is None else data.to(device)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from envherd.shm.slab import Slab, Storage, plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import WorkerLost
+from envherd.workers.protocol import RING
 
 #: Seconds without an answer after which a host is asked whether it lives.
 _PATIENCE_S = 2.0
@@ -44,7 +46,7 @@ class RemoteShare:
         is_gone: whether it has no host.
         is_moving: whether a place is looked for, where it will have one.
         is_collecting: whether the host has been asked for answers that come env by env.
-        is_rolling: whether the host has been asked for a rollout that has not come yet.
+        knows_roots: whether the host has made the envs' latest steps in a rollout, whose end the driver has noted.
         heard_at: when it last answered, `time.monotonic()`.
     """
 
@@ -65,19 +67,16 @@ class RemoteShare:
         self._generations_before = self.generations
         self._node_timeout_s = node_timeout_s
         self.is_gone = True
-        self.is_moving = False
+        self.is_moving = self.is_collecting = self.knows_roots = False
 
     def adopt(self, host: Any) -> None:
-        """Have a host build the envs, which may not have come up yet; its answer comes at `built_ref`."""
+        """Let a host, which may not have come up yet, build the envs; its answer comes at `built_ref`."""
         self.host = host
         self._recycled_before = self.num_recycled
         if self.pids:
             self.generations = [generation + 1 for generation in self.generations]
         self._generations_before = list(self.generations)
-        self.is_gone = False
-        self._is_built = False
-        self.is_collecting = False
-        self.is_rolling = False
+        self.is_gone = self._is_built = self.knows_roots = False
         self.heard_at = time.monotonic()
         self._ping: Any = None
         self._pinged_at = 0.0
@@ -101,9 +100,9 @@ class RemoteShare:
         plan = plan_slab(self.specs, len(self.worker_ids), slab.plan.num_frames)
         self.end = End(slab, plan, self.first_env_id)
 
-    def call(self, group: str, method: str, *args: Any) -> Any:
+    def call(self, group: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the host; return the reference of its answer at once."""
-        return call(self.host, group, method, *args)
+        return call(self.host, group, method, *args, **kwargs)
 
     def localize(self, message: messages.Prepare) -> messages.Prepare:
         """Return a message with the env's id on the host."""
@@ -111,27 +110,31 @@ class RemoteShare:
 
     # ---- rows --------------------------------------------------------------------------------
 
-    def write(self, reply: Reply, columns: np.ndarray, storage: Storage | None) -> None:
-        """Write what came to the slab, or to a rollout storage.
+    def write(self, reply: Reply, storages: Mapping[int, Storage]) -> None:
+        """Write what came to the ring, or to a rollout storage.
 
         Args:
             reply: of the host.
-            columns: int `[n]`, of each env's latest command; all the same if all have answered, or for a storage.
-            storage: None for the ring.
+            storages: target -> storage of the batch.
         """
-        assert reply.rows is not None
         assert reply.root_ids is not None
-        if storage is not None:
-            self.end.unpack_to_storage(reply.rows, reply.next_ids, reply.root_ids, storage, int(columns[0]))
+        if reply.target != RING:
+            if reply.target in storages:  # else nobody waits for it any more
+                at = storages[reply.target], reply.columns
+                self.end.unpack_to_storage(reply.nexts, reply.next_ids, reply.roots, reply.root_ids, at)
             return
-        at: Any = int(columns[0]) if reply.next_ids is None else columns[reply.next_ids]
-        self.end.unpack_to_ring(reply.rows, (reply.next_ids, at), (reply.root_ids, columns[reply.root_ids]))
+        columns = np.zeros(self.num_envs, np.int64)
+        columns[slice(None) if reply.ids is None else reply.ids] = reply.columns
+        at_next = reply.columns if reply.next_ids is None else columns[reply.next_ids]
+        self.end.unpack_rows("next", reply.nexts, reply.next_ids, at_next)
+        self.end.unpack_rows("root", reply.roots, reply.root_ids, columns[reply.root_ids])
 
-    def note_words(self, words: dict[str, np.ndarray], reply: Reply) -> None:
-        """Take over what the host's workers have counted."""
-        if reply.env_words is not None:
-            for name, values in zip(ENV_WORDS, reply.env_words, strict=True):
+    def note_words(self, words: Mapping[str, np.ndarray], began: np.ndarray, reply: Reply) -> None:
+        """Take over what the host has counted."""
+        if reply.words is not None and reply.began is not None:
+            for name, values in zip(ENV_WORDS, reply.words, strict=True):
                 words[name][self.env_ids] = values
+            began[self.worker_ids.start : self.worker_ids.stop] = reply.began
 
     def note_figures(self, words: dict[str, np.ndarray], figures: Figures) -> None:
         """Take over what the host's workers say about themselves."""
@@ -189,6 +192,6 @@ class RemoteShare:
     def abandon(self) -> None:
         """End the host, if it still lives; nothing is asked of it any more."""
         self.is_gone = True
-        self.is_collecting = False
+        self.is_collecting = self.knows_roots = False
         with contextlib.suppress(Exception):
             ray.kill(self.host, no_restart=True) if ray.is_initialized() else None

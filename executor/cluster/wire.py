@@ -1,18 +1,17 @@
-"""How a share of a batch crosses between machines: inputs one way, rows the other, one contiguous buffer each.
+"""How a share of a batch crosses between machines: the inputs one way, the rows the other, as lists of arrays.
 
-Guarantees: pure arithmetic over arrays; both ends lay a buffer out alike because they know the same specs. A buffer
-that was received is only read (it may be a view of a shared object store), and nothing of it is kept.
+Guarantees: both ends list the same arrays in the same order because they know the same specs. Arrays that were received
+are only read (they may be views of a shared object store), and no reference to them is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from envherd.shm.layout import Layout, Name, lay_out, view
-from envherd.shm.slab import GroupPlan, Slab, SlabPlan, Storage, input_requests, section_requests
+from envherd.shm.layout import Name
+from envherd.shm.slab import Slab, SlabPlan, Storage
 
 #: Env ids of the share, int `[k]`; None for all of them.
 Ids = np.ndarray | None
@@ -22,7 +21,7 @@ _Index = slice | np.ndarray
 
 
 class DriverMemory:
-    """Memory for a rollout, of the driver's own; its arrays know when nobody uses them any more."""
+    """Memory of the driver for a rollout; its arrays keep it alive."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = np.empty(nbytes, np.uint8).data
@@ -35,14 +34,6 @@ class DriverMemory:
         """Nothing to give back: the memory goes with its last view."""
 
 
-class _Part(NamedTuple):
-    """What of a batch of envs belongs to one group of equal ones."""
-
-    size: int
-    positions: _Index  # in the batch
-    rows: _Index  # in the arrays of this end
-
-
 class End:
     """One end: the arrays there, and which of their rows are the share's.
 
@@ -50,148 +41,102 @@ class End:
         slab: the arrays at this end: of the share alone, or of the whole batch.
         plan: of the share.
         first_env_id: what the share's env 0 is called in `slab`.
+
+    Attributes:
+        groups: per group of equal envs of the share: its number at this end, and the ids of its envs there, int `[k]`.
+        has_masks: whether resets read inputs: which of the rows of an env that is a batch itself they are for.
     """
 
     def __init__(self, slab: Slab, plan: SlabPlan, first_env_id: int = 0) -> None:
         self._slab = slab
-        self._groups = plan.groups
         self._group_of = np.zeros(plan.num_envs, np.int64)
         self._row_of = np.zeros(plan.num_envs, np.int64)
-        self._homes: list[int] = []
-        self._rows: list[np.ndarray] = []
+        self.groups: list[tuple[int, np.ndarray]] = []
+        self._all: list[tuple[_Index, _Index]] = []
         for index, group in enumerate(plan.groups):
-            env_ids = list(group.env_ids)
+            env_ids = np.array(group.env_ids)
+            places = [slab.plan.place(env_id) for env_id in (first_env_id + env_ids).tolist()]
             self._group_of[env_ids] = index
-            self._row_of[env_ids] = np.arange(len(env_ids))
-            places = [slab.plan.place(first_env_id + env_id) for env_id in env_ids]
-            self._homes.append(places[0][0])
-            self._rows.append(np.array([row for _, row in places]))
-        self._all = [
-            _Part(len(rows), _span(np.array(group.env_ids)), _span(rows))
-            for group, rows in zip(plan.groups, self._rows, strict=True)
-        ]
-        self._layouts: dict[tuple[str, tuple[int, ...], int], list[Layout]] = {}
+            self._row_of[env_ids] = rows = np.array([row for _, row in places])
+            self.groups.append((places[0][0], first_env_id + env_ids))
+            self._all.append((_span(env_ids), _span(rows)))
+        self.has_masks = any(group.spec.batch_shape for group in plan.groups)
 
-    # ---- inputs ------------------------------------------------------------------------------
+    def pack_inputs(self, ids: Ids) -> list[np.ndarray]:
+        """Return what the next commands of some envs read, own memory."""
+        return [array[rows].copy() for array, _, rows in self._inputs(ids)]
 
-    def pack_inputs(self, ids: Ids) -> np.ndarray:
-        """Return what the next step of some envs reads: uint8 `[nbytes]`, own memory."""
-        parts = self._parts(ids)
-        layouts = self._lay_out("input", parts)
-        buffer = np.empty(layouts[-1].nbytes, np.uint8)
-        for home, part, layout in zip(self._homes, parts, layouts, strict=True):
-            arrays = self._slab.groups[home].inputs
-            for field in layout:
-                view(buffer, field)[...] = arrays[field.name][part.rows]
-        return buffer
-
-    def unpack_inputs(self, buffer: np.ndarray, ids: Ids) -> None:
+    def unpack_inputs(self, values: Sequence[np.ndarray], ids: Ids) -> None:
         """Write what `pack_inputs` returned at the other end."""
-        parts = self._parts(ids)
-        for home, part, layout in zip(self._homes, parts, self._lay_out("input", parts), strict=True):
-            arrays = self._slab.groups[home].inputs
-            for field in layout:
-                arrays[field.name][part.rows] = view(buffer, field)
+        for (array, _, rows), value in zip(self._inputs(ids), values, strict=True):
+            array[rows] = value
 
-    # ---- rows --------------------------------------------------------------------------------
-
-    def pack_rows(self, ids: Ids, columns: Columns, root_ids: Ids, root_columns: Columns) -> np.ndarray:
-        """Return the `next` of some envs and the `root` of some: uint8 `[nbytes]`.
+    def pack_rows(self, section: str, ids: Ids, columns: Columns) -> list[np.ndarray]:
+        """Return the `next` or the `root` of some envs; VIEWS of the ring where all have one column, and no gaps.
 
         Args:
-            ids: whose `next`, at `columns`.
+            section: "next" or "root".
+            ids: whose.
             columns: of the ring.
-            root_ids: whose `root`, at `root_columns`.
-            root_columns: of the ring.
-
-        Returns:
-            Own memory; a VIEW of the ring for the `next` of one group of envs at one column, with no root.
         """
-        if ids is None and isinstance(columns, int) and len(self._groups) == 1 and _is_none(root_ids):
-            return self._slab.groups[self._homes[0]].next_bytes(columns)
-        nexts, roots = self._parts(ids), self._parts(root_ids)
-        next_layouts = self._lay_out("next", nexts)
-        root_layouts = self._lay_out("root", roots, next_layouts[-1].nbytes)
-        buffer = np.empty(root_layouts[-1].nbytes, np.uint8)
-        for parts, layouts, at in ((nexts, next_layouts, columns), (roots, root_layouts, root_columns)):
-            for home, part, layout in zip(self._homes, parts, layouts, strict=True):
-                arrays = self._slab.groups[home].columns
-                for field in layout if part.size else ():
-                    view(buffer, field)[...] = arrays[field.name][_at(at, part), part.rows]
-        return buffer
+        return [
+            self._slab.groups[group].columns[name][_at(columns, positions), rows]
+            for group, name, positions, rows in self._rows(section, ids)
+        ]
 
-    def unpack_to_ring(self, buffer: np.ndarray, nexts: tuple[Ids, Columns], roots: tuple[Ids, Columns]) -> None:
+    def unpack_rows(self, section: str, values: Sequence[np.ndarray], ids: Ids, columns: Columns) -> None:
         """Write what `pack_rows` returned to ring columns of this end, which need not be the other's."""
-        for (home, name), values, part, at in self._read(buffer, nexts, roots):
-            self._slab.groups[home].columns[name][_at(at, part), part.rows] = values
+        for (group, name, positions, rows), value in zip(self._rows(section, ids), values, strict=True):
+            self._slab.groups[group].columns[name][_at(columns, positions), rows] = value
 
-    def unpack_to_storage(self, buffer: np.ndarray, ids: Ids, root_ids: Ids, storage: Storage, column: int) -> None:
+    def unpack_to_storage(
+        self, nexts: Sequence[np.ndarray], ids: Ids, roots: Sequence[np.ndarray], root_ids: Ids, at: tuple[Storage, int]
+    ) -> None:
         """Write the `next` of envs, and the root that follows, to a rollout storage.
 
         Args:
-            buffer: of `pack_rows`.
-            ids: who was stepped.
-            root_ids: who was reset after the step; the roots of the others are their `next`.
-            storage: of the whole batch, as `slab` is.
-            column: of the step.
+            nexts: of `pack_rows`, of the envs `ids`, which were stepped.
+            ids: see `nexts`.
+            roots: likewise, of the envs that were reset after the step; the roots of the others are their `next`.
+            root_ids: see `roots`.
+            at: the storage, which is of the whole batch as `slab` is, and the column of the step.
         """
+        storage, column = at
         has_following = column + 1 < storage.plan.num_columns
-        for (home, name), values, part, _ in self._read(buffer, (ids, column), (root_ids, column)):
-            arrays = storage.columns[home]
-            root = ("root", *name[1:])
-            if name[0] == "next":
-                arrays[name][part.rows, column] = values
-            if has_following and root in arrays:  # all `next` come before the first `root`
-                arrays[root][part.rows, column + 1] = values
+        for section, values, concerned in (("next", nexts, ids), ("root", roots, root_ids)):
+            for (group, name, _, rows), value in zip(self._rows(section, concerned), values, strict=True):
+                arrays = storage.columns[group]
+                if section == "next":
+                    arrays[name][rows, column] = value
+                root = ("root", *name[1:])
+                if has_following and root in arrays:
+                    arrays[root][rows, column + 1] = value
 
-    def _read(
-        self, buffer: np.ndarray, nexts: tuple[Ids, Columns], roots: tuple[Ids, Columns]
-    ) -> Iterator[tuple[tuple[int, Name], np.ndarray, _Part, Columns]]:
-        start = 0
-        for section, (ids, columns) in (("next", nexts), ("root", roots)):
-            parts = self._parts(ids)
-            layouts = self._lay_out(section, parts, start)
-            start = layouts[-1].nbytes
-            for home, part, layout in zip(self._homes, parts, layouts, strict=True):
-                for field in layout if part.size else ():
-                    yield (home, field.name), view(buffer, field), part, columns
+    def _inputs(self, ids: Ids) -> Iterator[tuple[np.ndarray, _Index, _Index]]:
+        for group, positions, rows in self._parts(ids):
+            for array in self._slab.groups[group].inputs.values():
+                yield array, positions, rows
 
-    # ---- arithmetic --------------------------------------------------------------------------
+    def _rows(self, section: str, ids: Ids) -> Iterator[tuple[int, Name, _Index, _Index]]:
+        for group, positions, rows in self._parts(ids):
+            for name in self._slab.groups[group].columns:
+                if name[0] == section:
+                    yield group, name, positions, rows
 
-    def _parts(self, ids: Ids) -> list[_Part]:
-        if ids is None:
-            return self._all
-        parts = []
-        for index, rows in enumerate(self._rows):
-            positions = np.flatnonzero(self._group_of[ids] == index)
-            parts.append(_Part(len(positions), positions, rows[self._row_of[ids[positions]]]))
-        return parts
-
-    def _lay_out(self, section: str, parts: list[_Part], start: int = 0) -> list[Layout]:
-        """Return a layout for each group, one behind the other; the last one's `nbytes` is the end of all."""
-        key = (section, tuple(part.size for part in parts), start)
-        found = self._layouts.get(key)
-        if found is None:
-            found = []
-            for group, part in zip(self._groups, parts, strict=True):
-                found.append(lay_out(_requests(group, section, part.size), start))
-                start = found[-1].nbytes
-            self._layouts[key] = found
-        return found
+    def _parts(self, ids: Ids) -> Iterator[tuple[int, _Index, _Index]]:
+        """Yield for each group that some envs are of: its number here, their positions in `ids`, their rows here."""
+        for index, (group, _) in enumerate(self.groups):
+            positions, rows = self._all[index]
+            if ids is not None:
+                positions = np.flatnonzero(self._group_of[ids] == index)
+                rows = self._row_of[ids[positions]]
+                if not len(rows):
+                    continue
+            yield group, positions, rows
 
 
-def _requests(group: GroupPlan, section: str, count: int) -> list[tuple[Name, tuple[int, ...], str]]:
-    if section == "input":
-        return input_requests(group.spec, (count,))
-    return [request for request in section_requests(group.spec, (count,)) if request[0][0] == section]
-
-
-def _at(columns: Columns, part: _Part) -> Columns:
-    return columns if isinstance(columns, int) else columns[part.positions]
-
-
-def _is_none(ids: Ids) -> bool:
-    return ids is not None and not len(ids)
+def _at(columns: Columns, positions: _Index) -> Columns:
+    return columns[positions] if isinstance(columns, np.ndarray) else columns
 
 
 def _span(ids: np.ndarray) -> _Index:

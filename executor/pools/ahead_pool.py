@@ -229,12 +229,12 @@ class AheadPool(WorkerPool):
             turns.swap(env_id)
 
     def _send_off(self, worker_id: int) -> None:
-        """Wake a spare to prepare what its env's turn says; or replace it first, if it is due."""
+        """Wake a spare to prepare what its env's turn says; or replace it first, if it must be replaced."""
         if not self.supervisor.is_there(worker_id):
             return
         if self._is_due(worker_id):
             with contextlib.suppress(EnvherdError):  # no further process can be started: see `_give_up_on`
-                self.recycle(worker_id)  # its successor prepares it
+                self.recycle(worker_id, is_anew=False)  # its successor prepares it
         else:
             self._rings[worker_id]()
 

@@ -341,14 +341,31 @@ class Pool(Protocol):
 
 
 class RecyclablePool(Pool, Protocol):
-    """A pool whose workers the engine may replace between episodes."""
+    """A pool whose workers the engine may replace between episodes.
+
+    Attributes:
+        began: how often an env of each worker had been reset when its present process was started, int64 `[workers]`.
+    """
+
+    @property
+    def began(self) -> np.ndarray:
+        """See the class."""
+        ...
 
     def is_serving(self, worker_id: int) -> bool:
         """Return whether a worker is there: neither lost nor being replaced."""
         ...
 
-    def recycle(self, worker_id: int) -> None:
+    def memory_of(self, worker_id: int) -> int:
+        """Return the bytes that a worker, and what it has started, have to themselves."""
+        ...
+
+    def recycle(self, worker_id: int, *, is_anew: bool) -> None:
         """Close the envs of a worker that owes nothing, and begin to replace it.
+
+        Args:
+            worker_id: which.
+            is_anew: its envs have just begun episodes, which its successor begins once more.
 
         Raises:
             WorkerLost: no process can be started; the worker is lost.

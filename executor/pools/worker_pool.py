@@ -49,6 +49,7 @@ from envherd.shm.sync import Doorbell
 from envherd.shm.tally import Tally
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.processes import memory_of
 from envherd.workers.protocol import Op, describe_phase, pack, pack_each
 
 _LOOK_NS = int(LOOK_S * 1e9)
@@ -79,6 +80,7 @@ class WorkerPool:
         self._hailed, self._looked_at = np.zeros(1, np.uint8), 0.0
         self.has_waited = False  # `FastCommands.has_all` has taken the tokens that `wait_all` would take
         self._is_reading = False  # a worker is writing more than its socket holds
+        self.began = np.zeros(len(self.worker_ids), np.int64)
 
     def start(self) -> None:
         """Start the workers, build the envs in them, and set `specs`, `plan` and `slab`.
@@ -180,8 +182,17 @@ class WorkerPool:
         """Give every env the same command, but some (int `[k]`) a RESET."""
         if self.supervisor.absent:
             self.supervisor.revive(self.serving)
-        reset = 0 if reset_ids is None else pack(Op.RESET, target, column)
-        self._words.write_all(pack(op, target, column), reset_ids, reset)
+        command, reset = pack(op, target, column), 0 if reset_ids is None else pack(Op.RESET, target, column)
+        if self._caller is not None and not self.supervisor.absent:
+            self._words.number = number = self._words.number + 1
+            if reset_ids is None:
+                self._caller.give(number, command)
+                return
+            commands = np.full(self.num_envs, command)
+            commands[reset_ids] = reset
+            self._caller.give_some(number, self._all_ids, commands)
+            return
+        self._words.write_all(command, reset_ids, reset)
         for ring in self._rings:
             ring()
         if self.supervisor.absent:
@@ -259,6 +270,9 @@ class WorkerPool:
 
     def _take_tokens(self) -> bool:
         """Take a token of each worker, and more until all envs have answered; return False if none comes for long."""
+        if self._caller is not None:
+            has_all: bool = self._caller.has_all()
+            return has_all
         wait, is_idle, num_tokens = self._done.wait, self._words.is_idle, 0
         while wait(LOOK_S):
             num_tokens += 1
@@ -510,13 +524,20 @@ class WorkerPool:
         """Return whether a worker is there: neither lost nor being replaced."""
         return self.supervisor.is_serving(worker_id)
 
-    def recycle(self, worker_id: int) -> None:
-        """Close the envs of a worker that has nothing to do, and begin to replace it."""
+    def memory_of(self, worker_id: int) -> int:
+        """Return the bytes that a worker, and what it has started, have to themselves."""
+        return memory_of(self.pid_of(worker_id))["uss"]
+
+    def recycle(self, worker_id: int, *, is_anew: bool) -> None:
+        """Close the envs of a worker that has nothing to do, and begin to replace it; see `RecyclablePool`."""
         self.supervisor.recycle(worker_id)
+        if is_anew:
+            self.slab.words["episode"][list(self.blueprint.blocks[worker_id])] -= 1
 
     def clear_words(self, worker_id: int) -> None:
         """Forget what announced mail and commands to a worker that is replaced."""
         words = self.slab.words
+        self.began[worker_id] = words["resets"][list(self.crew.blueprint.blocks[worker_id])].max()
         words["mail_seq"][worker_id] = words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
             pass  # tokens that its predecessor did not take

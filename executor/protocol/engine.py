@@ -1,4 +1,4 @@
-"""The engine of an executor: what may be asked of the envs now, and what becomes of the answers.
+"""The engine of an executor: which commands the envs accept now, and how their answers are handled.
 
 It joins a pool (commands and waiting) with positions (where every env is) and keeps the protocol:
 nothing is sent unless all of it is legal, and whatever breaks a call off (an interrupt, a fault, a

@@ -197,9 +197,16 @@ class Flights:
     def _check(self, op: Op, env_ids: np.ndarray, resets: np.ndarray | None, cut: np.ndarray | None) -> None:
         for others in (resets, cut):
             if others is not None:
-                env_ids = np.setdiff1d(env_ids, others)
                 self.states.check(Op.RESET, others)
-        self.states.check(op, env_ids)
+        self.states.check(op, env_ids if resets is None and cut is None else self._all_but(resets, cut))
+
+    def _all_but(self, *left_out: np.ndarray | None) -> np.ndarray:
+        """Return all envs but some, int64 `[k]`, ascending (1 us; numpy's `setdiff1d` takes 20)."""
+        is_in = np.ones(len(self.all_ids), bool)
+        for env_ids in left_out:
+            if env_ids is not None:
+                is_in[env_ids] = False
+        return self.all_ids[is_in]
 
     def _next_column(self, op: Op, ids: np.ndarray | None) -> Any:
         if op == RESET:
@@ -217,8 +224,7 @@ class Flights:
             positions.blank_steps(at, resets)
         for env_id in () if cut is None else cut.tolist():
             positions.cut_off(env_id, at)
-        others = np.union1d(*(_NOBODY if ids is None else ids for ids in (resets, cut)))
-        states.start(np.setdiff1d(flight.ids, others), op, at)
+        states.start(self._all_but(resets, cut), op, at)
         if resets is not None:
             states.start(resets, Op.RESET, at + positions.where.root_ahead)
         if cut is not None and op == Op.STEP_RESET:
@@ -364,24 +370,6 @@ class Flights:
             raise
         self._close(flight)
 
-    def report(self, flight: Flight) -> Outcome | None:
-        """Land a flight that has been waited for; losses and faults are left to the caller.
-
-        Returns:
-            What the pool reported; None for nothing.
-        """
-        outcome = None
-        if self.pool.outcome:
-            outcome, own = self._note_unusual(flight)
-            self.states.move(np.setdiff1d(self.losses.envs_of(outcome.losses), own), Event.IS_LOST)
-        else:
-            self._note_rows(flight)
-        try:
-            self._recycle(flight)
-        finally:
-            self._close(flight)
-        return outcome
-
     def _note_unusual(self, flight: Flight) -> tuple[Outcome, np.ndarray]:
         """Note what became of a flight; return what the pool reported, and the flight's envs that were lost."""
         positions, ids = self.positions, flight.ids
@@ -504,7 +492,7 @@ class Flights:
         self.states.restore(env_ids, self.positions.were_reset(env_ids, columns))
 
     def open_delivery(self, env_ids: np.ndarray) -> Flight:
-        """Begin to hand out envs that were sent and have answered; `deliver` or `report` must follow."""
+        """Begin to hand out envs that were sent and have answered; `deliver` must follow."""
         self.current = Flight(self, Op.STEP, env_ids, None)
         return self.current
 

@@ -20,7 +20,6 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
-from envherd.workers.processes import memory_of
 
 #: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace`, and resets the envs.
 Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
@@ -61,7 +60,6 @@ class Recycler:
     ) -> None:
         self._positions, self._side, self._options, self._memory = positions, side, options, memory
         self._pool = pool
-        self._began = np.zeros(self._pool.num_workers, np.int64)  # resets of each worker's envs when it came
 
     def before_resets(self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]) -> None:
         """Replace the workers that must be replaced and all of whose envs are about to be reset.
@@ -73,7 +71,7 @@ class Recycler:
         for worker_id in self._whole_workers(env_ids):
             if self._is_due(worker_id, num_begun=0) and self._are_reset_whole(worker_id):
                 lose(np.array(self._pool.blueprint.blocks[worker_id]))
-                self._replace(worker_id)
+                self._pool.recycle(worker_id, is_anew=False)
 
     def after_steps(self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew) -> None:
         """Replace the workers that are due and all of whose envs were just reset by the steps that ended them.
@@ -88,12 +86,11 @@ class Recycler:
             for worker_id in self._whole_workers(env_ids):
                 if self._is_due(worker_id, num_begun=1) and not self._has_batches(worker_id):
                     ids = np.array(self._pool.blueprint.blocks[worker_id])
-                    renew(ids, np.array([column_of[i] for i in ids.tolist()]), partial(self._replace_anew, worker_id))
-
-    def _replace_anew(self, worker_id: int) -> None:
-        """Replace a worker whose envs have just begun their episodes; its successor begins the same ones."""
-        self._replace(worker_id)
-        self._pool.slab.words["episode"][list(self._pool.blueprint.blocks[worker_id])] -= 1
+                    renew(
+                        ids,
+                        np.array([column_of[i] for i in ids.tolist()]),
+                        partial(self._pool.recycle, worker_id, is_anew=True),
+                    )
 
     def _whole_workers(self, env_ids: np.ndarray) -> list[int]:
         """Return the workers in service all of whose envs are among these."""
@@ -117,19 +114,15 @@ class Recycler:
 
     def _is_due(self, worker_id: int, num_begun: int) -> bool:
         options, resets = self._options, self._resets(worker_id)
-        num_ended = resets - self._began[worker_id] - num_begun
+        num_ended = resets - self._pool.began[worker_id] - num_begun
         if options.recycle_after is not None and num_ended >= options.recycle_after:
             return True
         if options.max_worker_memory is None:
             return False
-        num_bytes = memory_of(self._pool.pid_of(worker_id))["uss"]
+        num_bytes = self._pool.memory_of(worker_id)
         self._memory.note(worker_id, self._pool.generation_of(worker_id), resets, num_bytes)
         return num_bytes > options.max_worker_memory
 
     def _resets(self, worker_id: int) -> int:
         ids = list(self._pool.blueprint.blocks[worker_id])
         return int(self._pool.slab.words["resets"][ids].max())
-
-    def _replace(self, worker_id: int) -> None:
-        self._began[worker_id] = self._resets(worker_id)
-        self._pool.recycle(worker_id)

@@ -304,7 +304,7 @@ class _Run:
         if self._extras:
             extras = torch.stack(self._extras, 1)
             data.update(extras)
-        data.refine_names(..., "time")
+        data.refine_names(None, "time", ...)
         return data
 
     def _group_result(self, batch: Any, tensors: dict[Any, torch.Tensor], num_steps: int) -> TensorDictBase:

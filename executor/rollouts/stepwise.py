@@ -66,7 +66,7 @@ class StepwiseRun:
                 break
             cut = None
         data: Any = torch.stack(self._steps, 1)
-        data.refine_names(..., "time")
+        data.refine_names(None, "time", ...)
         return data
 
     def _step(self, root: TensorDictBase, op: Op, cut: np.ndarray | None) -> TensorDictBase:

@@ -73,10 +73,10 @@ def test_a_closed_gate_leaves_the_processor_figures():
 @pytest.mark.parametrize(
     ("wall", "cpu", "expected"),
     [
-        ([18.0, 20.0, 22.0], [1.0, 1.0, 1.0], ("met", "wall clock")),
-        ([10.0, 14.9, 22.0], [90.0, 90.0, 90.0], ("not met", "wall clock")),
-        (None, [15.0, 15.0, 15.0], ("met", "CPU")),
-        (None, [14.0, 14.0, 14.0], ("not met", "CPU")),
+        ([28.0, 30.0, 32.0], [1.0, 1.0, 1.0], ("met", "wall clock")),
+        ([10.0, 24.9, 32.0], [90.0, 90.0, 90.0], ("not met", "wall clock")),
+        (None, [25.0, 25.0, 25.0], ("met", "CPU")),
+        (None, [24.0, 24.0, 24.0], ("not met", "CPU")),
     ],
 )
 def test_a_target_is_judged_by_the_clock_where_that_may_be(wall, cpu, expected):
@@ -161,7 +161,7 @@ def test_a_tiny_run_measures_everyone(run):
         assert 40 < rows[name]["cpu_us_per_step"] < 4000, name
         assert name in done.stdout
     assert rows[peers.GYMNASIUM_ASYNC]["processes"] == 8
-    assert "at least 0.9 of the measured ideal" in done.stdout
+    assert "at least 0.8 of the measured ideal" in done.stdout
 
 
 @needs("bench")

@@ -5,10 +5,11 @@ import itertools
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, is_leaf_nontensor
 
 from envherd.executor import (
     ActionError,
+    AsyncCollector,
     Busy,
     Collector,
     EnvError,
@@ -19,7 +20,7 @@ from envherd.executor import (
     WorkerLost,
 )
 from envherd.executor.cluster import ClusterError, RayParallelEnv
-from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv
+from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.cluster.envs import Counter, GatedEnv, HeldCounter, OnceEnv
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
@@ -46,11 +47,15 @@ def pair(request, shared_env):
 def assert_equal(one, other):
     assert one.batch_size == other.batch_size
     assert one.names == other.names
-    keys = set(one.keys(include_nested=True, leaves_only=True))
-    assert keys == set(other.keys(include_nested=True, leaves_only=True))
+    keys = set(one.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
+    assert keys == set(other.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
     for key in keys:
-        assert one.get(key).dtype == other.get(key).dtype, key
-        assert torch.equal(one.get(key), other.get(key)), key
+        ours, theirs = one.get(key), other.get(key)
+        if isinstance(ours, torch.Tensor):
+            assert ours.dtype == theirs.dtype, key
+            assert torch.equal(ours, theirs), key
+        else:
+            assert ours.tolist() == theirs.tolist(), key
 
 
 def test_it_is_spread_over_the_nodes(shared_env):
@@ -105,6 +110,34 @@ def test_envs_are_received_in_any_order_with_the_same_data(pair):
         got = torch.cat(parts)
         theirs = local.recv()
         assert_equal(*[td[td["env_ids"].argsort()] for td in (got, theirs)])
+
+
+@pytest.mark.parametrize("in_background", [0, 1])
+def test_an_async_collector_gives_every_step_once_as_one_machine_makes_it(pair, in_background):
+    remote, local = pair
+    collector = AsyncCollector(
+        remote,
+        lambda root: root.set("action", root["observation"][:, 1] % 4),
+        frames_per_batch=20,
+        layout="flat",
+        in_background=in_background,
+        close_env=False,
+    )
+    with collector:
+        data = torch.cat([collector.collect() for _ in range(4)])
+        statistics = collector.statistics()
+    assert statistics.frames >= 80
+    assert 0 < statistics.queue_p50_s <= statistics.queue_p99_s
+    root = local.reset()
+    made = []
+    for _ in range(int(data["step"].max()) + 1):
+        td, root = local.step_and_maybe_reset(root.set("action", root["observation"][:, 1] % 4))
+        made.append(td["next", "observation"].clone())
+    for env_id in range(N):
+        own = data[data["env_ids"] == env_id]
+        assert own["step"].tolist() == list(range(len(own)))
+        assert torch.equal(own["next", "observation"], torch.stack(made)[: len(own), env_id])
+    assert torch.equal(data["policy_version"], torch.zeros(80, dtype=torch.int64))
 
 
 def test_remote_rollouts_are_those_of_one_machine(pair):
@@ -174,6 +207,35 @@ def test_refusals_touch_nothing(shared_env):
     assert shared_env.statistics().env_steps == before
     with pytest.raises(EnvError, match=r"no attribute 'nothing' \(env 4, worker 3, pid \d+, node "):
         shared_env.call("nothing", env_ids=[4])
+
+
+@pytest.mark.parametrize("make_other", [PairEnv, TextEnv])
+def test_parts_of_envs_are_reset_and_side_values_come_as_on_one_machine(make_other):
+    kwargs = {"num_workers": 1, "seed": 4}
+    with (
+        RayParallelEnv(2, make_other, num_nodes=1, resources_per_node={"CPU": 1}, **kwargs) as remote,
+        ParallelEnv(2, make_other, **kwargs) as local,
+    ):
+        pair = remote, local
+        roots = [env.reset() for env in pair]
+        for _ in range(3):
+            roots = [env.step_and_maybe_reset(env.rand_action(root))[1] for env, root in zip(pair, roots, strict=True)]
+            assert_equal(*roots)
+        mask = torch.zeros(roots[0]["done"].shape, dtype=torch.bool)
+        mask[1].view(-1)[0] = True
+        assert_equal(*[env.reset(TensorDict({"_reset": mask}, env.batch_size)) for env in pair])
+        rollouts = remote.remote_rollouts()
+        for _ in range(2):
+            kwargs = {"auto_reset": False, "break_when_any_done": False}
+            assert_equal(*[env.rollout(5, take_no_action, **kwargs) for env in (rollouts, local)])
+            assert_equal(remote.current(), local.current())
+            for env in pair:
+                env.reset(TensorDict({"_reset": env.current()["done"]}, env.batch_size))
+        assert_equal(*[env.step(take_no_action(env.current())) for env in pair])
+
+
+def take_no_action(td):
+    return td.set("action", torch.zeros(td.batch_size, dtype=torch.int64))
 
 
 @pytest.mark.full

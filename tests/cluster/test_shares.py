@@ -86,10 +86,9 @@ def test_rows_cross_to_their_own_places_and_touch_no_other(ends, ids):
     asked = np.arange(3) if ids is None else ids
     roots = asked[:1]
     theirs = 1 if ids is None else np.arange(len(asked)) + 1
-    packed = (
-        here.pack_rows(ids, 2, roots, 3) if ids is None else here.pack_rows(ids, asked * 0 + 2, roots, roots * 0 + 3)
-    )
-    there.unpack_to_ring(packed, (ids, theirs), (roots, roots * 0))
+    nexts = here.pack_rows("next", ids, 2 if ids is None else asked * 0 + 2)
+    there.unpack_rows("next", nexts, ids, theirs)
+    there.unpack_rows("root", here.pack_rows("root", roots, roots * 0 + 3), roots, roots * 0)
     for env_id in range(5):
         for column in range(4):
             expected = before[env_id][column]
@@ -119,7 +118,8 @@ def test_a_storage_gets_the_step_and_the_root_that_follows(ends):
     storage = Storage(plan, DriverMemory(plan.nbytes).array().copy())
     reset = np.array([1])
     for column in range(2):
-        there.unpack_to_storage(here.pack_rows(None, column, reset, column), None, reset, storage, column)
+        nexts, roots = here.pack_rows("next", None, column), here.pack_rows("root", reset, column)
+        there.unpack_to_storage(nexts, None, roots, reset, (storage, column))
     for own in range(3):
         group, row = large.plan.place(own + 2)
         for name, array in storage.columns[group].items():

@@ -129,3 +129,12 @@ def test_a_mask_of_a_wrong_shape_is_still_named(env):
         env.reset(TensorDict({"_reset": torch.ones(3, dtype=torch.bool)}, [3]))
     with pytest.raises(ValueError, match="ExecutorOptions failed: expected affinity"):
         ParallelEnv(1, CountingEnv, options=ExecutorOptions(affinity=(99_999,)))
+
+
+def test_a_collector_knows_how_many_batches_it_has(env):
+    collector = Collector(env, act, frames_per_batch=8, total_frames=32, close_env=False)
+    assert len(collector) == len(list(collector)) == 4
+    endless = Collector(env, act, frames_per_batch=8, close_env=False)
+    assert endless
+    with pytest.raises(TypeError, match="len failed"):
+        len(endless)

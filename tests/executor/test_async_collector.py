@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import nn
 
 from envherd import EnvError, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.async_collector import AsyncCollector
-from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
+from envherd.shm.specs import Box, LeafSpec
+from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
 
 N, LENGTH = 4, 5
 MakeEnv = functools.partial(CountingEnv, LENGTH)
@@ -44,7 +46,7 @@ def expected_rows(num_steps: int, seed: int) -> dict[int, torch.Tensor]:
 @pytest.mark.parametrize("in_background", [0, 2])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"min_envs": 2}, {"max_envs": 1}, {"max_envs": 3, "deadline_s": 0.0005}, {"batch_sizes": (2, 4)}],
+    [{}, {"min_batch": 2}, {"max_batch": 1}, {"max_batch": 3, "deadline_s": 0.0005}, {"batch_sizes": (2, 4)}],
     ids=str,
 )
 def test_every_step_is_there_once_and_as_it_would_be_alone(options, in_background):
@@ -125,6 +127,18 @@ def test_the_state_of_a_recurrent_policy_is_its_envs_own():
         assert torch.equal(data["seen"][..., 0].long(), data["step"])
 
 
+@pytest.mark.slow
+def test_envs_whose_actions_or_observations_have_bounds():
+    class BoxEnv(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__(3)
+            observation = LeafSpec(("observation",), (3,), "int64", Box(np.zeros(3), np.ones(3)))
+            self.spec = replace(self.spec, observation=(observation,))
+
+    with SerialEnv(2, BoxEnv) as env, AsyncCollector(env, policy, frames_per_batch=6) as collector:
+        assert collector.collect()["observation"].shape == (2, 3, 3)
+
+
 class Weighted(nn.Module):
     """Writes its weight into what it returns."""
 
@@ -145,17 +159,127 @@ def test_each_step_says_which_weights_have_acted(in_background):
         AsyncCollector(env, learner, frames_per_batch=24, in_background=in_background) as collector,
     ):
         assert (collector.policy is learner) == (not in_background)
+        lags = []
         for step in range(6):
             data = collector.collect()
             assert torch.equal(data["weight"].long(), data["policy_version"])
+            lags.append(step - data["policy_version"])
             with torch.no_grad():
                 learner.weight.add_(1)
             way = (None, learner.state_dict(), TensorDict.from_module(learner))[step % 3]
             assert collector.update_policy_(way) == step + 1
         statistics = collector.statistics()
         assert statistics.version == 6
-        assert statistics.lag_max <= 3
+        assert statistics.lag_max == max(int(lag.max()) for lag in lags) >= 0
+        assert statistics.lag_mean == pytest.approx(float(torch.stack(lags).double().mean()))
     assert not [one for one in threading.enumerate() if one.name == "envherd-collector"]
+
+
+class Versioned(nn.Module):
+    """Acts by its weight and the observation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, root: Any) -> Any:
+        return root.set("action", (root["observation"][:, 1] + self.weight.long()) % 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [0, 1])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_the_steps_of_an_env_are_those_of_a_serial_executor_with_the_same_versions(layout, in_background):
+    """What each env went through follows from the seed and the versions that acted, whichever env was ready first."""
+    learner = Versioned()
+    steps: list[dict[int, Any]] = [{} for _ in range(N)]
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=5) as env,
+        AsyncCollector(env, learner, frames_per_batch=24, layout=layout, in_background=in_background) as collector,
+    ):
+        for _ in range(12):
+            data = collector.collect()
+            assert data.batch_size == ((24,) if layout == "flat" else (4, 6))
+            for one in data.reshape(-1).unbind(0):
+                steps[int(one["env_ids"])][int(one["step"])] = one
+            with torch.no_grad():
+                learner.weight.add_(1)
+            collector.update_policy_()
+    assert sum(map(len, steps)) == 12 * 24
+    last = [next(step for step in range(10**6) if step not in of_env) for of_env in steps]  # before a row not given out
+    assert layout == "rows" or last == [len(of_env) for of_env in steps], "flat batches have no gaps"
+    with SerialEnv(N, MakeEnv, seed=5) as env:
+        root = env.reset()
+        for step in range(max(last)):
+            seen = [steps[i][step] if step < last[i] else None for i in range(N)]
+            versions = torch.tensor([0 if one is None else int(one["policy_version"]) for one in seen])
+            td = root.set("action", (root["observation"][:, 1] + versions) % 4)
+            td, root = env.step_and_maybe_reset(td)
+            for i, one in enumerate(seen):
+                if one is not None:
+                    for key in ("observation", "action", ("next", "observation"), ("next", "reward"), ("next", "done")):
+                        assert torch.equal(one[key], td[i][key])
+
+
+@pytest.mark.slow
+def test_a_compiled_policy_is_compiled_once_for_each_size():
+    shapes: list[torch.Size] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        shapes.extend(value.shape for value in inputs if value.ndim == 2 and value.shape != (7, 3))
+        return graph
+
+    net = torch.compile(nn.Linear(3, 7), backend=backend, dynamic=False)
+
+    def compiled(root: Any) -> Any:
+        return root.set("action", net(root["observation"].float()).argmax(-1) % 4)
+
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
+        AsyncCollector(env, compiled, frames_per_batch=40, batch_sizes=(2, 4)) as collector,
+    ):
+        for _ in range(3):
+            collector.collect()
+        assert set(collector.statistics().batch_sizes) <= {1, 2, 3, 4}
+    assert len(shapes) == len(set(shapes))
+    assert set(shapes) <= {(2, 3), (4, 3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ahead", [1, 2])
+def test_no_more_batches_are_collected_ahead_than_asked_for(num_ahead):
+    frames = 12
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
+        AsyncCollector(env, policy, frames_per_batch=frames, layout="flat", in_background=num_ahead) as collector,
+    ):
+        collector.collect()
+        num_frames = -1
+        while num_frames != collector.statistics().frames:  # until nothing is collected any more
+            num_frames = collector.statistics().frames
+            threading.Event().wait(0.3)
+        assert (1 + num_ahead) * frames <= num_frames <= (1 + num_ahead) * frames + N - 1
+        assert len(collector.collect()) == frames
+
+
+@pytest.mark.slow
+def test_statistics_say_how_long_answers_waited_for_the_policy():
+    def slow(root: Any) -> Any:
+        threading.Event().wait(0.01)
+        return policy(root)
+
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
+        AsyncCollector(env, slow, frames_per_batch=24, max_batch=1, layout="flat") as collector,
+    ):
+        for _ in range(3):
+            collector.collect()
+        found = collector.statistics()
+    # One env is acted for at a time, so an answer waits while the policy runs for others.
+    assert 0.01 < found.queue_p50_s <= found.queue_p99_s < sum(found.spent.values())
+    assert found.bound_by == "policy"
+    assert 0.5 < found.policy_share <= 1
+    assert found.batch_size_mean == 1
 
 
 @pytest.mark.slow
@@ -171,6 +295,8 @@ def test_an_env_that_raises_loses_that_step_alone(in_background):
                 except EnvError as error:
                     failed += error.env_ids
         assert set(failed) == {0}
+    numbers = sorted(int(step) for data in batches for row in data for step in row["step"][row["env_ids"] == 0])
+    assert {3, 4} & set(numbers) == ({4} if 4 in numbers else set()), "the step that was lost has no transition"
     for data in batches:
         follows = data["next", "observation"][:, :-1] == data["observation"][:, 1:]
         is_done = data["next", "done"][:, :-1, 0]
@@ -186,6 +312,8 @@ def test_a_lost_worker_gives_an_interrupted_row(tmp_path):
     with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(on_worker_loss="restart")) as env:
         with AsyncCollector(env, policy, frames_per_batch=20) as collector:
             batches = [collector.collect() for _ in range(8)]
+            while not any(data["next", "interrupted"].any() for data in batches):  # the successor is being built
+                batches.append(collector.collect())
         assert sum(int(data["next", "interrupted"].sum()) for data in batches) == 1
         for data in batches:
             follows = (data["next", "observation"][:, :-1] == data["observation"][:, 1:]).all(-1)
@@ -211,13 +339,22 @@ class TestRefusals:
         "options",
         [
             {"frames_per_batch": 0},
-            {"frames_per_batch": 8, "min_envs": 3, "max_envs": 2},
-            {"frames_per_batch": 8, "max_envs": 9},
+            {"frames_per_batch": 8, "min_batch": 3, "max_batch": 2},
+            {"frames_per_batch": 8, "max_batch": 9},
+            {"frames_per_batch": 8, "layout": "flat", "steps_per_row": 2},
+            {"frames_per_batch": 8, "layout": "columns"},
         ],
     )
     def test_numbers_out_of_range(self, options):
         with SerialEnv(N, MakeEnv) as env, pytest.raises(ValueError, match="AsyncCollector failed: expected "):
             AsyncCollector(env, policy, **options)
+
+    def test_envs_of_two_kinds(self):
+        with (
+            SerialEnv([MakeEnv, AgentsEnv]) as env,
+            pytest.raises(ValueError, match="expected envs of one kind, got 2"),
+        ):
+            AsyncCollector(env, policy, frames_per_batch=8)
 
     def test_envs_with_text(self):
         with SerialEnv(N, TextEnv) as env, pytest.raises(ValueError, match="expected leaves of fixed shapes, got text"):

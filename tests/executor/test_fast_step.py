@@ -59,12 +59,20 @@ class Driving(gymnasium.Env[np.ndarray, np.ndarray]):
 class Slow(CountingEnv):
     """Takes its time where its action is 3; raises where it is 2."""
 
+    time_s = 0.05
+
     def step(self, action: list[Any]) -> Any:
         if action[0] == 3:
-            time.sleep(0.05)
+            time.sleep(self.time_s)
         if action[0] == 2:
             raise RuntimeError("two")
         return super().step(action)
+
+
+class Stuck(Slow):
+    """Takes much longer than the deadline of its test, which the other env keeps on a busy machine too."""
+
+    time_s = 60.0
 
 
 ENVS: dict[str, Callable[[], Any]] = {
@@ -387,7 +395,8 @@ def assert_goes_on_without_env_1(env: Any, loss: type[Exception]) -> None:
 
 @pytest.mark.broken_pool
 def test_a_worker_that_is_late_is_given_up():
-    with slow_pair(step_timeout_s=0.03) as env:
+    options = ExecutorOptions(step_timeout_s=2.0)
+    with ParallelEnv(2, functools.partial(Stuck, 50), num_workers=2, options=options) as env:
         env.reset()
         with pytest.raises(WorkerTimeout):
             env.step(actions(0, 3))

@@ -15,7 +15,7 @@ from envherd.executor.rollouts import storage
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.executor.rollouts.storage import Lease
 from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.testing import AgentsEnv, CountingEnv, PlainEnv, TextEnv
+from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv, PlainEnv, TextEnv
 from envherd.workers.testing.envs import action_leaf
 from tests.faults.children import in_child
 from tests.gates import wait_for
@@ -36,6 +36,17 @@ def ones_each(td):
     for row in td.unbind(0) if isinstance(td, LazyStackedTensorDict) else ():
         row["action"] = torch.ones((), dtype=torch.int64)
     return td if isinstance(td, LazyStackedTensorDict) else ones(td)
+
+
+@both
+def test_the_second_dimension_is_time_also_of_envs_that_are_batches(make):
+    with make(3, PairEnv, seed=0) as env:
+        data = env.rollout(4, break_when_any_done=False)
+    assert data.batch_size == (3, 4, 2)
+    assert data.names == data["next"].names == [None, "time", None]
+    steps = data["observation"][..., 1]
+    goes_on = ~data["next", "done"][:, :-1, :, 0]
+    assert torch.equal(steps[:, 1:][goes_on], steps[:, :-1][goes_on] + 1)
 
 
 @both

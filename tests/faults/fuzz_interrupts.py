@@ -26,6 +26,7 @@ VARIANTS = (
     "plain",
     "shared",
     "infos",
+    "threads",
     "ahead",
     "recycle",
     "serial",

@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ahead": {"reset_ahead": True, "on_worker_loss": "restart"},
     "recycle": {"recycle_after": 2, "on_worker_loss": "restart"},
     "ahead recycle": {"reset_ahead": True, "recycle_after": 2, "on_worker_loss": "restart"},
+    "threads": {"env_threads": True, "num_workers": "few", "on_worker_loss": "restart"},
     "infos": {"infos": "plain", "on_worker_loss": "restart"},
     "views": {"copy": False, "on_worker_loss": "restart"},
     "pairs": {"lanes": 2, "on_worker_loss": "restart"},
@@ -56,7 +57,7 @@ def draw_setting(rng: random.Random, variant: str) -> Setting:
         kind_of = (kinds,) * num_envs
     options: dict[str, Any] = {"stall_log_s": 5.0, "close_timeout_s": 2.0, "max_restarts": 10_000}
     options["restart_window_s"] = 0.001  # no waits between restarts
-    names = ("on_worker_loss", "reset_ahead", "recycle_after", "infos", "step_timeout_s")
+    names = ("on_worker_loss", "reset_ahead", "env_threads", "recycle_after", "infos", "step_timeout_s")
     options |= {name: asked[name] for name in names if name in asked}
     if "step_timeout_s" in asked:
         options |= {"reset_timeout_s": 2 * STEP_TIMEOUT_S, "build_timeout_s": 8.0}

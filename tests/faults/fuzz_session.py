@@ -777,8 +777,10 @@ class Session:
             self.env.load_state_dict(state)
             return True
 
+        self.oracle.reseeded(None)  # should the call be broken off
         if self.attempt("load_state_dict", load):
-            self.oracle.load(at, ended)
+            kept = state["executor"]
+            self.oracle.load(at, ended, kept["seed"], kept["episodes"])
             self.doubt.clear()
             self._learn(self._idle())
 

@@ -220,9 +220,19 @@ class Oracle:
         self.root_seed = root_seed
         self._latest = {}
 
-    def load(self, at: dict[Place, Row | None], ended: dict[Place, bool]) -> None:
-        """Note that all envs were put back to where they were: what they did from there on, they do again."""
+    def load(
+        self, at: dict[Place, Row | None], ended: dict[Place, bool], root_seed: int, episodes: Sequence[int]
+    ) -> None:
+        """Note that all envs were put back to where they were: what they did from there on, they do again.
+
+        Args:
+            at: where they were.
+            ended: whether they had ended.
+            root_seed: of their next episodes.
+            episodes: which episode the next reset of each env begins.
+        """
         self.at, self.ended = dict(at), dict(ended)
+        self.root_seed, self._latest = root_seed, {place: episodes[place[0]] - 1 for place in at}
         latest = {(row.nonce, row.episode): row.t for row in at.values() if row is not None}
         self.handed_out = {key for key in self.handed_out if key[2] <= latest.get(key[:2], key[2])}
 

@@ -176,7 +176,7 @@ def test_a_stored_rollout_is_loaded_without_unpickling(tmp_path):
     store = RolloutStore(tmp_path / "good", 2)
     for step in range(2):
         store.add(TensorDict({"observation": torch.full((3, 4), step)}, [3]))
-    store.finish()
+    store.finish({})
     data = TensorDict.load_memmap(tmp_path / "good", allow_pickle=False)
     assert data["observation"][:, :, 0].tolist() == [[0, 1]] * 3
     assert not [path for path in tmp_path.rglob("*") if "pickle" in path.name or path.suffix == ".pkl"]

@@ -22,7 +22,7 @@ from envherd.workers.protocol import pack
 ROOT_SEED = 7
 NUM_FRAMES, NUM_COLUMNS, TARGET = 3, 4, 5
 #: Words that say how long something took or who runs, which differs from one run to the next.
-_CLOCKS = {"busy_ns", "since_ns", "reset_ns", "step_bins", "pid"}
+_CLOCKS = {"busy_ns", "since_ns", "answered_ns", "reset_ns", "step_bins", "pid"}
 
 
 class NoToken(Exception):

@@ -336,6 +336,45 @@ def test_plain_resets_are_made_in_c(target, has_seeds):
     )
 
 
+@pytest.mark.parametrize("target", [0, TARGET])
+@pytest.mark.parametrize("has_seeds", [True, False])
+def test_resets_that_are_commands_are_made_in_c(target, has_seeds):
+    """Of envs that have ended, and of others; not of one that was prepared for its reset, nor the first one."""
+    make = adapters(FLOATS, spaces.Discrete(5), [[], []], length=2)
+    options = BlockOptions(episode_seeds=has_seeds)
+    side = under_way(make, options)
+    called, ends = calls_in_python(side), int(side.words["ends"].sum())
+    commands = [(STEP, 0), (RESET, 1), (STEP, 1), (RESET, NUM_COLUMNS - 1 if target else 0), (RESET, 2)]
+    for op, column in commands:
+        side.command(op, [1, 2], target, column)
+        side.serve()
+    ends = int(side.words["ends"].sum()) - ends
+    assert ends > 0
+    assert len(called) == (ends if target else 0)  # in a storage, a last observation is the next root: Python's
+    both = sides(make, options)
+    run_commands(
+        both,
+        [
+            (RESET, [1, 2], 0, 0, 0),
+            *((STEP_RESET, [1, 2], target, column, 0) for column in range(3)),
+            *((op, [1, 2], target, column, 0) for op, column in commands),
+            (RESET, [2], target, 0, int(Flag.PREPARED)),
+            (RESET, [1], target, 1, int(Flag.EACH)),
+        ],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize("infos", ["drop", "pickle"])
+def test_every_reset_that_is_a_command(observation, infos):
+    scripts, resets = [["no info"] * 4 for _ in RESETS], [["plain", "plain", name] for name in RESETS]
+    both = sides(adapters(OBSERVATIONS[observation], spaces.Discrete(5), scripts, resets), BlockOptions(infos=infos))
+    ids = list(range(1, len(RESETS) + 1))
+    ops = (RESET, STEP_RESET, STEP_RESET, RESET, RESET, STEP, RESET)
+    run_commands(both, [(op, ids, 0, column % 3, 0) for column, op in enumerate(ops)])
+
+
 @pytest.mark.parametrize("infos", ["plain", "pickle"])
 def test_steps_and_resets_without_infos_are_made_in_c_where_infos_are_reported(infos):
     script = ["no info", "no info", "end without info", "no info", "no info", "end without info", "plain"]

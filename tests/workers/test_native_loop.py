@@ -253,7 +253,8 @@ def owing(side: Side) -> list[int]:
 
 
 def test_words_are_packed_as_the_protocol_says():
-    constants = dict(re.findall(r"\b([A-Z_]+) = (\d+)", SOURCE))
+    sources = SOURCE + (Path(native.__file__).parent / "native.h").read_text()
+    constants = dict(re.findall(r"\b([A-Z_]+) = (\d+)", sources))
     expected = {
         "OP_BITS": protocol._OP_BITS,
         "FLAG_BITS": protocol._FLAG_BITS,
@@ -262,6 +263,7 @@ def test_words_are_packed_as_the_protocol_says():
         "OP_STEP_RESET": protocol.STEP_RESET,
         "OP_RESET": protocol.RESET,
         "FLAG_EACH": int(protocol.Flag.EACH),
+        "FLAG_PREPARED": int(protocol.Flag.PREPARED),
         "STATUS_OK": int(protocol.Status.OK),
     }
     assert {name: int(constants[name]) for name in expected} == expected

@@ -62,7 +62,7 @@ class Adapter(ABC):
 
     Attributes:
         env: the native env, as the factory returned it; `call`, `get` and `set` reach it.
-        spec: what it gives and takes.
+        spec: what it returns and accepts.
     """
 
     #: Name of the family, e.g. "gymnasium"; used in messages and on the command line.

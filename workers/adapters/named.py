@@ -116,7 +116,7 @@ class PettingZooFactory:
 class OldGymFactory:
     """Build an env of the API before Gymnasium: `step` returns four values, `reset` an observation alone.
 
-    Such an env is served only where this says that it is one; see `gymnasium_old` for what becomes of `done`,
+    Such an env is served only where this says that it is one; see `gymnasium_old` for the meaning of `done`,
     seeds, spaces and pictures.
 
     Attributes:

@@ -171,7 +171,7 @@ class Block:
             env_id: which env.
             command: see `workers.protocol.pack`.
             begun: of a command whose env was stepped by the loop in C: completes that step, in place of making one.
-            reset: of a command after whose step the loop in C has reset the env: gives what that gave.
+            reset: of a command in which the loop in C has reset the env: gives what that gave.
 
         Returns:
             A `Status`, as a plain int.
@@ -201,7 +201,8 @@ class Block:
         self, slot: Slot, sink: Sink, op: int, column: int, begun: Step | None, reset: Begun | None
     ) -> None:
         if op == _RESET:
-            self._reset(slot, sink, column, None if slot.must_reset else slot.reset_mask)  # a new instance, as a whole
+            mask = None if slot.must_reset else slot.reset_mask  # a new instance, as a whole
+            self._reset(slot, sink, column, mask, reset)
             return
         slot.phase = "step"
         if (slot.must_reset or slot.has_ended) and slot.is_guarded and begun is None:

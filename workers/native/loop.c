@@ -10,9 +10,9 @@
 enum { STATUS_OK = 0 };
 
 static const char *const WORDS[] = {"command_seq", "command", "reply_seq", "status", "resets", "mail_seq", "answered",
-                                    "ring_at", "busy_ns", "seat", "since_ns", "reset_ns", "step_bins", "phase"};
+                                    "ring_at", "busy_ns", "seat", "since_ns", "reset_ns", "step_bins", "phase", "answered_ns"};
 enum { COMMAND_SEQ, COMMAND, REPLY_SEQ, STATUS, RESETS, MAIL_SEQ, ANSWERED, RING_AT, BUSY, SEAT, SINCE, RESET_NS,
-       STEP_BINS, PHASE, NUM_WORDS };
+       STEP_BINS, PHASE, ANSWERED_NS, NUM_WORDS };
 /* What Python does: functions of `process.native_loop.NativeLoop` and its block. */
 static const char *const CALLS[] = {"execute", "hand_over", "fail", "go_on", "hand_over_reset", "fail_reset", "check_mail",
                                     "tidy", "move"};
@@ -210,13 +210,13 @@ static int attribute_is(const Loop *loop, PyObject *of, int name, PyObject *expe
     return value == expected;
 }
 
-/* Return the step of an env to a target (a new reference), or NULL where Python is to make it, perhaps with an
- * exception. */
-static Step *find_step(Loop *loop, Env *env, i64 target)
+/* Return the step of an env to a target (a new reference), or NULL where Python is to step or reset it, perhaps with an
+ * exception. An env that has ended can be reset only. */
+static Step *find_step(Loop *loop, Env *env, i64 target, int may_have_ended)
 {
     PyObject *slot = env->slot, *native = NULL;
-    if (!attribute_is(loop, slot, MUST_RESET, Py_False) || !attribute_is(loop, slot, HAS_ENDED, Py_False)
-        || !attribute_is(loop, slot, PREPARED, Py_None))
+    if (!attribute_is(loop, slot, MUST_RESET, Py_False) || !attribute_is(loop, slot, PREPARED, Py_None)
+        || (!may_have_ended && !attribute_is(loop, slot, HAS_ENDED, Py_False)))
         return NULL;
     PyObject *sinks = PyObject_GetAttr(slot, loop->names[SINKS]), *key = PyLong_FromLongLong(target);
     PyObject *sink = sinks == NULL || key == NULL ? NULL : PyDict_GetItemWithError(sinks, key);
@@ -229,13 +229,14 @@ static Step *find_step(Loop *loop, Env *env, i64 target)
     return (Step *)native;
 }
 
-/* Begin the next episode of an env whose step has ended one; return the status of the command. */
+/* Begin the next episode of an env, with its root at a column; return the status of the command.
+ * `observation`: of the step before it in the same command, or None. */
 static i64 reset_env(Loop *loop, Env *env, Step *step, i64 command, i64 column, PyObject *observation)
 {
     PyObject *root;
     i64 status;
     STORE(word(loop, PHASE, loop->worker_id), OP_RESET | (env->id + 1) << OP_BITS);
-    switch (step_reset(step, column + step_root_follows(step), &root)) {
+    switch (step_reset(step, column, &root)) {
     case STEP_STORED:
         status = step_note_end(step, 0) < 0 ? -1 : STATUS_OK;
         break;
@@ -255,7 +256,7 @@ static i64 note_end(Loop *loop, Env *env, Step *step, i64 command, i64 column, P
     if (step_note_end(step, 1) < 0)
         return -1;
     if (resets && step_can_reset(step))
-        return reset_env(loop, env, step, command, column, observation);
+        return reset_env(loop, env, step, command, column + step_root_follows(step), observation);
     forget_step(env);
     return resets || step_root_follows(step) ? ask_python(loop, env, GO_ON, command, observation, NULL) : STATUS_OK;
 }
@@ -283,20 +284,30 @@ static i64 step_env(Loop *loop, Env *env, i64 command, i64 column)
     return status;
 }
 
+static i64 carry_out_reset(Loop *loop, Env *env, i64 command, i64 column)
+{
+    Step *step = (Step *)Py_NewRef((PyObject *)env->step);
+    i64 status = reset_env(loop, env, step, command, column, Py_None);
+    Py_DECREF(step);
+    return status;
+}
+
 /* Carry out one command and return its status, or -1 with an exception that is not an env's. */
 static i64 carry_out(Loop *loop, Env *env, i64 command)
 {
     i64 op = command & ((1 << OP_BITS) - 1), column = command >> (OP_BITS + FLAG_BITS + TARGET_BITS);
     i64 target = command >> (OP_BITS + FLAG_BITS) & ((1 << TARGET_BITS) - 1);
-    if (op == OP_STEP || op == OP_STEP_RESET) {
+    if (op == OP_STEP || op == OP_STEP_RESET || (op == OP_RESET && !(command & FLAG_PREPARED << OP_BITS))) {
         if (env->step == NULL || env->target != target) {
             forget_step(env);
             env->target = target;
-            env->step = find_step(loop, env, target);
+            env->step = find_step(loop, env, target, op == OP_RESET);
             if (PyErr_Occurred())
                 return -1;
         }
-        if (env->step != NULL && column < step_num_columns(env->step))
+        if (env->step != NULL && op == OP_RESET && step_can_reset(env->step))
+            return carry_out_reset(loop, env, command, column);
+        if (env->step != NULL && op != OP_RESET && column < step_num_columns(env->step))
             return step_env(loop, env, command, column);
     }
     return ask_python(loop, env, EXECUTE, command, NULL, NULL);
@@ -387,6 +398,8 @@ static int scan(Loop *loop)
             return -1;
         STORE(word(loop, STATUS, env->id), status);
         env->latest = number;
+        if (command & FLAG_EACH << OP_BITS)
+            STORE(word(loop, ANSWERED_NS, env->id), monotonic_ns());
         STORE_NUMBER(word(loop, REPLY_SEQ, env->id), number);
         if (!(command & FLAG_EACH << OP_BITS))
             owes_ring = 1;

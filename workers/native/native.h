@@ -46,7 +46,8 @@ void bell_ring(Bell *bell);
 
 /* ---- command words: see workers.protocol ------------------------------------------------------------- */
 
-enum { OP_BITS = 4, FLAG_BITS = 4, TARGET_BITS = 24, OP_STEP = 1, OP_STEP_RESET = 2, OP_RESET = 3, FLAG_EACH = 1 };
+enum { OP_BITS = 4, FLAG_BITS = 4, TARGET_BITS = 24, OP_STEP = 1, OP_STEP_RESET = 2, OP_RESET = 3 };
+enum { FLAG_EACH = 1, FLAG_PREPARED = 2 };
 
 /* ---- commands of the caller: caller.c ---------------------------------------------------------------- */
 

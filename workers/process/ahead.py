@@ -121,6 +121,7 @@ class AheadLoop(Loop):
         if number <= words["reply_seq"][env_id]:  # an old number, perhaps: the other one may have served meanwhile
             return
         words["status"][env_id] = self._execute_timed(env_id, words["command"][env_id], 1)
+        words["answered_ns"][env_id] = time.perf_counter_ns()
         words["reply_seq"][env_id] = number
         self._done.ring()
 

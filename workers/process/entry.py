@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import functools
 import json
 import os
 import select
@@ -35,6 +36,7 @@ from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
 from envherd.workers.process.ahead import AheadBlock, AheadLoop
+from envherd.workers.process.env_threads import EnvThreads, ThreadedBlock, ThreadedLoop
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.reply import Fault
@@ -129,6 +131,7 @@ class Worker:
         self._build: messages.Build | None = None
         self._slab: Slab | None = None
         self._loop: Loop | None = None
+        self._threads: EnvThreads | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Build: self._on_build,
             messages.Attach: self._on_attach,
@@ -146,6 +149,15 @@ class Worker:
             if self._read_mail() is None:
                 return
         self._loop.run()
+
+    def _on_thread(self, env_id: int, call: Callable[[], Any]) -> Any:
+        """Make a call of an env where its calls are made."""
+        return call() if self._threads is None else self._threads.run(env_id, call)
+
+    def _await_envs(self) -> None:
+        """Wait until no env is in a call."""
+        if self._threads is not None:
+            self._threads.run_all(lambda: None)
 
     def _read_mail(self) -> int | None:
         """Handle one message; return its number, or None to leave."""
@@ -165,21 +177,19 @@ class Worker:
             message.block.info_keys, message.block.env_type, episode_statistics=message.block.episode_statistics
         )
         adapters = {}
+        self._threads = EnvThreads(message.env_ids) if message.block.env_threads else None
         for env_id, factory, kwargs in zip(message.env_ids, message.factories, message.env_kwargs, strict=True):
             seeding.seed_globals(seeding.build_seed(message.root_seed, message.block.first_env_id + env_id))
             try:
-                adapters[env_id] = builder.build(factory, kwargs)
+                adapters[env_id] = self._on_thread(env_id, functools.partial(builder.build, factory, kwargs))
             except BaseException as error:  # a factory may raise anything; the parent decides
                 self._channel.send_plain(Fault.from_exception(env_id, "build", error).to_plain())
                 return
-        kind = AheadBlock if message.block.reset_ahead else Block
-        self._block = kind(
-            message.worker_id,
-            adapters,
-            message.root_seed,
-            self._channel.send_plain,
-            message.block,
-        )
+        parts = message.worker_id, adapters, message.root_seed, self._channel.send_plain, message.block
+        if self._threads is not None:
+            self._block = ThreadedBlock(*parts, self._threads)
+        else:
+            self._block = AheadBlock(*parts) if message.block.reset_ahead else Block(*parts)
         _listen_for_stack_requests(self._log_fd)  # what envs import may have taken the signal
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
         self._channel.send_plain({"kind": "specs", "specs": specs})
@@ -194,19 +204,23 @@ class Worker:
         done = Doorbell.attach(buffer, message.plan.bells_offset)
         go = Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id))
         kind = AheadLoop if isinstance(self._block, AheadBlock) else loop_class()
+        kind = ThreadedLoop if self._threads is not None else kind
         self._loop = kind(self._block, self._slab, (go, done), self._read_mail, self._trim_log, self._channel.number)
         self._channel.send_plain({"kind": "attached"})
 
     def _on_attach_storage(self, message: messages.AttachStorage) -> None:
         assert self._block is not None
+        self._await_envs()
         self._block.attach_storage(message.target, Storage(message.plan, _map(message.nbytes, self._fds, message.name)))
 
     def _on_detach_storage(self, message: messages.DetachStorage) -> None:
         assert self._block is not None
+        self._await_envs()
         self._block.detach_storage(message.target)
 
     def _on_seed(self, message: messages.Seed) -> None:
         assert self._block is not None
+        self._await_envs()
         self._block.seed(message.root_seed, message.episodes)
 
     def _on_prepare(self, message: messages.Prepare) -> None:
@@ -241,7 +255,7 @@ class Worker:
             return
         for env_id, slot in self._block.slots.items():
             try:
-                slot.adapter.close()
+                self._on_thread(env_id, slot.adapter.close)
             except BaseException as error:  # an env that cannot close must not keep the others open
                 self._channel.send_plain(Fault.from_exception(env_id, "close", error).to_plain())
 

@@ -107,8 +107,8 @@ class Loop:
     def _scan(self) -> None:
         """Carry out the commands that are there."""
         words, latest = self._words, self._latest
-        numbers, commands, replies, status = (
-            words["command_seq"], words["command"], words["reply_seq"], words["status"]
+        numbers, commands, replies, status, answered_ns = (
+            words["command_seq"], words["command"], words["reply_seq"], words["status"], words["answered_ns"]
         )  # fmt: skip
         owes_ring, execute = False, self._block.execute
         pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
@@ -128,6 +128,8 @@ class Loop:
             else:
                 status[env_id] = execute(env_id, command)
             latest[env_id] = number
+            if command & _EACH:
+                answered_ns[env_id] = time.perf_counter_ns()
             replies[env_id] = number
             if command & _EACH:
                 if self._counter.add():

@@ -78,12 +78,12 @@ class NativeLoop(Loop):
         """Complete a command whose step was stored, and in which the env has ended."""
         return self._block.execute(env_id, command, lambda _column: observation)
 
-    def _hand_over_reset(self, env_id: int, command: int, observation: list[Any], root: list[Any]) -> int:
-        """Complete a command whose env was stepped and reset, and gave then what is not plain."""
+    def _hand_over_reset(self, env_id: int, command: int, observation: Any, root: list[Any]) -> int:
+        """Complete a command whose env was (stepped and) reset, and gave then what is not plain."""
         return self._block.execute(env_id, command, lambda _column: observation, lambda: root)
 
-    def _fail_reset(self, env_id: int, command: int, observation: list[Any], error: BaseException) -> int:
-        """Complete a command whose env was stepped, and raised in the reset after that."""
+    def _fail_reset(self, env_id: int, command: int, observation: Any, error: BaseException) -> int:
+        """Complete a command whose env (was stepped, and) raised in its reset."""
 
         def raise_again() -> list[Any]:
             raise error

@@ -152,7 +152,7 @@ class AsyncVectorEnv(HostedVectorEnv):
             )
 
     def _end(self, awaited: AsyncState) -> None:
-        """Refuse to wait for a call that was not begun; whatever becomes of the wait, it is over then."""
+        """Refuse to wait for a call that was not started; after any outcome of the wait, the call is over."""
         self._assert_is_running()
         if self._state is not awaited:
             name = awaited.value

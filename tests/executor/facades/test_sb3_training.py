@@ -102,6 +102,7 @@ def test_evaluation_gives_what_sb3s_own_gives():
     assert returns[0] == returns[1]
 
 
+@pytest.mark.full
 def test_ppo_solves_cartpole():
     env = VecMonitor(TWO_WORKERS([functools.partial(make_cartpole, 500)] * 8))
     judge = DummyVecEnv([functools.partial(make_cartpole, 500)] * 4)

@@ -27,7 +27,7 @@ from torchrl.envs import GymEnv
 from envherd.executor.facades.torchrl import ParallelEnv
 
 print("the script runs")
-env = ParallelEnv(2, lambda: GymEnv("CartPole-v1"))
+env = ParallelEnv(2, lambda: GymEnv("CartPole-v1"), num_processes=1)
 print(tuple(env.rollout(3).shape))
 env.close()
 """

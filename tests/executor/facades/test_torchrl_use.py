@@ -92,10 +92,9 @@ def test_the_melting_pot_script() -> None:
         env.close()
 
 
-@needs("meltingpot")
-def test_its_failing_twin_is_told_what_to_write() -> None:
-    built = MeltingpotEnv(SUBSTRATE)
-    with pytest.raises(FactoryError, match=r"make_env=lambda: MeltingpotEnv\(\.\.\.\)"):
+def test_an_env_in_place_of_a_factory_is_refused_with_what_to_write() -> None:
+    built = GymEnv("CartPole-v1")
+    with pytest.raises(FactoryError, match=r"make_env=lambda: GymEnv\(\.\.\.\)"):
         ParallelEnv(2, built)
     built.close()
 

@@ -29,7 +29,7 @@ def check_keywords(options: Mapping[str, Any], kind: str, effect: str = "") -> N
     Args:
         options: keyword arguments of the reset.
         kind: of env, for the message.
-        effect: what becomes of `options`, for the message.
+        effect: how `options` are handled, for the message.
     """
     unknown = [name for name in options if name != "options"]
     if unknown:

@@ -46,7 +46,7 @@ class Branch:
     """A dict, tuple or list of further nodes.
 
     Attributes:
-        kind: `dict`, `tuple` or `list`: what the env itself gives and takes.
+        kind: `dict`, `tuple` or `list`: what the env itself returns and accepts.
         entries: `(native key or index, node)` in the order of the leaves.
     """
 

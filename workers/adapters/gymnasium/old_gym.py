@@ -1,6 +1,6 @@
 """Envs of the API before Gymnasium, as a `gymnasium.Env`: gym up to 0.26, and envs that were written like it.
 
-What differs, and what becomes of it:
+What differs, and how it is handled:
 - `step` returns `(observation, reward, done, info)`: an end with `info["TimeLimit.truncated"]` is
   `truncated`, any other `terminated`. An env that cuts its episodes itself and does not say so cannot be
   distinguished from one that ended; `horizon` is for that. Five values (gym 0.26) are taken as they are.

@@ -327,7 +327,7 @@ def _mode_of(env: VectorEnv[Any, Any, Any], declared: Any) -> str:
     if not said:
         raise SpecError(
             f"reading the autoreset mode failed: expected metadata['autoreset_mode'] of {type(env.unwrapped).__name__} "
-            f"to say what becomes of rows that ended, got nothing, and guessing loses observations. {_DECLARE}"
+            f"to say how rows that ended are reset, got nothing, and guessing loses observations. {_DECLARE}"
         )
     if said[0] not in _MODES or said[-1] != said[0]:
         raise SpecError(

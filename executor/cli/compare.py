@@ -1,0 +1,48 @@
+"""`envherd compare ENV`: one env under Gymnasium, SB3, TorchRL and envherd, on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from envherd.executor.cli.option_values import ENV_KWARGS_HELP, keyword_arguments, picture, read_keyword_arguments
+
+_ENV_HELP = "gymnasium:ID, meltingpot:SUBSTRATE, or python:MODULE:CALLABLE (a callable that returns a Gymnasium env)."
+
+
+def compare(  # noqa: PLR0913  # the command line's options, read by typer
+    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)],
+    *,
+    envs: Annotated[int, typer.Option(min=1, help="Number of envs.")] = 8,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="envherd's worker processes; default: one per usable core.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all libraries take turns.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.05, help="Seconds of each library in a round.")] = 1.0,
+    env_kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")
+    ] = None,
+    json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the figures as JSON; - prints them.")] = None,
+) -> None:
+    """Compare the speed of your env under the installed libraries.
+
+    All libraries run the same number of envs with fixed actions, each in its own process, and take turns.
+    """
+    from envherd.executor.cli.comparing import Request, run
+
+    request = Request(
+        env=env,
+        num_envs=envs,
+        num_workers=workers,
+        num_rounds=rounds,
+        seconds=seconds,
+        env_kwargs=read_keyword_arguments(env_kwargs),
+        plot=plot,
+        json_path=json,
+    )
+    raise typer.Exit(run(request))

@@ -1,0 +1,205 @@
+"""What `envherd compare` does, from its options to its exit code."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from envherd.benchmarks import ours, peers
+from envherd.benchmarks.pools import Contender, Job
+from envherd.benchmarks.ratios import per_round
+from envherd.benchmarks.rounds import Entry, Plan, measure
+from envherd.benchmarks.summary import summarise
+from envherd.executor.cli.env_names import factory_for, full_name
+from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.media import MediaError
+from envherd.executor.cli.running import complain
+from envherd.executor.machine.machine import usable_cores
+from envherd.workers.errors import EnvherdError, FactoryError
+
+SCHEMA = "envherd.compare/1"
+#: Seconds in all after which no further round begins.
+_LIMIT_S = 900.0
+_SHOWN = (
+    ours.OURS,
+    ours.SERIAL,
+    peers.GYMNASIUM_ASYNC,
+    peers.GYMNASIUM_SYNC,
+    peers.SB3_SUBPROC,
+    peers.SB3_DUMMY,
+    peers.TORCHRL_PARALLEL,
+)
+#: Entries of a library in the JSON.
+_REPORTED = ("status", "steps_per_s", "envherd_is", "cpu_us_per_step", "processes", "rounds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options, as given."""
+
+    env: str
+    num_envs: int = 8
+    num_workers: int | None = None
+    num_rounds: int = 5
+    seconds: float = 1.0
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    plot: Path | None = None
+    json_path: str | None = None
+
+
+def run(request: Request) -> int:
+    """Measure every library and print a table; return the exit code. Errors are printed, never raised."""
+    console, errors = Console(stderr=request.json_path == "-"), Console(stderr=True)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
+    try:
+        job = _job(request)
+    except EnvherdError as error:
+        complain(errors, error)
+        return EXIT_USAGE
+    try:
+        with console.status("") as status:
+            entries, _ = measure(
+                [(one, job) for one in _contenders(job)],
+                Plan(request.num_rounds, request.seconds, num_tries=1, limit_s=_LIMIT_S),
+                status.update,
+            )
+        found = summarise(entries, ours.OURS, judged_by="rounds", pressure_at_rest=None)
+        _add_ratios(entries, found)
+        console.print(_table(request, job, found))
+        for line in _failures(found):
+            console.print(line, style="red", soft_wrap=True, markup=False)
+        if request.plot is not None:
+            _draw(request.plot, request, found)
+        _write_json(request, job, found)
+    except (EnvherdError, MediaError, OSError) as error:
+        complain(errors, error)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        return EXIT_INTERRUPTED
+    return 0 if found[ours.OURS]["status"] == "measured" else EXIT_FAILED
+
+
+def _job(request: Request) -> Job:
+    """Return what every library is to run.
+
+    Raises:
+        FactoryError: no such env, or one that the other libraries do not take.
+    """
+    name = full_name(request.env)
+    factory, family = factory_for(name), name.partition(":")[0]
+    if family not in ("gymnasium", "python", "meltingpot"):
+        raise FactoryError(
+            f"compare failed: expected a Gymnasium env or a Melting Pot substrate, which other libraries also run, got "
+            f"{name}. `envherd size` measures envs of other families."
+        )
+    if family == "meltingpot" and request.env_kwargs:
+        raise FactoryError(
+            "compare failed: expected no --env-kwargs with Melting Pot, which TorchRL's env does not take."
+        )
+    return Job(
+        make_env=functools.partial(factory, **request.env_kwargs) if request.env_kwargs else factory,
+        num_envs=request.num_envs,
+        num_workers=min(request.num_envs, request.num_workers or usable_cores()),
+        family="meltingpot" if family == "meltingpot" else "gymnasium",
+    )
+
+
+def _contenders(job: Job) -> list[Contender]:
+    known = {one.name: one for one in (*ours.CONTENDERS, *peers.CONTENDERS)}
+    return [known[name] for name in _SHOWN if job.family in known[name].families]
+
+
+def _table(request: Request, job: Job, found: dict[str, dict[str, Any]]) -> Table:
+    title = f"{request.env}, {job.num_envs} envs, {job.num_workers} envherd workers"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("library", no_wrap=True)
+    for name in ("env-steps/s", "envherd is", "CPU us/step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, one in _by_speed(found):
+        if one["status"] == "measured":
+            ratio = one["envherd_is"]
+            spread = "" if name == ours.OURS else f"{ratio[1]:.2f}x ({ratio[0]:.2f}-{ratio[2]:.2f})"
+            table.add_row(name, f"{one['steps_per_s']:,.0f}", spread, f"{one['cpu_us_per_step']:,.1f}")
+        elif one["status"] == "not installed":
+            table.add_row(name, "-", "not installed", "-", style="dim")
+        else:
+            table.add_row(name, "-", "failed", "-", style="red")
+    return table
+
+
+def _failures(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a line for each library that has failed."""
+    return [
+        f"{name}: {' '.join(one['status'].split())[:300]}"
+        for name, one in found.items()
+        if one["status"] not in ("measured", "not installed")
+    ]
+
+
+def _add_ratios(entries: list[Entry], found: dict[str, dict[str, Any]]) -> None:
+    """Add to each library that was measured how many times its speed envherd has: quartiles over the rounds."""
+    speeds = {entry.contender.name: [turn.slot.steps_per_s for turn in entry.turns] for entry in entries}
+    for name, one in found.items():
+        if one["status"] == "measured":
+            count = min(len(speeds[name]), len(speeds[ours.OURS]))
+            one["envherd_is"] = per_round(speeds[ours.OURS][:count], speeds[name][:count]) or (math.nan,) * 3
+
+
+def _by_speed(found: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    return sorted(found.items(), key=lambda item: -float(item[1].get("steps_per_s", 0.0)))
+
+
+def _draw(path: Path, request: Request, found: dict[str, dict[str, Any]]) -> None:
+    """Write a bar for each library that was measured.
+
+    Raises:
+        MediaError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MediaError(
+            f"drawing failed: expected the package matplotlib, got {error}. pip install 'envherd[media]'"
+        ) from None
+    shown = [(name, one["steps_per_s"]) for name, one in reversed(_by_speed(found)) if one["status"] == "measured"]
+    figure = Figure(figsize=(7.0, 1.2 + 0.4 * len(shown)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    colors = ["#2a6fb0" if name in (ours.OURS, ours.SERIAL) else "#9aa7b5" for name, _ in shown]
+    bars = axes.barh([name for name, _ in shown], [speed for _, speed in shown], color=colors)
+    axes.bar_label(bars, [f" {speed:,.0f}" for _, speed in shown])
+    axes.margins(x=0.15)
+    axes.set_xlabel("env-steps/s")
+    axes.set_title(f"{request.env}, {request.num_envs} envs")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _write_json(request: Request, job: Job, found: dict[str, dict[str, Any]]) -> None:
+    if request.json_path is None:
+        return
+    plain = {
+        "schema": SCHEMA,
+        "env": request.env,
+        "num_envs": job.num_envs,
+        "num_workers": job.num_workers,
+        "libraries": {name: {k: v for k, v in one.items() if k in _REPORTED} for name, one in _by_speed(found)},
+    }
+    text = json.dumps(plain, indent=2) + "\n"
+    if request.json_path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(request.json_path).write_text(text)

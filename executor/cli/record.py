@@ -1,0 +1,57 @@
+"""`envherd record ENV`: a video of one env, driven by a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from envherd.executor.cli.option_values import (
+    ENV_KWARGS_HELP,
+    MAX_STEPS_HELP,
+    keyword_arguments,
+    picture,
+    read_keyword_arguments,
+)
+
+
+def record(  # noqa: PLR0913  # the command line's options, read by typer
+    env: Annotated[str, typer.Argument(metavar="ENV", help="As `envherd rollout` takes it.", show_default=False)],
+    *,
+    mp4: Annotated[Path, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Write the video there.")],
+    policy: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FACTORY", help="FACTORY(env) returns the policy; default: random actions."),
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Stop after this number of episodes.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Stop after this number of steps in any case.")] = 1000,
+    agent: Annotated[
+        int | None, typer.Option(min=0, metavar="I", help="Show what agent I observes; default: the world view.")
+    ] = None,
+    fps: Annotated[float, typer.Option(min=1, max=240, help="Steps per second of video.")] = 20.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Root seed; default: drawn, and shown.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help=MAX_STEPS_HELP)] = None,
+    env_kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
+    ] = None,
+) -> None:
+    """Record a video (MP4) of one env.
+
+    Ctrl-C ends it early; the steps until then are in the video.
+    """
+    from envherd.executor.cli.recording import Request, run
+
+    request = Request(
+        env=env,
+        mp4=mp4,
+        policy=policy,
+        num_episodes=episodes,
+        num_steps=steps,
+        agent=agent,
+        fps=fps,
+        seed=seed,
+        max_steps=max_steps,
+        env_kwargs=read_keyword_arguments(env_kwargs),
+    )
+    raise typer.Exit(run(request))

@@ -1,0 +1,35 @@
+"""`envherd replay DIR`: a stored rollout again, action by action."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from envherd.executor.cli.option_values import picture
+
+
+def replay(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What `envherd rollout --out DIR` wrote.", show_default=False)
+    ],
+    *,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of worker processes; default: one per usable core.")
+    ] = None,
+    gif: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", callback=picture(".gif"), help="Write an animation (GIF) of all envs."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a contact sheet (PNG).")
+    ] = None,
+) -> None:
+    """Run the actions of a stored rollout again, from its seed, and compare what the envs return.
+
+    The exit code is 0 if all observations, rewards and flags are equal, and 1 at the first difference.
+    """
+    from envherd.executor.cli.replaying import Request, run
+
+    raise typer.Exit(run(Request(directory=directory, num_workers=workers, gif=gif, png=png)))

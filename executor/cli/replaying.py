@@ -1,0 +1,125 @@
+"""What `envherd replay` does, from its options to its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from tensordict import TensorDictBase
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.cli.camera import Camera
+from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.media import FrameLog, MediaError, require_pillow, write_contact_sheet, write_gif
+from envherd.executor.cli.running import Made, complain, make, with_display
+from envherd.executor.cli.storing import StoreError, load_rollout
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.parallel import ParallelEnv
+from envherd.workers.errors import EnvherdError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options, as given."""
+
+    directory: Path
+    num_workers: int | None = None
+    gif: Path | None = None
+    png: Path | None = None
+
+    @property
+    def wants_frames(self) -> bool:
+        """Whether a picture is to be drawn."""
+        return self.gif is not None or self.png is not None
+
+
+def run(request: Request) -> int:
+    """Run a rollout again; return the exit code. Errors are printed, never raised."""
+    console, errors = Console(), Console(stderr=True)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
+    is_prepared = False
+    try:
+        data, facts = load_rollout(request.directory)
+        if request.wants_frames:
+            require_pillow()
+        made = make(facts["env"], facts["max_steps"], facts["env_kwargs"], with_frames=request.wants_frames)
+        is_prepared = True
+        difference = _replay(request, data, facts, made, console)
+    except (EnvherdError, MediaError, StoreError, OSError) as error:
+        complain(errors, error)
+        return EXIT_FAILED if is_prepared else EXIT_USAGE
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        return EXIT_INTERRUPTED
+    if difference:
+        console.print(Text(f"{facts['env']} differs: {difference}", "bold red"), soft_wrap=True)
+        return EXIT_FAILED
+    same = f"{facts['env']}: {data.shape[1]} steps of {data.shape[0]} envs are equal to those stored."
+    console.print(Text(same, "green"), soft_wrap=True)
+    return 0
+
+
+def _replay(
+    request: Request,
+    data: TensorDictBase,
+    facts: dict[str, Any],
+    made: Made,
+    console: Console,
+) -> str:
+    """Return the first difference, or an empty string."""
+    factory, kwargs = made
+    num_envs, num_steps = data.shape[:2]
+    options = with_display(ExecutorOptions(**facts["options"]), is_drawn=request.wants_frames)
+    how: dict[str, Any] = {"num_workers": request.num_workers, "seed": facts["seed"], "options": options}
+    frames = FrameLog(num_steps) if request.wants_frames else None
+    difference = ""
+    with console.status(f"starting {num_envs} envs"):
+        env: BatchedEnv = ParallelEnv(num_envs, factory, env_kwargs=kwargs or None, **how)
+    with env, console.status("stepping"), torch.no_grad():
+        camera = Camera(env)
+        inputs = [leaf.key for leaf in (*env.spec.action, *env.spec.state)]
+        root = env.reset()
+        if frames is not None:
+            frames.add(0, camera.look(root))
+        for step in range(num_steps):
+            stored = data[:, step]
+            difference = difference or _difference(step, stored.exclude("next"), root, {*inputs})
+            for key in inputs:
+                root.set(key, stored[key].clone())
+            td, root = env.step_and_maybe_reset(root)
+            difference = difference or _difference(step, stored["next"], td["next"], {("interrupted",)}, "next/")
+            if frames is not None and frames.wants(step + 1):
+                frames.add(step + 1, camera.look(td["next"]))
+            if difference and frames is None:
+                break
+    for path, write in ((request.gif, write_gif), (request.png, write_contact_sheet)):
+        if path is not None and frames is not None:
+            write(path, frames, title=f"{facts['env']}, again")
+            console.print(f"{path} written", highlight=False)
+    return difference
+
+
+def _difference(step: int, stored: TensorDictBase, found: TensorDictBase, without: set[Any], prefix: str = "") -> str:
+    """Return the first leaf in which two batches `[N]` differ, as text; empty for none."""
+    for key, value in _tensors(stored):
+        if key in without or (other := found.get(key, None)) is None:
+            continue
+        is_same = (value == other) | ((value != value) & (other != other))  # noqa: PLR0124  # NaN equals NaN here
+        rows = (~is_same.reshape(len(value), -1).all(1)).nonzero().flatten().tolist()
+        if rows:
+            return f"{prefix}{'/'.join(key)} of env {rows[0]} at step {step}."
+    return ""
+
+
+def _tensors(td: TensorDictBase) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    for key, value in td.items(include_nested=True, leaves_only=True):
+        if isinstance(value, torch.Tensor):
+            yield (key,) if isinstance(key, str) else key, value

@@ -1,0 +1,203 @@
+"""`envherd record`, `replay`, `compare`, `--config`, `--max-steps`, completion, and `top` in a narrow terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import textwrap
+
+from tests.extras import needs, skip_without
+
+skip_without("cli", "media")
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from envherd import ParallelEnv
+from envherd.executor.cli.app import app
+from envherd.executor.cli.storing import load_rollout
+from envherd.executor.cli.watching import Watcher, screen
+from envherd.workers.testing import CountingEnv
+
+COUNTING = "python:envherd.workers.testing:CountingEnv"
+
+
+def envherd(*arguments):
+    threads = torch.get_num_threads()
+    try:
+        return CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "120"})
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stored_rollout_is_replayed_with_any_number_of_workers(tmp_path, workers):
+    done = envherd("rollout", COUNTING, "--envs", 3, "--steps", 30, "--seed", 4, "--out", tmp_path / "data")
+    assert done.exit_code == 0, done.output
+    again = envherd("replay", tmp_path / "data", "--workers", workers)
+    assert again.exit_code == 0, again.output
+    assert "30 steps of 3 envs are equal" in again.output
+
+
+@pytest.mark.slow
+def test_a_replay_names_the_first_difference_and_draws(tmp_path):
+    envherd("rollout", COUNTING, "--envs", 2, "--steps", 12, "--seed", 4, "--out", tmp_path / "data")
+    data, facts = load_rollout(tmp_path / "data")
+    assert (facts["env"], facts["seed"]) == (COUNTING, 4)
+    data["next", "reward"][1, 7] += 1  # memory-mapped: changed on disk
+    again = envherd("replay", tmp_path / "data", "--gif", tmp_path / "again.gif")
+    assert again.exit_code == 1
+    assert "next/reward of env 1 at step 7" in " ".join(again.output.split())
+    assert (tmp_path / "again.gif").stat().st_size > 100
+
+
+def test_a_folder_without_a_rollout_is_refused(tmp_path):
+    result = envherd("replay", tmp_path)
+    assert result.exit_code == 2
+    assert "envherd rollout --out" in " ".join(result.output.split())
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+def test_the_steps_of_episodes_can_be_limited(tmp_path):
+    done = envherd("rollout", "CartPole-v1", "--envs", 2, "--steps", 20, "--max-steps", 5, "--out", tmp_path / "data")
+    assert done.exit_code == 0, done.output
+    data, _ = load_rollout(tmp_path / "data")
+    assert data["next", "truncated"][:, [4, 9, 14, 19]].all()
+    assert data["next", "done"].sum() == 8
+    assert envherd("replay", tmp_path / "data").exit_code == 0
+    refused = envherd("rollout", COUNTING, "--max-steps", 5)
+    assert refused.exit_code == 2
+    assert "--max-steps failed" in refused.output
+
+
+@pytest.mark.slow
+def test_a_config_file_has_the_defaults_of_options(tmp_path):
+    config = tmp_path / "setting.yaml"
+    config.write_text(
+        "executor: SerialEnv\nnum_envs: 3\nsteps: 7\nstepping: sync\nseed: 5\noptions:\n  check_finite: true\n"
+    )
+    result = envherd("rollout", COUNTING, "--config", config, "--steps", 4, "--json", "-")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert [figures[name] for name in ("num_envs", "num_workers", "steps", "seed")] == [3, 0, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("num_env: 3", "unknown entry 'num_env'"),
+        ("- 3", "expected names and values"),
+        ("executor: Threads", "expected executor ParallelEnv or SerialEnv"),
+        ("options: {poisson: true}", "unexpected keyword argument 'poisson'"),
+        ("options: {step_timeout_s: -1}", "expected step_timeout_s"),
+    ],
+)
+def test_a_wrong_config_file_is_refused(tmp_path, text, expected):
+    (tmp_path / "wrong.yaml").write_text(text)
+    result = envherd("rollout", COUNTING, "--config", tmp_path / "wrong.yaml")
+    assert result.exit_code == 2
+    assert expected in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.slow
+def test_a_video_has_a_frame_for_each_step_and_one_more(tmp_path):
+    import imageio_ffmpeg
+
+    result = envherd("record", COUNTING, "--mp4", tmp_path / "film.mp4", "--steps", 9, "--episodes", 9, "--seed", 1)
+    assert result.exit_code == 0, result.output
+    assert imageio_ffmpeg.count_frames_and_secs(str(tmp_path / "film.mp4")) == (10, 0.5)
+    assert "318x212 pixels" in " ".join(result.output.split())  # 6 x 4, enlarged
+
+
+@needs("meltingpot")
+@pytest.mark.slow
+def test_an_agents_view_can_be_recorded(tmp_path):
+    result = envherd("record", "clean_up", "--mp4", tmp_path / "film.mp4", "--steps", 3, "--agent", 2, "--max-steps", 2)
+    assert result.exit_code == 0, result.output
+    assert "2 steps, 1 episodes that ended, 264x264 pixels" in " ".join(result.output.split())
+    refused = envherd("record", "clean_up", "--mp4", tmp_path / "no.mp4", "--agent", 99)
+    assert refused.exit_code == 1
+    assert "expected an agent in 0..6" in refused.output
+    assert not (tmp_path / "no.mp4").exists()
+
+
+def test_a_video_of_another_format_is_refused():
+    result = envherd("record", COUNTING, "--mp4", "film.gif")
+    assert result.exit_code == 2
+    assert "ends in .mp4" in " ".join(result.output.replace("│", " ").split())
+
+
+@needs("gymnasium", "sb3", "torchrl")
+@pytest.mark.slow
+def test_libraries_are_compared_on_ones_own_env(tmp_path):
+    (tmp_path / "my_envs.py").write_text(
+        textwrap.dedent(
+            """
+            import gymnasium
+
+            def make_env(steps=7):
+                return gymnasium.make("Pendulum-v1", max_episode_steps=steps)
+            """
+        )
+    )
+    arguments = [
+        "compare",
+        "my_envs:make_env",
+        "--envs",
+        2,
+        "--rounds",
+        1,
+        "--seconds",
+        0.05,
+        "--env-kwargs",
+        '{"steps": 5}',
+    ]
+    arguments += ["--plot", "bars.png", "--json", "figures.json"]
+    command = [sys.executable, "-c", "from envherd.executor.cli import main; main()", *map(str, arguments)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    libraries = json.loads((tmp_path / "figures.json").read_text())["libraries"]
+    assert {one["status"] for one in libraries.values()} == {"measured"}
+    assert {"envherd", "envherd SerialEnv", "SB3 SubprocVecEnv", "TorchRL ParallelEnv"} <= libraries.keys()
+    assert libraries["envherd"]["envherd_is"][1] == 1
+    assert (tmp_path / "bars.png").stat().st_size > 1000
+
+
+@needs("dm-control")
+def test_an_env_that_others_do_not_run_is_not_compared():
+    result = envherd("compare", "dm_control:cartpole/balance")
+    assert result.exit_code == 2
+    assert "envherd size" in result.output
+
+
+def test_completion_can_be_installed():
+    assert "--install-completion" in envherd("--help").output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_identifiers_of_workers_stay_in_a_narrow_terminal(width):
+    watcher = Watcher()
+    try:
+        with ParallelEnv(3, CountingEnv, num_workers=2, seed=0) as env:
+            watcher.find()
+            env.rollout(20, break_when_any_done=False)
+            pids = [worker.pid for worker in env.statistics().workers]
+            views = [view for view in watcher.look() if {one.load.pid for one in view.workers} == set(pids)]
+            out = io.StringIO()
+            Console(file=out, width=width).print(screen(views, selected=0, stack="", width=width))
+    finally:
+        watcher.close()
+    head, rows = out.getvalue(), out.getvalue().splitlines()
+    assert max(map(len, rows)) <= width
+    for name in ("worker", "pid", "envs", "steps/s", "busy", "at"):
+        assert f" {name} " in head
+    for pid in pids:
+        assert any(f" {pid} " in row and "idle" in row for row in rows)
+    assert (" moves " in head) == (width == 200)

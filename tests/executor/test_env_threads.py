@@ -1,0 +1,123 @@
+"""Envs that wait, many in one worker, each on its own thread."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd import EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerTimeout
+from envherd.workers.testing import CountingEnv, FaultyEnv
+from tests.executor.waiting_envs import MeetingEnv, OneThreadEnv, StuckEnv
+
+pytestmark = pytest.mark.slow
+
+N = 6
+OPTIONS = ExecutorOptions(env_threads=True)
+
+
+def act(root: TensorDict) -> TensorDict:
+    return root.set("action", root["observation"][:, 1] % 4)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_data_are_those_of_the_serial_executor(num_workers):
+    with SerialEnv(N, CountingEnv, seed=4) as env:
+        wanted = env.rollout(20, act, break_when_any_done=False)
+        mask = TensorDict({"_reset": torch.arange(N) % 2 == 0}, [N])
+        wanted_root = env.reset(mask)
+        env.set_seed(9)
+        wanted_again = env.rollout(5, act)
+    with ParallelEnv(N, CountingEnv, num_workers=num_workers, seed=4, options=OPTIONS) as env:
+        data = env.rollout(20, act, break_when_any_done=False)
+        root = env.reset(mask)
+        env.set_seed(9)
+        again = env.rollout(5, act)
+    assert (data == wanted).all()
+    assert (root == wanted_root).all()
+    assert (again == wanted_again).all()
+
+
+def test_first_k_gives_every_env_its_own_steps():
+    with SerialEnv(N, CountingEnv, seed=1) as env:
+        wanted = env.rollout(30, act, break_when_any_done=False)["next", "observation"]
+    seen: list[list[torch.Tensor]] = [[] for _ in range(N)]
+    with ParallelEnv(N, CountingEnv, num_workers=1, seed=1, options=OPTIONS) as env:
+        env.send(act(env.reset()))
+        for _ in range(40):
+            td = env.recv(2)
+            for env_id, row in zip(td["env_ids"].tolist(), td["next", "observation"], strict=True):
+                seen[env_id].append(row)
+            env.send(act(env.current(td["env_ids"])), td["env_ids"])
+        assert len(env.recv()) == N
+    for env_id, rows in enumerate(seen):
+        assert torch.equal(torch.stack(rows), wanted[env_id, : len(rows)])
+
+
+def test_envs_of_a_worker_are_in_a_step_at_the_same_time():
+    make = functools.partial(MeetingEnv, N)
+    with ParallelEnv(N, make, num_workers=1, options=OPTIONS) as env:
+        root = env.reset()
+        _, root = env.step_and_maybe_reset(act(root))
+        assert env.rollout(4, act, auto_reset=False, break_when_any_done=False).shape == (N, 4)
+        env.send(act(env.reset()))
+        assert len(env.recv()) == N
+
+
+def test_an_env_is_built_and_called_and_closed_on_one_thread(tmp_path):
+    closed = tmp_path / "closed"
+    make = functools.partial(OneThreadEnv, 3, str(closed))
+    with ParallelEnv(N, make, num_workers=2, options=OPTIONS) as env:
+        env.rollout(8, act, break_when_any_done=False)
+        threads = env.call("thread")
+        assert env.get("home") == threads
+        assert len(set(threads[: N // 2])) == len(set(threads[N // 2 :])) == N // 2
+    assert closed.read_text().splitlines() == ["True"] * N
+
+
+def test_an_env_that_raises_is_alone_in_that():
+    make = [functools.partial(FaultyEnv, "value_error", step=2), *[CountingEnv] * (N - 1)]
+    with ParallelEnv(N, make, num_workers=1, options=OPTIONS) as env:
+        root = env.reset()
+        _, root = env.step_and_maybe_reset(act(root))
+        with pytest.raises(EnvError, match=r"ValueError: the env broke on purpose.*env 0") as caught:
+            env.step(act(root))
+        assert caught.value.env_ids == (0,)
+        env.reset(TensorDict({"_reset": torch.arange(N) == 0}, [N]))
+        assert env.call("echo", 1) == [[[1], {}]] * N
+
+
+@pytest.mark.broken_pool
+def test_the_env_that_is_late_is_named():
+    kwargs = [{"is_stuck": i == 2} for i in range(N)]
+    options = ExecutorOptions(env_threads=True, step_timeout_s=2.0)
+    with ParallelEnv(N, StuckEnv, env_kwargs=kwargs, num_workers=1, options=options) as env:
+        root = env.reset()
+        for _ in range(2):
+            _, root = env.step_and_maybe_reset(act(root))
+        with pytest.raises(WorkerTimeout, match="env 2") as caught:
+            env.step(act(root))
+        assert "waiting_envs.py" in str(caught.value)
+
+
+def test_what_the_workers_did_is_counted():
+    with ParallelEnv(N, CountingEnv, num_workers=1, options=OPTIONS) as env:
+        data = env.rollout(20, act, break_when_any_done=False)
+        env.send(act(env.reset()))
+        env.recv()
+        (worker,) = env.statistics().workers
+        answered = env.engine.pool.slab.words["answered_ns"]
+    assert worker.env_steps == 21 * N
+    assert worker.resets >= N + int(data["next", "done"][:, :-1].sum())
+    assert worker.busy_s > 0
+    assert 0 <= worker.reset_share <= 1
+    assert worker.phase == "idle"
+    assert (answered > 0).all()
+
+
+@pytest.mark.parametrize("other", ["reset_ahead", "isolate_rng"])
+def test_what_cannot_be_combined(other):
+    with pytest.raises(ValueError, match=f"expected {other}=False with env_threads"):
+        ExecutorOptions(env_threads=True, **{other: True})

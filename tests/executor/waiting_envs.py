@@ -1,0 +1,68 @@
+"""Envs that wait for one another in a process, or look at their thread; workers import this module."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from envherd.workers.testing import CountingEnv
+
+#: What the envs of a process wait for together; one per number of parties.
+_barriers: dict[int, threading.Barrier] = {}
+_lock = threading.Lock()
+
+
+class MeetingEnv(CountingEnv):
+    """A step returns once all `parties` envs of the process are in a step."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__(None)
+        with _lock:
+            self._barrier = _barriers.setdefault(parties, threading.Barrier(parties))
+
+    def step(self, action):
+        self._barrier.wait(30.0)
+        return super().step(action)
+
+
+class OneThreadEnv(CountingEnv):
+    """Raises if it is not called on the thread that has built it; writes to a file how it was closed."""
+
+    def __init__(self, length: int, closed: str) -> None:
+        super().__init__(length)
+        self.home = threading.get_ident()
+        self._closed = Path(closed)
+
+    def _check(self) -> None:
+        if threading.get_ident() != self.home:
+            raise RuntimeError("called on another thread")
+
+    def reset(self, seed, options=None):
+        self._check()
+        return super().reset(seed, options)
+
+    def step(self, action):
+        self._check()
+        return super().step(action)
+
+    def thread(self):
+        self._check()
+        return self.home
+
+    def close(self):
+        with self._closed.open("a") as file:
+            file.write(f"{threading.get_ident() == self.home}\n")
+
+
+class StuckEnv(CountingEnv):
+    """Its third step never returns, in env 2; waits without the GIL."""
+
+    def __init__(self, is_stuck: bool = False) -> None:  # noqa: FBT001, FBT002  # by keyword
+        super().__init__(None)
+        self.is_stuck, self.num_calls = is_stuck, 0
+
+    def step(self, action):
+        self.num_calls += 1
+        if self.is_stuck and self.num_calls == 3:
+            threading.Event().wait()
+        return super().step(action)

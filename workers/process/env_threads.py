@@ -1,0 +1,248 @@
+"""Each env of a worker on a separate thread: for envs that mostly wait (`ExecutorOptions.env_threads`).
+
+The worker's first thread reads commands and mail, and hands them to the threads of the envs concerned. An env is
+built, reset, stepped, asked and closed on one thread.
+
+Guarantees: those of `Loop`; commands of one env are carried out in order; what changes all envs (a root seed, a rollout
+storage) waits until no env is in a call.
+Assumes: an env that waits releases the GIL (sockets, subprocesses, sleep). Python code of two envs never runs at once.
+The process's global random generators are shared by all envs of the worker, and are neither watched nor isolated.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from envherd.shm.slab import NUM_BINS, Slab, bin_of
+from envherd.workers.adapters.base import Adapter
+from envherd.workers.block.block import Block, Report
+from envherd.workers.block.slot import Slot
+from envherd.workers.messages import PER_ENV, Ask
+from envherd.workers.options import BlockOptions
+from envherd.workers.process.loop import TIDY_EVERY, Loop
+from envherd.workers.processes import move_to
+from envherd.workers.protocol import Flag, unpack_seat
+
+_EACH = Flag.EACH << 4
+#: Bytes of a thread's stack that can be touched; Linux gives memory to the pages that are.
+_STACK_BYTES = 1 << 21
+
+
+class EnvThreads:
+    """One thread for each of some envs."""
+
+    def __init__(self, env_ids: Iterable[int]) -> None:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            self._calls = {env_id: self._start(env_id) for env_id in env_ids}
+        finally:
+            threading.stack_size(before)
+
+    def _start(self, env_id: int) -> queue.SimpleQueue[Callable[[], None]]:
+        calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            while True:
+                call = calls.get()
+                try:
+                    call()
+                except BaseException:  # not an env's: `Block.execute` and `run` keep those
+                    traceback.print_exc()
+                    os._exit(1)
+
+        threading.Thread(target=run, name=f"env-{env_id}", daemon=True).start()
+        return calls
+
+    def post(self, env_id: int, call: Callable[[], None]) -> None:
+        """Make a call on an env's thread after those that it has; do not wait. The call must not raise."""
+        self._calls[env_id].put(call)
+
+    def begin(self, env_id: int, call: Callable[[], Any]) -> Future[Any]:
+        """Make a call on an env's thread; return where its result, or what it raised, will be."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.post(env_id, run)
+        return future
+
+    def run(self, env_id: int, call: Callable[[], Any]) -> Any:
+        """Make a call on an env's thread; return what it returns, or raise what it raises."""
+        return self.begin(env_id, call).result()
+
+    def run_all(self, call: Callable[[], Any]) -> None:
+        """Make a call on every thread, and wait for all."""
+        for future in [self.begin(env_id, call) for env_id in self._calls]:
+            future.result()
+
+
+class _Phases:
+    """The worker's word `phase`: of the env that has been in a call for the longest.
+
+    Thread-safety: any thread may call.
+    """
+
+    def __init__(self, words: Mapping[str, memoryview]) -> None:
+        self._words = words
+        self._running: dict[int, tuple[int, int]] = {}  # thread -> phase and since when, the oldest first
+        self._lock = threading.Lock()
+
+    def __setitem__(self, worker_id: int, phase: int) -> None:
+        """Note what the calling thread is at; 0 for nothing."""
+        thread = threading.get_ident()
+        with self._lock:
+            if phase:
+                since = self._running[thread][1] if thread in self._running else time.perf_counter_ns()
+                self._running[thread] = phase, since
+            else:
+                self._running.pop(thread, None)
+            oldest, since = next(iter(self._running.values()), (0, time.perf_counter_ns()))
+            self._words["phase"][worker_id] = oldest
+            self._words["since_ns"][worker_id] = since
+
+
+class ThreadedBlock(Block):
+    """A block whose envs may be called at the same time, each on its own thread."""
+
+    def __init__(  # a block's, and the threads
+        self,
+        worker_id: int,
+        adapters: Mapping[int, Adapter],
+        root_seed: int,
+        report: Report,
+        options: BlockOptions,
+        threads: EnvThreads,
+    ) -> None:
+        super().__init__(worker_id, adapters, root_seed, report, options)
+        self.threads = threads
+        for slot in self.slots.values():
+            slot.unwatched.clear()
+
+    def attach(self, slab: Slab) -> None:
+        """Take these envs' rows of a slab."""
+        super().attach(slab)
+        self._phase: Any = _Phases(self._words)
+
+    def rest(self) -> None:
+        """Note that the calling thread is in no call of an env."""
+        self._phase[self.worker_id] = 0
+
+    def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
+        """Ask the envs, each on its thread and all at once; see `Block.ask`."""
+        ask_one = super().ask
+        asked = []
+        for position, env_id in enumerate(message.env_ids):
+            args = (message.args[position],) if message.what in PER_ENV else message.args
+            one = replace(message, env_ids=(env_id,), args=args)
+            asked.append(
+                self.threads.begin(env_id, lambda one=one: ask_one(one, pickle_replies=pickle_replies))  # type: ignore[misc]
+            )
+        replies: list[dict[str, Any]] = [future.result() for future in asked]
+        fault = next((reply for reply in replies if reply["kind"] == "fault"), None)
+        if fault is not None or not replies:
+            return fault or ask_one(message, pickle_replies=pickle_replies)
+        return {**replies[0], "values": [value for reply in replies for value in reply["values"]]}
+
+    def _with_own_rng(self, slot: Slot, phase: str, call: Callable[[], Any]) -> Any:  # noqa: ARG002
+        """Call an env; the generators are all envs'."""
+        return call()
+
+
+class ThreadedLoop(Loop):
+    """Hands commands to the envs' threads; see the module."""
+
+    _block: ThreadedBlock
+
+    def server(self) -> Callable[[], bool]:
+        """Return what does what one token asks for; see `Loop.server`."""
+        worker_id, num_wakes = self._block.worker_id, 0
+        seats, seat = self._words["seat"], self._words["seat"][self._block.worker_id]
+        self._lock = threading.Lock()
+        self._num_running = self._busy_since = 0
+
+        def serve() -> bool:
+            nonlocal num_wakes, seat
+            if seats[worker_id] != seat:
+                seat = seats[worker_id]
+                self._move()
+            num_wakes += 1
+            if num_wakes % TIDY_EVERY == 0:
+                self._tidy()
+            if self._check_mail():
+                self._scan()
+            return not self._is_leaving
+
+        return serve
+
+    def _move(self) -> None:
+        """Go to the processor that the parent asks for, with all threads: one of them runs at a time."""
+        cpu = unpack_seat(self._words["seat"][self._block.worker_id])[1]
+        move_to(cpu)
+        for env_id in self._block.slots:
+            self._block.threads.post(env_id, lambda: move_to(cpu))
+
+    def _scan(self) -> None:
+        """Hand the commands that are there to their envs' threads."""
+        words, latest = self._words, self._latest
+        numbers, commands = words["command_seq"], words["command"]
+        pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
+        if len(pending) > 1 and commands[pending[0]] & _EACH:
+            pending.sort(key=numbers.__getitem__)
+        if self._mail_read < words["mail_seq"][self._block.worker_id] and not self._check_mail():
+            return
+        if not pending:
+            return
+        with self._lock:
+            if not self._num_running:
+                self._busy_since = time.perf_counter_ns()
+            self._num_running += len(pending)
+        owed = [sum(not commands[env_id] & _EACH for env_id in pending)]  # answers before the one ring for all of them
+        for env_id in pending:
+            number, command = numbers[env_id], commands[env_id]
+            latest[env_id] = number
+            self._block.threads.post(env_id, self._task(env_id, number, command, owed))
+
+    def _task(self, env_id: int, number: int, command: int, owed: list[int]) -> Callable[[], None]:
+        words, block = self._words, self._block
+
+        def carry_out() -> None:
+            resets = words["resets"]
+            before, began = resets[env_id], time.perf_counter_ns()
+            words["status"][env_id] = block.execute(env_id, command)
+            block.rest()
+            ended = time.perf_counter_ns()
+            if command & _EACH:
+                words["answered_ns"][env_id] = ended
+            words["reply_seq"][env_id] = number
+            with self._lock:
+                if self._note_answer(ended, ended - began, owed, command, was_reset=resets[env_id] != before):
+                    self._done.ring()
+
+        return carry_out
+
+    def _note_answer(self, now: int, took: int, owed: list[int], command: int, *, was_reset: bool) -> bool:
+        """Count an answer, with the lock held; return whether the parent is to be woken."""
+        words, worker_id = self._words, self._block.worker_id
+        if was_reset:
+            words["reset_ns"][worker_id] += took // self._num_running  # of the time in which any env was in a call
+        else:
+            words["step_bins"][worker_id * NUM_BINS + bin_of(took)] += 1
+        self._num_running -= 1
+        if not self._num_running:
+            words["busy_ns"][worker_id] += now - self._busy_since
+        if command & _EACH:
+            return self._counter.add()
+        owed[0] -= 1
+        return not owed[0]
