@@ -28,7 +28,7 @@ AGENTS = Village.possible_agents
 class Flock(Village):
     """Sheep alone, which have the same spaces: they leave and return."""
 
-    possible_agents = ("sheep_0", "sheep_1", "sheep_2", "dog")
+    possible_agents = ["sheep_0", "sheep_1", "sheep_2", "dog"]  # noqa: RUF012  # as its base class has them
 
     def __init__(self, length=LENGTH):
         super().__init__()
