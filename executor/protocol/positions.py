@@ -44,6 +44,7 @@ class Positions:
     """
 
     _reset_there: np.ndarray | None = None  # those that were reset at `_stepped_to`
+    _latest: tuple[np.ndarray, np.ndarray | int, bool] | None = None  # what `_put` has begun to note
 
     def __init__(
         self,
@@ -93,6 +94,8 @@ class Positions:
         return self._in_root
 
     def _catch_up(self) -> None:
+        if self._latest is not None:
+            self._put_latest(*self._latest)
         if self._stepped_to is not None:
             self._columns[:] = self._step_columns[:] = self._stepped_to
             self._in_root[:] = False
@@ -100,6 +103,19 @@ class Positions:
                 self._in_root[self._reset_there] = True
                 self._columns[self._reset_there] += self.where.root_ahead
             self._stepped_to = None
+
+    def _put(self, env_ids: np.ndarray, columns: np.ndarray | int, *, in_root: bool) -> None:
+        """Note where some envs are now, as a whole: what an interrupt leaves undone is done by `_catch_up`."""
+        self._catch_up()
+        self._latest = env_ids, columns, in_root
+        self._put_latest(env_ids, columns, in_root)
+
+    def _put_latest(self, env_ids: np.ndarray, columns: np.ndarray | int, in_root: bool) -> None:  # noqa: FBT001
+        self._columns[env_ids] = columns
+        if not in_root:
+            self._step_columns[env_ids] = columns
+        self._in_root[env_ids] = in_root
+        self._latest = None
 
     # ---- columns for commands ----------------------------------------------------------------
 
@@ -178,6 +194,7 @@ class Positions:
 
     def move_back(self) -> None:
         """Copy where all envs are back to the ring. A move that an interrupt has ended is undone first."""
+        self._catch_up()
         if self._before is not None:
             self._undo(*self._before)
         if self.where is not self.ring:
@@ -237,18 +254,15 @@ class Positions:
 
     def stepped(self, env_ids: np.ndarray, columns: np.ndarray, ended: np.ndarray | None = None) -> np.ndarray:
         """Note that some envs were stepped to columns of their own; return `ended`, bool `[k]`, found if None."""
-        self._catch_up()
-        self._columns[env_ids] = self._step_columns[env_ids] = columns
-        self._in_root[env_ids] = False
+        self._put(env_ids, columns, in_root=False)
         if ended is None:
             ended = self.where.next_done_of(env_ids, columns)
         return ended
 
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
         """Note that some envs were reset, at one column or at columns of their own; return whose roots say done."""
-        self.columns[env_ids] = columns
-        self.in_root[env_ids] = True
-        return self.where.root_done_of(env_ids, self.columns[env_ids])
+        self._put(env_ids, columns, in_root=True)
+        return self.where.root_done_of(env_ids, self._columns[env_ids])
 
     # ---- rows --------------------------------------------------------------------------------
 

@@ -141,6 +141,36 @@ def interrupt_every_line(env: Any, name: str) -> None:
     assert line > 20 * stride
 
 
+@pytest.mark.parametrize("line", range(1, 9))
+def test_an_interrupt_while_it_is_noted_where_envs_were_stepped_to(line):
+    """The root after a reset is in one column, the step's row in another: half of that must not be noted."""
+    seen = 0
+
+    def trace(frame, event, _arg):
+        nonlocal seen
+        if frame.f_code.co_name not in {"stepped", "_put", "_put_latest"}:
+            return trace if event == "call" else None
+        seen += event == "line"
+        if seen == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    with SerialEnv(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0, options=ExecutorOptions(poison=True)) as env:
+        for _ in range(3):  # frames that are no longer valid are poisoned
+            env.reset()
+            env.step(actions())
+        env.reset()
+        env.send(actions())
+        sys.settrace(trace)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                env.recv()
+        finally:
+            sys.settrace(None)
+        _check(env, f"interrupted at line {line} of what notes a step")
+
+
 class Late(Exception):
     """What the handler of an alarm raises."""
 
