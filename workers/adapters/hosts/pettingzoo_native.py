@@ -30,7 +30,6 @@ from envherd.workers.adapters.hosts.gymnasium_native import (
     flattener,
     leaf_specs,
 )
-from envherd.workers.adapters.hosts.pettingzoo_stacked import parallel_env
 from envherd.workers.adapters.pettingzoo.adapter import (
     acting_agents,
     checked_reset,
@@ -91,6 +90,8 @@ class ParallelFactory:
 
     def __call__(self) -> ParallelNativeAdapter:
         """Build the env."""
+        from envherd.workers.adapters.hosts.pettingzoo_stacked import parallel_env  # `rllib` does without PettingZoo
+
         return ParallelNativeAdapter(ParallelGuest(parallel_env(self.env_fn)))
 
 
