@@ -128,6 +128,10 @@ class NodeHost:
         except ValueError as error:
             self._is_built.set()
             return FactoryError(f"{error} ({report.place})")
+        if share.words is not None:
+            for name, values in zip(ENV_WORDS, share.words, strict=True):
+                pool.slab.words[name][:] = values
+            pool.began[:] = [pool.slab.words["resets"][list(block)].max() for block in blocks]
         self._share, self._pool, self._root_seed = share, pool, share.root_seed
         self._end = End(pool.slab, pool.plan)
         self._ring = ring_columns(pool.slab, Places(pool.plan))

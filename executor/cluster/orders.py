@@ -37,6 +37,7 @@ class Share:
         root_seed: of the whole batch.
         preload: modules for the host's zygote to import.
         options: of the executor.
+        words: what the host that it replaces has counted of the envs, int64 `[ENV_WORDS, n]`; None for the first one.
     """
 
     first_env_id: int
@@ -47,6 +48,7 @@ class Share:
     root_seed: int
     preload: tuple[str, ...]
     options: ExecutorOptions
+    words: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

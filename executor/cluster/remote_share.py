@@ -68,6 +68,7 @@ class RemoteShare:
         self._node_timeout_s = node_timeout_s
         self.is_gone = True
         self.is_moving = self.is_collecting = self.knows_roots = False
+        self._slab: Slab | None = None
 
     def adopt(self, host: Any) -> None:
         """Let a host, which may not have come up yet, build the envs; its answer comes at `built_ref`."""
@@ -80,7 +81,8 @@ class RemoteShare:
         self.heard_at = time.monotonic()
         self._ping: Any = None
         self._pinged_at = 0.0
-        share = dataclasses.replace(self.share, root_seed=self.root_seed)
+        words = None if self._slab is None else np.stack([self._slab.words[name][self.env_ids] for name in ENV_WORDS])
+        share = dataclasses.replace(self.share, root_seed=self.root_seed, words=words)
         self.built_ref = self.call("act", "build", share)
 
     @property
@@ -97,6 +99,7 @@ class RemoteShare:
 
     def attach(self, slab: Slab) -> None:
         """Take this share's rows of the batch's slab."""
+        self._slab = slab
         plan = plan_slab(self.specs, len(self.worker_ids), slab.plan.num_frames)
         self.end = End(slab, plan, self.first_env_id)
 
