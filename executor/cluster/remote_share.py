@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,11 @@ from envherd.executor.cluster.wire import End
 from envherd.shm.slab import Slab, Storage, plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
-from envherd.workers.errors import WorkerLost
+from envherd.workers.errors import EnvherdError, WorkerLost
 from envherd.workers.protocol import RING
 
+#: Seconds between looks at hosts that owe an answer.
+LOOK_S = 1.0
 #: Seconds without an answer after which a host is asked whether it lives.
 _PATIENCE_S = 2.0
 #: Characters of what Ray says that are passed on.
@@ -106,6 +108,34 @@ class RemoteShare:
     def call(self, group: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the host; return the reference of its answer at once."""
         return call(self.host, group, method, *args, **kwargs)
+
+    def get(self, ref: Any, on_loss: Callable[[RemoteShare, WorkerLost], None] = lambda *_: None) -> Any:
+        """Wait for an answer of the host.
+
+        Args:
+            ref: of the answer.
+            on_loss: called with this share before the loss of its host is raised.
+
+        Raises:
+            WorkerLost: the host is gone, or silent.
+            EnvherdError: what the host has returned.
+        """
+        while True:
+            try:
+                answer = ray.get(ref, timeout=LOOK_S)
+            except ray.exceptions.GetTimeoutError:
+                loss = self.silence()
+                if loss is None:
+                    continue
+            except ray.exceptions.RayError as error:
+                loss = self.gone(error)
+            else:
+                self.heard_at = time.monotonic()
+                if isinstance(answer, EnvherdError):
+                    raise answer
+                return answer
+            on_loss(self, loss)
+            raise loss
 
     def localize(self, message: messages.Prepare) -> messages.Prepare:
         """Return a message with the env's id on the host."""
