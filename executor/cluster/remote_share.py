@@ -26,7 +26,7 @@ LOOK_S = 1.0
 #: Seconds without an answer after which a host is asked whether it lives.
 _PATIENCE_S = 2.0
 #: Characters of what Ray says that are passed on.
-_MAX_SAID = 800
+_MAX_LENGTH = 800
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -202,9 +202,9 @@ class RemoteShare:
     def gone(self, error: BaseException) -> WorkerLost:
         """Return the loss of a host that Ray says is gone."""
         lines = [line.strip() for line in _COLORS.sub("", str(error)).splitlines() if line.strip()]
-        said = " ".join(lines)
-        said = said if len(said) < _MAX_SAID else f"{said[: _MAX_SAID // 2]} ... {said[-_MAX_SAID // 2 :]}"
-        return self._loss(f"{type(error).__name__}: {said}")
+        text = " ".join(lines)
+        text = text if len(text) < _MAX_LENGTH else f"{text[: _MAX_LENGTH // 2]} ... {text[-_MAX_LENGTH // 2 :]}"
+        return self._loss(f"{type(error).__name__}: {text}")
 
     def no_room(self, loss: BaseException) -> WorkerLost:
         """Return the loss of a host that cannot be replaced."""
