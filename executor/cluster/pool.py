@@ -373,10 +373,10 @@ class ClusterPool(SlabPool):
 
     def _replace(self, method: str, worker_id: int, **how: bool) -> None:
         """Let a worker's host begin to replace it."""
-        share = self._share_of[worker_id]
-        self.request(share, "act", "tell_pool", method, worker_id - share.worker_ids[0], **how)
+        share, own_id = self._place_of(worker_id)
+        self.request(share, "act", "tell_pool", method, own_id, **how)
         share.pids = self.request(share, "act", "pids")
-        share.generations[worker_id - share.worker_ids[0]] += 1
+        share.generations[own_id] += 1
 
     # ---- mail --------------------------------------------------------------------------------
 
@@ -446,29 +446,30 @@ class ClusterPool(SlabPool):
 
     # ---- facts about workers -----------------------------------------------------------------
 
+    def _place_of(self, worker_id: int) -> tuple[RemoteShare, int]:
+        """Return the share of a worker, and what its host calls the worker."""
+        share = self._share_of[worker_id]
+        return share, worker_id - share.worker_ids[0]
+
     def worker_output(self, worker_id: int) -> str:
         """Return what a worker has printed, as far as it is kept."""
-        share = self._share_of[worker_id]
-        return (
-            ""
-            if share.is_gone
-            else str(self.request(share, "act", "tell_pool", "worker_output", worker_id - share.worker_ids[0]))
-        )
+        share, own_id = self._place_of(worker_id)
+        return "" if share.is_gone else str(self.request(share, "act", "tell_pool", "worker_output", own_id))
 
     def pid_of(self, worker_id: int) -> int:
         """Return a worker's process id, on its machine."""
-        share = self._share_of[worker_id]
-        return share.pids[worker_id - share.worker_ids[0]]
+        share, own_id = self._place_of(worker_id)
+        return share.pids[own_id]
 
     def generation_of(self, worker_id: int) -> int:
         """Return how often a worker was replaced."""
-        share = self._share_of[worker_id]
-        return share.generations[worker_id - share.worker_ids[0]]
+        share, own_id = self._place_of(worker_id)
+        return share.generations[own_id]
 
     def memory_of(self, worker_id: int) -> int:
         """Return the bytes that a worker, and what it has started, have to themselves."""
-        share = self._share_of[worker_id]
-        return int(self.request(share, "watch", "memory", worker_id - share.worker_ids[0]))
+        share, own_id = self._place_of(worker_id)
+        return int(self.request(share, "watch", "memory", own_id))
 
     @property
     def num_recycled(self) -> int:
