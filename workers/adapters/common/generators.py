@@ -31,7 +31,7 @@ class OwnGenerators:
 
 @contextlib.contextmanager
 def seeded_random(seed: int) -> Iterator[None]:
-    """Seed python's global generator for a while; and restore the caller's state after it."""
+    """Seed python's global generator for a while, and restore the caller's state after it."""
     state = random.getstate()
     random.seed(seed)
     try:
