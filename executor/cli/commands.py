@@ -1,4 +1,4 @@
-"""What the commands have in common: what becomes of their errors, and where they write.
+"""What the commands have in common: how errors become exit codes, and where results are written.
 
 Guarantees: an error is printed and becomes an exit code; it is never raised.
 """

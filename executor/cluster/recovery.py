@@ -9,21 +9,41 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from envherd.executor.cluster.fleet import Fleet
 from envherd.executor.cluster.host import versions
-from envherd.executor.cluster.post import Handler
+from envherd.executor.cluster.post import Handler, Post
 from envherd.executor.cluster.ray_cluster import check_versions
 from envherd.executor.cluster.remote_share import RemoteShare
+from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.restarts import Restarts
+from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import EnvherdError, InternalError
-
-if TYPE_CHECKING:
-    from envherd.executor.cluster.pool import ClusterPool
 
 #: Seconds between questions to Ray whether it has found a place.
 _ASK_S = 0.1
+
+
+class ShareOwner(Protocol):
+    """What a `Recovery` uses of the pool whose shares it moves; see `ClusterPool`."""
+
+    options: ExecutorOptions
+    lost: dict[int, EnvherdError]
+    specs: list[EnvSpec]
+    post: Post
+
+    def send(self, share: RemoteShare, group: str, method: str, args: tuple[Any, ...], handler: Handler) -> None:
+        """Call a method of a share's host, and let a handler take the answer."""
+        ...
+
+    def lose_share(self, share: RemoteShare, error: EnvherdError) -> None:
+        """Count a share's host as lost."""
+        ...
+
+    def take_out(self, share: RemoteShare, error: EnvherdError) -> None:
+        """Count a share that has found no place as lost for good."""
+        ...
 
 
 @dataclass
@@ -53,7 +73,7 @@ class Recovery:
         fleet: finds places and starts hosts.
     """
 
-    def __init__(self, pool: ClusterPool, fleet: Fleet) -> None:
+    def __init__(self, pool: ShareOwner, fleet: Fleet) -> None:
         self._pool = pool
         self._fleet = fleet
         self._restarts = Restarts(pool.options)
