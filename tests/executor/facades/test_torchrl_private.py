@@ -127,6 +127,7 @@ def test_what_programs_read_is_there() -> None:
     env = SerialEnv(2, own.CountingEnv)
     assert (env._single_task, env._use_buffers, env._mp_start_method) == (True, True, None)
     assert not env._has_dynamic_specs
+    assert env._non_tensor_keys == []
     assert isinstance(env._supports_set_state, bool)
     assert not hasattr(env, "_workers")
     assert bool(env.is_closed)

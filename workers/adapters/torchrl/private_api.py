@@ -118,6 +118,11 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
         return self._start_method
 
     @property
+    def _non_tensor_keys(self) -> list[Any]:
+        keys: list[Any] = self._keys_without_tensors
+        return keys
+
+    @property
     def _envs(self) -> list[EnvBase]:
         """The envs of a `SerialEnv`."""
         return self._local_envs()
