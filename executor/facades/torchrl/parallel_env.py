@@ -307,7 +307,7 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
             torch.set_num_threads(self.num_threads)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the envs and end their workers, and give this process the threads back that it had before `num_threads`.
+        """Close the envs and end their workers, and undo what `num_threads` did to this process.
 
         Raises:
             RuntimeError: it is closed, or was never started, unless `raise_if_closed` is False.

@@ -46,7 +46,7 @@ class MeltingPotAdapter(Adapter):
 
     In a scenario the world view comes from the substrate inside: no focal player is meant to act on it.
     Observations and rewards that `reset` and `step` return are buffers of this adapter, written again by
-    the next call; world views are fresh, and so are images of a stock env's step, which are tuples of the players' arrays.
+    the next call. World views are fresh, and so are the images of a stock env's step: tuples of the players' arrays.
 
     Args:
         env: as built by the user's factory, or by `MeltingPotFactory`, whose options it carries.
