@@ -90,7 +90,8 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
     """What TorchRL and programs that use it ask of batched envs under private names.
 
     Subclasses have `_fixed_shapes` (whether every leaf of every env has a fixed shape), `_one_task`, `_start_method`,
-    `_keys_without_tensors`, `meta_data` (of the envs, as TorchRL keeps it: one for all, or a list), and the methods that raise here.
+    `_keys_without_tensors`, `meta_data` (of the envs, as TorchRL keeps it: one for all, or a list), and the methods
+    that raise here.
     """
 
     _fixed_shapes: bool | None
