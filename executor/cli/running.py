@@ -120,7 +120,7 @@ def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | N
         error=None if collected.failure is None else str(collected.failure),
     )
     console.print(table(figures))
-    _write_json(request.json_path, figures)
+    write_json(request.json_path, figures.to_plain())
     return collected
 
 
@@ -164,10 +164,11 @@ def _write(
     return files
 
 
-def _write_json(path: str | None, figures: Figures) -> None:
+def write_json(path: str | None, plain: dict[str, Any]) -> None:
+    """Write results as JSON; "-" prints them, None does nothing."""
     if path is None:
         return
-    text = json.dumps(figures.to_plain(), indent=2) + "\n"
+    text = json.dumps(plain, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)
         return
