@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -144,9 +143,9 @@ def test_a_chart_of_two_evaluations(tmp_path):
         "some, lengths = np.array([[1.0, 2], [3, 0]]), np.array([5, 6])\n"
         "one = Evaluation('pond', 1, ('a', 'b'), ('x', 'y'), (True, False), some, lengths)\n"
         "other = Evaluation('pond', 1, ('a', 'b'), ('x', 'y'), (True, True), np.array([[-1.0, 2]]), np.array([5]))\n"
-        "plot_evaluations({'random': other, 'trained': one}, 'deep/chart.png')\n"
+        f"plot_evaluations({{'random': other, 'trained': one}}, {str(tmp_path / 'deep' / 'chart.png')!r})\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env=os.environ)
+    subprocess.run([sys.executable, "-c", code], check=True)
     from PIL import Image
 
     with Image.open(tmp_path / "deep" / "chart.png") as picture:
