@@ -58,7 +58,7 @@ class Part(NamedTuple):
     players: tuple[int, ...]
 
     @property
-    def index(self) -> slice | list[int]:
+    def at(self) -> slice | list[int]:
         """The players as an index: a slice, which copies nothing, where there is one."""
         first, last = self.players[0], self.players[-1]
         return slice(first, last + 1) if last - first + 1 == len(self.players) else list(self.players)
@@ -160,7 +160,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
                 f"PerPlayer failed: expected {'/'.join(key)} of one shape from all policies, got "
                 f"{[*whole.shape[dim + 1 :]]} and {[*shape[dim + 1 :]]}. Use different names."
             )
-        whole[(*(slice(None),) * dim, part.index)] = value
+        whole[(*(slice(None),) * dim, part.at)] = value
 
     def split(self, data: TensorDictBase) -> Iterator[tuple[Part, TensorDictBase]]:
         """Yield each policy's part of a batch, for its learner.
@@ -181,7 +181,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
     def _rows(self, root: TensorDictBase, group: TensorDictBase, part: Part) -> TensorDictBase:
         """Return the rows `[*lead, p]` of some players, with the flags and numbers of their envs."""
         lead, count = root.batch_size, len(part.players)
-        rows: Any = group[(..., part.index)] if count < len(self.names) else group.copy()
+        rows: Any = group[(..., part.at)] if count < len(self.names) else group.copy()
         for key, value in root.items():
             is_of_env = isinstance(value, torch.Tensor) and value.shape in (lead, (*lead, 1))
             if is_of_env and rows.get(key, None) is None:  # PettingZoo's groups have flags themselves

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from envherd.executor.cli.commands import carry_out, write_text
 from envherd.executor.cli.env_names import callable_at
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.media import MediaError
-from envherd.executor.cli.running import Made, call_maker, complain, make, write_json
+from envherd.executor.cli.running import Made, call_maker, make
 from envherd.executor.evaluation.chart import plot_evaluations
 from envherd.executor.evaluation.evaluate import evaluate
 from envherd.executor.evaluation.results import Evaluation
@@ -24,7 +23,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.per_player import OTHERS
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
-from envherd.workers.errors import EnvherdError
+from envherd.workers.errors import FactoryError
 
 #: In place of MODULE:FACTORY.
 _RANDOM = "random"
@@ -50,25 +49,32 @@ class Request:
 
 def run(request: Request) -> int:
     """Evaluate and report; return the exit code. Errors are printed, never raised."""
-    console, errors = Console(stderr=request.json_path == "-"), Console(stderr=True)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
-    is_prepared = False
+    return carry_out(lambda: _prepare(request), lambda prepared: _work(request, *prepared))
+
+
+def _prepare(request: Request) -> tuple[Made, Any, Any]:
+    """Refuse at once what cannot work; return the factory, and what makes the policies."""
+    return _make(request), _maker(request.policy, "--policy"), _maker(request.background, "--background")
+
+
+def _work(request: Request, made: Made, maker: Any, background_maker: Any) -> int:
+    """Play, draw and report; return the exit code."""
+    console = Console(stderr=request.json_path == "-")
     try:
-        made = _make(request)
-        makers = _maker(request.policy, "--policy"), _maker(request.background, "--background")
-        is_prepared = True
-        found = _evaluate(request, made, *makers, console)
-        if request.plot is not None:
+        found = _evaluate(request, made, maker, background_maker, console)
+    except ValueError as error:
+        if str(error).startswith(("evaluate failed", "PerPlayer failed")):  # others are the policies' own
+            raise FactoryError(str(error)) from None
+        raise
+    if request.plot is not None:
+        try:
             plot_evaluations({request.policy or _RANDOM: found}, request.plot)
-    except (EnvherdError, MediaError, OSError, ValueError, ImportError) as error:
-        complain(errors, error)
-        return EXIT_FAILED if is_prepared else EXIT_USAGE
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        return EXIT_INTERRUPTED
+        except ImportError as error:
+            raise MediaError(
+                f"drawing failed: expected the package matplotlib, got {error}. pip install 'envherd[media]'"
+            ) from None
     console.print(table(found))
-    write_json(request.json_path, found.to_dict())
+    write_text(request.json_path, json.dumps(found.to_dict(), indent=2) + "\n")
     return 0
 
 

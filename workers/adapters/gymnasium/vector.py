@@ -426,17 +426,6 @@ def _without_masks(final: Any) -> Any:
 
 
 def _metadata(env: VectorEnv[Any, Any, Any], mode: str, renamed: dict[str, str]) -> dict[str, Any]:
-    native = env.unwrapped
     env_id = getattr(getattr(env, "spec", None), "id", None)
-    facts: dict[str, Any] = {
-        "env_id": env_id or f"{type(native).__module__}.{type(native).__qualname__}",
-        "render_mode": env.render_mode,
-        "autoreset_mode": mode,
-        "resets_itself": mode == "SameStep",
-    }
-    fps = (env.metadata or {}).get("render_fps")
-    if isinstance(fps, (int, float)):
-        facts["render_fps"] = fps
-    if renamed:
-        facts["renamed"] = renamed
-    return facts
+    facts = gymnasium_spaces.metadata(env, env_id, renamed)
+    return {**facts, "autoreset_mode": mode, "resets_itself": mode == "SameStep"}

@@ -19,7 +19,7 @@ import copy
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import dm_env
@@ -27,6 +27,7 @@ import dmlab2d
 import numpy as np
 from dmlab2d import runfiles_helper
 
+from envherd.workers.adapters.common.generators import seeded_random
 from envherd.workers.adapters.meltingpot.episodes import spaced_seeds
 from envherd.workers.adapters.meltingpot.light_import import install_lazy_import
 from envherd.workers.adapters.meltingpot.ordered_lua import ordered_lua_root
@@ -250,17 +251,6 @@ def build_scenario(options: MeltingPotFactory) -> Any:
     env.envherd_roles = tuple(itertools.compress(config.roles, config.is_focal))
     env.envherd_is_focal = (True,) * len(env.envherd_roles)
     return env
-
-
-@contextlib.contextmanager
-def seeded_random(seed: int) -> Iterator[None]:
-    """Seed python's global generator for a while; the caller's state comes back untouched."""
-    state = random.getstate()
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(state)
 
 
 def _assemble(options: MeltingPotFactory, config: Any, roles: Any, individual: list[str], worlds: list[str]) -> Any:
