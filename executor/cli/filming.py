@@ -12,7 +12,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.camera import Camera
 from envherd.executor.cli.media import MediaError, Sheet, require_pillow, save_animation
 from envherd.executor.cli.returns import ReturnMeter
-from envherd.shm.specs import EnvSpec
+from envherd.shm.specs import EnvSpec, Key
 
 _WIDTH_PX = 1600
 #: Frames of a GIF; of longer films it has every second, fourth, ... step.
@@ -48,7 +48,7 @@ class Views:
         """Return the picture of a step, with the returns until then."""
         self._step += 1
         rewards = [following[key].numpy(force=True) for key in self._rewards]
-        returns = self._meter.running[0] + np.concatenate([np.asarray(one, float).ravel() for one in rewards])
+        returns = self._meter.running[0] + _rewards_of(following, self._rewards)
         self._meter.add(rewards, following["done"].numpy(force=True))
         picture = self._draw(following, returns)
         self._step *= not bool(following["done"].any())
@@ -118,7 +118,7 @@ class Timeline:
         self._agent, self._names = agent, names
         self._title = str(env.spec.metadata.get("name") or env.spec.family)
         self._cell_px = int(env.spec.metadata.get("cell_px") or 0)
-        self._reward = env.reward_spec[0].key
+        self._keys = [leaf.key for leaf in env.reward_spec]
         self._place = next((leaf.key for leaf in env.observation_spec if leaf.key[-1] == "POSITION"), None)
         self._world: Any = Camera(env)
         self._picture: np.ndarray | None = None
@@ -134,7 +134,7 @@ class Timeline:
 
     def next(self, following: TensorDictBase) -> None:
         """Note a step."""
-        self._rewards.append(np.asarray(following[self._reward].numpy(force=True), float).ravel())
+        self._rewards.append(_rewards_of(following, self._keys))
         if following["done"].any():
             self._ends.append(len(self._rewards))
         elif not self._ends:
@@ -195,6 +195,11 @@ class Timeline:
         axes.set(xlabel="step", ylabel="sum of rewards", title=f"{self._names[self._agent]} (blue) and the others")
         axes.title.set_fontsize(9)
         axes.grid(alpha=0.3)
+
+
+def _rewards_of(following: TensorDictBase, keys: list[Key]) -> np.ndarray:
+    """Return the rewards of a step, float64, one for each player."""
+    return np.concatenate([np.asarray(following[key].numpy(force=True), float).ravel() for key in keys])
 
 
 def players_of(spec: EnvSpec) -> tuple[list[str], list[str]]:

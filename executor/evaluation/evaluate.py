@@ -57,7 +57,7 @@ def evaluate(  # noqa: PLR0913  # what is evaluated, against whom, and how much 
             reset, and which stays open. A scenario's name with `background` takes its roles, and these in place of its
             bots.
         episodes: to play.
-        background: policies of the players that are not focal.
+        background: policies of the players that are not focal, likewise; `{"*": None}` draws random actions.
         focal: names or indices of the focal players; None for those of the scenario, or all.
         num_envs: that play at once; at most `episodes`. Not with an executor.
         num_workers: processes; see `ParallelEnv`. Not with an executor.
