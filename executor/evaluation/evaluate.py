@@ -67,12 +67,16 @@ def evaluate(  # noqa: PLR0913  # what is evaluated, against whom, and how much 
         options: of the executor.
 
     Raises:
-        ValueError: a player without a policy, or `background` where all players are focal.
+        ValueError: envs that are batches themselves or have no players, a player without a policy, or `background` where all players are focal.
         FactoryError: a scenario whose bots' models are not installed, with what to do.
     """
     episodes = as_count("evaluate", "episodes", episodes)
     with _opened(env, episodes, background is not None, num_envs, num_workers, seed, max_steps, options) as executor:
         spec = executor.spec
+        if spec.batch_shape:
+            raise ValueError(
+                f"evaluate failed: expected envs of one row, got {spec.family} envs of {[*spec.batch_shape]}."
+            )
         everyone = PerPlayer({OTHERS: None}, spec)
         names, roles = everyone.names, everyone.roles
         is_focal = _focal(focal, spec.metadata.get("is_focal"), names)
