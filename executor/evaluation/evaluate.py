@@ -67,7 +67,8 @@ def evaluate(  # noqa: PLR0913  # what is evaluated, against whom, and how much 
         options: of the executor.
 
     Raises:
-        ValueError: envs that are batches themselves or have no players, a player without a policy, or `background` where all players are focal.
+        ValueError: envs that are batches themselves or have no players, a player without a policy, or `background`
+            where all players are focal.
         FactoryError: a scenario whose bots' models are not installed, with what to do.
     """
     episodes = as_count("evaluate", "episodes", episodes)
