@@ -265,6 +265,7 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
 
     Raises:
         FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or gave no env.
+        ValueError: options with `env_threads`.
     """
 
     def __init__(
@@ -277,6 +278,12 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
         executor: Callable[..., BatchedEnv] | None = None,
         **kwargs: Any,
     ) -> None:
+        if options is not None and options.env_threads:
+            raise ValueError(
+                "ParallelEnv failed: expected options with env_threads=False, got True: each TorchRL env has its own "
+                "state of torch's generator, which the threads of a process share. Use more num_processes, or "
+                "envherd.ParallelEnv."
+            )
         self.__dict__["_num_processes"] = num_processes
         self.__dict__["_options"] = options
         self.__dict__["_make_executor"] = executor

@@ -31,7 +31,6 @@ from envherd.workers.adapters.hosts.gymnasium_native import (
     flattener,
     leaf_specs,
 )
-from envherd.workers.adapters.hosts.pettingzoo_stacked import parallel_env
 from envherd.workers.adapters.pettingzoo.adapter import (
     acting_agents,
     checked_reset,
@@ -82,6 +81,8 @@ class ParallelFactory(NativeFactory):
 
     def __call__(self) -> ParallelNativeAdapter:
         """Build the env."""
+        from envherd.workers.adapters.hosts.pettingzoo_stacked import parallel_env  # `rllib` does without PettingZoo
+
         return ParallelNativeAdapter(ParallelGuest(parallel_env(self.env_fn)))
 
 
