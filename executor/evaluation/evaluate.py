@@ -146,7 +146,7 @@ def _joined(policies: Policies, background: Policies, is_focal: tuple[bool, ...]
         raise ValueError(
             f"evaluate failed: expected background policies for the players that are not focal, got {got}. {advice}"
         )
-    chosen = {
+    chosen: dict[str | int, Policy | None] = {
         player: policy
         for given, players in ((policies, mine), (background, others))
         for player, policy in choose_policies(_by_name(given), everyone.names, everyone.roles, players).items()
