@@ -54,7 +54,7 @@ class Part(NamedTuple):
         players: ascending indices in the group.
     """
 
-    policy: Policy
+    policy: Any
     players: tuple[int, ...]
 
     @property
