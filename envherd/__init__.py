@@ -21,10 +21,14 @@ if TYPE_CHECKING:
     from envherd.executor.cluster.errors import ClusterError
     from envherd.executor.collector import Collector
     from envherd.executor.episode_logger import Episode, EpisodeLogger
+    from envherd.executor.evaluation.chart import plot_evaluations
+    from envherd.executor.evaluation.evaluate import evaluate
+    from envherd.executor.evaluation.results import Evaluation, Interval
     from envherd.executor.exporting import MetricsServer, to_dict, to_scalars, write_scalars
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
+    from envherd.executor.per_player import PerPlayer, RandomPlayer
     from envherd.executor.policy import swapped_parameters, uncopied
     from envherd.executor.pools.preloading import preloaded
     from envherd.executor.serial import SerialEnv
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
     from envherd.workers.adapters.named import OldGymFactory, PettingZooFactory, VmasFactory
     from envherd.workers.adapters.registry import register
+    from envherd.workers.block.pictures import SmallPictures
     from envherd.workers.errors import (
         ActionError,
         Busy,
@@ -71,9 +76,11 @@ _HOMES = {
     "EnvherdError": _ERRORS,
     "Episode": "envherd.executor.episode_logger",
     "EpisodeLogger": "envherd.executor.episode_logger",
+    "Evaluation": "envherd.executor.evaluation.results",
     "ExecutorOptions": "envherd.executor.options",
     "FactoryError": _ERRORS,
     "InternalError": _ERRORS,
+    "Interval": "envherd.executor.evaluation.results",
     "LeafSpec": _SPECS,
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
     "MetricsServer": "envherd.executor.exporting",
@@ -81,10 +88,13 @@ _HOMES = {
     "OldGymFactory": "envherd.workers.adapters.named",
     "OneHot": _SPECS,
     "ParallelEnv": "envherd.executor.parallel",
+    "PerPlayer": "envherd.executor.per_player",
     "PettingZooFactory": "envherd.workers.adapters.named",
+    "RandomPlayer": "envherd.executor.per_player",
     "RayParallelEnv": "envherd.executor.cluster.env",
     "ResetNeeded": _ERRORS,
     "SerialEnv": "envherd.executor.serial",
+    "SmallPictures": "envherd.workers.block.pictures",
     "SpecError": _ERRORS,
     "Statistics": "envherd.executor.monitor.statistics",
     "Unbounded": _SPECS,
@@ -92,6 +102,8 @@ _HOMES = {
     "WorkerLost": _ERRORS,
     "WorkerStatistics": "envherd.executor.monitor.statistics",
     "WorkerTimeout": _ERRORS,
+    "evaluate": "envherd.executor.evaluation.evaluate",
+    "plot_evaluations": "envherd.executor.evaluation.chart",
     "preloaded": "envherd.executor.pools.preloading",
     "recommend": "envherd.executor.sizing.recommending",
     "register": "envherd.workers.adapters.registry",
@@ -121,9 +133,11 @@ __all__ = [
     "EnvherdError",
     "Episode",
     "EpisodeLogger",
+    "Evaluation",
     "ExecutorOptions",
     "FactoryError",
     "InternalError",
+    "Interval",
     "LeafSpec",
     "MeltingPotFactory",
     "MetricsServer",
@@ -131,10 +145,13 @@ __all__ = [
     "OldGymFactory",
     "OneHot",
     "ParallelEnv",
+    "PerPlayer",
     "PettingZooFactory",
+    "RandomPlayer",
     "RayParallelEnv",
     "ResetNeeded",
     "SerialEnv",
+    "SmallPictures",
     "SpecError",
     "Statistics",
     "Unbounded",
@@ -142,6 +159,8 @@ __all__ = [
     "WorkerLost",
     "WorkerStatistics",
     "WorkerTimeout",
+    "evaluate",
+    "plot_evaluations",
     "preloaded",
     "recommend",
     "register",
