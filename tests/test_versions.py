@@ -9,7 +9,7 @@ from packaging.version import Version
 from tests import compat
 
 HEADS = ["Python", "", *compat.SHOWN.values()]
-REQUIREMENTS = [one for one in compat.requirements() if one.name in compat.SHOWN]
+REQUIREMENTS = [one for one in compat.requirements((*compat.EXTRAS, "rllib")) if one.name in compat.SHOWN]
 
 
 def versions_of(requirement: Requirement) -> list[Version]:
