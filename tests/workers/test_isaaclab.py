@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from tests.workers import isaaclab_own as own
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-MAKERS = {"direct": own.make_direct, "managed": own.make_managed}
+MAKERS = {"direct": own.make_direct, "managed": own.make_managed, "agents as one": own.make_agents_as_one}
 
 
 @pytest.fixture(autouse=True)
@@ -36,28 +36,29 @@ def test_keeps_the_contract(name):
     assert report.num_ends > 1
 
 
-@pytest.mark.parametrize("make", [own.make_direct, own.make_managed])
-def test_last_observations_are_true_and_rows_reset_alone(make):
+@pytest.mark.parametrize("name", MAKERS)
+def test_last_observations_are_true_and_rows_reset_alone(name):
     built = []
 
     def make_env():
-        built.append(make())
+        built.append(MAKERS[name]())
         return built[-1]
 
     with SerialEnv(1, make_env, seed=0) as env:
         assert env.specs[0].family == "isaaclab"
         env.reset()
         (simulator,) = built
+        line = getattr(simulator, "env", simulator).line
         num_ends = 0
         for _ in range(20):
             td, root = env.step_and_maybe_reset(env.rand_action(env.current()))
             following = td["next"]
-            _, after = simulator.line.steps[-1]
+            _, after = line.steps[-1]
             assert torch.equal(following["policy"][0], after)
             assert torch.equal(following["terminated"][0, :, 0], after[:, 0].abs() > own.LIMIT)
             done = following["done"][0, :, 0]
             assert torch.equal(root["policy"][0, ~done], after[~done])
             if done.any():
                 num_ends += 1
-                assert simulator.line.resets[-1] == done.nonzero().flatten().tolist()
+                assert line.resets[-1] == done.nonzero().flatten().tolist()
         assert num_ends > 1

@@ -19,6 +19,7 @@ Does not tell: whether observations are within the bounds of their spaces, which
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, get_args
@@ -37,7 +38,13 @@ from envherd.workers.adapters.simulators.batch import (
     choose,
     torch_dtype_name,
 )
-from envherd.workers.adapters.simulators.native_resets import FINAL_KEYS, ResetWatch, published_final, reset_rows
+from envherd.workers.adapters.simulators.native_resets import (
+    FINAL_KEYS,
+    AgentsAsOne,
+    ResetWatch,
+    published_final,
+    reset_rows,
+)
 from envherd.workers.adapters.torchrl.reading import to_plain
 from envherd.workers.errors import FactoryError, SpecError
 
@@ -84,7 +91,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
         if self._resets not in get_args(Resets):
             raise FactoryError(f"TorchNativeAdapter failed: expected resets in {get_args(Resets)}, got {resets!r}.")
         has_watch = self._resets == "same_step" and callable(getattr(inner, "_reset_idx", None))
-        self._watch = ResetWatch(inner, num_rows, final_observation) if has_watch else None
+        self._watch = ResetWatch(self._simulator, num_rows, final_observation) if has_watch else None
         self._takes_ids = "env_ids" in inspect.signature(inner.reset).parameters
         self._reads_env_idx = _reads_option(type(inner), "env_idx")
         #: Rows that the simulator has reset and the caller has not, and their first observations.
@@ -113,6 +120,11 @@ class TorchNativeAdapter(TorchBatchAdapter):
     def info(self) -> Mapping[str, Any]:  # type: ignore[override]  # made when asked for, as few ask
         """The simulator's `extras`, with arrays (copies) for tensors."""
         return {key: to_plain(value) for key, value in dict(self._extras).items() if key not in FINAL_KEYS}
+
+    @functools.cached_property
+    def _simulator(self) -> Any:
+        """What steps and resets rows, and has the observations: the env without wrappers."""
+        return self._inner
 
     def render(self) -> Any:
         """Return what `env.render()` draws, if its render mode is "rgb_array", else None."""
@@ -143,7 +155,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
         dtype = torch.int64 if self._watch is None else self._watch.id_dtype
         ids = rows.nonzero().view(-1).to(dtype)
         if callable(getattr(inner, "_reset_idx", None)) and not options:
-            return reset_rows(inner, ids, rows)
+            return reset_rows(self._simulator, ids, rows)
         if self._takes_ids:
             return self._unpack(inner.reset(env_ids=ids, **options))
         own = options.get("options") or {}
@@ -234,6 +246,8 @@ class TorchNativeAdapter(TorchBatchAdapter):
 class IsaacLabAdapter(TorchNativeAdapter):
     """One IsaacLab `ManagerBasedRLEnv` or `DirectRLEnv`: there can be one in a process, and it resets within `step`.
 
+    A `DirectMARLEnv` is taken as `multi_agent_to_single_agent` returns it.
+
     Single actions of a `Discrete` space reach the simulator as `[B, 1]`, as IsaacLab samples them.
     """
 
@@ -254,6 +268,11 @@ class IsaacLabAdapter(TorchNativeAdapter):
                 f"isaaclab.envs.multi_agent_to_single_agent(env) from the factory."
             )
         super().__init__(env, final_observation=final_observation, keeps_actions=keeps_actions)
+
+    @functools.cached_property
+    def _simulator(self) -> Any:
+        inside = getattr(self._inner, "env", None)
+        return AgentsAsOne(self._inner) if hasattr(inside, "possible_agents") else self._inner
 
     def _native_action(self, action: torch.Tensor) -> torch.Tensor:
         native = super()._native_action(action)

@@ -84,6 +84,39 @@ class ResetWatch:
         self.rows[ids.long() if isinstance(ids, torch.Tensor) and ids.dtype is not torch.bool else ids] = True
 
 
+class AgentsAsOne:
+    """The `DirectMARLEnv` inside what IsaacLab's `multi_agent_to_single_agent` returns, which steps and resets it.
+
+    It has the attributes of the `DirectMARLEnv`; its observations are those of the single agent.
+
+    Args:
+        converted: what `multi_agent_to_single_agent` has returned.
+    """
+
+    def __init__(self, converted: Any) -> None:
+        self.__dict__["_converted"], self.__dict__["_env"] = converted, converted.env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._env, name, value)
+
+    def _get_observations(self) -> dict[str, torch.Tensor]:
+        return self.joined(with_noise=False)
+
+    def joined(self, *, with_noise: bool) -> dict[str, torch.Tensor]:
+        """Return the observations `[B, ...]` now, as the single agent has them after a step (with noise) or a reset."""
+        env = self._env
+        env.obs_dict = seen = env._get_observations()  # noqa: SLF001  # `state` reads `obs_dict`
+        if with_noise and env.cfg.observation_noise_model:
+            models = env._observation_noise_model  # noqa: SLF001
+            seen.update({agent: models[agent](seen[agent]) for agent in seen if agent in models})
+        if self._converted._state_as_observation:  # noqa: SLF001
+            return {"policy": env.state()}
+        return {"policy": torch.cat([seen[agent].reshape(env.num_envs, -1) for agent in env.possible_agents], dim=-1)}
+
+
 def published_final(extras: Any) -> Any:
     """Return the last observations that a simulator has published, or None."""
     if isinstance(extras, Mapping):
@@ -129,6 +162,8 @@ def _observer(env: Any) -> Callable[[Any], Any]:
     """Return what computes a simulator's observations as its step does."""
     if hasattr(env, "observation_manager"):
         return _observe_managed
+    if isinstance(env, AgentsAsOne):
+        return lambda agents: agents.joined(with_noise=True)
     if hasattr(env, "_get_observations"):
         return _observe_direct
     raise SpecError(
