@@ -318,11 +318,11 @@ class NodeHost:
         pool = self._pool
         with self._exclusive():
             figures = pool.figures()
-        told = [name for name, (length, writer, _) in WORDS.items() if length != "env" and writer == "worker"]
-        told += ["seat", "looks", "stacked"]  # of placement, which is the host's business
+        names = [name for name, (length, writer, _) in WORDS.items() if length != "env" and writer == "worker"]
+        names += ["seat", "looks", "stacked"]  # of placement, which is the host's business
         return Figures(
             processes=[(one.uss_bytes, one.pss_bytes, one.cpu_s) for one in figures],
-            words={name: pool.slab.words[name].reshape(pool.num_workers, -1).copy() for name in told},
+            words={name: pool.slab.words[name].reshape(pool.num_workers, -1).copy() for name in names},
             now_ns=time.monotonic_ns(),
             pids=self.pids(),
             generations=tuple(map(pool.generation_of, pool.worker_ids)),

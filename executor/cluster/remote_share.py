@@ -24,7 +24,7 @@ from envherd.workers.protocol import RING
 #: Seconds without an answer after which a host is asked whether it lives.
 _PATIENCE_S = 2.0
 #: Characters of what Ray says that are passed on.
-_MAX_SAID = 800
+_MAX_TEXT = 800
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -169,9 +169,9 @@ class RemoteShare:
     def gone(self, error: BaseException) -> WorkerLost:
         """Return the loss of a host that Ray says is gone."""
         lines = [line.strip() for line in _COLORS.sub("", str(error)).splitlines() if line.strip()]
-        said = " ".join(lines)
-        said = said if len(said) < _MAX_SAID else f"{said[: _MAX_SAID // 2]} ... {said[-_MAX_SAID // 2 :]}"
-        return self._loss(f"{type(error).__name__}: {said}")
+        text = " ".join(lines)
+        text = text if len(text) < _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 2 :]}"
+        return self._loss(f"{type(error).__name__}: {text}")
 
     def no_room(self, loss: BaseException) -> WorkerLost:
         """Return the loss of a host that cannot be replaced."""
