@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from envherd.executor.async_collector import AsyncCollector, AsyncStatistics
+    from envherd.executor.batched import BatchedEnv
     from envherd.executor.cluster.env import RayParallelEnv
     from envherd.executor.cluster.errors import ClusterError
+    from envherd.executor.cluster.remote_rollouts import RemoteRollouts
     from envherd.executor.collector import Collector
     from envherd.executor.episode_logger import Episode, EpisodeLogger
-    from envherd.executor.exporting import MetricsServer, to_dict, to_scalars, write_scalars
+    from envherd.executor.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
@@ -59,6 +61,7 @@ _HOMES = {
     "Adapter": "envherd.workers.adapters.base",
     "AsyncCollector": "envherd.executor.async_collector",
     "AsyncStatistics": "envherd.executor.async_collector",
+    "BatchedEnv": "envherd.executor.batched",
     "Binary": _SPECS,
     "Box": _SPECS,
     "Busy": _ERRORS,
@@ -83,6 +86,7 @@ _HOMES = {
     "ParallelEnv": "envherd.executor.parallel",
     "PettingZooFactory": "envherd.workers.adapters.named",
     "RayParallelEnv": "envherd.executor.cluster.env",
+    "RemoteRollouts": "envherd.executor.cluster.remote_rollouts",
     "ResetNeeded": _ERRORS,
     "SerialEnv": "envherd.executor.serial",
     "SpecError": _ERRORS,
@@ -99,6 +103,7 @@ _HOMES = {
     "substrate_names": "envherd.workers.adapters.meltingpot.factory",
     "swapped_parameters": "envherd.executor.policy",
     "to_dict": "envherd.executor.exporting",
+    "to_prometheus": "envherd.executor.exporting",
     "to_scalars": "envherd.executor.exporting",
     "uncopied": "envherd.executor.policy",
     "write_scalars": "envherd.executor.exporting",
@@ -109,6 +114,7 @@ __all__ = [
     "Adapter",
     "AsyncCollector",
     "AsyncStatistics",
+    "BatchedEnv",
     "Binary",
     "Box",
     "Busy",
@@ -133,6 +139,7 @@ __all__ = [
     "ParallelEnv",
     "PettingZooFactory",
     "RayParallelEnv",
+    "RemoteRollouts",
     "ResetNeeded",
     "SerialEnv",
     "SpecError",
@@ -149,6 +156,7 @@ __all__ = [
     "substrate_names",
     "swapped_parameters",
     "to_dict",
+    "to_prometheus",
     "to_scalars",
     "uncopied",
     "write_scalars",
