@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from typing import Any
 
 import numpy as np
