@@ -57,27 +57,28 @@ class Turns:
     def __init__(self, engine: Engine, pool: WorkerPool) -> None:
         self._engine, self._pool = engine, pool
         self._mutex = threading.Lock()  # of the next two
-        self._is_held = False
-        self._queue: deque[threading.Lock] = deque()  # of threads that want the executor; released in turn
+        self._holder: int | None = None  # the thread that has the executor
+        self._queue: deque[tuple[threading.Lock, int]] = deque()  # threads that want it, and what lets each go on
         self._waiters: list[_Waiter] = []
         self._leader: _Waiter | None = None
 
     def __enter__(self) -> None:
+        thread = threading.get_ident()
         with self._mutex:
-            if not self._is_held:
-                self._is_held = True
+            if self._holder in (None, thread):  # its own, where an interrupt has ended a call before `__exit__`
+                self._holder = thread
                 return
             ticket = threading.Lock()
             ticket.acquire()
-            self._queue.append(ticket)
+            self._queue.append((ticket, thread))
         self._pool.hail()
         try:
             ticket.acquire()
         except BaseException:  # an interrupt
             with self._mutex:
-                is_passed = ticket not in self._queue
+                is_passed = (ticket, thread) not in self._queue
                 if not is_passed:
-                    self._queue.remove(ticket)
+                    self._queue.remove((ticket, thread))
             if is_passed:
                 self.__exit__()
             raise
@@ -85,9 +86,10 @@ class Turns:
     def __exit__(self, *_: object) -> None:
         with self._mutex:
             if self._queue:
-                self._queue.popleft().release()
+                ticket, self._holder = self._queue.popleft()
+                ticket.release()
             else:
-                self._is_held = False
+                self._holder = None
 
     def wait(self, awaited: Awaited, least: int, most: int, timeout_s: float | None) -> np.ndarray:
         """Wait for envs; the caller holds the executor, and others may have it meanwhile.
