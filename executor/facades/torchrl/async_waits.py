@@ -85,6 +85,8 @@ class Turns:
 
     def __exit__(self, *_: object) -> None:
         with self._mutex:
+            if self._holder != threading.get_ident():  # an interrupt has ended the wait for it
+                return
             if self._queue:
                 ticket, self._holder = self._queue.popleft()
                 ticket.release()
