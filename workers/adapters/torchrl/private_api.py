@@ -173,6 +173,12 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
 # ---- async pools -----------------------------------------------------------------------------
 
 
+_FULL_SPECS = {
+    "input_spec": ("full_action_spec", "full_state_spec"),
+    "output_spec": ("full_observation_spec", "full_reward_spec", "full_done_spec"),
+}
+
+
 def place_specs(env: EnvBase, of_envs: list[Any], index: NonTensor) -> None:
     """Set the batch size and the specs of an async pool: those of its envs, stacked part by part.
 
@@ -183,8 +189,8 @@ def place_specs(env: EnvBase, of_envs: list[Any], index: NonTensor) -> None:
     """
     shape = torch.Size((len(of_envs), *of_envs[0].shape))
     sides = {}
-    for side, names in (("input_spec", ("action", "state")), ("output_spec", ("observation", "reward", "done"))):
-        parts = {f"full_{name}_spec": [specs[side, f"full_{name}_spec"] for specs in of_envs] for name in names}
+    for side in ("input_spec", "output_spec"):
+        parts = {name: [specs[side, name] for specs in of_envs] for name in _FULL_SPECS[side]}
         sides[side] = Composite({name: torch.stack(part, 0) for name, part in parts.items()}, shape=shape)
     sides["input_spec"]["full_state_spec"].set("env_index", index)
     env.__dict__.update(
