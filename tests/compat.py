@@ -28,8 +28,6 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "versions.md"
-#: Outcomes of rows, those of earlier runs too: name of row -> outcome.
-RECORDED = ROOT / "build" / "compat.json"
 PYTHONS = ("3.11", "3.12", "3.13")
 #: Distribution -> its name in the table.
 SHOWN = {
@@ -38,9 +36,13 @@ SHOWN = {
     "torchrl": "TorchRL",
     "gymnasium": "Gymnasium",
     "stable-baselines3": "SB3",
+    "ray": "Ray",
     "numpy": "NumPy",
 }
 EXTRAS = ("torchrl", "gymnasium", "sb3")
+#: Of the environment by itself that RLlib has, as it pins Gymnasium.
+RLLIB = "RLlib"
+RLLIB_EXTRAS = ("rllib", "pettingzoo", "meltingpot")
 #: Of the extra `dev`; the rest checks sources.
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-randomly", "hypothesis")
 #: Heading -> tests, as patterns below `tests/`.
@@ -56,6 +58,7 @@ GROUPS = {
     "Gymnasium": ("executor/facades/test_gymnasium_*.py", "workers/test_gymnasium_*.py"),
     "SB3": ("executor/facades/test_sb3_equality.py", "executor/facades/test_sb3_vec_env.py"),
     "TorchRL": ("executor/facades/test_torchrl_*.py", "workers/test_torchrl_*.py"),
+    RLLIB: ("executor/facades/test_rllib.py",),
 }
 
 
@@ -66,7 +69,7 @@ class Row(NamedTuple):
         python: its minor version, `3.11`.
         which: `oldest`, `newest`, or what is different.
         groups: the headings whose tests are run.
-        end: the environment, `oldest` or `newest`.
+        end: the environment: `oldest`, `newest` or `RLlib`.
         on_top: what is installed over it for this row alone, without dependencies.
     """
 
@@ -85,15 +88,14 @@ class Row(NamedTuple):
 def rows() -> list[Row]:
     """Return all rows: the ends for every Python, and every minor version of TorchRL between them for the first."""
     found: list[Row] = []
+    usual = tuple(group for group in GROUPS if group != RLLIB)
     for python in PYTHONS:
-        found += [Row(python, end, tuple(GROUPS), end) for end in ("oldest", "newest")]
+        found += [Row(python, end, usual, end) for end in ("oldest", "newest")]
     first = PYTHONS[0]
+    found.append(Row(first, RLLIB, (RLLIB,), RLLIB))
     for version in torchrl_versions()[1:-1]:
         pins = (f"torchrl=={version}.*", f"tensordict=={version}.*")
         found.append(Row(first, f"TorchRL {version}", ("TorchRL",), "newest", pins))
-    # It is newer than what the newest TorchRL takes.
-    others = tuple(group for group in GROUPS if group != "TorchRL")
-    found.append(Row(first, "newest TensorDict", others, "newest", (str(_requirement("tensordict")),)))
     return sorted(found, key=lambda row: (PYTHONS.index(row.python), row.end != "oldest"))
 
 
@@ -103,10 +105,10 @@ def torchrl_versions() -> list[str]:
     return [f"0.{minor}" for minor in range(bounds[">="].minor, bounds["<"].minor)]
 
 
-def requirements() -> list[Requirement]:
-    """Return what `envherd[torchrl,gymnasium,sb3]` requires."""
+def requirements(extras: tuple[str, ...] = EXTRAS) -> list[Requirement]:
+    """Return what this package requires with some extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = [*project["dependencies"], *(one for extra in EXTRAS for one in project["optional-dependencies"][extra])]
+    texts = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
     return [Requirement(text) for text in dict.fromkeys(texts)]
 
 
@@ -138,6 +140,9 @@ def make(folder: Path, interpreter: str, wanted: list[str]) -> Path:
     python = folder / "bin" / "python"
     if not (folder / ".complete").exists():
         subprocess.run([interpreter, "-m", "venv", "--clear", folder], check=True)
+        if any(one.startswith("dm-meltingpot") for one in wanted):
+            install: list[Any] = [python, ROOT / ".ci" / "install_meltingpot.py", "-c", ROOT / "constraints.txt"]
+            subprocess.run(install, check=True)
         subprocess.run([*_pip(python), *wanted, *TOOLS], check=True)
         (folder / ".complete").touch()
     return python
@@ -148,7 +153,8 @@ def run(row: Row, folder: Path, jobs: str) -> dict[str, Any]:
     interpreter = find_python(row.python)
     if interpreter is None:
         raise SystemExit(f"{row.name} failed: expected python{row.python} on PATH or in pyenv, got none.")
-    wanted = [oldest(one) if row.end == "oldest" else str(one) for one in requirements()]
+    extras = RLLIB_EXTRAS if row.end == RLLIB else EXTRAS
+    wanted = [oldest(one) if row.end == "oldest" else str(one) for one in requirements(extras)]
     python = make(folder / f"{row.python}-{row.end}", interpreter, wanted)
     path = [str(ROOT)]
     if row.on_top:
@@ -230,26 +236,43 @@ _INTRODUCTION = """# Versions
 Written by `make compat`, which makes an environment for each row, installs the versions in it and runs the tests of the
 headings on the right there (`tests/compat.py` lists the files). *Oldest* has the lower bound of each requirement in
 `pyproject.toml`, *newest* what pip chose within the bounds; the other rows put a few versions on top of one of the two.
-Each minor version of TorchRL wants the TensorDict of the same. Numbers are of tests that passed; those of what a
-version lacks, and of other extras, are skipped. Tests with deadlines may fail on a machine that is busy.
+Each minor version of TorchRL wants the TensorDict of the same. RLlib has an environment by itself: it pins Gymnasium.
+Numbers are of tests that passed; those of what a version lacks, and of other extras, are skipped. Tests with deadlines
+may fail on a machine that is busy.
 
 """
 
 
-def page(outcomes: dict[str, dict[str, Any]]) -> str:
+#: Name of a row -> its line, and the names of the tests that failed.
+Outcomes = dict[str, tuple[str, list[str]]]
+
+
+def page(outcomes: Outcomes) -> str:
     """Return the text of docs/versions.md."""
     heads = ["Python", "", *SHOWN.values(), *(f"tests: {group}" for group in GROUPS)]
     lines = [_line(heads), _line(["---"] * len(heads))]
-    failed = []
-    for row in rows():
-        if row.name not in outcomes:
-            continue
-        outcome = outcomes[row.name]
-        cells = [outcome["python"], row.which, *(outcome["versions"][name] for name in SHOWN)]
-        lines.append(_line([*cells, *(_cell(outcome["groups"].get(group)) for group in GROUPS)]))
-        failed += [f"- {row.name}: `{name}`" for one in outcome["groups"].values() for name in one["failed"]]
+    names = [row.name for row in rows() if row.name in outcomes]
+    failed = [f"- {name}: `{test}`" for name in names for test in outcomes[name][1]]
     tail = "\n".join(["", "## What fails", "", *failed, ""]) if failed else ""
-    return _INTRODUCTION + "\n".join(lines) + "\n" + tail
+    return _INTRODUCTION + "\n".join([*lines, *(outcomes[name][0] for name in names)]) + "\n" + tail
+
+
+def read_page() -> Outcomes:
+    """Return the rows of docs/versions.md."""
+    found: Outcomes = {}
+    for line in PAGE.read_text().splitlines():
+        if match := re.match(r"\| (\d+\.\d+)\.\d+ \| ([^|]+) \|", line):
+            found[f"{match[1]}, {match[2]}"] = (line, [])
+        elif match := re.match(r"- ([^:]+): `(.+)`$", line):
+            found[match[1]][1].append(match[2])
+    return found
+
+
+def outcome(row: Row, ran: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return what the page has of a row."""
+    cells = [ran["python"], row.which, *(ran["versions"][name] for name in SHOWN)]
+    line = _line([*cells, *(_cell(ran["groups"].get(group)) for group in GROUPS)])
+    return line, [test for group in ran["groups"].values() for test in group["failed"]]
 
 
 def _cell(count: dict[str, Any] | None) -> str:
@@ -272,17 +295,16 @@ def main() -> int:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     chosen = [row for row in rows() if re.search(options.rows, row.name)]
+    has_failed = False
     for index, row in enumerate(chosen):
         print(f"== {row.name}", flush=True)
-        outcome = run(row, options.folder, options.jobs)
-        # What another run has recorded meanwhile is kept.
-        outcomes = {**(json.loads(RECORDED.read_text()) if RECORDED.exists() else {}), row.name: outcome}
-        RECORDED.write_text(json.dumps(outcomes, indent=1))
-        PAGE.write_text(page(outcomes))
+        ran = outcome(row, run(row, options.folder, options.jobs))
+        PAGE.write_text(page({**read_page(), row.name: ran}))
+        has_failed |= bool(ran[1])
         needed = {(one.python, one.end) for one in chosen[index + 1 :]}
         if not options.keep and (row.python, row.end) not in needed:
             shutil.rmtree(options.folder / f"{row.python}-{row.end}")
-    return int(any(one["failed"] for row in chosen for one in outcomes[row.name]["groups"].values()))
+    return int(has_failed)
 
 
 if __name__ == "__main__":

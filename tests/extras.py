@@ -30,6 +30,7 @@ PACKAGES = {
     "old-gym": ("gym",),
     "pettingzoo": ("pettingzoo", "mpe2"),
     "ray": ("ray",),
+    "rllib": ("ray", "tree", "lz4", "ormsgpack", "tensorboardX"),
     "robotics": ("gymnasium_robotics",),
     "sb3": ("stable_baselines3",),
     "tensorboard": ("tensorboard",),

@@ -15,3 +15,7 @@ _HAS_DTYPE = "dtype" in inspect.signature(Discrete).parameters
 def discrete(n: int, dtype: Any, start: int = 0) -> Any:
     """Return a `Discrete` of a dtype, or of int64 where this Gymnasium has no other."""
     return Discrete(n, start=start, dtype=dtype) if _HAS_DTYPE else Discrete(n, start=start)
+
+
+#: What `batch_differing_spaces` raises for shapes that differ: 1.1 asserts.
+NOT_BATCHED = (ValueError, AssertionError)

@@ -22,6 +22,7 @@ TESTED = {
     "ray_async",
     "ray_rollouts",
     "ray_step",
+    "rllib_meltingpot",  # run by tests/executor/facades/test_rllib.py
     "sb3_meltingpot",
     "torchrl_collectors",
     "torchrl_ppo",

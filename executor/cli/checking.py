@@ -3,47 +3,42 @@
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.env_names import factory_for
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from envherd.executor.cli.running import complain
-from envherd.workers.errors import EnvherdError
+from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.workers.testing.compare import ContractViolation
 from envherd.workers.testing.contract import Contract, NoEpisodeEnd
 
 
 def run(env: str, *, num_steps: int, seed: int, is_deterministic: bool, kwargs: dict[str, Any]) -> int:
     """Check every rule and print a line for each; return the exit code. Errors are printed, never raised."""
-    console, errors = Console(), Console(stderr=True)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
-    is_named = False
+    return carry_out(
+        lambda: factory_for(env),
+        lambda factory: _check(
+            env,
+            Contract(
+                functools.partial(factory, **kwargs), num_steps=num_steps, seed=seed, is_deterministic=is_deterministic
+            ),
+        ),
+    )
+
+
+def _check(env: str, contract: Contract) -> int:
+    console = Console()
     try:
-        factory = factory_for(env)
-        is_named = True
-        make_env = functools.partial(factory, **kwargs)
-        contract = Contract(make_env, num_steps=num_steps, seed=seed, is_deterministic=is_deterministic)
         num_broken = _check_all(contract, console)
-        num_ends = contract.num_ends
     except NoEpisodeEnd as error:
         console.print(Text("nothing was proved: ", "bold red").append(str(error), "default"), soft_wrap=True)
         return EXIT_FAILED
-    except (EnvherdError, OSError) as error:
-        complain(errors, error)
-        return EXIT_FAILED if is_named else EXIT_USAGE
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        return EXIT_INTERRUPTED
     if num_broken:
         console.print(Text(f"{env} breaks {num_broken} of {len(Contract.RULES)} rules.", "bold red"), soft_wrap=True)
         return EXIT_FAILED
-    kept = f"{env} keeps the contract: {num_steps} steps of 2 envs, {num_ends} ends of episodes."
+    kept = f"{env} keeps the contract: {contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes."
     console.print(Text(kept, "green"), soft_wrap=True)
     return 0
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,12 @@ from envherd.benchmarks.pools import Contender, Job
 from envherd.benchmarks.ratios import per_round
 from envherd.benchmarks.rounds import Entry, Plan, measure
 from envherd.benchmarks.summary import summarise
+from envherd.executor.cli.commands import carry_out, write_text
 from envherd.executor.cli.env_names import factory_for, full_name
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.media import MediaError
-from envherd.executor.cli.running import complain
 from envherd.executor.machine.machine import usable_cores
-from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.errors import FactoryError
 
 SCHEMA = "envherd.compare/1"
 #: Seconds in all after which no further round begins.
@@ -59,35 +57,26 @@ class Request:
 
 def run(request: Request) -> int:
     """Measure every library and print a table; return the exit code. Errors are printed, never raised."""
-    console, errors = Console(stderr=request.json_path == "-"), Console(stderr=True)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
-    try:
-        job = _job(request)
-    except EnvherdError as error:
-        complain(errors, error)
-        return EXIT_USAGE
-    try:
-        with console.status("") as status:
-            entries, _ = measure(
-                [(one, job) for one in _contenders(job)],
-                Plan(request.num_rounds, request.seconds, num_tries=1, limit_s=_LIMIT_S),
-                status.update,
-            )
-        found = summarise(entries, ours.OURS, judged_by="rounds", pressure_at_rest=None)
-        _add_ratios(entries, found)
-        console.print(_table(request, job, found))
-        for line in _failures(found):
-            console.print(line, style="red", soft_wrap=True, markup=False)
-        if request.plot is not None:
-            _draw(request.plot, request, found)
-        _write_json(request, job, found)
-    except (EnvherdError, MediaError, OSError) as error:
-        complain(errors, error)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        return EXIT_INTERRUPTED
+    return carry_out(lambda: _job(request), lambda job: _compare(request, job))
+
+
+def _compare(request: Request, job: Job) -> int:
+    """Measure, draw and write; return the exit code."""
+    console = Console(stderr=request.json_path == "-")
+    with console.status("") as status:
+        entries, _ = measure(
+            [(one, job) for one in _contenders(job)],
+            Plan(request.num_rounds, request.seconds, num_tries=1, limit_s=_LIMIT_S),
+            status.update,
+        )
+    found = summarise(entries, ours.OURS, judged_by="rounds", pressure_at_rest=None)
+    _add_ratios(entries, found)
+    console.print(_table(request, job, found))
+    for line in _failures(found):
+        console.print(line, style="red", soft_wrap=True, markup=False)
+    if request.plot is not None:
+        _draw(request.plot, request, found)
+    write_text(request.json_path, _json(request, job, found))
     return 0 if found[ours.OURS]["status"] == "measured" else EXIT_FAILED
 
 
@@ -188,9 +177,7 @@ def _draw(path: Path, request: Request, found: dict[str, dict[str, Any]]) -> Non
     figure.savefig(path, dpi=120)
 
 
-def _write_json(request: Request, job: Job, found: dict[str, dict[str, Any]]) -> None:
-    if request.json_path is None:
-        return
+def _json(request: Request, job: Job, found: dict[str, dict[str, Any]]) -> str:
     plain = {
         "schema": SCHEMA,
         "env": request.env,
@@ -198,8 +185,4 @@ def _write_json(request: Request, job: Job, found: dict[str, dict[str, Any]]) ->
         "num_workers": job.num_workers,
         "libraries": {name: {k: v for k, v in one.items() if k in _REPORTED} for name, one in _by_speed(found)},
     }
-    text = json.dumps(plain, indent=2) + "\n"
-    if request.json_path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(request.json_path).write_text(text)
+    return json.dumps(plain, indent=2) + "\n"

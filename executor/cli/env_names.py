@@ -61,10 +61,8 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
     family, colon, rest = name.partition(":")
     if not colon or not rest:
         raise FactoryError(_no_family(name, family))
-    factory = FAMILIES[family].parse(rest)
-    if with_frames and isinstance(factory, (GymnasiumFactory, GymnasiumVectorFactory, PettingZooFactory)):
-        return replace(factory, render_mode="rgb_array")
-    return factory
+    factory: Any = FAMILIES[family].parse(rest)
+    return replace(factory, render_mode="rgb_array") if with_frames and hasattr(factory, "render_mode") else factory
 
 
 def full_name(name: str) -> str:
@@ -90,11 +88,12 @@ def limited(name: str, max_steps: int, *, with_frames: bool = False) -> tuple[Fa
     factory, family = factory_for(name, with_frames=with_frames), full_name(name).partition(":")[0]
     if isinstance(factory, MeltingPotFactory):
         return replace(factory, max_steps=max_steps), {}
-    if family in _LIMITS:
-        return factory, {_LIMITS[family]: max_steps}
+    if limit := FAMILIES[family].limit:
+        return factory, {limit: max_steps}
+    known = ", ".join(("meltingpot", *(one for one, facts in FAMILIES.items() if facts.limit)))
     raise FactoryError(
-        f"--max-steps failed: expected an env of one of {', '.join(('meltingpot', *_LIMITS))}, got {name}. Set the "
-        f"limit in the env, or by --env-kwargs."
+        f"--max-steps failed: expected an env of one of {known}, got {name}. Set the limit in the env, or by "
+        f"--env-kwargs."
     )
 
 
@@ -291,12 +290,14 @@ class Family(NamedTuple):
         parse: what follows the family -> its factory; raises `FactoryError`.
         names: returns the names of its envs, which `envherd list` lists; of no family without names.
         has_slash: whether its names may have a slash.
+        limit: the keyword argument of its factories that limits the steps of an episode; None where there is none.
     """
 
     form: str
     parse: Callable[[str], Factory]
     names: Callable[[], Iterable[str]] = tuple
     has_slash: bool = False
+    limit: str | None = None
 
 
 def _names_of(package: str, names: Callable[[], Iterable[str]]) -> Callable[[], Iterable[str]]:
@@ -314,21 +315,25 @@ FAMILIES = {
         MeltingPotFactory,
         lambda: (*substrate_names(), *scenario_names()),  # without importing it: it is slow
     ),
-    "gymnasium": Family("gymnasium:ID", _gymnasium, _names_of("gymnasium", gymnasium_ids), has_slash=True),
+    "gymnasium": Family(
+        "gymnasium:ID", _gymnasium, _names_of("gymnasium", gymnasium_ids), has_slash=True, limit="max_episode_steps"
+    ),
     "gymnasium_vec": Family("gymnasium_vec:ID[:ROWS]", _gymnasium_vec),
     "envpool": Family("envpool:TASK[:ROWS]", _envpool),
     "dm_control": Family(
         "dm_control:DOMAIN/TASK", _dm_control, _names_of("dm_control", dm_control_tasks), has_slash=True
     ),
     "pettingzoo": Family(
-        "pettingzoo:ID-OR-MODULE", _pettingzoo, _names_of("pettingzoo", pettingzoo_ids), has_slash=True
+        "pettingzoo:ID-OR-MODULE",
+        _pettingzoo,
+        _names_of("pettingzoo", pettingzoo_ids),
+        has_slash=True,
+        limit="max_cycles",
     ),
-    "vmas": Family("vmas:SCENARIO", _vmas, _names_of("vmas", vmas_scenarios)),
+    "vmas": Family("vmas:SCENARIO", _vmas, _names_of("vmas", vmas_scenarios), limit="max_steps"),
     "torchrl": Family("torchrl:MODULE:CALLABLE", _torchrl),
     "python": Family("python:MODULE:CALLABLE", _python),
 }
-#: Family -> the keyword argument that limits the steps of an episode.
-_LIMITS = {"gymnasium": "max_episode_steps", "pettingzoo": "max_cycles", "vmas": "max_steps"}
 FORMS = tuple(family.form for family in FAMILIES.values())
 #: The families whose envs have names, in the order in which they are asked.
 LISTED = tuple(name for name, family in FAMILIES.items() if family.names is not tuple)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,13 @@ import torch
 from rich.console import Console
 
 from envherd.executor.cli.camera import Camera
+from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.env_names import callable_at
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
 from envherd.executor.cli.media import MediaError
-from envherd.executor.cli.running import Made, call_maker, complain, make, with_display
+from envherd.executor.cli.running import Made, call_maker, make, with_display
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.workers.errors import EnvherdError
 
 #: Sides of a frame below which pixels are enlarged by a whole factor.
 _SMALL_PX = 320
@@ -43,27 +41,19 @@ class Request:
 
 def run(request: Request) -> int:
     """Record a video; return the exit code. Errors are printed, never raised."""
-    console, errors = Console(), Console(stderr=True)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
-    is_prepared = False
-    try:
-        _require_imageio()
-        made = make(request.env, request.max_steps, request.env_kwargs, with_frames=request.agent is None)
-        maker = None if request.policy is None else callable_at(request.policy, f"--policy {request.policy}")
-        is_prepared = True
-        is_interrupted = _record(request, made, maker, console)
-    except (EnvherdError, MediaError, OSError) as error:
-        complain(errors, error)
-        return EXIT_FAILED if is_prepared else EXIT_USAGE
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        return EXIT_INTERRUPTED
-    return EXIT_INTERRUPTED if is_interrupted else 0
+    return carry_out(lambda: _prepare(request), lambda prepared: _record(request, *prepared))
 
 
-def _record(request: Request, made: Made, maker: Any, console: Console) -> bool:
-    """Step, write, and report; return whether Ctrl-C ended it."""
+def _prepare(request: Request) -> tuple[Made, Any]:
+    """Refuse at once what cannot work; return the factory, and what makes the policy."""
+    _require_imageio()
+    made = make(request.env, request.max_steps, request.env_kwargs, with_frames=request.agent is None)
+    return made, None if request.policy is None else callable_at(request.policy, f"--policy {request.policy}")
+
+
+def _record(request: Request, made: Made, maker: Any) -> int:
+    """Step, write, and report; return the exit code."""
+    console = Console()
     options = with_display(ExecutorOptions(), is_drawn=request.agent is None)
     factory, kwargs = made
     num_steps = num_episodes = 0
@@ -93,7 +83,7 @@ def _record(request: Request, made: Made, maker: Any, console: Console) -> bool:
         soft_wrap=True,
         highlight=False,
     )
-    return is_interrupted
+    return EXIT_INTERRUPTED if is_interrupted else 0
 
 
 class Video:

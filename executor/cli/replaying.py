@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +14,13 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.camera import Camera
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from envherd.executor.cli.media import FrameLog, MediaError, require_pillow, write_contact_sheet, write_gif
-from envherd.executor.cli.running import Made, complain, make, with_display
-from envherd.executor.cli.storing import StoreError, load_rollout
+from envherd.executor.cli.commands import carry_out, write_pictures
+from envherd.executor.cli.exit_codes import EXIT_FAILED
+from envherd.executor.cli.media import FrameLog, require_pillow
+from envherd.executor.cli.running import Made, make, with_display
+from envherd.executor.cli.storing import load_rollout
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.workers.errors import EnvherdError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,23 +40,21 @@ class Request:
 
 def run(request: Request) -> int:
     """Run a rollout again; return the exit code. Errors are printed, never raised."""
-    console, errors = Console(), Console(stderr=True)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
-    is_prepared = False
-    try:
-        data, facts = load_rollout(request.directory)
-        if request.wants_frames:
-            require_pillow()
-        made = make(facts["env"], facts["max_steps"], facts["env_kwargs"], with_frames=request.wants_frames)
-        is_prepared = True
-        difference = _replay(request, data, facts, made, console)
-    except (EnvherdError, MediaError, StoreError, OSError) as error:
-        complain(errors, error)
-        return EXIT_FAILED if is_prepared else EXIT_USAGE
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        return EXIT_INTERRUPTED
+    return carry_out(lambda: _prepare(request), lambda prepared: _report(request, *prepared))
+
+
+def _prepare(request: Request) -> tuple[TensorDictBase, dict[str, Any], Made]:
+    """Refuse at once what cannot work; return the data, what is known of them, and the factory."""
+    data, facts = load_rollout(request.directory)
+    if request.wants_frames:
+        require_pillow()
+    return data, facts, make(facts["env"], facts["max_steps"], facts["env_kwargs"], with_frames=request.wants_frames)
+
+
+def _report(request: Request, data: TensorDictBase, facts: dict[str, Any], made: Made) -> int:
+    """Run the rollout again and report; return the exit code."""
+    console = Console()
+    difference = _replay(request, data, facts, made, console)
     if difference:
         console.print(Text(f"{facts['env']} differs: {difference}", "bold red"), soft_wrap=True)
         return EXIT_FAILED
@@ -100,10 +96,8 @@ def _replay(
                 frames.add(step + 1, camera.look(td["next"]))
             if difference and frames is None:
                 break
-    for path, write in ((request.gif, write_gif), (request.png, write_contact_sheet)):
-        if path is not None and frames is not None:
-            write(path, frames, title=f"{facts['env']}, again")
-            console.print(f"{path} written", highlight=False)
+    for path in write_pictures(frames, request.gif, request.png, f"{facts['env']}, again").values():
+        console.print(f"{path} written", highlight=False)
     return difference
 
 

@@ -13,20 +13,19 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.collecting import Collected, Collector
+from envherd.executor.cli.commands import carry_out, complain, write_pictures, write_text
 from envherd.executor.cli.env_names import Factory, callable_at, factory_for, full_name, limited
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.figures import Figures, table
-from envherd.executor.cli.media import FrameLog, MediaError, require_pillow, write_contact_sheet, write_gif
-from envherd.executor.cli.storing import SCHEMA, RolloutStore, StoreError
-from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.cli.media import FrameLog, require_pillow
+from envherd.executor.cli.storing import SCHEMA, RolloutStore
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.serial import SerialEnv
-from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.errors import FactoryError
 
 #: A factory, and the keyword arguments that it is called with.
 Made = tuple[Factory, dict[str, Any]]
@@ -60,28 +59,7 @@ class Request:
 
 def run(request: Request) -> int:
     """Run a rollout and report it; return the exit code. Errors are printed, never raised."""
-    console = Console(stderr=request.json_path == "-")
-    errors = Console(stderr=True)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
-    is_prepared = False
-    try:
-        made, make_policy, store = _prepare(request)
-        is_prepared = True
-        collected = _run(request, made, make_policy, store, console)
-    except ClusterError as error:
-        complain(errors, error)
-        return EXIT_USAGE
-    except (EnvherdError, MediaError, StoreError, OSError) as error:
-        complain(errors, error)
-        return EXIT_FAILED if is_prepared else EXIT_USAGE
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        return EXIT_INTERRUPTED
-    if collected.failure is not None:
-        complain(errors, collected.failure)
-        return EXIT_FAILED
-    return EXIT_INTERRUPTED if collected.is_interrupted else 0
+    return carry_out(lambda: _prepare(request), lambda prepared: _run(request, *prepared))
 
 
 def _prepare(request: Request) -> tuple[Made, Any, RolloutStore | None]:
@@ -95,8 +73,9 @@ def _prepare(request: Request) -> tuple[Made, Any, RolloutStore | None]:
     return made, make_policy, store
 
 
-def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | None, console: Console) -> Collected:
-    """Collect, write and report."""
+def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | None) -> int:
+    """Collect, write and report; return the exit code."""
+    console = Console(stderr=request.json_path == "-")
     if make_policy is None:
         # Only copies are left to torch here, and threads for them would wait for cores that the workers use:
         # storing 440 MB took 7-16 s with two threads on two busy cores, 1 s with one.
@@ -120,8 +99,12 @@ def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | N
         error=None if collected.failure is None else str(collected.failure),
     )
     console.print(table(figures))
-    _write_json(request.json_path, figures)
-    return collected
+    if request.json_path is not None:
+        write_text(request.json_path, json.dumps(figures.to_plain(), indent=2) + "\n")
+    if collected.failure is not None:
+        complain(Console(stderr=True), collected.failure)
+        return EXIT_FAILED
+    return EXIT_INTERRUPTED if collected.is_interrupted else 0
 
 
 def _start(request: Request, made: Made) -> BatchedEnv:
@@ -155,24 +138,8 @@ def _write(
         if store is not None:
             store.finish(_facts(request, seed))
             files["out"] = str(request.out)
-        if frames is not None and request.gif is not None:
-            write_gif(request.gif, frames, title=request.env)
-            files["gif"] = str(request.gif)
-        if frames is not None and request.png is not None:
-            write_contact_sheet(request.png, frames, title=request.env)
-            files["png"] = str(request.png)
+        files.update(write_pictures(frames, request.gif, request.png, request.env))
     return files
-
-
-def _write_json(path: str | None, figures: Figures) -> None:
-    if path is None:
-        return
-    text = json.dumps(figures.to_plain(), indent=2) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text)
 
 
 def make(name: str, max_steps: int | None, kwargs: dict[str, Any], *, with_frames: bool = False) -> Made:
@@ -218,12 +185,3 @@ def call_maker(make_policy: Any, executor: BatchedEnv) -> Any:
     """Return `make_policy(executor)`, or `make_policy()` if it takes nothing."""
     takes_env = len(inspect.signature(make_policy).parameters) > 0
     return make_policy(executor) if takes_env else make_policy()
-
-
-def complain(console: Console, error: Exception) -> None:
-    """Print an error as a reader needs it: the message, and where a worker failed, its traceback."""
-    console.print(Text("error: ", "bold red").append(str(error), "default"), soft_wrap=True)
-    remote = getattr(error, "remote_traceback", None)
-    is_refusal = remote and "envherd.workers.errors." in remote.rstrip().rpartition("\n")[2]
-    if remote and not is_refusal:
-        console.print(Text(f"\nin the worker:\n{remote}", "dim"), soft_wrap=True)

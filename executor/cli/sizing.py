@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import os
 import re
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -19,9 +18,8 @@ from rich.progress import Progress as Bar
 from rich.table import Column
 from rich.text import Text
 
+from envherd.executor.cli.commands import carry_out, write_text
 from envherd.executor.cli.env_names import Factory, factory_for
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from envherd.executor.cli.running import complain
 from envherd.executor.cli.sizing_report import plain_report, table, yaml_text
 from envherd.executor.machine.gpus import Gpu
 from envherd.executor.machine.machine import Machine, read_machine
@@ -33,6 +31,9 @@ from envherd.executor.sizing.recommending import BUDGET_S, Sizing, decide, measu
 from envherd.executor.sizing.search import Progress
 from envherd.executor.sizing.settings import Goal
 from envherd.workers.errors import EnvherdError
+
+if TYPE_CHECKING:
+    from envherd.executor.cluster.planning import ClusterPlan
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -82,24 +83,8 @@ class Request:
 
 def run(request: Request) -> int:
     """Size an env and report it; return the exit code. Errors are printed, never raised."""
-    console, errors = Console(stderr="-" in (request.json_path, request.yaml_path)), Console(stderr=True)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # modules named in options are looked for here first, as `python -m` does
-    is_measured = False
-    try:
-        factory, goal, most_bytes = _prepare(request)
-        if request.cluster is not None:
-            return _plan_cluster(request, factory, goal, most_bytes, console)
-        sizing = _size(request, factory, goal, most_bytes, errors)
-        is_measured = True
-        _report(request, sizing, console)
-    except (EnvherdError, OSError, ImportError) as error:
-        complain(errors, error)
-        return EXIT_FAILED if is_measured else EXIT_USAGE
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        return EXIT_INTERRUPTED
-    return 0
+    console = Console(stderr="-" in (request.json_path, request.yaml_path))
+    return carry_out(lambda: _measure(request, console), lambda report: report())
 
 
 def _prepare(request: Request) -> tuple[Factory, Goal, int | None]:
@@ -126,14 +111,24 @@ def _prepare(request: Request) -> tuple[Factory, Goal, int | None]:
     return factory_for(request.env), goal, parse_size(request.probe_memory) if request.probe_memory else None
 
 
-def _plan_cluster(request: Request, factory: Factory, goal: Goal, most_bytes: int | None, console: Console) -> int:
-    from envherd.executor.cli.cluster_sizing import json_text, plan_with, table
+def _measure(request: Request, console: Console) -> Callable[[], int]:
+    """Size an env; return what reports it, and then 0."""
+    factory, goal, most_bytes = _prepare(request)
+    if request.cluster is not None:
+        from envherd.executor.cli.cluster_sizing import plan_with
+
+        plan = plan_with(factory, request.cluster, goal, (request.budget_s, most_bytes), console)
+        return functools.partial(_report_cluster, request, plan, console)
+    sizing = _size(request, factory, goal, most_bytes, Console(stderr=True))
+    return functools.partial(_report, request, sizing, console)
+
+
+def _report_cluster(request: Request, plan: ClusterPlan, console: Console) -> int:
+    from envherd.executor.cli.cluster_sizing import json_text, table
 
     assert request.cluster is not None
-    plan = plan_with(factory, request.cluster, goal, (request.budget_s, most_bytes), console)
     console.print(table(request.env, request.cluster, plan))
-    if request.json_path is not None:
-        _write(request.json_path, json_text(request.env, request.cluster, plan))
+    write_text(request.json_path, json_text(request.env, request.cluster, plan))
     return 0
 
 
@@ -204,22 +199,14 @@ def parse_size(text: str) -> int:
     return int(float(match.group(1)) * _UNITS[match.group(2)])
 
 
-def _report(request: Request, sizing: Sizing, console: Console) -> None:
+def _report(request: Request, sizing: Sizing, console: Console) -> int:
     console.print(table(request.env, sizing))
     if request.plot is not None:
         from envherd.executor.sizing.plotting import draw
 
         draw(request.plot, request.env, sizing)
         console.print(f"plot: {request.plot}")
-    if request.json_path is not None:
-        _write(request.json_path, json.dumps(plain_report(request.env, sizing), indent=2) + "\n")
+    write_text(request.json_path, json.dumps(plain_report(request.env, sizing), indent=2) + "\n")
     if request.yaml_path is not None:
-        _write(request.yaml_path, yaml_text(request.env, sizing))
-
-
-def _write(path: str, text: str) -> None:
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text)
+        write_text(request.yaml_path, yaml_text(request.env, sizing))
+    return 0

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from envherd.executor.cluster.errors import ClusterError
-from envherd.executor.cluster.orders import Built, Report, Share, Survey
+from envherd.executor.cluster.orders import Report, Share, Survey
 from envherd.executor.cluster.ray_cluster import COME_UP_S, GONE, Connection, Places, call, living_nodes, take_reports
 from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.cluster.shares import Resources, divide
@@ -112,7 +112,7 @@ class Fleet:
             self.shares[-1].adopt(host)
             first_env, first_worker = first_env + count, first_worker + workers
         for share_there in self.shares:
-            self._await_built(share_there)
+            share_there.take_built(share_there.get(share_there.built_ref))
         blocks = tuple(
             tuple(env_id + one.first_env_id for env_id in block)
             for one in self.shares
@@ -139,24 +139,6 @@ class Fleet:
             if isinstance(one, EnvherdError):
                 raise one
         return list(found)
-
-    def _await_built(self, share: RemoteShare) -> None:
-        """Wait for a share's envs, as long as its host lives."""
-        while True:
-            try:
-                built = ray.get(share.built_ref, timeout=1.0)
-            except ray.exceptions.GetTimeoutError:
-                silence = share.silence()
-                if silence is not None:
-                    raise silence from None
-                continue
-            except ray.exceptions.RayError as error:
-                raise share.gone(error) from None
-            if isinstance(built, EnvherdError):
-                raise built
-            assert isinstance(built, Built)
-            share.take_built(built)
-            return
 
     def begin_move(self, share: RemoteShare) -> bool:
         """Begin to look for a place for a share whose host is gone; return whether any node could be one."""

@@ -8,7 +8,7 @@ looked at, byte for byte, and never concluded from flags: a policy may have writ
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,22 +66,12 @@ def _different(root: np.ndarray, after: np.ndarray) -> np.ndarray:
     return np.flatnonzero(differ)
 
 
-def restore(target: Any, root: Any, rest: Rest) -> None:
-    """Write a leaf that was taken out.
-
-    Args:
-        target: `[n, T, ...]`, array to write to.
-        root: of the same shape, as it crossed.
-        rest: what is left of the leaf.
-    """
-    target[:, :-1] = root[:, 1:]
-    target.reshape(-1, *target.shape[2:])[rest.rows] = rest.values
-
-
-def unfold(leaves: Mapping[Key, np.ndarray], folded: Mapping[Key, Rest]) -> Leaves:
-    """Return all leaves; those that were taken out in fresh memory."""
-    whole = dict(leaves)
-    for key, rest in folded.items():
-        whole[key] = np.empty_like(leaves[key[1:]])
-        restore(whole[key], leaves[key[1:]], rest)
+def unfolded(kept: Mapping[Key, np.ndarray], folded: Mapping[Key, Rest], key: Key) -> np.ndarray:
+    """Return a leaf `[n, T, ...]`: as it crossed, or put together again in fresh memory."""
+    if key in kept:
+        return kept[key]
+    root, rest = kept[key[1:]], folded[key]
+    whole = np.empty_like(root)
+    whole[:, :-1] = root[:, 1:]
+    whole.reshape(-1, *whole.shape[2:])[rest.rows] = rest.values
     return whole

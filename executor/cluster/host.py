@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import platform
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,6 @@ from envherd.executor.sizing.settings import WORKERS_ONLY
 from envherd.shm.cgroups import read_word
 from envherd.shm.slab import WORDS
 from envherd.workers.errors import EnvherdError, FactoryError
-from envherd.workers.processes import memory_of
 from envherd.workers.protocol import RESET, RING, STEP_RESET
 
 _NOBODY = np.zeros(0, np.int64)
@@ -71,8 +71,22 @@ def versions() -> dict[str, str]:
     return {"python": python.rpartition(".")[0], **{name: metadata.version(name) for name in names}}
 
 
+def _returns_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method return the error that it would raise: Ray would wrap it."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except EnvherdError as error:
+            error.partial = None
+            return error
+
+    return run
+
+
 class NodeHost:
-    """Runs a share; see the module."""
+    """Runs a share; see the module. Its methods return the errors of envs, workers and arguments."""
 
     def __init__(self) -> None:
         end_with_parent()
@@ -101,19 +115,17 @@ class NodeHost:
         """Say that this process lives."""
         return os.getpid()
 
-    def survey(self, subject: Subject, limits: ProbeLimits) -> Survey | EnvherdError:
-        """Look at this machine, measure an env and run it on workers; what went wrong is returned."""
-        options = ExecutorOptions()
-        try:
-            measured, machine, found = measure(subject, WORKERS_ONLY, limits, options)
-        except EnvherdError as error:
-            return error
+    @_returns_errors
+    def survey(self, subject: Subject, limits: ProbeLimits) -> Survey:
+        """Look at this machine, measure an env and run it on workers."""
+        measured, machine, found = measure(subject, WORKERS_ONLY, limits, ExecutorOptions())
         return Survey(machine=machine, measured=measured, runs=found.runs)
 
     # ---- start -------------------------------------------------------------------------------
 
-    def build(self, share: Share) -> Built | EnvherdError:
-        """Start the workers and build the envs; what went wrong is returned."""
+    @_returns_errors
+    def build(self, share: Share) -> Built:
+        """Start the workers and build the envs."""
         report = self.report()
         error_messages.numbering = error_messages.Numbering(share.first_env_id, share.first_worker_id, report.place)
         blocks = spread(len(share.factories), share.num_workers)
@@ -122,21 +134,26 @@ class NodeHost:
         pool = WorkerPool(blueprint, options)
         try:
             pool.start()
-        except EnvherdError as error:
-            self._is_built.set()
-            return error
+            self._adopt(share, pool)
         except ValueError as error:
+            raise FactoryError(f"{error} ({report.place})") from None
+        finally:
             self._is_built.set()
-            return FactoryError(f"{error} ({report.place})")
+        return Built(specs=tuple(pool.specs), pids=self.pids(), report=report)
+
+    def _adopt(self, share: Share, pool: WorkerPool) -> None:
+        """Take over a pool that has been started, with what was counted of its envs before."""
         self._share, self._pool, self._root_seed = share, pool, share.root_seed
+        if share.words is not None:
+            for name, values in zip(ENV_WORDS, share.words, strict=True):
+                pool.slab.words[name][:] = values
+            pool.began[:] = [pool.slab.words["resets"][list(block)].max() for block in pool.blueprint.blocks]
         self._end = End(pool.slab, pool.plan)
         self._ring = ring_columns(pool.slab, Places(pool.plan))
         self._all_ids = np.arange(pool.num_envs)
         self._is_sent = np.zeros(pool.num_envs, bool)
         self._numbers, self._ops, self._columns = (np.zeros(pool.num_envs, np.int64) for _ in range(3))
         self._sent_at = 0.0
-        self._is_built.set()
-        return Built(specs=tuple(pool.specs), blocks=blocks, pids=self.pids(), report=report)
 
     # ---- commands ----------------------------------------------------------------------------
 
@@ -152,6 +169,7 @@ class NodeHost:
         finally:
             self._lock.release()
 
+    @_returns_errors
     def run(self, order: Order) -> Reply:
         """Carry out an order and wait for all of its answers."""
         reset_s = self._pool.options.reset_timeout_s
@@ -162,9 +180,9 @@ class NodeHost:
                     self._pool.wait_all(order.timeout_s, reset_s)
                 else:
                     self._pool.wait_some(order.ids, len(order.ids), order.timeout_s, reset_s)
-            except EnvherdError as error:
+            except EnvherdError:
                 self._pool.outcome.losses.clear()  # the driver gets this one
-                return Reply(failure=error)
+                raise
             reply = self._reply(order.ids)
         return reply if order.target == RING else dataclasses.replace(reply, target=order.target, columns=order.columns)
 
@@ -187,17 +205,15 @@ class NodeHost:
         if order.reset_ids is not None:
             self._ops[order.reset_ids] = RESET
 
-    def submit(self, order: Order) -> EnvherdError | None:
+    @_returns_errors
+    def submit(self, order: Order) -> None:
         """Begin an order whose answers `collect` brings, env by env."""
         with self._exclusive():
-            try:
-                self._give(order)
-            except EnvherdError as error:
-                return error
+            self._give(order)
             self._is_sent[order.ids] = True
             self._sent_at = time.monotonic()
-        return None
 
+    @_returns_errors
     def collect(self, timeout_s: float | None) -> Reply:
         """Wait until at least one env has answered a submitted order; return all that have.
 
@@ -259,59 +275,26 @@ class NodeHost:
 
     # ---- everything else ---------------------------------------------------------------------
 
-    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> EnvherdError | None:
+    @_returns_errors
+    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         """Use a new root seed; see `Pool.seed`."""
         with self._exclusive():
-            try:
-                self._pool.seed(root_seed, episodes)
-            except EnvherdError as error:
-                return error
+            self._pool.seed(root_seed, episodes)
             self._root_seed, self._is_seeded = root_seed, False
-        return None
 
-    def ask(self, what: str, env_ids: list[int], question: dict[str, Any]) -> dict[int, Any] | EnvherdError:
-        """Ask envs for something that is not a step; see `Pool.ask`."""
+    @_returns_errors
+    def tell_pool(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the pool; see `Pool`."""
         with self._exclusive():
-            try:
-                return self._pool.ask(what, env_ids, **question)
-            except EnvherdError as error:
-                return error
-
-    def restart(self, worker_id: int) -> tuple[int, ...] | EnvherdError:
-        """Begin to replace a lost worker; return the workers' pids."""
-        with self._exclusive():
-            try:
-                self._pool.begin_restart(worker_id)
-            except EnvherdError as error:
-                return error
-            return self.pids()
-
-    def recycle(self, worker_id: int, *, is_anew: bool) -> tuple[int, ...] | EnvherdError:
-        """Begin to replace a worker between episodes; return the workers' pids.
-
-        Args:
-            worker_id: of the host.
-            is_anew: see `RecyclablePool.recycle`.
-        """
-        with self._exclusive():
-            try:
-                self._pool.recycle(worker_id, is_anew=is_anew)
-            except EnvherdError as error:
-                self._pool.outcome.losses.pop(worker_id, None)
-                return error
-            return self.pids()
+            return getattr(self._pool, method)(*args, **kwargs)
 
     def memory(self, worker_id: int) -> int:
         """Return the bytes that a worker, and what it has started, have to themselves."""
-        return memory_of(self._pool.pid_of(worker_id))["uss"]
+        return self._pool.memory_of(worker_id)
 
     def pids(self) -> tuple[int, ...]:
         """Return the workers' process ids."""
-        return tuple(self._pool.pid_of(worker_id) for worker_id in range(self._pool.num_workers))
-
-    def output(self, worker_id: int) -> str:
-        """Return what a worker has printed."""
-        return self._pool.worker_output(worker_id)
+        return tuple(map(self._pool.pid_of, self._pool.worker_ids))
 
     def figures(self) -> Figures:
         """Return what the workers have done and use."""
@@ -343,8 +326,9 @@ class NodeHost:
         self._policies = {policy_id: given() if kind == "factory" else given}
         self._versions = {policy_id: -1}
 
-    def roll(self, order: RollOrder, weights: list[np.ndarray] | None) -> Rolled | EnvherdError:
-        """Make a rollout here; what went wrong is returned."""
+    @_returns_errors
+    def roll(self, order: RollOrder, weights: list[np.ndarray] | None) -> Rolled:
+        """Make a rollout here."""
         began = time.monotonic()
         policy: Any = None
         if order.policy_id is not None:
@@ -358,11 +342,7 @@ class NodeHost:
             before = self._pool.num_losses, engine.flights.losses.num_interrupted
             self._seed_own_generators(env)
             self._put(env, order)
-            try:
-                data = env.rollout(order.num_steps, policy, **order.kwargs)
-            except EnvherdError as error:
-                error.partial = None
-                return error
+            data = env.rollout(order.num_steps, policy, **order.kwargs)
             positions, side = engine.positions, engine.side
             assert positions.in_root.all()
             reply = Reply(

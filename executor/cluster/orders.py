@@ -15,7 +15,6 @@ from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.search import Run
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
-from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RING
 
 #: What is shipped to a host: a policy, or a callable that builds one there.
@@ -37,6 +36,7 @@ class Share:
         root_seed: of the whole batch.
         preload: modules for the host's zygote to import.
         options: of the executor.
+        words: what the host that it replaces has counted of the envs, int64 `[ENV_WORDS, n]`; None for the first one.
     """
 
     first_env_id: int
@@ -47,6 +47,7 @@ class Share:
     root_seed: int
     preload: tuple[str, ...]
     options: ExecutorOptions
+    words: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +84,11 @@ class Built:
 
     Attributes:
         specs: one per env.
-        blocks: env ids of each worker.
         pids: of each worker.
         report: of the host.
     """
 
     specs: tuple[EnvSpec, ...]
-    blocks: tuple[tuple[int, ...], ...]
     pids: tuple[int, ...]
     report: Report
 
@@ -150,7 +149,6 @@ class Reply:
         words: of the envs, int64 `[ENV_WORDS, n]`.
         began: how often the envs of each worker had been reset when it came, int64 `[workers]`.
         outcome: what else happened; None if nothing did.
-        failure: why the order was not carried out; the rest then says nothing.
     """
 
     ids: np.ndarray | None = None
@@ -164,7 +162,6 @@ class Reply:
     words: np.ndarray | None = None
     began: np.ndarray | None = None
     outcome: Outcome | None = None
-    failure: EnvherdError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,7 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 
-from envherd.executor.batches.device_rows import Residence
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.cluster.fleet import Fleet
 from envherd.executor.cluster.orders import Order, Reply
@@ -36,13 +34,14 @@ from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import Frame, merge_answers
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.slab_pool import SlabPool
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RESET, RING, Flag, Op
 
 
-class ClusterPool:
+class ClusterPool(SlabPool):
     """Hosts over one slab in the driver; see the module, and `Pool`.
 
     Args:
@@ -56,7 +55,6 @@ class ClusterPool:
         post: what hosts have been asked.
     """
 
-    num_ahead = num_missed = 0
     holds_storages = False
 
     def __init__(self, blueprint: Blueprint, shares: list[RemoteShare], options: ExecutorOptions, fleet: Fleet) -> None:
@@ -88,16 +86,6 @@ class ClusterPool:
         self.post = Post(self.lose_share, self._mend, self.recovery.advance)
         self._failure: EnvherdError | None = None
         self._is_closed = False
-
-    @property
-    def number(self) -> int:
-        """Number of the latest command."""
-        return self._words.number
-
-    @property
-    def forfeited(self) -> np.ndarray:
-        """Whether a loss has taken the answer to the latest command of an env, bool `[N]`."""
-        return self._words.forfeited
 
     @property
     def recyclable(self) -> RecyclablePool | None:
@@ -226,15 +214,6 @@ class ClusterPool:
         """Take what a lost worker's envs owe as answered; return whether they owed anything."""
         return bool(len(self._words.forfeit(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
 
-    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
-        """Return what happened since the last call, and forget it; see `Pool.take_outcome`."""
-        outcome, self.outcome = self.outcome.hand_out(env_ids)
-        return outcome
-
-    def outstanding(self) -> np.ndarray:
-        """Return the env ids that owe an answer, int `[k]`."""
-        return np.flatnonzero(self._words.is_owed())
-
     # ---- waiting -----------------------------------------------------------------------------
 
     def await_workers(self, env_ids: np.ndarray) -> None:
@@ -308,15 +287,15 @@ class ClusterPool:
             self.lost[worker_id] = error
         self._words.reply_seq[share.env_ids] = self._words.command_seq[share.env_ids]
 
-    def _take_collected(self, share: RemoteShare, reply: Reply) -> None:
+    def _take_collected(self, share: RemoteShare, reply: Reply | EnvherdError) -> None:
         share.is_collecting = False
         self._take_reply(share, reply)
         self._collect_owed(share)
 
-    def _take_reply(self, share: RemoteShare, reply: Reply) -> None:
+    def _take_reply(self, share: RemoteShare, reply: Reply | EnvherdError) -> None:
         """Take the answers to orders."""
-        if reply.failure is not None:
-            self.fail(share, reply.failure)
+        if isinstance(reply, EnvherdError):
+            self.fail(share, reply)
             return
         words, env_ids = self._words, share.env_ids if reply.ids is None else reply.ids + share.first_env_id
         numbers = np.broadcast_to(reply.numbers, len(env_ids))
@@ -377,7 +356,7 @@ class ClusterPool:
         if share.is_gone:
             self.recovery.begin(share, error)
             return
-        self._replace("restart", worker_id)
+        self._replace("begin_restart", worker_id)
         del self.lost[worker_id]
 
     def is_serving(self, worker_id: int) -> bool:
@@ -394,12 +373,10 @@ class ClusterPool:
 
     def _replace(self, method: str, worker_id: int, **how: bool) -> None:
         """Let a worker's host begin to replace it."""
-        share = self._share_of[worker_id]
-        pids = self.request(share, "act", method, worker_id - share.worker_ids[0], **how)
-        if isinstance(pids, EnvherdError):
-            raise pids
-        share.pids = pids
-        share.generations[worker_id - share.worker_ids[0]] += 1
+        share, own_id = self._place_of(worker_id)
+        self.request(share, "act", "tell_pool", method, own_id, **how)
+        share.pids = self.request(share, "act", "pids")
+        share.generations[own_id] += 1
 
     # ---- mail --------------------------------------------------------------------------------
 
@@ -419,13 +396,7 @@ class ClusterPool:
                 own = None if episodes is None else [episodes[i] for i in share.env_ids.tolist()]
                 refs.append((share, share.call("act", "seed", root_seed, own)))
         for share, ref in refs:
-            error = self.post.get(share, ref)
-            if isinstance(error, EnvherdError):
-                raise error
-
-    def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Ask envs for something that is not a step; see `Pool.ask`."""
-        return self.answers(self.question(what, env_ids, **question), what)
+            share.get(ref, self.lose_share)
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Ask as `ask` does, and do not wait; return share id -> what `answers` waits for."""
@@ -441,7 +412,7 @@ class ClusterPool:
                 own = tuple(args[env_ids.index(i)] for i in ids) if what in messages.PER_ENV else args
                 local = [i - share.first_env_id for i in ids]
                 self.recovery.await_place(share)
-                asked[share.share_id] = share.call("act", "ask", what, local, {"args": own, **question})
+                asked[share.share_id] = share.call("act", "tell_pool", "ask", what, local, args=own, **question)
         return asked
 
     def has_answered(self, asked: dict[int, Any]) -> bool:
@@ -454,21 +425,14 @@ class ClusterPool:
         return merge_answers(asked, lambda share_id: self._answer(self.shares[share_id], asked[share_id]))
 
     def _answer(self, share: RemoteShare, ref: Any) -> dict[int, Any]:
-        answer = self.post.get(share, ref)
-        if isinstance(answer, EnvherdError):
-            raise answer
-        return {i + share.first_env_id: value for i, value in answer.items()}
+        return {i + share.first_env_id: value for i, value in share.get(ref, self.lose_share).items()}
 
     def request(self, share: RemoteShare, group: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a share's host and wait for its answer; see `Post.get`."""
+        """Call a method of a share's host and wait for its answer; see `RemoteShare.get`."""
         self.recovery.await_place(share)
-        return self.post.get(share, share.call(group, method, *args, **kwargs))
+        return share.get(share.call(group, method, *args, **kwargs), self.lose_share)
 
     # ---- rollout storages --------------------------------------------------------------------
-
-    def settle(self, device: torch.device | None) -> dict[int, Residence]:  # noqa: ARG002
-        """Leave nothing on a device: what hosts give goes through the slab."""
-        return {}
 
     def attach_storage(self, target: int, plan: StoragePlan) -> DriverMemory:
         """Write to a new rollout storage as `target`."""
@@ -482,25 +446,30 @@ class ClusterPool:
 
     # ---- facts about workers -----------------------------------------------------------------
 
+    def _place_of(self, worker_id: int) -> tuple[RemoteShare, int]:
+        """Return the share of a worker, and what its host calls the worker."""
+        share = self._share_of[worker_id]
+        return share, worker_id - share.worker_ids[0]
+
     def worker_output(self, worker_id: int) -> str:
         """Return what a worker has printed, as far as it is kept."""
-        share = self._share_of[worker_id]
-        return "" if share.is_gone else str(self.request(share, "act", "output", worker_id - share.worker_ids[0]))
+        share, own_id = self._place_of(worker_id)
+        return "" if share.is_gone else str(self.request(share, "act", "tell_pool", "worker_output", own_id))
 
     def pid_of(self, worker_id: int) -> int:
         """Return a worker's process id, on its machine."""
-        share = self._share_of[worker_id]
-        return share.pids[worker_id - share.worker_ids[0]]
+        share, own_id = self._place_of(worker_id)
+        return share.pids[own_id]
 
     def generation_of(self, worker_id: int) -> int:
         """Return how often a worker was replaced."""
-        share = self._share_of[worker_id]
-        return share.generations[worker_id - share.worker_ids[0]]
+        share, own_id = self._place_of(worker_id)
+        return share.generations[own_id]
 
     def memory_of(self, worker_id: int) -> int:
         """Return the bytes that a worker, and what it has started, have to themselves."""
-        share = self._share_of[worker_id]
-        return int(self.request(share, "watch", "memory", worker_id - share.worker_ids[0]))
+        share, own_id = self._place_of(worker_id)
+        return int(self.request(share, "watch", "memory", own_id))
 
     @property
     def num_recycled(self) -> int:

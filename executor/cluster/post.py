@@ -12,11 +12,9 @@ from typing import Any
 
 import ray
 
-from envherd.executor.cluster.remote_share import RemoteShare
+from envherd.executor.cluster.remote_share import LOOK_S, RemoteShare
 from envherd.workers.errors import WorkerLost
 
-#: Seconds between looks at hosts that owe an answer.
-_LOOK_S = 1.0
 #: Seconds to wait where nothing is under way that could end a wait.
 _PAUSE_S = 0.01
 
@@ -56,7 +54,7 @@ class Post:
         """Take what has come; if nothing has, wait for it, up to `timeout_s` or until it is time to look around."""
         soon = self._on_look()
         refs = list(self._under_way)
-        limit = _LOOK_S if timeout_s is None else min(_LOOK_S, max(0.0, timeout_s))
+        limit = LOOK_S if timeout_s is None else min(LOOK_S, max(0.0, timeout_s))
         limit = limit if soon is None else min(limit, soon)
         if not refs:
             if limit:
@@ -94,25 +92,3 @@ class Post:
             if silence is not None:
                 self._on_loss(share, silence)
         self._on_quiet()
-
-    def get(self, share: RemoteShare, ref: Any) -> Any:
-        """Wait for one answer of a host.
-
-        Raises:
-            WorkerLost: it is gone, or silent.
-        """
-        while True:
-            try:
-                answer = ray.get(ref, timeout=_LOOK_S)
-            except ray.exceptions.GetTimeoutError:
-                loss = share.silence()
-                if loss is None:
-                    continue
-                self._on_loss(share, loss)
-                raise loss from None
-            except ray.exceptions.RayError as error:
-                loss = share.gone(error)
-                self._on_loss(share, loss)
-                raise loss from None
-            share.heard_at = time.monotonic()
-            return answer

@@ -19,7 +19,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor.cluster.errors import ClusterError
-from envherd.executor.cluster.folding import restore, unfold
+from envherd.executor.cluster.folding import unfolded
 from envherd.executor.cluster.host import weights_of
 from envherd.executor.cluster.orders import Rolled, RollOrder
 from envherd.executor.cluster.remote_share import RemoteShare
@@ -331,57 +331,32 @@ class RemoteRollouts:
         """Return rollouts as one batch, in its own memory."""
         device = self._engine.device
         if len({_keys_of(part) for part in parts}) > 1 or parts[0].leaves is None:
-            rows = [row for part in parts for row in _as_batch(part).unbind(0)]
+            rows = [row for part in parts for row in _as_batch([part]).unbind(0)]
             data: TensorDictBase = LazyStackedTensorDict(*rows, stack_dim=0)
-            return data if device is None else data.to(device)
-        joined = _joined(parts)
-        num_envs, num_steps = next(iter(joined.values())).shape[:2]
-        return _batch_of(joined, (num_envs, num_steps, *parts[0].tail), device)
+        else:
+            data = _as_batch(parts)
+        return data if device is None else data.to(device)
 
 
 def _keys_of(part: Rolled) -> frozenset[Key] | None:
     return None if part.leaves is None else frozenset((*part.leaves, *part.folded))
 
 
-def _joined(parts: list[Rolled]) -> dict[Key, torch.Tensor]:
-    """Return the leaves of rollouts that have the same keys, in memory of their own."""
-    is_alike = len({frozenset(part.folded) for part in parts}) == 1
-    whole = [part.leaves or {} if is_alike else unfold(part.leaves or {}, part.folded) for part in parts]
-    joined = {}
-    for key in whole[0]:
-        arrays = [own[key] for own in whole]
-        target = torch.empty(
-            (sum(map(len, arrays)), *arrays[0].shape[1:]), dtype=torch.from_numpy(arrays[0][:0].copy()).dtype
-        )
-        np.concatenate(arrays, out=target.numpy())
-        joined[key] = target
-    for key in parts[0].folded if is_alike else ():
-        joined[key] = torch.empty_like(joined[key[1:]])
-        first = 0
-        for part, own in zip(parts, whole, strict=True):
-            span = slice(first, first + len(own[key[1:]]))
-            restore(joined[key][span].numpy(), joined[key[1:]][span].numpy(), part.folded[key])
-            first = span.stop
-    return joined
-
-
 def _take_nothing(share: RemoteShare, _: None) -> None:
     """A host has taken a policy; what keeps it from that ends it."""
 
 
-def _batch_of(
-    leaves: dict[tuple[str, ...], torch.Tensor], batch_size: tuple[int, ...], device: torch.device | None
-) -> TensorDictBase:
-    data = TensorDict({}, batch_size)
+def _as_batch(parts: list[Rolled]) -> TensorDictBase:
+    """Return rollouts that have the same keys as one batch, in its own memory."""
+    if parts[0].leaves is None:
+        return parts[0].batch
+    leaves = {
+        key: torch.from_numpy(np.concatenate([unfolded(part.leaves or {}, part.folded, key) for part in parts]))
+        for key in (*parts[0].leaves, *parts[0].folded)
+    }
+    num_envs, num_steps = next(iter(leaves.values())).shape[:2]
+    data = TensorDict({}, (num_envs, num_steps, *parts[0].tail))
     for key, value in leaves.items():
         data.set(key, value)
     data.refine_names(None, "time", ...)
-    return data if device is None else data.to(device)
-
-
-def _as_batch(part: Rolled) -> TensorDictBase:
-    if part.leaves is None:
-        return part.batch
-    leaves = {key: torch.from_numpy(array.copy()) for key, array in unfold(part.leaves, part.folded).items()}
-    num_envs, num_steps = next(iter(leaves.values())).shape[:2]
-    return _batch_of(leaves, (num_envs, num_steps, *part.tail), None)
+    return data

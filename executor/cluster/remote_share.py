@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,15 @@ from envherd.executor.cluster.wire import End
 from envherd.shm.slab import Slab, Storage, plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
-from envherd.workers.errors import WorkerLost
+from envherd.workers.errors import EnvherdError, WorkerLost
 from envherd.workers.protocol import RING
 
+#: Seconds between looks at hosts that owe an answer.
+LOOK_S = 1.0
 #: Seconds without an answer after which a host is asked whether it lives.
 _PATIENCE_S = 2.0
 #: Characters of what Ray says that are passed on.
-_MAX_TEXT = 800
+_MAX_LENGTH = 800
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -68,6 +70,7 @@ class RemoteShare:
         self._node_timeout_s = node_timeout_s
         self.is_gone = True
         self.is_moving = self.is_collecting = self.knows_roots = False
+        self._slab: Slab | None = None
 
     def adopt(self, host: Any) -> None:
         """Let a host, which may not have come up yet, build the envs; its answer comes at `built_ref`."""
@@ -80,7 +83,8 @@ class RemoteShare:
         self.heard_at = time.monotonic()
         self._ping: Any = None
         self._pinged_at = 0.0
-        share = dataclasses.replace(self.share, root_seed=self.root_seed)
+        words = None if self._slab is None else np.stack([self._slab.words[name][self.env_ids] for name in ENV_WORDS])
+        share = dataclasses.replace(self.share, root_seed=self.root_seed, words=words)
         self.built_ref = self.call("act", "build", share)
 
     @property
@@ -97,12 +101,41 @@ class RemoteShare:
 
     def attach(self, slab: Slab) -> None:
         """Take this share's rows of the batch's slab."""
+        self._slab = slab
         plan = plan_slab(self.specs, len(self.worker_ids), slab.plan.num_frames)
         self.end = End(slab, plan, self.first_env_id)
 
     def call(self, group: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the host; return the reference of its answer at once."""
         return call(self.host, group, method, *args, **kwargs)
+
+    def get(self, ref: Any, on_loss: Callable[[RemoteShare, WorkerLost], None] = lambda *_: None) -> Any:
+        """Wait for an answer of the host.
+
+        Args:
+            ref: of the answer.
+            on_loss: called with this share before the loss of its host is raised.
+
+        Raises:
+            WorkerLost: the host is gone, or silent.
+            EnvherdError: what the host has returned.
+        """
+        while True:
+            try:
+                answer = ray.get(ref, timeout=LOOK_S)
+            except ray.exceptions.GetTimeoutError:
+                loss = self.silence()
+                if loss is None:
+                    continue
+            except ray.exceptions.RayError as error:
+                loss = self.gone(error)
+            else:
+                self.heard_at = time.monotonic()
+                if isinstance(answer, EnvherdError):
+                    raise answer
+                return answer
+            on_loss(self, loss)
+            raise loss
 
     def localize(self, message: messages.Prepare) -> messages.Prepare:
         """Return a message with the env's id on the host."""
@@ -170,7 +203,7 @@ class RemoteShare:
         """Return the loss of a host that Ray says is gone."""
         lines = [line.strip() for line in _COLORS.sub("", str(error)).splitlines() if line.strip()]
         text = " ".join(lines)
-        text = text if len(text) < _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 2 :]}"
+        text = text if len(text) < _MAX_LENGTH else f"{text[: _MAX_LENGTH // 2]} ... {text[-_MAX_LENGTH // 2 :]}"
         return self._loss(f"{type(error).__name__}: {text}")
 
     def no_room(self, loss: BaseException) -> WorkerLost:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from envherd.shm.layout import Name
+from envherd.executor.facades.columns import Column
 from envherd.shm.slab import Slab
 from envherd.shm.specs import EPISODE_KEYS
 
@@ -20,11 +18,11 @@ class EpisodeColumns:
     """
 
     def __init__(self, slab: Slab, num_agents: int = 1) -> None:
-        self._shape = (slab.plan.num_envs, num_agents)
-        self._groups = [
-            (np.array(group.plan.env_ids), [_arrays(group.columns, key) for key in group.spec.metadata[EPISODE_KEYS]])
-            for group in slab.groups
-        ]
+        keys = [group.spec.metadata[EPISODE_KEYS] for group in slab.groups]
+        self._returns, self._lengths, self._seconds = (
+            Column(slab, "next", [own[place] for own in keys], slab.plan.num_envs, shape)
+            for place, shape in ((0, (num_agents,)), (-2, ()), (-1, ()))
+        )
 
     @classmethod
     def of(cls, slab: Slab, num_agents: int = 1) -> EpisodeColumns | None:
@@ -33,13 +31,8 @@ class EpisodeColumns:
 
     def read(self, column: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return returns float64 `[N, agents]`, lengths int64 `[N]` and seconds float64 `[N]` of a step; own memory."""
-        returns = np.zeros(self._shape)
-        lengths, seconds = np.zeros(self._shape[0], np.int64), np.zeros(self._shape[0])
-        for env_ids, (own_returns, *_, own_lengths, own_seconds) in self._groups:
-            returns[env_ids] = own_returns[column].reshape(len(env_ids), -1)
-            lengths[env_ids], seconds[env_ids] = own_lengths[column][:, 0], own_seconds[column][:, 0]
-        return returns, lengths, seconds
-
-
-def _arrays(columns: Mapping[Name, np.ndarray], key: list[str]) -> np.ndarray:
-    return columns["next", *key]
+        return (
+            self._returns.read(column).astype(np.float64),
+            self._lengths.read(column).astype(np.int64),
+            self._seconds.read(column).astype(np.float64),
+        )

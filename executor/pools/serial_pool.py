@@ -22,6 +22,7 @@ from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import env_error, log_close_fault
 from envherd.executor.pools.fast_commands import FastCommands
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.slab_pool import SlabPool
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages, plain, seeding
@@ -45,7 +46,7 @@ class PrivateMemory:
         return self._array[:]
 
 
-class SerialPool:
+class SerialPool(SlabPool):
     """One block in this process; commands are carried out as they are submitted, by the loop of a worker."""
 
     def __init__(self, factories: list[Factory], blueprint: Blueprint, options: ExecutorOptions) -> None:
@@ -54,7 +55,7 @@ class SerialPool:
         self.num_envs = len(factories)
         self.num_workers = 0
         self.num_losses = 0
-        self.num_ahead = self.num_missed = self.num_recycled = 0
+        self.num_recycled = 0
         self.holds_storages = True  # in the block
         self.serving = range(1)
         self.recyclable = None
@@ -93,7 +94,6 @@ class SerialPool:
         )
         self._block.attach(self.slab)
         self._words = CommandWords(self.slab)
-        self.forfeited = self._words.forfeited
         self._bells = (
             Doorbell.create(self.slab.buffer, self.plan.go_offset(0)),
             Doorbell.create(self.slab.buffer, self.plan.bells_offset),
@@ -191,11 +191,6 @@ class SerialPool:
         given: np.ndarray = self._words.reply_seq[env_ids] > since
         return given
 
-    @property
-    def number(self) -> int:
-        """Number of the latest command."""
-        return self._words.number
-
     def await_workers(self, env_ids: np.ndarray) -> None:
         """There are none to wait for."""
 
@@ -219,11 +214,6 @@ class SerialPool:
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer: none, ever."""
         return np.zeros(0, np.int64)
-
-    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
-        """Return what happened since the last call, and forget it; see `Pool.take_outcome`."""
-        outcome, self.outcome = self.outcome.hand_out(env_ids)
-        return outcome
 
     def prepare(self, message: messages.Prepare) -> None:
         """Keep the extras of an env's next command."""

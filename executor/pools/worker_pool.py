@@ -16,9 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from envherd.executor.batches.device_rows import Residence
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool, WorkerFigures
@@ -40,6 +38,7 @@ from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_plate import LABEL, describe
+from envherd.executor.pools.slab_pool import SlabPool
 from envherd.executor.pools.supervisor import Supervisor
 from envherd.shm.nameplate import create_named
 from envherd.shm.segment import Segment
@@ -61,7 +60,7 @@ _LOOK_WHILE_READING_S = 0.0002
 _FAREWELL_S = 1.0
 
 
-class WorkerPool:
+class WorkerPool(SlabPool):
     """Worker processes over one slab; `start` brings it up, `close` takes it down. See `Pool`."""
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
@@ -137,16 +136,6 @@ class WorkerPool:
         return np.asarray(self._words.command_seq[env_ids] > since)
 
     @property
-    def number(self) -> int:
-        """Number of the latest command."""
-        return self._words.number
-
-    @property
-    def forfeited(self) -> np.ndarray:
-        """Whether a loss has taken the answer to the latest command of an env, bool `[N]`."""
-        return self._words.forfeited
-
-    @property
     def lost(self) -> dict[int, EnvherdError]:
         """Worker id -> the error that describes its loss."""
         return self.supervisor.lost
@@ -155,16 +144,6 @@ class WorkerPool:
     def num_losses(self) -> int:
         """Workers that were lost, ever."""
         return self.supervisor.num_losses
-
-    @property
-    def num_ahead(self) -> int:
-        """0: no episode is begun before it is asked for."""
-        return 0
-
-    @property
-    def num_missed(self) -> int:
-        """0, likewise."""
-        return 0
 
     @property
     def num_recycled(self) -> int:
@@ -249,10 +228,6 @@ class WorkerPool:
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, for envs of a worker that is being rebuilt: its successor finds the commands when it comes."""
         self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
-
-    def outstanding(self) -> np.ndarray:
-        """Return the env ids that owe an answer, int `[k]`."""
-        return np.flatnonzero(~self._words.has_answered())
 
     def is_idle(self) -> bool:
         """Return whether no env owes an answer."""
@@ -420,15 +395,6 @@ class WorkerPool:
     def _take_frame(self, frame: Frame) -> None:
         self.outcome.take(frame)
 
-    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
-        """Return what happened since the last call, and forget it.
-
-        Args:
-            env_ids: keep what concerns other envs for later, but not losses; None takes all.
-        """
-        outcome, self.outcome = self.outcome.hand_out(env_ids)
-        return outcome
-
     # ---- mail --------------------------------------------------------------------------------
 
     def prepare(self, message: messages.Prepare) -> None:
@@ -444,20 +410,6 @@ class WorkerPool:
         self.slab.words["episode"][:] = 0 if episodes is None else episodes
         self.crew.seed(root_seed, episodes)
 
-    def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Ask envs `env_ids` for something that is not a step; see `messages.Ask`.
-
-        `args` in the question has one item per env for "set", "each" and "load_state_dict".
-
-        Returns:
-            env id -> value as it crossed (`{"plain": ...}` or `{"pickled": ...}`).
-
-        Raises:
-            EnvError: an env raised.
-            WorkerLost: a worker died; the others have answered. If it had died before, step or reset its envs first.
-        """
-        return self.answers(self.question(what, env_ids, **question), what)
-
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
         """Ask as `ask` does, and do not wait; return worker id -> whom it asks, for `answers`."""
         return self._questions.ask(what, env_ids, **question)
@@ -471,10 +423,6 @@ class WorkerPool:
         return self._questions.answers(by_worker, what)
 
     # ---- rollout storages --------------------------------------------------------------------
-
-    def settle(self, device: torch.device | None) -> dict[int, Residence]:  # noqa: ARG002
-        """Leave nothing on a device: what workers give goes through the slab."""
-        return {}
 
     def attach_storage(self, target: int, plan: StoragePlan) -> Segment:
         """Make every worker map a new rollout storage as `target`; its pages are touched by those that write them."""

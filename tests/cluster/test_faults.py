@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from envherd.executor import ExecutorOptions, WorkerLost
+from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost
 from envherd.executor.cluster import RayParallelEnv
 from envherd.workers.testing import CountingEnv
 
@@ -117,6 +117,37 @@ def test_a_lost_host_is_raised_and_the_executor_can_be_closed():
         assert caught.value.partial["observation"][0, 1] == 1, "the other node's env was stepped"
         with pytest.raises(WorkerLost, match="is lost with workers 1-1"):
             env.remote_rollouts().rollout(2)
+
+
+def test_an_env_lost_with_its_host_goes_on_as_one_lost_with_its_worker():
+    options = ExecutorOptions(on_worker_loss="restart")
+    make_env = functools.partial(CountingEnv, 4)
+    with (
+        RayParallelEnv(2, make_env, num_nodes=2, resources_per_node=ONE, seed=1, options=options) as env,
+        ParallelEnv(2, make_env, num_workers=2, seed=2, options=options) as local,
+    ):
+        state = local.state_dict(with_envs=False)
+        state["executor"] |= {"seed": 5, "episodes": [7, 9]}
+        found = []
+        for one, kill in ((env, lambda: env.nodes[1].pid), (local, lambda: local.statistics().workers[1].pid)):
+            one.load_state_dict(state)
+            one.reset()
+            for _ in range(6):
+                step(one)
+            os.kill(kill(), signal.SIGKILL)
+            steps, roots = zip(*(step(one) for _ in range(6)), strict=True)
+            counts = [(worker.env_steps, worker.resets) for worker in one.statistics().workers]
+            found.append(
+                (
+                    torch.stack(steps),
+                    torch.stack(roots),
+                    counts,
+                    one.state_dict(with_envs=False)["executor"]["episodes"],
+                )
+            )
+    for ours, theirs in zip(found[0][:2], found[1][:2], strict=True):
+        assert (ours == theirs).all()
+    assert found[0][2:] == found[1][2:]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from envherd.executor.cluster import ClusterError
-from envherd.executor.cluster.folding import fold, unfold
+from envherd.executor.cluster.folding import fold, unfolded
 from envherd.executor.cluster.shares import bundles_for, divide
 from envherd.executor.cluster.wire import DriverMemory, End
 from envherd.shm.slab import Slab, Storage, plan_slab, plan_storage
@@ -147,7 +147,7 @@ def test_a_rollout_crosses_with_each_observation_once():
     kept, folded = fold(leaves)
     assert set(folded) == {("next", "a", "pixels")}
     assert len(folded["next", "a", "pixels"].rows) == 3 + leaves["done",][:, :-1].sum()
-    whole = unfold(kept, folded)
+    whole = {key: unfolded(kept, folded, key) for key in leaves}
     assert whole.keys() == leaves.keys()
     assert all(whole[key].tobytes() == leaves[key].tobytes() for key in leaves)
 
@@ -160,7 +160,8 @@ def test_what_a_policy_has_written_to_crosses_as_it_is():
     assert kept.keys() == leaves.keys()
     leaves = rolled_leaves(np.random.default_rng(1))
     leaves["a", "pixels"][1, 3] = -1.0  # one does
-    whole = unfold(*fold(leaves))
+    kept, folded = fold(leaves)
+    whole = {key: unfolded(kept, folded, key) for key in leaves}
     assert all(whole[key].tobytes() == leaves[key].tobytes() for key in leaves)
 
 

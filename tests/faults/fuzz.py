@@ -67,7 +67,8 @@ def run_case(fuzzer: str, variant: str, seed: int, operations: int, log: Path) -
 
 def _is_runnable(variant: str) -> bool:
     """Return whether what a variant needs is installed."""
-    needed = {"sb3": "stable_baselines3", "gymnasium": "gymnasium", "torchrl": "torchrl"}.get(variant)
+    names = {name: name for name in ("gymnasium", "pettingzoo", "torchrl")}
+    needed = {**names, "sb3": "stable_baselines3"}.get(variant)
     return needed is None or importlib.util.find_spec(needed) is not None
 
 

@@ -1,4 +1,4 @@
-"""Sessions of the Gymnasium and SB3 facades, for the fuzzers; and the Gymnasium env that they run."""
+"""Sessions of the facades, for the fuzzers; and the Gymnasium env that they run."""
 
 from __future__ import annotations
 
@@ -240,6 +240,20 @@ class GymnasiumSession(FacadeSession):
             self.resets_next = np.array([self.oracle.ended[i, 0] for i in range(self.num_envs)])
 
 
+class PettingZooSession(GymnasiumSession):
+    """A session of `facades.pettingzoo.ParallelVectorEnv`."""
+
+    def make(self, make: list[Any], options: ExecutorOptions) -> Any:
+        """Open the facade, in one of its autoreset modes."""
+        from tests.faults.fuzz_pettingzoo import PettingZooFuzzEnv, PilotsEnv
+
+        self.mode = self.rng.choice(["NextStep", "SameStep", "Disabled"])
+        self.watch.note(f"mode {self.mode}")
+        self.resets_next = np.zeros(self.num_envs, bool)
+        make = [functools.partial(PettingZooFuzzEnv, *one.args) for one in make]
+        return PilotsEnv(make, self.mode, self.setting.num_workers, options)
+
+
 class Sb3Session(FacadeSession):
     """A session of `facades.sb3.SubprocVecEnv`."""
 
@@ -437,6 +451,7 @@ class _Below:
 
 SESSIONS: dict[str, type[FacadeSession]] = {
     "gymnasium": GymnasiumSession,
+    "pettingzoo": PettingZooSession,
     "sb3": Sb3Session,
     "torchrl": TorchRLSession,
 }

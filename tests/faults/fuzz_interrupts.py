@@ -37,6 +37,7 @@ VARIANTS = (
     "views",
     "deaths",
     "gymnasium",
+    "pettingzoo",
     "sb3",
 )
 #: Seconds until an interrupt that was sent must have come.

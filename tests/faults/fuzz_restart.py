@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "late": {"step_timeout_s": STEP_TIMEOUT_S, "on_worker_loss": "restart"},
     "serial": {"is_serial": True},
     "gymnasium": {"facade": "gymnasium", "on_worker_loss": "restart"},
+    "pettingzoo": {"facade": "pettingzoo", "on_worker_loss": "restart"},
     "sb3": {"facade": "sb3", "on_worker_loss": "restart"},
     "torchrl": {"facade": "torchrl", "on_worker_loss": "restart"},
 }

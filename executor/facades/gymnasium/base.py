@@ -50,6 +50,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def __init__(
         self, env_fns: EnvFns, *, copy: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode
     ) -> None:
+        self.closed = True  # Gymnasium 1.1 closes what is deleted, also where its constructor has raised
         self.env_fns = tuple(env_fns)
         self.copy = copy
         self.observation_mode = observation_mode
@@ -73,6 +74,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         except BaseException:
             executor.close()
             raise
+        self.closed = False
 
     def _take_spaces(self, descriptions: list[Description]) -> None:
         first, engine = descriptions[0], self.executor.engine

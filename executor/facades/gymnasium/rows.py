@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
 from envherd.executor.protocol.engine import Engine
-from envherd.workers.adapters.hosts.gymnasium_native import FIXED, leaf_spaces, loads
+from envherd.workers.adapters.hosts.gymnasium_native import FIXED, builder, leaf_spaces, loads
 
 Space = spaces.Space[Any]
 
@@ -113,7 +113,7 @@ class Observations:
         keys = [("observation", str(index)) for index in range(self._num_leaves)]
         self._next = [batch.next_arrays[batch.next_keys.index(key)] if key in batch.next_keys else None for key in keys]
         self._root = [batch.root_arrays[batch.root_keys.index(key)] if key in batch.root_keys else None for key in keys]
-        self._join = _joiner(single_space)
+        self._join = builder(single_space)
         self._only_next: list[np.ndarray] | None = None
         self._only_root: list[np.ndarray] = []
         after, fresh = self._next[0], self._root[0]
@@ -176,14 +176,3 @@ class Observations:
     def _objects(self, index: int) -> tuple[Any, ...]:
         latest = self._side.latest(self._positions.in_root)
         return tuple(loads(latest[i][index]) for i in self._ids.tolist())
-
-
-def _joiner(space: Space) -> Callable[[Iterator[Any]], Any]:
-    """Return the function that nests leaves as a space does."""
-    if isinstance(space, spaces.Dict):
-        named = {key: _joiner(sub) for key, sub in space.spaces.items()}
-        return lambda leaves: {key: part(leaves) for key, part in named.items()}
-    if isinstance(space, spaces.Tuple):
-        parts = [_joiner(sub) for sub in space.spaces]
-        return lambda leaves: tuple(part(leaves) for part in parts)
-    return next

@@ -362,8 +362,9 @@ class _KeepingFactory(NativeFactory):
         super().__init__(env_fn, keeps_final=keeps_final)
         self._built = built
 
-    def __call__(self) -> NativeAdapter:
+    def __call__(self) -> Adapter:
         adapter = super().__call__()
+        assert isinstance(adapter, NativeAdapter)
         self._built.append(adapter.env.env)
         return adapter
 

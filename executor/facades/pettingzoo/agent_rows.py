@@ -50,6 +50,7 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
     ) -> None:
+        self.closed = True  # as `HostedVectorEnv`
         self.envs = envs = ParallelVectorEnv(env_fns, num_workers=num_workers, options=options)
         self._agents = envs.possible_agents
         self.num_envs = envs.num_envs * len(self._agents)
@@ -65,7 +66,7 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         self.single_action_space = self.action_space = acted
         self.batched_observation_space = batch_space(observed, self.num_envs)
         self.batched_action_space = batch_space(acted, self.num_envs)
-        self._given: Any = None
+        self.closed = False
 
     def _only_space(self, what: str, space_of: Callable[[Any], Any]) -> Any:
         first = space_of(self._agents[0])

@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import create_empty_array
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.gymnasium.errors import as_gymnasium
 from envherd.executor.facades.gymnasium.spaces import Description
@@ -39,16 +40,15 @@ class _AgentDictEnv(AsyncVectorEnv):
         columns = self._engine.pool.slab.groups[0].columns
         self._agent_rewards = columns["next", *REWARD]
         self._agent_flags = [columns["next", *AGENTS, name][..., 0] for name in ("terminated", "truncated")]
-        self._active = [columns[section, *ACTIVE] for section in ("next", "root")]
+        positions, size = self._engine.positions, self._agent_rewards.shape[-1]
+        self._active = LatestColumn(positions, ACTIVE, self.num_envs, (size,))
 
     def _fail(self, error: EnvherdError) -> EnvherdError:
         return as_gymnasium(error)
 
     def active(self) -> np.ndarray:
         """Return which agents act in the next step, bool `[N, A]`, a copy."""
-        positions, ids = self._engine.positions, self._engine.all_ids
-        after, fresh = (active[positions.columns, ids] for active in self._active)
-        return np.where(positions.in_root[:, None], fresh, after)
+        return self._active.read()
 
     def agent_results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return rewards float64, terminations and truncations bool of the latest step, `[N, A]` each, copies."""

@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from envherd.executor.facades.sb3.rows import Column
+from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.protocol.positions import Positions
 from envherd.shm.specs import EnvSpec, Key
 
@@ -24,10 +24,8 @@ class ActionMasks:
     """
 
     def __init__(self, positions: Positions, key: Key, given: Key | None, num_agents: int) -> None:
-        self._positions = positions
-        self._num_agents = num_agents
-        self._masks = self._columns(key)
-        self._given = None if given is None else self._columns(given)
+        self._masks = _latest(positions, key, num_agents)
+        self._given = None if given is None else _latest(positions, given, num_agents)
 
     @classmethod
     def of(cls, positions: Positions, num_agents: int) -> Self | None:
@@ -44,28 +42,16 @@ class ActionMasks:
 
     def read(self) -> np.ndarray:
         """Return which actions are legal now, bool `[num_rows, actions]`, a copy; all where the env gave no mask."""
-        masks = self._now(self._masks).astype(bool)
+        masks = self._masks.read().astype(bool)
         if self._given is not None:
-            masks[~self._now(self._given)[:, 0].astype(bool)] = True
+            masks[~self._given.read()[:, 0].astype(bool)] = True
         return masks
 
-    def _now(self, columns: tuple[Column, Column]) -> np.ndarray:
-        after, fresh = columns
-        positions = self._positions
-        rows = after.read_each(positions.columns)
-        if positions.in_root.any():
-            is_fresh = np.repeat(positions.in_root, self._num_agents)
-            rows[is_fresh] = fresh.read_each(positions.columns)[is_fresh]
-        return rows
 
-    def _columns(self, key: Key) -> tuple[Column, Column]:
-        groups = self._positions.slab.groups
-        env_ids = [np.array(group.plan.env_ids) for group in groups]
-        num_rows = self._positions.slab.plan.num_envs * self._num_agents
-        arrays = {section: [group.columns[section, *key] for group in groups] for section in ("next", "root")}
-        width = arrays["next"][0][0, 0].size // self._num_agents
-        after, fresh = (Column(arrays[section], env_ids, num_rows, (width,)) for section in ("next", "root"))
-        return after, fresh
+def _latest(positions: Positions, key: Key, num_agents: int) -> LatestColumn:
+    slab = positions.slab
+    width = slab.groups[0].columns["next", *key][0, 0].size // num_agents
+    return LatestColumn(positions, key, slab.plan.num_envs * num_agents, (width,))
 
 
 def _mask_key(spec: EnvSpec) -> tuple[Key, Key | None]:

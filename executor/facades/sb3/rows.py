@@ -13,61 +13,12 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from envherd.executor.facades.columns import Column
 from envherd.executor.facades.sb3.spaces import observed_leaves
 from envherd.shm.slab import Slab
 from envherd.shm.specs import Discrete, LeafSpec, MultiDiscrete
 from envherd.workers.adapters.hosts.leaf_spaces import Space
 from envherd.workers.errors import ActionError
-
-
-class Column:
-    """One leaf of all rows, at any ring column: `[num_rows, *shape]` from the arrays of one or several groups.
-
-    Args:
-        arrays: one `[columns, envs, ...]` per group of equal envs (VIEWS).
-        env_ids: which envs each of them holds.
-        num_rows: in all; each env has `num_rows / num_envs` of them, one after the other.
-        shape: of a row, as SB3 expects it.
-    """
-
-    def __init__(
-        self, arrays: Sequence[np.ndarray], env_ids: Sequence[np.ndarray], num_rows: int, shape: tuple[int, ...]
-    ) -> None:
-        self._views = [list(array) for array in arrays]
-        self._env_ids = env_ids
-        self._shape = (num_rows, *shape)
-        self._num_envs = sum(map(len, env_ids))
-        self._only = self._views[0]
-        self._is_plain = len(arrays) == 1 and all(view.flags.c_contiguous for view in self._only)
-        if self._is_plain:
-            self._only = [view.reshape(self._shape) for view in self._only]
-
-    def read(self, column: int) -> np.ndarray:
-        """Return all rows at a column, copied."""
-        if self._is_plain:
-            return self._only[column].copy()
-        return self._gather(column).reshape(self._shape)
-
-    def read_each(self, columns: np.ndarray) -> np.ndarray:
-        """Return the rows of each env at its own column, int64 `[num_envs]`, copied."""
-        read = self.read(int(columns[0]))
-        for column in set(columns.tolist()) - {int(columns[0])}:
-            is_there = np.repeat(columns == column, len(read) // self._num_envs)
-            read[is_there] = self.look(column)[is_there]
-        return read
-
-    def look(self, column: int) -> np.ndarray:
-        """Return all rows at a column, as a VIEW where that is possible."""
-        return self._only[column] if self._is_plain else self.read(column)
-
-    def _gather(self, column: int) -> np.ndarray:
-        if len(self._views) == 1:
-            return self._only[column].copy()
-        first = self._only[column]
-        gathered = np.empty((self._num_envs, *first.shape[1:]), first.dtype)
-        for views, env_ids in zip(self._views, self._env_ids, strict=True):
-            gathered[env_ids] = views[column]
-        return gathered
 
 
 class Reader:
@@ -80,23 +31,18 @@ class Reader:
     """
 
     def __init__(self, slab: Slab, shapes: Sequence[tuple[int, ...]], num_agents: int) -> None:
-        groups = slab.groups
-        env_ids = [np.array(group.plan.env_ids) for group in groups]
-        num_rows = slab.plan.num_envs * num_agents
+        groups, num_envs = slab.groups, slab.plan.num_envs
+        num_rows = num_envs * num_agents
 
         def columns(section: str, leaves: Sequence[Sequence[LeafSpec]], shape: tuple[int, ...]) -> Column:
-            pairs = zip(groups, leaves, strict=True)
-            arrays = [group.columns[section, *leaf.key] for group, (leaf,) in pairs]
-            return Column(arrays, env_ids, num_rows, shape)
+            return Column(slab, section, [leaf.key for (leaf,) in leaves], num_rows, shape)
 
         observed = [[leaf for _, leaf in observed_leaves(group.spec)] for group in groups]
         self.next = [columns("next", [[own[i]] for own in observed], shape) for i, shape in enumerate(shapes)]
         self.root = [columns("root", [[own[i]] for own in observed], shape) for i, shape in enumerate(shapes)]
         self._reward = columns("next", [group.spec.reward for group in groups], ())
-        num_envs = slab.plan.num_envs
         self.flags = {
-            name: Column([group.columns["next", name] for group in groups], env_ids, num_envs, ())
-            for name in ("terminated", "truncated")
+            name: Column(slab, "next", [(name,)] * len(groups), num_envs, ()) for name in ("terminated", "truncated")
         }
 
     def rewards(self, column: int) -> np.ndarray:

@@ -10,8 +10,6 @@ Trusts its workers: attributes, specs and odd leaves cross as pickles, as in Tor
 
 from __future__ import annotations
 
-import builtins
-import contextlib
 import threading
 import warnings
 from collections import OrderedDict
@@ -26,6 +24,7 @@ from torchrl.envs import EnvBase, EnvCreator
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.grad_mode import without_grad
+from envherd.executor.facades.errors import find_type, twin
 from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, NotStarted
 from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import LocalCrew, ProcessCrew, WorkerHandle
@@ -33,7 +32,7 @@ from envherd.executor.facades.torchrl.data import BatchedData
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.adapters.hosts.torchrl_guest import Guest
 from envherd.workers.build import check_factory
-from envherd.workers.errors import EnvError, FactoryError
+from envherd.workers.errors import EnvError, EnvherdError, FactoryError
 
 _newborn = threading.local()
 
@@ -44,18 +43,12 @@ class BuildFailed(FactoryError, RuntimeError):
     TorchRL builds an env in the caller's process, so programs expect such errors as they are.
     """
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return build_failed, (self.message, self.remote_traceback, self.context)
 
-
-def build_failed(message: str, remote_traceback: str | None, context: dict[str, Any]) -> BuildFailed:
-    """Return the error for a factory that failed: a `BuildFailed` that is a ValueError, too, if it raised one."""
-    raised = getattr(builtins, context.get("type_name", ""), None)
-    kind: type[BuildFailed] = BuildFailed
-    if isinstance(raised, type) and issubclass(raised, Exception) and not issubclass(BuildFailed, raised):
-        with contextlib.suppress(TypeError):  # python cannot combine it with others, as OSError
-            kind = type("BuildFailed", (BuildFailed, raised), {"__module__": __name__})
-    return kind(message, remote_traceback=remote_traceback, **context)
+def _build_failed(error: FactoryError) -> EnvherdError:
+    """Return the error for a factory that failed: a `BuildFailed` that is also a ValueError, if it raised one."""
+    failed = BuildFailed(error.message, remote_traceback=error.remote_traceback, **error.context)
+    raised = find_type("builtins", error.context.get("type_name", ""))
+    return failed if raised is None or isinstance(failed, raised) else twin(failed, raised)
 
 
 class BatchedFacade(BatchedData):
@@ -87,7 +80,7 @@ class BatchedFacade(BatchedData):
                 crew = self.__dict__["_crew"] = self._hire()
             except FactoryError as error:
                 if "type_name" in error.context:
-                    raise build_failed(error.message, error.remote_traceback, error.context) from error
+                    raise _build_failed(error) from error
                 raise
         return crew
 
@@ -272,6 +265,7 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
 
     Raises:
         FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or gave no env.
+        ValueError: options with `env_threads`.
     """
 
     def __init__(
@@ -284,6 +278,12 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
         executor: Callable[..., BatchedEnv] | None = None,
         **kwargs: Any,
     ) -> None:
+        if options is not None and options.env_threads:
+            raise ValueError(
+                "ParallelEnv failed: expected options with env_threads=False, got True: each TorchRL env has its own "
+                "state of torch's generator, which the threads of a process share. Use more num_processes, or "
+                "envherd.ParallelEnv."
+            )
         self.__dict__["_num_processes"] = num_processes
         self.__dict__["_options"] = options
         self.__dict__["_make_executor"] = executor

@@ -284,6 +284,11 @@ env.close()
 """
 
 
+def test_threads_for_envs_are_refused_before_anything_is_started():
+    with pytest.raises(ValueError, match="expected options with env_threads=False, got True"):
+        ParallelEnv(2, Sleeper, options=ExecutorOptions(env_threads=True))
+
+
 @pytest.mark.full
 def test_too_few_descriptors_are_an_error_that_leaves_nothing():
     command = [sys.executable, "-W", "ignore", "-c", CROWDED]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -25,3 +27,14 @@ class OwnGenerators:
     def __exit__(self, *error: object) -> None:
         self._inner = self._read()
         self._restore(self._outer)
+
+
+@contextlib.contextmanager
+def seeded_random(seed: int) -> Iterator[None]:
+    """Seed python's global generator for a while, and restore the caller's state after it."""
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)

@@ -8,7 +8,7 @@ nothing but wrap and unwrap a list. Arrays are never copied: what is handed on a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -72,6 +72,24 @@ def leaf_specs(node: Node) -> tuple[LeafSpec, ...]:
 def is_bare(node: Node) -> bool:
     """Return whether a tree is one leaf that is stored as the env gives it."""
     return isinstance(node, Leaf) and node.take is None
+
+
+def dict_branch(items: Mapping[Any, Any], key: Key, make: Callable[[Any, Key], Node], operation: str) -> Branch:
+    """Return the tree of a dict whose entries are below `key`.
+
+    Args:
+        items: native key -> what describes the entry.
+        key: of the dict.
+        make: describes an entry at a key.
+        operation: what is read, for messages.
+
+    Raises:
+        SpecError: two native keys share a name.
+    """
+    entries = tuple((native, make(inner, (*key, str(native)))) for native, inner in items.items())
+    branch = Branch(dict, entries)
+    check_names(branch, tuple(map(str, items)), operation)
+    return branch
 
 
 def check_root(node: Branch, names: tuple[str, ...], operation: str) -> None:
@@ -211,11 +229,18 @@ def interval(low: Any, high: Any, dtype: np.dtype) -> Domain:
     low, high = np.asarray(low, dtype), np.asarray(high, dtype)
     if dtype.kind == "f" and np.all(np.isneginf(low)) and np.all(np.isposinf(high)):
         return Unbounded()
-    return Box(_shrunk(low), _shrunk(high))
+    return Box(shrunk(low), shrunk(high))
 
 
-def _shrunk(bound: np.ndarray) -> np.ndarray:
+def shrunk(bound: np.ndarray) -> np.ndarray:
+    """Return a bound that is equal everywhere as one number, of shape `()`."""
     return bound.reshape(-1)[:1].reshape(()) if bound.size and (bound == bound.flat[0]).all() else bound
+
+
+def nested(values: Any) -> Any:
+    """Return numbers, an array or nested lists as an int or nested tuples of ints."""
+    values = values.tolist() if isinstance(values, np.ndarray) else values
+    return tuple(map(nested, values)) if isinstance(values, list) else int(values)
 
 
 def as_row(value: Any) -> np.ndarray:

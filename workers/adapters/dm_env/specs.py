@@ -27,8 +27,8 @@ from envherd.workers.adapters.common.tree import (
     Node,
     as_row,
     as_scalar,
-    check_names,
     check_root,
+    dict_branch,
     interval,
     side_leaf,
 )
@@ -53,10 +53,8 @@ def observation_tree(spec: Any, *, has_dynamic: bool) -> Node:
 
     if not isinstance(spec, Mapping):
         return _tree(spec, ("observation",), make_leaf)
-    names = tuple(str(native) for native in spec)
-    items = zip(names, spec.items(), strict=True)
-    tree = Branch(dict, tuple((native, _tree(inner, (name,), make_leaf)) for name, (native, inner) in items))
-    check_root(tree, names, "reading observation_spec")
+    tree = dict_branch(spec, (), lambda inner, key: _tree(inner, key, make_leaf), "reading observation_spec")
+    check_root(tree, tuple(map(str, spec)), "reading observation_spec")
     return tree
 
 
@@ -80,11 +78,8 @@ def reward_tree(spec: Any) -> Node:
 
 def _tree(spec: Any, key: Key, make_leaf: _MakeLeaf) -> Node:
     if isinstance(spec, Mapping):
-        names = tuple(str(native) for native in spec)
-        items = zip(names, spec.items(), strict=True)
-        branch = Branch(dict, tuple((native, _tree(inner, (*key, name), make_leaf)) for name, (native, inner) in items))
-        check_names(branch, names, f"reading the spec of {'/'.join(key)}")
-        return branch
+        operation = f"reading the spec of {'/'.join(key)}"
+        return dict_branch(spec, key, lambda inner, at: _tree(inner, at, make_leaf), operation)
     if isinstance(spec, (list, tuple)):
         kind = tuple if isinstance(spec, tuple) else list
         return Branch(kind, tuple((i, _tree(inner, (*key, str(i)), make_leaf)) for i, inner in enumerate(spec)))

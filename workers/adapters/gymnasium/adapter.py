@@ -174,14 +174,5 @@ def _wrapper_attr(env: gymnasium.Env[Any, Any], name: str) -> Any:
 
 
 def _metadata(env: gymnasium.Env[Any, Any], renamed: dict[str, str]) -> dict[str, Any]:
-    native = env.unwrapped
-    facts: dict[str, Any] = {
-        "env_id": env.spec.id if env.spec is not None else f"{type(native).__module__}.{type(native).__qualname__}",
-        "render_mode": env.render_mode,
-    }
-    fps = (env.metadata or {}).get("render_fps")
-    if isinstance(fps, (int, float)):
-        facts["render_fps"] = fps
-    if renamed:
-        facts["renamed"] = renamed
-    return facts
+    env_id = None if env.spec is None else env.spec.id
+    return gymnasium_spaces.metadata(env, env_id, renamed)

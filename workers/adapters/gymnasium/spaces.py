@@ -45,9 +45,10 @@ from envherd.workers.adapters.common.tree import (
     Node,
     as_row,
     as_scalar,
-    check_names,
     check_root,
+    dict_branch,
     interval,
+    nested,
     side_leaf,
 )
 from envherd.workers.errors import SpecError
@@ -109,6 +110,22 @@ def reward_leaf(space: Any) -> Leaf | None:
     return Leaf(LeafSpec(("reward",), space.shape, "float32", interval(space.low, space.high, np.dtype("float32"))))
 
 
+def metadata(env: Any, env_id: str | None, renamed: dict[str, str]) -> dict[str, Any]:
+    """Return what a spec says of an env (or vector env) besides its leaves.
+
+    Args:
+        env: what the factory returned.
+        env_id: as Gymnasium calls it; None for the name of its class.
+        renamed: see `observation_tree`.
+    """
+    native = type(env.unwrapped)
+    facts = {"env_id": env_id or f"{native.__module__}.{native.__qualname__}", "render_mode": env.render_mode}
+    fps = (env.metadata or {}).get("render_fps")
+    if isinstance(fps, (int, float)):
+        facts["render_fps"] = fps
+    return {**facts, "renamed": renamed} if renamed else facts
+
+
 def _check_space(space: Any, name: str) -> None:
     if not isinstance(space, spaces.Space):
         raise SpecError(
@@ -119,11 +136,8 @@ def _check_space(space: Any, name: str) -> None:
 
 def _tree(space: Space, key: Key, make_leaf: MakeLeaf) -> Node:
     if isinstance(space, spaces.Dict):
-        names = tuple(str(native) for native in space.spaces)
-        items = zip(names, space.spaces.items(), strict=True)
-        branch = Branch(dict, tuple((native, _tree(sub, (*key, name), make_leaf)) for name, (native, sub) in items))
-        check_names(branch, names, f"reading the space of {'/'.join(key)}")
-        return branch
+        operation = f"reading the space of {'/'.join(key)}"
+        return dict_branch(space.spaces, key, lambda sub, at: _tree(sub, at, make_leaf), operation)
     if isinstance(space, spaces.Tuple):
         return Branch(tuple, tuple((i, _tree(sub, (*key, str(i)), make_leaf)) for i, sub in enumerate(space.spaces)))
     return make_leaf(space, key)
@@ -144,7 +158,7 @@ def observation_leaf(space: Space, key: Key) -> Leaf:
         if space.start.any():
             domain = Box(space.start.copy(), space.start + space.nvec - 1)
         else:
-            domain = MultiDiscrete(_nested(space.nvec.tolist()))
+            domain = MultiDiscrete(nested(space.nvec.tolist()))
         return Leaf(LeafSpec(key, space.shape, space.dtype.name, domain))
     where = "/".join(key)
     return Leaf(side_leaf(key), take=lambda value: snapshot(value, where))
@@ -161,8 +175,8 @@ def action_leaf(space: Space, key: Key) -> Leaf:
         domain = Discrete(int(space.n), int(space.start))
         return Leaf(LeafSpec(key, (), "int64", domain), give=_Scalars(space).__getitem__)
     if isinstance(space, spaces.MultiDiscrete):
-        starts = _nested(space.start.tolist()) if space.start.any() else ()
-        indices = MultiDiscrete(_nested(space.nvec.tolist()), starts)
+        starts = nested(space.start.tolist()) if space.start.any() else ()
+        indices = MultiDiscrete(nested(space.nvec.tolist()), starts)
         return Leaf(LeafSpec(key, space.shape, "int64", indices), give=_from_indices(space))
     return Leaf(side_leaf(key), give=_reviver(space))
 
@@ -229,7 +243,3 @@ def _revive(convert: Convert | None, value: Any) -> Any:
 
 def _revive_graph(value: Any) -> spaces.GraphInstance:
     return value if isinstance(value, spaces.GraphInstance) else spaces.GraphInstance(**value)
-
-
-def _nested(values: Any) -> Any:
-    return tuple(_nested(value) for value in values) if isinstance(values, list) else int(values)

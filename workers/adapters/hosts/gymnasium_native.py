@@ -122,13 +122,13 @@ class NativeFactory:
         preload: modules that the user's factory refers to.
     """
 
-    def __init__(self, env_fn: Callable[[], Any], *, keeps_final: bool) -> None:
+    def __init__(self, env_fn: Callable[[], Any], *, keeps_final: bool = False) -> None:
         self.env_fn = env_fn
         self.keeps_final = keeps_final
         self.preload = tuple(modules_of(env_fn))
         self.__qualname__ = describe(env_fn)  # for messages
 
-    def __call__(self) -> NativeAdapter:
+    def __call__(self) -> Adapter:
         """Build the env."""
         return NativeAdapter(NativeEnv(self.env_fn(), keeps_final=self.keeps_final))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,13 +24,13 @@ from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.common.scalars import as_float
 from envherd.workers.adapters.hosts.gymnasium_native import (
     NativeEnv,
+    NativeFactory,
     Space,
     builder,
     dumps,
     flattener,
     leaf_specs,
 )
-from envherd.workers.adapters.hosts.pettingzoo_stacked import parallel_env
 from envherd.workers.adapters.pettingzoo.adapter import (
     acting_agents,
     checked_reset,
@@ -39,7 +39,6 @@ from envherd.workers.adapters.pettingzoo.adapter import (
     turn_based,
 )
 from envherd.workers.adapters.pettingzoo.ends import end_episode, note_end
-from envherd.workers.build import describe, modules_of
 from envherd.workers.errors import ResetNeeded, SpecError
 
 #: Keys of the rows: which agents act next, bool `[A]`; what they have gained, float64 `[A]`; their flags.
@@ -77,20 +76,13 @@ class ParallelGuest(NativeEnv):
         setattr(self.env, *name_and_value)
 
 
-class ParallelFactory:
-    """A picklable factory of `ParallelNativeAdapter`s over a user's factory of envs.
-
-    Attributes:
-        preload: modules that the user's factory refers to.
-    """
-
-    def __init__(self, env_fn: Callable[[], Any], *, keeps_final: bool = False) -> None:  # noqa: ARG002  # as `NativeFactory`
-        self.env_fn = env_fn
-        self.preload = tuple(modules_of(env_fn))
-        self.__qualname__ = describe(env_fn)  # for messages
+class ParallelFactory(NativeFactory):
+    """A picklable factory of `ParallelNativeAdapter`s over a user's factory of envs."""
 
     def __call__(self) -> ParallelNativeAdapter:
         """Build the env."""
+        from envherd.workers.adapters.hosts.pettingzoo_stacked import parallel_env  # `rllib` does without PettingZoo
+
         return ParallelNativeAdapter(ParallelGuest(parallel_env(self.env_fn)))
 
 

@@ -21,14 +21,14 @@ restart it in place without its rebuild.
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from envherd.shm.specs import Discrete, EnvSpec, Key, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.common.generators import seeded_random
 from envherd.workers.adapters.meltingpot.episodes import Episodes
 from envherd.workers.adapters.meltingpot.fast_step import DirectStep, stock_layers
 from envherd.workers.errors import ActionError, ResetNeeded, SpecError
@@ -95,7 +95,7 @@ class MeltingPotAdapter(Adapter):
             timestep = self.env.reset()
         else:
             self._episodes.seed_next(seed)
-            with self._seeded_bots(seed):
+            with seeded_random(seed) if self._is_scenario else contextlib.nullcontext():
                 timestep = self.env.reset()
         self._take(timestep)
         self._num_steps = 0
@@ -215,19 +215,6 @@ class MeltingPotAdapter(Adapter):
         inner = self.env._substrate.observation_spec()[0] if self._is_scenario else {}  # noqa: SLF001  # no public way
         worlds = {name: spec for name, spec in {**inner, **observed}.items() if name.startswith(_WORLD)}
         return {name: spec for name, spec in sorted(worlds.items()) if self._keeps_world(name)}
-
-    @contextlib.contextmanager
-    def _seeded_bots(self, seed: int) -> Iterator[None]:
-        """Seed what a scenario draws from python's global generator in a reset: its bots and their states."""
-        if not self._is_scenario:
-            yield
-            return
-        state = random.getstate()
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(state)
 
 
 def _player_specs(env: Any) -> list[dict[str, Any]]:

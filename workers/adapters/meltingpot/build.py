@@ -18,7 +18,7 @@ import contextlib
 import copy
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import dm_env
@@ -26,6 +26,7 @@ import dmlab2d
 import numpy as np
 from dmlab2d import runfiles_helper
 
+from envherd.workers.adapters.common.generators import seeded_random
 from envherd.workers.adapters.meltingpot.episodes import spaced_seeds
 from envherd.workers.adapters.meltingpot.light_import import install_lazy_import
 from envherd.workers.adapters.meltingpot.ordered_lua import ordered_lua_root
@@ -234,17 +235,6 @@ def build_scenario(options: MeltingPotFactory) -> Any:
         )
         stack.pop_all()
     return env
-
-
-@contextlib.contextmanager
-def seeded_random(seed: int) -> Iterator[None]:
-    """Seed python's global generator for a while; the caller's state comes back untouched."""
-    state = random.getstate()
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(state)
 
 
 def _assemble(options: MeltingPotFactory, config: Any, roles: Any, individual: list[str], worlds: list[str]) -> Any:

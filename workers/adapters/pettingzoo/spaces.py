@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from envherd.shm.specs import Box, Discrete, Domain, LeafSpec, MultiDiscrete, Unbounded
+from envherd.workers.adapters.common.tree import nested, shrunk
 from envherd.workers.errors import SpecError
 
 Agent = Hashable
@@ -103,7 +104,7 @@ def _stack_domains(domains: Sequence[Any], shape: tuple[int, ...]) -> Domain:
     if all(isinstance(domain, (Box, Unbounded)) for domain in domains):
         lows = [getattr(domain, "low", -np.inf) for domain in domains]
         highs = [getattr(domain, "high", np.inf) for domain in domains]
-        return Box(*(_folded(np.stack([np.broadcast_to(end, shape) for end in ends])) for ends in (lows, highs)))
+        return Box(*(shrunk(np.stack([np.broadcast_to(end, shape) for end in ends])) for ends in (lows, highs)))
     return Unbounded()
 
 
@@ -113,16 +114,8 @@ def _stack_indices(domains: Sequence[Any], shape: tuple[int, ...]) -> Domain:
     if not all(isinstance(domain, (Discrete, MultiDiscrete)) for domain in domains):
         return Unbounded()
     counts = tuple(domain.n if isinstance(domain, Discrete) else domain.nvec for domain in domains)
-    starts = tuple(domain.start or _nested(np.zeros(shape, int)) for domain in domains)
+    starts = tuple(domain.start or nested(np.zeros(shape, int)) for domain in domains)
     return MultiDiscrete(counts, starts if np.any(starts) else ())
-
-
-def _nested(array: np.ndarray) -> Any:
-    return tuple(_nested(row) for row in array) if array.ndim else int(array)
-
-
-def _folded(bound: np.ndarray) -> np.ndarray:
-    return bound.reshape(-1)[:1].reshape(()) if bound.size and (bound == bound.flat[0]).all() else bound
 
 
 def _is_numeric(value: Any) -> bool:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from envherd.shm.specs import Box, Discrete, Domain, EnvSpec, Key, LeafSpec, MultiDiscrete, Unbounded, done_leaves
-from envherd.workers.adapters.common.tree import interval
+from envherd.workers.adapters.common.tree import interval, nested
 from envherd.workers.adapters.simulators.batch import Leaves, Stepped, TorchBatchAdapter, torch_dtype_name
 from envherd.workers.errors import SpecError
 
@@ -270,9 +270,9 @@ def _action_domain(spaces: Sequence[Any], shape: tuple[int, ...]) -> tuple[str, 
         sizes = [int(space.n) for space in spaces]
         if len(set(sizes)) == 1:
             return "int64", Discrete(sizes[0])
-        return "int64", MultiDiscrete(_nested(np.broadcast_to(np.array(sizes), shape)))
+        return "int64", MultiDiscrete(nested(np.broadcast_to(np.array(sizes), shape)))
     if hasattr(first, "nvec"):
-        return "int64", MultiDiscrete(_nested(np.broadcast_to(np.stack([space.nvec for space in spaces]), shape)))
+        return "int64", MultiDiscrete(nested(np.broadcast_to(np.stack([space.nvec for space in spaces]), shape)))
     low, high = (np.stack([getattr(space, bound) for space in spaces]) for bound in ("low", "high"))
     domain = interval(low, high, np.dtype("float32"))
     return "float32", domain
@@ -286,7 +286,3 @@ def _alone(domain: Domain) -> Domain:
         return MultiDiscrete(tuple(row[0] for row in domain.nvec))
     assert isinstance(domain, (Discrete, Unbounded))
     return domain
-
-
-def _nested(array: np.ndarray) -> tuple[Any, ...]:
-    return tuple(_nested(row) if row.ndim else int(row) for row in array)

@@ -30,6 +30,7 @@ from envherd.shm.specs import (
     OneHot,
     Unbounded,
 )
+from envherd.workers.adapters.common.tree import nested
 from envherd.workers.errors import SpecError
 
 #: torch dtypes that numpy has too, by the name they share.
@@ -172,7 +173,7 @@ def _stack_domains(leaves: list[LeafSpec], dim: int) -> Domain:
         low = np.stack([np.broadcast_to(box.low, shape) for box in boxes], dim)
         return Box(_fold(low), _fold(np.stack([np.broadcast_to(box.high, shape) for box in boxes], dim)))
     nvecs = [_nvec(domain, shape) for domain in domains if isinstance(domain, (Discrete, MultiDiscrete))]
-    return MultiDiscrete(_nested(np.stack(nvecs, dim))) if len(nvecs) == len(domains) else Unbounded()
+    return MultiDiscrete(nested(np.stack(nvecs, dim))) if len(nvecs) == len(domains) else Unbounded()
 
 
 def _is_positional(domain: Domain) -> bool:
@@ -217,7 +218,7 @@ def _domain(spec: Any, shape: tuple[int, ...]) -> Domain:
     if kind == "OneHot":
         return OneHot(shape[-1])
     if kind == "MultiCategorical":
-        return MultiDiscrete(_nested(np.broadcast_to(spec.nvec.cpu().numpy(), shape)))
+        return MultiDiscrete(nested(np.broadcast_to(spec.nvec.cpu().numpy(), shape)))
     if str(spec.dtype) == "torch.bool":
         return Binary()
     if kind == "Categorical" and spec.space.n > 0:
@@ -230,7 +231,3 @@ def _fold(bound: np.ndarray) -> np.ndarray:
     if (bound == bound.flat[0]).all():
         return np.array(bound.flat[0])
     return np.ascontiguousarray(bound)
-
-
-def _nested(array: np.ndarray) -> tuple[Any, ...]:
-    return tuple(_nested(row) if row.ndim else int(row) for row in array)

@@ -1,0 +1,75 @@
+"""What the commands have in common: how errors become exit codes, and where results are written.
+
+Guarantees: an error is printed and becomes an exit code; it is never raised.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.media import FrameLog, MediaError, write_contact_sheet, write_gif
+from envherd.executor.cli.storing import StoreError
+from envherd.executor.cluster.errors import ClusterError
+from envherd.workers.errors import EnvherdError
+
+Prepared = TypeVar("Prepared")
+
+
+def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int]) -> int:
+    """Carry out a command in two parts; return its exit code.
+
+    Modules named in options are looked for in the current directory first, as `python -m` does.
+
+    Args:
+        prepare: checks the options; an error in it is one of usage.
+        work: does the rest with what `prepare` has returned; returns the exit code.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    errors, code = Console(stderr=True), EXIT_USAGE
+    try:
+        prepared = prepare()
+        code = EXIT_FAILED
+        return work(prepared)
+    except (EnvherdError, MediaError, StoreError, OSError) as error:
+        complain(errors, error)
+        return EXIT_USAGE if isinstance(error, ClusterError) else code
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        return EXIT_INTERRUPTED
+
+
+def complain(console: Console, error: Exception) -> None:
+    """Print an error as a reader needs it: the message, and where a worker failed, its traceback."""
+    console.print(Text("error: ", "bold red").append(str(error), "default"), soft_wrap=True)
+    remote = getattr(error, "remote_traceback", None)
+    is_refusal = remote and "envherd.workers.errors." in remote.rstrip().rpartition("\n")[2]
+    if remote and not is_refusal:
+        console.print(Text(f"\nin the worker:\n{remote}", "dim"), soft_wrap=True)
+
+
+def write_text(path: str | None, text: str) -> None:
+    """Write a text to a file, or to standard output for `-`; None writes nothing."""
+    if path == "-":
+        sys.stdout.write(text)
+    elif path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+
+
+def write_pictures(frames: FrameLog | None, gif: Path | None, png: Path | None, title: str) -> dict[str, str]:
+    """Write the frames of a rollout as a GIF and as a contact sheet, where there is a path; return name -> path."""
+    files = {}
+    for name, path, write in (("gif", gif, write_gif), ("png", png, write_contact_sheet)):
+        if frames is not None and path is not None:
+            write(path, frames, title=title)
+            files[name] = str(path)
+    return files

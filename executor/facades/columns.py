@@ -1,0 +1,94 @@
+"""One leaf of all envs' rows, as facades hand it out: an array `[num_rows, *shape]` of one ring column or several.
+
+Guarantees: what is read is a copy, unless the method says that it is a VIEW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from envherd.executor.protocol.positions import Positions
+from envherd.shm.slab import Slab
+from envherd.shm.specs import Key
+
+
+class Column:
+    """One leaf of all rows, at any ring column: `[num_rows, *shape]` from the arrays of one or several groups.
+
+    Args:
+        slab: of the envs.
+        section: "next" or "root".
+        keys: of the leaf, in each group of equal envs.
+        num_rows: in all; each env has `num_rows / num_envs` of them, one after the other.
+        shape: of a row.
+    """
+
+    def __init__(
+        self, slab: Slab, section: str, keys: Sequence[Sequence[str]], num_rows: int, shape: tuple[int, ...]
+    ) -> None:
+        arrays = [group.columns[section, *key] for group, key in zip(slab.groups, keys, strict=True)]
+        self._views = [list(array) for array in arrays]
+        self._env_ids = [np.array(group.plan.env_ids) for group in slab.groups]
+        self._shape = (num_rows, *shape)
+        self._num_envs = slab.plan.num_envs
+        self._only = self._views[0]
+        self._is_plain = len(arrays) == 1 and all(view.flags.c_contiguous for view in self._only)
+        if self._is_plain:
+            self._only = [view.reshape(self._shape) for view in self._only]
+
+    def read(self, column: int) -> np.ndarray:
+        """Return all rows at a column, copied."""
+        if self._is_plain:
+            return self._only[column].copy()
+        return self._gather(column).reshape(self._shape)
+
+    def read_each(self, columns: np.ndarray) -> np.ndarray:
+        """Return the rows of each env at its own column, int64 `[num_envs]`, copied."""
+        read = self.read(int(columns[0]))
+        for column in set(columns.tolist()) - {int(columns[0])}:
+            is_there = np.repeat(columns == column, len(read) // self._num_envs)
+            read[is_there] = self.look(column)[is_there]
+        return read
+
+    def look(self, column: int) -> np.ndarray:
+        """Return all rows at a column, as a VIEW where that is possible."""
+        return self._only[column] if self._is_plain else self.read(column)
+
+    def _gather(self, column: int) -> np.ndarray:
+        if len(self._views) == 1:
+            return self._only[column].copy()
+        first = self._only[column]
+        gathered = np.empty((self._num_envs, *first.shape[1:]), first.dtype)
+        for views, env_ids in zip(self._views, self._env_ids, strict=True):
+            gathered[env_ids] = views[column]
+        return gathered
+
+
+class LatestColumn:
+    """One leaf of an observation where the envs are now; see `Column`.
+
+    Args:
+        positions: of the envs.
+        key: of the leaf, the same in all groups.
+        num_rows: see `Column`.
+        shape: see `Column`.
+    """
+
+    def __init__(self, positions: Positions, key: Key, num_rows: int, shape: tuple[int, ...]) -> None:
+        self._positions = positions
+        self._repeats = num_rows // positions.slab.plan.num_envs
+        keys = [key] * len(positions.slab.groups)
+        self._after, self._fresh = (
+            Column(positions.slab, section, keys, num_rows, shape) for section in ("next", "root")
+        )
+
+    def read(self) -> np.ndarray:
+        """Return all rows, copied."""
+        positions = self._positions
+        rows = self._after.read_each(positions.columns)
+        if positions.in_root.any():
+            is_fresh = np.repeat(positions.in_root, self._repeats)
+            rows[is_fresh] = self._fresh.read_each(positions.columns)[is_fresh]
+        return rows

@@ -1,0 +1,72 @@
+"""Errors that are both ours and what the host of a facade would have raised.
+
+Guarantees: `except ValueError` catches what an env raised as a ValueError, as with the host's own classes, and
+`except EnvError` also catches it; message, context and remote traceback are those of our error.
+The type is looked up by name among the modules that this process has imported: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from envherd.workers.errors import EnvherdError
+
+_kinds: dict[tuple[type[EnvherdError], type[Exception]], type[EnvherdError] | None] = {}
+
+
+def find_type(module: str, name: str) -> type[Exception] | None:
+    """Return the exception class of that name, if this process has imported it."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
+def twin(error: EnvherdError, native: type[Exception]) -> EnvherdError:
+    """Return an error that is also of a native type; the error itself where python cannot lay out such a class."""
+    ours = type(error)
+    if (ours, native) not in _kinds:
+        _kinds[ours, native] = _joined(ours, native)
+    kind = _kinds[ours, native]
+    twin = None if kind is None else _blank(kind, native, error.message)
+    if twin is None:
+        return error
+    BaseException.__init__(twin, error.message)
+    vars(twin).update(vars(error))
+    twin.__cause__ = error.__cause__
+    return twin
+
+
+def _blank(kind: type[EnvherdError], native: type[Exception], message: str) -> EnvherdError | None:
+    """Return an instance whose constructors were not called: a native one may want other arguments."""
+    for base in (Exception, native):  # the second, if instances of the native one have fields of their own
+        try:
+            return base.__new__(kind, message)
+        except TypeError:
+            continue
+    return None
+
+
+def _joined(ours: type[EnvherdError], native: type[Exception]) -> type[EnvherdError] | None:
+    """Return a class derived from both; None where python cannot lay out such a class."""
+    namespace = {"__str__": _message, "__reduce__": _reduce, "__module__": ours.__module__, "__doc__": ours.__doc__}
+    try:
+        return type(f"{ours.__name__}[{native.__name__}]", (ours, native), namespace)
+    except TypeError:
+        return None
+
+
+def _message(error: EnvherdError) -> str:
+    return error.message
+
+
+def _reduce(error: EnvherdError) -> tuple[Any, ...]:
+    ours, native = type(error).__bases__
+    return _rebuild, (ours, native, error.message, error.remote_traceback, error.context)
+
+
+def _rebuild(
+    ours: type[EnvherdError], native: type[Exception], message: str, remote: str | None, context: dict[str, Any]
+) -> EnvherdError:
+    return twin(ours(message, remote_traceback=remote, **context), native)

@@ -1,0 +1,6 @@
+"""RLlib's env runners with envs in worker processes: `config.env_runners(env_runner_cls=SingleAgentEnvRunner)`."""
+
+from envherd.executor.facades.rllib.env_runners import MultiAgentEnvRunner, SingleAgentEnvRunner
+from envherd.executor.facades.rllib.multi_agent import MultiAgentVectorEnv
+
+__all__ = ["MultiAgentEnvRunner", "MultiAgentVectorEnv", "SingleAgentEnvRunner"]

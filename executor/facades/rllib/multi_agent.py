@@ -1,0 +1,239 @@
+"""N multi-agent envs in worker processes, as RLlib's `MultiAgentEnvRunner` wants them: lists of dicts by agent.
+
+Guarantees:
+- an agent is in a dict of env i if the env's own dict had it; values are the env's (observations as their space says,
+  rewards as floats, flags as bools).
+- an env gets the actions of the agents that act, and no other.
+- the step after an episode's end is a reset, with rewards of 0 and no flag, as in RLlib's `SyncVectorMultiAgentEnv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+from ray.rllib.env.multi_agent_env import MultiAgentEnv
+from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.gymnasium import AsyncVectorEnv
+from envherd.executor.facades.gymnasium.spaces import Description
+from envherd.executor.options import ExecutorOptions
+from envherd.workers.adapters.hosts.pettingzoo_native import ACTIVE, AGENTS, REWARD
+from envherd.workers.adapters.hosts.rllib import (
+    ALL,
+    OBSERVED,
+    PRESENT,
+    REWARDED,
+    TERMINATED,
+    TRUNCATED,
+    MultiAgentFactory,
+)
+from envherd.workers.errors import ActionError
+
+ByAgent = dict[Any, Any]
+#: (observations, rewards, terminateds, truncateds, infos), each a dict by agent for each env
+Dicts = tuple[list[ByAgent], list[ByAgent], list[ByAgent], list[ByAgent], list[ByAgent]]
+
+
+class _RowsEnv(AsyncVectorEnv):
+    """Gymnasium's vector env over spaces that are dicts by agent."""
+
+    _factory = MultiAgentFactory
+
+    def _take_spaces(self, descriptions: list[Description]) -> None:
+        super()._take_spaces(descriptions)
+        columns = self._engine.pool.slab.groups[0].columns
+        self._gained = columns["next", *REWARD]
+        self._ends = [columns["next", *AGENTS, name][..., 0] for name in ("terminated", "truncated")]
+        self._latest = {key: [columns[section, *key] for section in ("next", "root")] for key in (ACTIVE, PRESENT)}
+
+    def latest(self, key: tuple[str, ...]) -> np.ndarray:
+        """Return the leaf `ACTIVE` or `PRESENT` of each env's latest row, `[N, A]`, a copy."""
+        positions, ids = self._engine.positions, self._engine.all_ids
+        after, fresh = (leaf[positions.columns, ids] for leaf in self._latest[key])
+        return np.where(positions.in_root[:, None], fresh, after)
+
+    def results(self) -> tuple[list[list[float]], list[list[bool]], list[list[bool]]]:
+        """Return rewards, terminations and truncations of the latest step, `[N][A]` each."""
+        column = self._landing.at
+        return self._gained[column].tolist(), self._ends[0][column].tolist(), self._ends[1][column].tolist()
+
+    def env_infos(self) -> list[ByAgent]:
+        """Return what each env's latest info was."""
+        kept = self._engine.side.infos
+        return [kept["root"].get(i) or kept["next"].get(i) or {} for i in range(self.num_envs)]
+
+    def interrupted(self) -> np.ndarray | None:
+        """Return which envs' worker was lost in the latest step, bool `[N]`; None for none."""
+        positions = self._engine.positions
+        return positions.interrupted[:, 0] if positions.has_interrupted else None
+
+
+class _Agents(MultiAgentEnv):  # type: ignore[misc]  # has no types
+    """What RLlib reads of a single env: its agents and their spaces."""
+
+    def __init__(self, observation_spaces: ByAgent, action_spaces: ByAgent) -> None:
+        self.observation_spaces, self.action_spaces = observation_spaces, action_spaces
+        self.possible_agents = self.agents = list(observation_spaces)
+        super().__init__()
+
+
+class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no types
+    """RLlib's vector env of multi-agent envs, in worker processes.
+
+    Args:
+        env_fns: one callable for each env, called in its worker. It returns a `MultiAgentEnv` of RLlib, a PettingZoo
+            parallel env, or an env of another family whose agents are stacked (Melting Pot).
+        num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env.
+        options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
+
+    Attributes:
+        num_envs: N.
+        envs: N times the agents and spaces of one env; the envs themselves are in the workers.
+        single_observation_spaces, single_action_spaces: spaces by agent; without the `s` at the end as a `Dict`.
+        metadata, render_mode: of the envs.
+
+    Raises:
+        RuntimeError: agents or spaces of the envs differ.
+        FactoryError: an env could not be built; also of the type that was raised.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        *,
+        num_workers: int | Literal["auto"] | None = None,
+        options: ExecutorOptions | None = None,
+    ) -> None:
+        self.closed = True  # RLlib closes what is deleted and is not closed
+        self._rows = _RowsEnv(env_fns, shared_memory=False, num_workers=num_workers, options=options)
+        self.closed = False
+        self.num_envs = self._rows.num_envs
+        self.metadata, self.render_mode = self._rows.metadata, self._rows.render_mode
+        self.single_observation_space = cast("spaces.Dict", self._rows.single_observation_space)
+        self.single_action_space = cast("spaces.Dict", self._rows.single_action_space)
+        self._observation_space = cast("spaces.Dict", self._rows.observation_space)
+        action_space = cast("spaces.Dict", self._rows.action_space)
+        self.single_observation_spaces = dict(self.single_observation_space.spaces)
+        self.single_action_spaces = dict(self.single_action_space.spaces)
+        self._agents = list(self.single_observation_spaces)
+        self.envs = [_Agents(self.single_observation_spaces, self.single_action_spaces)] * self.num_envs
+        self._blanks = {
+            agent: next(iter(iterate(action_space[agent], create_empty_array(space, self.num_envs))))
+            for agent, space in self.single_action_spaces.items()
+        }
+        self._resets_next = np.zeros(self.num_envs, bool)
+
+    @property
+    def executor(self) -> BatchedEnv:
+        """The executor underneath, for example for its `statistics()`."""
+        return self._rows.executor
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[ByAgent], list[ByAgent]]:
+        """Reset all envs; return observations and infos by agent, a dict for each env.
+
+        Args:
+            seed: int, from which env i gets `seed + i`; one int or None for each env; or None.
+            options: given to each env; never changed.
+        """
+        observations, _ = self._rows.reset(seed=seed, options=options)
+        self._resets_next[:] = False
+        return self._seen(observations, self._rows.latest(PRESENT).tolist()), self._rows.env_infos()
+
+    def step(self, actions: Sequence[Mapping[Any, Any]]) -> Dicts:
+        """Step all envs once, but reset those whose episode has ended.
+
+        Args:
+            actions: a dict by agent for each env; that of an env that is reset is not used.
+
+        Returns:
+            `(observations, rewards, terminateds, truncateds, infos)`: lists of N dicts by agent. Observations are
+            views of memory that belongs to the caller. An env whose worker was lost is truncated, and has
+            `{"interrupted": True}` as `infos[i]["__common__"]`.
+
+        Raises:
+            ActionError: not one dict for each env, or an agent that acts has no action. No env was stepped.
+            EnvError: an env raised; it is also of the type that was raised. WorkerLost, WorkerTimeout.
+        """
+        self._check_complete(actions)
+        was_reset = self._resets_next
+        observations, _, terminations, truncations, _ = self._rows.step(self._batch(actions))
+        self._resets_next = terminations | truncations
+        present = self._rows.latest(PRESENT)
+        lost = self._rows.interrupted()
+        if lost is not None:  # what has acted and is observed has a reward; flags are those of the episode alone
+            present[lost] &= OBSERVED
+            present[lost] |= REWARDED * present[lost]
+        bits = present.tolist()
+        rewards, *ends = self._rows.results()
+        flags = [
+            [
+                {**self._those(row, mask, bit), ALL: bool(ended)}
+                for row, mask, ended in zip(rows, bits, over, strict=True)
+            ]
+            for rows, over, bit in zip(ends, (terminations, truncations), (TERMINATED, TRUNCATED), strict=True)
+        ]
+        gained = [self._those(row, mask, REWARDED) for row, mask in zip(rewards, bits, strict=True)]
+        infos = self._rows.env_infos()
+        for env_id in np.flatnonzero(was_reset).tolist():
+            gained[env_id] = dict.fromkeys(self._agents, 0.0)
+            for rows in flags:
+                rows[env_id] = {**dict.fromkeys(self._agents, False), ALL: False}
+        for env_id in () if lost is None else np.flatnonzero(lost).tolist():
+            infos[env_id] = {**infos[env_id], "__common__": {"interrupted": True}}
+        return self._seen(observations, bits), gained, flags[0], flags[1], infos
+
+    def _those(self, values: Sequence[Any], bits: list[int], bit: int) -> ByAgent:
+        """Return the values of the agents whose bits have this one, by agent."""
+        return {agent: value for agent, value, own in zip(self._agents, values, bits, strict=True) if own & bit}
+
+    def _seen(self, observations: ByAgent, bits: list[list[int]]) -> list[ByAgent]:
+        space = self._observation_space
+        of_envs = zip(*(iterate(space[agent], observations[agent]) for agent in self._agents), strict=True)
+        return [self._those(values, own, OBSERVED) for values, own in zip(of_envs, bits, strict=True)]
+
+    def _batch(self, actions: Sequence[Mapping[Any, Any]]) -> ByAgent:
+        """Return actions `[N, ...]` by agent; those of agents that do not act are zeros."""
+        batch = {}
+        for agent, space in self.single_action_spaces.items():
+            given = [one.get(agent, self._blanks[agent]) for one in actions]
+            out: Any = create_empty_array(space, self.num_envs)
+            batch[agent] = concatenate(space, given, out)
+        return batch
+
+    def _check_complete(self, actions: Sequence[Mapping[Any, Any]]) -> None:
+        if len(actions) != self.num_envs:
+            raise ActionError(
+                f"step failed: expected {self.num_envs} dicts of actions, one for each env, got {len(actions)}. No env "
+                f"was stepped."
+            )
+        acting = self._rows.latest(ACTIVE) & ~self._resets_next[:, None]
+        for env_id, (one, acts) in enumerate(zip(actions, acting.tolist(), strict=True)):
+            missing = [agent for agent, does in zip(self._agents, acts, strict=True) if does and agent not in one]
+            if missing:
+                raise ActionError(
+                    f"step failed: expected an action of each agent that has an observation, got none of "
+                    f"{missing[0]} (env {env_id}). No env was stepped."
+                )
+
+    def render(self) -> tuple[Any, ...]:
+        """Return a picture of each env, uint8 `[H, W, 3]`; None where its render mode is not "rgb_array"."""
+        return tuple(self._rows.executor.render())
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each env, or return its attribute of that name."""
+        return self._rows.call(name, *args, **kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return an attribute of each env; what is callable is called."""
+        return self._rows.call(name)
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the envs and end the workers; RLlib's `close` calls this once."""
+        self._rows.close(**kwargs)

@@ -1,0 +1,64 @@
+"""What the pools over one slab have in common: the numbers of commands, and what was reported besides the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from envherd.executor.batches.device_rows import Residence
+from envherd.executor.pools.command_words import CommandWords
+from envherd.executor.pools.replies import Outcome
+
+
+class SlabPool:
+    """See `Pool` for the methods.
+
+    Attributes:
+        outcome: see `Pool`.
+        question, answers: see `Pool`.
+    """
+
+    outcome: Outcome
+    question: Callable[..., dict[int, Any]]
+    answers: Callable[[dict[int, Any], str], dict[int, Any]]
+    _words: CommandWords
+
+    @property
+    def number(self) -> int:
+        """Number of the latest command."""
+        return self._words.number
+
+    @property
+    def forfeited(self) -> np.ndarray:
+        """Whether a loss has taken the answer to the latest command of an env, bool `[N]`."""
+        return self._words.forfeited
+
+    @property
+    def num_ahead(self) -> int:
+        """0: no episode is begun before it is asked for."""
+        return 0
+
+    @property
+    def num_missed(self) -> int:
+        """0, likewise."""
+        return 0
+
+    def outstanding(self) -> np.ndarray:
+        """Return the env ids that owe an answer, int `[k]`."""
+        return np.flatnonzero(self._words.is_owed())
+
+    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
+        """Return what happened since the last call, and forget it; see `Pool.take_outcome`."""
+        outcome, self.outcome = self.outcome.hand_out(env_ids)
+        return outcome
+
+    def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
+        """Ask envs for something that is not a step; see `Pool.ask`."""
+        return self.answers(self.question(what, env_ids, **question), what)
+
+    def settle(self, device: torch.device | None) -> dict[int, Residence]:  # noqa: ARG002  # as of `Pool`
+        """Leave nothing on a device: what workers give goes through the slab."""
+        return {}

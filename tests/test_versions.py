@@ -1,0 +1,38 @@
+"""The bounds of pyproject.toml are those of the versions that docs/versions.md has rows of."""
+
+from __future__ import annotations
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests import compat
+
+HEADS = ["Python", "", *compat.SHOWN.values()]
+REQUIREMENTS = [one for one in compat.requirements() if one.name in compat.SHOWN]
+
+
+def versions_of(requirement: Requirement) -> list[Version]:
+    """Return the versions of a requirement's package that tests were run with, by the Pythons that it is for."""
+    versions = []
+    for line, _ in compat.read_page().values():
+        row = dict(zip(HEADS, (cell.strip() for cell in line.strip("|").split("|")), strict=False))
+        python = row["Python"].rpartition(".")[0]
+        is_for_it = requirement.marker is None or requirement.marker.evaluate({"python_version": python})
+        if is_for_it and row[compat.SHOWN[requirement.name]] != "-":
+            versions.append(Version(row[compat.SHOWN[requirement.name]]))
+    return versions
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_the_lower_bound_is_the_oldest_version_that_was_run(requirement):
+    (lowest,) = (Version(one.version) for one in requirement.specifier if one.operator == ">=")
+    assert min(versions_of(requirement)) == lowest
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_the_upper_bound_is_above_the_newest_minor_version_that_was_run(requirement):
+    for one in requirement.specifier:
+        if one.operator == "<":
+            upper = Version(one.version)
+            assert max(versions_of(requirement)).release[:2] == (upper.major, upper.minor - 1)

@@ -1,0 +1,150 @@
+"""Multi-agent envs as RLlib's env runners see them: which agents have observations, rewards and flags in a step.
+
+Guarantees:
+- an env gets the actions of the agents that had an observation in the row before and have not ended. No other.
+- a row says of each agent what the env's dicts had an entry for (`PRESENT`), so that these dicts can be made again.
+- the episode ends when the env's `__all__` says so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from gymnasium import spaces
+
+from envherd.shm.specs import Key, LeafSpec
+from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.common.scalars import as_float
+from envherd.workers.adapters.hosts.pettingzoo_native import ParallelFactory, ParallelGuest, ParallelNativeAdapter
+from envherd.workers.adapters.pettingzoo.adapter import checked_reset, checked_step, possible_agents
+from envherd.workers.errors import ResetNeeded, SpecError
+
+#: Key of the rows: uint8 `[A]`, which dicts of the latest step or reset had an entry of the agent: a sum of the bits.
+PRESENT: Key = ("present",)
+OBSERVED, REWARDED, TERMINATED, TRUNCATED = _BITS = 1, 2, 4, 8
+
+#: The entry of RLlib's flags that is about the episode.
+ALL = "__all__"
+
+_RLLIB = "ray.rllib.env.multi_agent_env.MultiAgentEnv"
+
+
+class AgentsGuest(ParallelGuest):
+    """A `MultiAgentEnv` of RLlib, or an env with its methods, and what its facade may ask it."""
+
+    def spaces(self) -> tuple[spaces.Dict, spaces.Dict]:
+        """Return the spaces of all agents, as dicts by agent in the order of `possible_agents`."""
+        agents: list[Any] = possible_agents(self.env)
+        observed = spaces.Dict(OrderedDict((agent, self.env.get_observation_space(agent)) for agent in agents))
+        return observed, spaces.Dict(OrderedDict((agent, self.env.get_action_space(agent)) for agent in agents))
+
+
+class MultiAgentFactory(ParallelFactory):
+    """A picklable factory of `MultiAgentAdapter`s over a user's factory of envs.
+
+    The user's factory returns a `MultiAgentEnv` of RLlib, or what `pettingzoo_stacked.parallel_env` takes.
+    """
+
+    def __call__(self) -> MultiAgentAdapter:
+        """Build the env."""
+        env = self.env_fn()
+        if _RLLIB not in {f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__}:
+            from envherd.workers.adapters.hosts.pettingzoo_stacked import parallel_env  # only with PettingZoo
+
+            env = _ParallelAgents(parallel_env(lambda: env))
+        return MultiAgentAdapter(AgentsGuest(env))
+
+
+class _ParallelAgents:
+    """A PettingZoo parallel env with the methods of RLlib's `MultiAgentEnv`."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def get_observation_space(self, agent: Any) -> spaces.Space[Any]:
+        return self.env.observation_space(agent)
+
+    def get_action_space(self, agent: Any) -> spaces.Space[Any]:
+        return self.env.action_space(agent)
+
+    def step(self, actions: Mapping[Any, Any]) -> tuple[Any, ...]:
+        observations, rewards, terminations, truncations, infos = self.env.step(actions)
+        is_over = not self.env.agents
+        has_terminated = is_over and all(terminations.get(agent, True) for agent in self.env.possible_agents)
+        ends = {ALL: has_terminated}, {ALL: is_over and not has_terminated}
+        return observations, rewards, {**terminations, **ends[0]}, {**truncations, **ends[1]}, infos
+
+
+class MultiAgentAdapter(ParallelNativeAdapter):
+    """One `AgentsGuest`; see the module.
+
+    Raises:
+        SpecError: an env without `possible_agents`.
+    """
+
+    family: ClassVar[str] = "rllib"
+
+    def __init__(self, env: AgentsGuest) -> None:
+        super().__init__(env)
+        self._present = np.zeros(len(self._seats), np.uint8)
+        leaf = LeafSpec(PRESENT, self._present.shape, "uint8")
+        self.spec = replace(self.spec, observation=(*self.spec.observation, leaf))
+
+    def reset(
+        self,
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
+        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
+    ) -> list[Any]:
+        """Start a new episode; see `Adapter.reset`. `options` is None, or `{"options": what the env gets}`."""
+        self.env.take_raw_action()
+        self._needs_reset = True
+        own = copy.deepcopy(options["options"]) if options else None
+        observations, infos = checked_reset(self.env.env.reset(seed=seed, options=own))
+        self._flags[...] = False
+        self._needs_reset = False
+        return self._values(observations, {}, {}, {}, infos)
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition; see `Adapter.step`.
+
+        Raises:
+            ResetNeeded: no episode has begun; the env was not touched.
+            SpecError: the env returned no five dicts, no `__all__`, or named an unknown agent.
+        """
+        guest = self.env
+        given = guest.take_raw_action() if guest.has_raw_action else self._build(iter(action))
+        if self._needs_reset:
+            raise ResetNeeded("step failed: expected an episode under way, got a multi-agent env that needs a reset.")
+        acting = [agent for agent, acts in zip(self._seats, self._active, strict=True) if acts]
+        result = checked_step(guest.env.step({agent: given[agent] for agent in acting}))
+        _, rewards, terminateds, truncateds, _ = result
+        if ALL not in terminateds and ALL not in truncateds:
+            raise SpecError(f"step failed: expected {ALL!r} among the flags of a multi-agent env, got none. Add it.")
+        for i, (agent, seat) in enumerate(self._seats.items()):
+            self._rewards[i] = as_float(rewards[agent], f"reward of {agent}") if agent in rewards else 0.0
+            seat.end = bool(terminateds.get(agent, False)), bool(truncateds.get(agent, False))
+        self._flags[0] = self._flags[1] | self._flags[2]
+        terminated, truncated = bool(terminateds.get(ALL, False)), bool(truncateds.get(ALL, False))
+        self._needs_reset = terminated or truncated
+        return self._values(*result), [self._rewards], terminated, truncated
+
+    def _values(self, *dicts: Mapping[Any, Any]) -> list[Any]:
+        """Return the values of a row, from the five dicts of a step; of a reset, those between are empty."""
+        observations, infos = dicts[0], dicts[4]
+        self._check_names({agent: None for entries in dicts[:4] for agent in entries if agent != ALL})
+        self.info = infos if any(infos.values()) else {}
+        values: list[Any] = []
+        for i, (agent, seat) in enumerate(self._seats.items()):
+            seat.add(observations, values)
+            self._active[i] = agent in observations and not any(seat.end) and not self._needs_reset
+            self._present[i] = sum(bit for bit, entries in zip(_BITS, dicts, strict=False) if agent in entries)
+        return [*values, self._active, self._present]
