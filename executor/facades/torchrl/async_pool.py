@@ -1,4 +1,4 @@
-"""TorchRL's `AsyncEnvPool` on the executor: envs that advance independently, received by whoever is ready.
+"""TorchRL's `AsyncEnvPool` on the executor: envs that advance independently, received as soon as they are ready.
 
     from envherd.executor.facades.torchrl import AsyncEnvPool        # was: from torchrl.envs import AsyncEnvPool
 
@@ -134,7 +134,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
             )
         except FactoryError as error:
             if "type_name" in error.context:
-                raise parallel_env.build_failed(error.message, error.remote_traceback, error.context) from error
+                raise parallel_env.build_failed(error) from error
             raise
         self._crew, self._executor, engine = crew, executors[0], executors[0].engine
         try:
