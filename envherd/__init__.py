@@ -23,10 +23,14 @@ if TYPE_CHECKING:
     from envherd.executor.cluster.remote_rollouts import RemoteRollouts
     from envherd.executor.collector import Collector
     from envherd.executor.episode_logger import Episode, EpisodeLogger
+    from envherd.executor.evaluation.chart import plot_evaluations
+    from envherd.executor.evaluation.evaluate import evaluate
+    from envherd.executor.evaluation.results import Evaluation, Interval
     from envherd.executor.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
+    from envherd.executor.per_player import PerPlayer, RandomPlayer
     from envherd.executor.policy import swapped_parameters, uncopied
     from envherd.executor.pools.preloading import preloaded
     from envherd.executor.serial import SerialEnv
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
     from envherd.workers.adapters.named import OldGymFactory, PettingZooFactory, VmasFactory
     from envherd.workers.adapters.registry import register
+    from envherd.workers.block.pictures import SmallPictures
     from envherd.workers.errors import (
         ActionError,
         Busy,
@@ -74,9 +79,11 @@ _HOMES = {
     "EnvherdError": _ERRORS,
     "Episode": "envherd.executor.episode_logger",
     "EpisodeLogger": "envherd.executor.episode_logger",
+    "Evaluation": "envherd.executor.evaluation.results",
     "ExecutorOptions": "envherd.executor.options",
     "FactoryError": _ERRORS,
     "InternalError": _ERRORS,
+    "Interval": "envherd.executor.evaluation.results",
     "LeafSpec": _SPECS,
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
     "MetricsServer": "envherd.executor.exporting",
@@ -84,11 +91,14 @@ _HOMES = {
     "OldGymFactory": "envherd.workers.adapters.named",
     "OneHot": _SPECS,
     "ParallelEnv": "envherd.executor.parallel",
+    "PerPlayer": "envherd.executor.per_player",
     "PettingZooFactory": "envherd.workers.adapters.named",
+    "RandomPlayer": "envherd.executor.per_player",
     "RayParallelEnv": "envherd.executor.cluster.env",
     "RemoteRollouts": "envherd.executor.cluster.remote_rollouts",
     "ResetNeeded": _ERRORS,
     "SerialEnv": "envherd.executor.serial",
+    "SmallPictures": "envherd.workers.block.pictures",
     "SpecError": _ERRORS,
     "Statistics": "envherd.executor.monitor.statistics",
     "Unbounded": _SPECS,
@@ -96,6 +106,8 @@ _HOMES = {
     "WorkerLost": _ERRORS,
     "WorkerStatistics": "envherd.executor.monitor.statistics",
     "WorkerTimeout": _ERRORS,
+    "evaluate": "envherd.executor.evaluation.evaluate",
+    "plot_evaluations": "envherd.executor.evaluation.chart",
     "preloaded": "envherd.executor.pools.preloading",
     "recommend": "envherd.executor.sizing.recommending",
     "register": "envherd.workers.adapters.registry",
@@ -127,9 +139,11 @@ __all__ = [
     "EnvherdError",
     "Episode",
     "EpisodeLogger",
+    "Evaluation",
     "ExecutorOptions",
     "FactoryError",
     "InternalError",
+    "Interval",
     "LeafSpec",
     "MeltingPotFactory",
     "MetricsServer",
@@ -137,11 +151,14 @@ __all__ = [
     "OldGymFactory",
     "OneHot",
     "ParallelEnv",
+    "PerPlayer",
     "PettingZooFactory",
+    "RandomPlayer",
     "RayParallelEnv",
     "RemoteRollouts",
     "ResetNeeded",
     "SerialEnv",
+    "SmallPictures",
     "SpecError",
     "Statistics",
     "Unbounded",
@@ -149,6 +166,8 @@ __all__ = [
     "WorkerLost",
     "WorkerStatistics",
     "WorkerTimeout",
+    "evaluate",
+    "plot_evaluations",
     "preloaded",
     "recommend",
     "register",

@@ -46,6 +46,7 @@ class Box(NamedTuple):
 BOXES = {
     "executor/cli/": Box(("executor/cli/*",), "the commands, a file each", 18, (1, 3)),
     "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 17, (3, 3)),
+    "executor/evaluation/": Box(("executor/evaluation/*",), "whole episodes, and a chart", 17, (2, 2)),
     "executor/facades/": Box(
         ("executor/facades/*",), "interfaces of Gymnasium, SB3, PettingZoo, TorchRL, RLlib", 17, (4, 4)
     ),
@@ -54,13 +55,14 @@ BOXES = {
         ("executor/parallel.py", "executor/__init__.py"), 'ParallelEnv, with "auto"', 16, (3, 3)
     ),
     "executor/sizing/": Box(("executor/sizing/*",), "how many envs and workers", 15, (1, 1)),
-    "executor/{collector,async_collector,policy,exporting,episode_logger}.py": Box(
+    "executor/{*collector,policy,per_player,exporting,episode_logger}.py": Box(
         tuple(
-            f"executor/{name}.py" for name in ("collector", "async_collector", "policy", "exporting", "episode_logger")
+            f"executor/{name}.py"
+            for name in ("collector", "async_collector", "policy", "per_player", "exporting", "episode_logger")
         ),
         "training loops, figures",
         15,
-        (3, 3),
+        (2, 3),
     ),
     "executor/{batched,serial}.py": Box(
         ("executor/batched.py", "executor/serial.py"),

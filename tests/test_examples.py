@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ TESTED = {
     "ctypes_env",
     "custom_env",
     "gymnasium_vector_env",
+    "meltingpot_ippo",
     "meltingpot_rollout",
     "ppo_cartpole",
     "ray_async",
@@ -55,6 +57,32 @@ def test_meltingpot_rollout_prints_shapes_and_returns(tmp_path):
     mean_returns = [float(word) for word in printed.split("mean return per agent:")[1].split()]
     assert len(mean_returns) == 7
     assert sum(mean_returns) > 0, "random players do eat apples"
+
+
+@needs("meltingpot")
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), pytest.param(("--separate",), marks=pytest.mark.full)], ids=["shared", "separate"])
+def test_ippo_trains_saves_and_continues(tmp_path, how):
+    short = ("--substrate", "prisoners_dilemma_in_the_matrix__repeated", "--episode", "100", "--seed", "1", *how)
+    command = [sys.executable, str(EXAMPLES / "meltingpot_ippo.py"), *short, "--checkpoint", "agents.pt"]
+    printed = []
+    for steps in ("400", "1200"):
+        run = subprocess.run([*command, "--steps", steps], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        printed.append([int(number) for number in re.findall(r"steps +(\d+)  return", run.stdout)])
+    assert printed == [[400], [800, 1200]]
+    curve = json.loads((tmp_path / "agents.json").read_text())
+    assert [steps for steps, _ in curve] == [400, 800, 1200]
+
+
+@needs("meltingpot")
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ippo_learns_to_harvest(tmp_path):
+    printed = run_example("meltingpot_ippo", tmp_path, "--steps", "60000", timeout_s=1100)
+    returns = [float(number) for number in re.findall(r"return per player +([\d.]+)", printed)]
+    assert returns[-1] > 1.5 * returns[0]
 
 
 @pytest.mark.full

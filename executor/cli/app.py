@@ -11,6 +11,7 @@ from envherd.executor.cli.bench import bench
 from envherd.executor.cli.check import check
 from envherd.executor.cli.compare import compare
 from envherd.executor.cli.doctor import doctor
+from envherd.executor.cli.evaluate import evaluate
 from envherd.executor.cli.listing import list_envs
 from envherd.executor.cli.record import record
 from envherd.executor.cli.replay import replay
@@ -43,6 +44,7 @@ def _main(
 
 
 app.command()(rollout)
+app.command()(evaluate)
 app.command()(record)
 app.command()(replay)
 app.command()(check)

@@ -19,6 +19,9 @@ class Camera:
         env: the executor.
         agent: whose observation is shown; None for the world view, or what the env draws.
 
+    Attributes:
+        key: of the pictures in a batch; empty where the env draws them.
+
     Raises:
         MediaError: agents of these envs observe no pictures, or there are fewer of them.
     """
@@ -26,7 +29,7 @@ class Camera:
     def __init__(self, env: BatchedEnv, agent: int | None = None) -> None:
         self._env, self._agent = env, agent
         found = env.spec.metadata.get("frame_key") if agent is None else _agents_key(env.spec, agent)
-        self._key: Any = tuple(found) if isinstance(found, list) else found
+        self.key: Any = tuple(found) if isinstance(found, list) else found
         self._has_looked = False
 
     def look(self, td: TensorDictBase) -> list[np.ndarray | None]:
@@ -35,8 +38,8 @@ class Camera:
         Raises:
             MediaError: no env has one.
         """
-        if self._key:
-            seen: list[Any] = list(td[self._key].numpy(force=True))
+        if self.key:
+            seen: list[Any] = list(td[self.key].numpy(force=True))
         else:
             seen = self._env.render()
         if not self._has_looked and all(frame is None for frame in seen):

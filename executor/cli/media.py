@@ -117,14 +117,18 @@ def write_gif(path: Path, log: FrameLog, *, title: str = "", frames_per_s: float
     """
     env_ids = _require_frames(log, path)
     largest = _largest(log)
-    columns = _grid_columns(len(env_ids), largest)
-    sheet = _Sheet.for_tiles(largest, columns=columns, count=len(env_ids), width_px=GIF_WIDTH_PX)
+    sheet = Sheet.for_grid(largest, count=len(env_ids), width_px=GIF_WIDTH_PX)
     pictures = []
     last: dict[int, np.ndarray] = {}
     for step, frames in log.moments:
         last.update({i: frame for i in env_ids if (frame := frames[i]) is not None})
         tiles = [(f"env {i}", f"step {step}", last.get(i)) for i in env_ids]
         pictures.append(sheet.draw(tiles, title))
+    save_animation(path, pictures, frames_per_s=frames_per_s)
+
+
+def save_animation(path: Path, pictures: Sequence[Image.Image], *, frames_per_s: float) -> None:
+    """Write pictures of one size as an endless GIF, with one palette and only what changes in each."""
     palette = _shared_palette(pictures)
     dither = require_pillow().Image.Dither.NONE
     first, *rest = _only_changes([picture.quantize(palette=palette, dither=dither) for picture in pictures])
@@ -145,28 +149,34 @@ def write_contact_sheet(path: Path, log: FrameLog, *, title: str = "") -> None:
     picked = np.unique(np.linspace(0, len(log.moments) - 1, SHEET_COLUMNS).round().astype(int))
     moments = [log.moments[i] for i in picked]
     count = len(moments) * len(env_ids)
-    sheet = _Sheet.for_tiles(_largest(log), columns=len(moments), count=count, width_px=SHEET_WIDTH_PX)
+    sheet = Sheet.for_tiles(_largest(log), columns=len(moments), count=count, width_px=SHEET_WIDTH_PX)
     tiles = [(f"env {i}", f"step {step}", frames[i]) for i in env_ids for step, frames in moments]
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.draw(tiles, title).save(path, optimize=True)
 
 
 @dataclass(frozen=True)
-class _Sheet:
+class Sheet:
     """A grid of captioned tiles of one size, with a title above."""
 
     tile: tuple[int, int]  # height, width of the picture in it
-    factor: int
     columns: int
     rows: int
 
     @classmethod
-    def for_tiles(cls, largest: tuple[int, int], *, columns: int, count: int, width_px: int) -> _Sheet:
+    def for_grid(cls, largest: tuple[int, int], *, count: int, width_px: int) -> Sheet:
+        """Return a sheet about 4:3; `largest` is the height and width of the largest frame."""
+        return cls.for_tiles(largest, columns=_grid_columns(count, largest), count=count, width_px=width_px)
+
+    @classmethod
+    def for_tiles(cls, largest: tuple[int, int], *, columns: int, count: int, width_px: int) -> Sheet:
+        """Return a sheet with a number of columns."""
         factor = max(1, min(ENLARGED_PX // max(largest), width_px // (columns * largest[1])))
         height, width = (side * factor for side in largest)
-        return cls((height, width), factor, columns, math.ceil(count / columns))
+        return cls((height, width), columns, math.ceil(count / columns))
 
     def draw(self, tiles: Sequence[tuple[str, str, np.ndarray | None]], title: str) -> Image.Image:
+        """Return the picture of some tiles: captions on the left and on the right, and the frame."""
         pillow = require_pillow()
         top = GAP_PX + (CAPTION_PX if title else 0)
         cell_h, cell_w = self.tile[0] + CAPTION_PX, self.tile[1]
@@ -190,7 +200,8 @@ class _Sheet:
         return canvas
 
     def _enlarged(self, frame: np.ndarray) -> Image.Image:
-        pixels = frame.repeat(self.factor, axis=0).repeat(self.factor, axis=1)
+        factor = max(1, min(self.tile[0] // frame.shape[0], self.tile[1] // frame.shape[1]))
+        pixels = frame.repeat(factor, axis=0).repeat(factor, axis=1)
         picture: Image.Image = require_pillow().Image.fromarray(pixels)
         return picture
 

@@ -19,7 +19,23 @@ from envherd.executor.cli.option_values import (
 def record(  # noqa: PLR0913  # the command line's options, read by typer
     env: Annotated[str, typer.Argument(metavar="ENV", help="As `envherd rollout` takes it.", show_default=False)],
     *,
-    mp4: Annotated[Path, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Write the video there.")],
+    mp4: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Write a video (MP4).")
+    ] = None,
+    gif: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture(".gif"), help="Write an animation (GIF).")
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            callback=picture(".png"),
+            help="Write a picture (PNG) of the path and the rewards of agent I; default: agent 0.",
+        ),
+    ] = None,
+    views: Annotated[
+        bool, typer.Option("--views", help="Show the world and what each agent observes, with the returns so far.")
+    ] = False,
     policy: Annotated[
         str | None,
         typer.Option(metavar="MODULE:FACTORY", help="FACTORY(env) returns the policy; default: random actions."),
@@ -36,15 +52,22 @@ def record(  # noqa: PLR0913  # the command line's options, read by typer
         str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
     ] = None,
 ) -> None:
-    """Record a video (MP4) of one env.
+    """Record a video (MP4, GIF) of one env.
 
     Ctrl-C ends it early; the steps until then are in the video.
     """
+    if mp4 is None and gif is None and timeline is None:
+        raise typer.BadParameter("expected --mp4, --gif or --timeline, got none of them.")
+    if views and agent is not None and timeline is None:
+        raise typer.BadParameter("expected --views or --agent, got both. Leave one out.")
     from envherd.executor.cli.recording import Request, run
 
     request = Request(
         env=env,
         mp4=mp4,
+        gif=gif,
+        timeline=timeline,
+        has_views=views,
         policy=policy,
         num_episodes=episodes,
         num_steps=steps,

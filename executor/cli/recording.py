@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
+from tensordict import TensorDictBase
 
 from envherd.executor.cli.camera import Camera
 from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.env_names import callable_at
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
+from envherd.executor.cli.filming import Gif, Timeline, Views
 from envherd.executor.cli.media import MediaError
 from envherd.executor.cli.running import Made, call_maker, make, with_display
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
+from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
 #: Sides of a frame below which pixels are enlarged by a whole factor.
 _SMALL_PX = 320
@@ -28,7 +32,10 @@ class Request:
     """The options, as given."""
 
     env: str
-    mp4: Path
+    mp4: Path | None = None
+    gif: Path | None = None
+    timeline: Path | None = None
+    has_views: bool = False
     policy: str | None = None
     num_episodes: int = 1
     num_steps: int = 1000
@@ -38,52 +45,98 @@ class Request:
     max_steps: int | None = None
     env_kwargs: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def draws_world(self) -> bool:
+        """Whether a picture of the world is needed."""
+        return self.agent is None or self.has_views or self.timeline is not None
+
 
 def run(request: Request) -> int:
-    """Record a video; return the exit code. Errors are printed, never raised."""
+    """Record a film; return the exit code. Errors are printed, never raised."""
     return carry_out(lambda: _prepare(request), lambda prepared: _record(request, *prepared))
 
 
 def _prepare(request: Request) -> tuple[Made, Any]:
     """Refuse at once what cannot work; return the factory, and what makes the policy."""
-    _require_imageio()
-    made = make(request.env, request.max_steps, request.env_kwargs, with_frames=request.agent is None)
+    if request.mp4 is not None:
+        _require_imageio()
+    made = make(request.env, request.max_steps, request.env_kwargs, with_frames=request.draws_world)
+    if request.timeline is not None and isinstance(made[0], MeltingPotFactory):
+        made = replace(made[0], positions=True), made[1]
     return made, None if request.policy is None else callable_at(request.policy, f"--policy {request.policy}")
 
 
 def _record(request: Request, made: Made, maker: Any) -> int:
     """Step, write, and report; return the exit code."""
     console = Console()
-    options = with_display(ExecutorOptions(), is_drawn=request.agent is None)
+    options = with_display(ExecutorOptions(), is_drawn=request.draws_world)
     factory, kwargs = made
     num_steps = num_episodes = 0
     is_interrupted = False
     with ParallelEnv(1, factory, seed=request.seed, env_kwargs=kwargs or None, options=options) as env:
-        camera = Camera(env, request.agent)
+        views = Views(env) if request.has_views else Single(env, request.agent)
+        timeline = None if request.timeline is None else Timeline(env, request.agent or 0)
         act = env.rand_action if maker is None else call_maker(maker, env)
         root = env.reset()
-        first = camera.look(root)[0]
-        request.mp4.parent.mkdir(parents=True, exist_ok=True)
-        with Video(request.mp4, request.fps) as video, console.status("recording"), torch.no_grad():
-            video.add(first)
+        first = views.first(root)
+        with contextlib.ExitStack() as stack, console.status("recording"), torch.no_grad():
+            films = [stack.enter_context(film) for film in _films(request)]
+            _add(films, first)
+            if timeline is not None:
+                timeline.first(root)
             try:
                 while num_steps < request.num_steps and num_episodes < request.num_episodes:
                     td = env.step(act(root))
-                    video.add(camera.look(td["next"])[0])
+                    _add(films, views.next(td["next"]))
+                    if timeline is not None:
+                        timeline.next(td["next"])
                     num_steps += 1
                     ended = bool(td["next", "done"].any())
                     num_episodes += ended
                     root = env.reset() if ended else env.current()
             except KeyboardInterrupt:
                 is_interrupted = True
+        if timeline is not None and request.timeline is not None:
+            timeline.write(request.timeline)
         seed = env.seed
-    size = "x".join(map(str, video.size))
-    console.print(
-        f"{request.mp4}: {num_steps} steps, {num_episodes} episodes that ended, {size} pixels, seed {seed}",
-        soft_wrap=True,
-        highlight=False,
-    )
+    size = next((f", {film.size[0]}x{film.size[1]} pixels" for film in films), "")
+    for path in filter(None, (request.mp4, request.gif, request.timeline)):
+        shown = size if path != request.timeline else ""
+        console.print(
+            f"{path}: {num_steps} steps, {num_episodes} episodes that ended{shown}, seed {seed}",
+            soft_wrap=True,
+            highlight=False,
+        )
     return EXIT_INTERRUPTED if is_interrupted else 0
+
+
+def _films(request: Request) -> list[Any]:
+    """Return what frames are added to."""
+    films: list[Any] = []
+    for path, kind in ((request.mp4, Video), (request.gif, Gif)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            films.append(kind(path, request.fps))
+    return films
+
+
+def _add(films: list[Any], frame: np.ndarray | None) -> None:
+    for film in films:
+        film.add(frame)
+
+
+class Single:
+    """One view: the world's, or an agent's."""
+
+    def __init__(self, env: ParallelEnv, agent: int | None) -> None:
+        self._camera = Camera(env, agent)
+
+    def first(self, td: TensorDictBase) -> np.ndarray | None:
+        """Return the picture of a reset."""
+        return enlarged(self._camera.look(td)[0])
+
+    next = first
+    """The same of a step."""
 
 
 class Video:
@@ -106,14 +159,17 @@ class Video:
         self._writer.close()
 
     def add(self, frame: np.ndarray | None) -> None:
-        """Add a frame, uint8 `[H, W, 3]`; small ones are enlarged."""
+        """Add a frame, uint8 `[H, W, 3]`."""
         assert frame is not None  # `Camera` has refused envs without pictures
-        factor = max(1, _SMALL_PX // max(frame.shape[:2]))
-        if factor > 1:
-            frame = frame.repeat(factor, 0).repeat(factor, 1)
         height, width = (side - side % 2 for side in frame.shape[:2])
         self.size = (width, height)
         self._writer.append_data(np.ascontiguousarray(frame[:height, :width]))
+
+
+def enlarged(frame: np.ndarray | None) -> np.ndarray | None:
+    """Return a frame whose pixels are enlarged by a whole factor if it is small."""
+    factor = 1 if frame is None else max(1, _SMALL_PX // max(frame.shape[:2]))
+    return frame if frame is None or factor == 1 else frame.repeat(factor, 0).repeat(factor, 1)
 
 
 def _require_imageio() -> Any:

@@ -23,6 +23,7 @@ from envherd.executor.cli.storing import load_rollout
 from envherd.executor.cli.watching import Watcher, screen
 from envherd.workers.testing import CountingEnv
 
+TEAM = "python:tests.executor.team_env:pictured"
 COUNTING = "python:envherd.workers.testing:CountingEnv"
 
 
@@ -125,6 +126,68 @@ def test_an_agents_view_can_be_recorded(tmp_path):
     assert refused.exit_code == 1
     assert "expected an agent in 0..6" in refused.output
     assert not (tmp_path / "no.mp4").exists()
+
+
+@pytest.mark.slow
+def test_a_film_shows_the_world_and_what_each_player_sees_with_the_returns(tmp_path):
+    import imageio_ffmpeg
+    from PIL import Image
+
+    paths = "--mp4", tmp_path / "film.mp4", "--gif", tmp_path / "film.gif"
+    result = envherd("record", TEAM, "--views", *paths, "--steps", 6, "--episodes", 9, "--seed", 1)
+    assert result.exit_code == 0, result.output
+    assert "6 steps, 1 episodes that ended" in " ".join(result.output.split())
+    assert imageio_ffmpeg.count_frames_and_secs(str(tmp_path / "film.mp4"))[0] == 7
+    with Image.open(tmp_path / "film.gif") as film:
+        assert film.n_frames == 7
+        for frame, steps in enumerate([0, 1, 2, 3, 4, 1, 2]):
+            film.seek(frame)
+            seen = {colour for _, colour in film.convert("RGB").getcolors(1 << 20)}
+            expected = [(40 * steps,) * 3, *(tuple((60 + 30 * steps) * (i == j) for j in range(3)) for i in range(3))]
+            for colour in expected:  # in the palette of the GIF
+                assert min(max(abs(a - b) for a, b in zip(colour, one, strict=True)) for one in seen) <= 8, colour
+
+
+@pytest.mark.slow
+def test_long_animations_leave_steps_out(tmp_path):
+    from PIL import Image
+
+    result = envherd("record", TEAM, "--gif", tmp_path / "film.gif", "--steps", 250, "--episodes", 999, "--fps", 40)
+    assert result.exit_code == 0, result.output
+    with Image.open(tmp_path / "film.gif") as film:
+        assert film.n_frames == 126
+        assert film.info["duration"] == 50
+
+
+@needs("meltingpot")
+@pytest.mark.slow
+def test_a_timeline_shows_where_an_agent_went_and_what_it_got(tmp_path):
+    """In a process of its own: matplotlib keeps its font files open."""
+    from PIL import Image
+
+    name = "prisoners_dilemma_in_the_matrix__repeated"
+    command = ["record", name, "--timeline", tmp_path / "line.png", "--agent", 1, "--steps", 8, "--seed", 1]
+    code = "from envherd.executor.cli.app import app; app()"
+    run = [sys.executable, "-c", code, *map(str, command)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "8 steps" in done.stdout
+    with Image.open(tmp_path / "line.png") as picture:
+        assert picture.width > 1000
+        assert len(picture.convert("RGB").getcolors(1 << 20)) > 50, "the world is drawn"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected --mp4, --gif or --timeline, got none"),
+        (["--views", "--agent", "1", "--gif", "a.gif"], "expected --views or --agent, got both"),
+    ],
+)
+def test_films_of_nothing_are_refused(arguments, message):
+    result = envherd("record", TEAM, *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_video_of_another_format_is_refused():

@@ -42,6 +42,40 @@ def _keys(adapter: MeltingPotAdapter) -> set[str]:
     return {"/".join(leaf.key) for leaf in adapter.spec.observation}
 
 
+def test_positions_are_observed_and_change_nothing_else() -> None:
+    """They are where the players are in the picture of the world, and the episode is the same, byte for byte."""
+    plain = _adapter(deterministic=True)
+    placed = _adapter(deterministic=True, positions=True)
+    added = {"agents/observation/POSITION", "agents/observation/ORIENTATION"}
+    assert _keys(placed) - _keys(plain) == added
+    names = ["/".join(leaf.key) for leaf in placed.spec.observation]
+    kept = [i for i, name in enumerate(names) if name not in added]
+    place, turn = names.index("agents/observation/POSITION"), names.index("agents/observation/ORIENTATION")
+    before, seen = plain.reset(7), placed.reset(7)
+    assert seen[place].dtype == np.int32
+    forward, steps = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}, 0
+    for _ in range(30):
+        assert all(np.array_equal(seen[i], one) for i, one in zip(kept, before, strict=True))
+        at, ways = seen[place].copy(), seen[turn][:, 0].copy()
+        action = [np.array([1, 1])]  # both go forward
+        before, seen = plain.step(action)[0], placed.step(action)[0]
+        moved = seen[place] - at
+        assert all(tuple(by) in (forward[way], (0, 0)) for by, way in zip(moved.tolist(), ways, strict=True))
+        steps += int(np.abs(moved).sum())
+    assert steps > 0
+    plain.close()
+    placed.close()
+
+
+def test_a_scenario_without_its_bots_has_all_its_players_and_their_roles() -> None:
+    adapter = _adapter(f"{_PRISONERS}_0", bots=False, max_steps=2, keys=("INVENTORY",), world_rgb=False)
+    assert adapter.spec.metadata["agent_count"] == 2
+    assert adapter.spec.metadata["is_focal"] == [True, False]
+    assert adapter.spec.metadata["agent_roles"] == ["default", "default"]
+    assert adapter.reset(1)[0].shape == (2, 2)
+    adapter.close()
+
+
 def test_names() -> None:
     assert len(substrate_names()) == 49
     assert len(scenario_names()) > 300
@@ -58,6 +92,7 @@ def test_names() -> None:
         ("clean_up", {"max_steps": 0}, r"expected max_steps to be a positive integer, got 0"),
         ("clean_up", {"max_steps": True}, r"got True"),
         ("clean_up_0", {"roles": ("default",)}, r"expected no roles for a scenario"),
+        ("clean_up_0", {"positions": True}, r"expected positions=False for a scenario with bots"),
         ("clean_up", {"fast_reset": True}, r"expected fast_reset=False for clean_up"),
         ("commons_harvest__closed", {"fast_reset": True}, r"Rebuilding is the only safe reset"),
         ("hidden_agenda_0", {"fast_reset": True}, r"expected fast_reset=False for hidden_agenda"),

@@ -180,9 +180,12 @@ class MeltingPotAdapter(Adapter):
             "name": self._name,
             "level": self._episodes.level,
             "agent_names": [f"player_{i}" for i in range(self._num_players)],
+            "agent_roles": list(getattr(self.env, "envherd_roles", ())),
+            "is_focal": list(getattr(self.env, "envherd_is_focal", ())),
             "agent_count": self._num_players,
             "num_actions": self._num_actions,
             "frame_key": "RGB" if _WORLD_RGB in worlds else "",
+            "cell_px": self._episodes.cell_px,
             "max_episode_steps": min((limit for limit in (cap, self._max_steps) if limit is not None), default=None),
             "can_seed": self._episodes.can_seed,
         }

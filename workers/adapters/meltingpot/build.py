@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
 
 _WORLD_RGB = "WORLD.RGB"
 _COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
+#: What Melting Pot's component `LocationObserver` observes.
+_POSITIONS = {
+    "POSITION": dm_env.specs.Array((2,), np.int32),
+    "ORIENTATION": dm_env.specs.Array((), np.int32),
+}
 
 FlatSettings = dict[str, str]
 Specs = tuple[dict[str, Any], dict[str, Any]]  # raw observation specs, raw action specs
@@ -73,7 +79,7 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
         specs: Specs | None,
     ) -> None:
         # Not super().__init__(), which would build an env from a seed that is not the episode's.
-        self._recipe = _Recipe(make_settings, is_deterministic=options.deterministic)
+        self._recipe = _Recipe(make_settings, is_deterministic=options.deterministic, has_positions=options.positions)
         self._is_reset_in_place = options.fast_reset
         self._wanted = wanted
         self._promised = specs
@@ -142,8 +148,9 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
 class _Recipe:
     """Lab2d settings in the form that dmlab2d takes."""
 
-    def __init__(self, make_settings: Callable[[], Any], *, is_deterministic: bool) -> None:
+    def __init__(self, make_settings: Callable[[], Any], *, is_deterministic: bool, has_positions: bool) -> None:
         self._make_settings = make_settings
+        self._has_positions = has_positions
         self._lua_root = ordered_lua_root() if is_deterministic else None
         if is_deterministic:
             with seeded_random(0):
@@ -166,6 +173,8 @@ class _Recipe:
         settings = builder.config_dict.ConfigDict(copy.deepcopy(self._make_settings())).unlock()
         builder.apply_prefab_overrides(settings)
         builder.maybe_build_and_add_avatar_objects(settings)
+        if self._has_positions:
+            _observe_positions(settings.simulation.gameObjects)
         builder.locate_and_overwrite_level_directory(settings)
         if self._lua_root is not None and settings.get("levelDirectory"):
             settings.levelDirectory = self._lua_root
@@ -174,13 +183,14 @@ class _Recipe:
 
 
 def build_substrate(options: MeltingPotFactory) -> Any:
-    """Build the substrate that a factory describes.
+    """Build the substrate that a factory describes, or that of a scenario without its bots.
 
     Raises:
         FactoryError: a role or an observation key that the substrate does not have.
     """
-    config = substrate_lib.get_config(options.name)
-    roles = tuple(config.default_player_roles if options.roles is None else options.roles)
+    config, scenario = substrate_lib.get_config(options.substrate), options.scenario_config
+    default = config.default_player_roles if scenario is None else scenario.roles
+    roles = tuple(default if options.roles is None else options.roles)
     unknown = sorted(set(roles) - set(config.valid_roles))
     if unknown or not roles:
         raise FactoryError(
@@ -190,7 +200,11 @@ def build_substrate(options: MeltingPotFactory) -> Any:
     kept = _kept_keys(options, config.individual_observation_names)
     worlds = [name for name in config.global_observation_names if options.world_rgb or name != _WORLD_RGB]
     individual = [name for name in config.individual_observation_names if name in kept]
-    return _assemble(options, config, roles, individual, worlds)
+    individual += _POSITIONS if options.positions else ()
+    env = _assemble(options, config, roles, individual, worlds)
+    env.envherd_roles = roles
+    env.envherd_is_focal = (True,) * len(roles) if scenario is None else scenario.is_focal
+    return env
 
 
 def build_scenario(options: MeltingPotFactory) -> Any:
@@ -234,6 +248,8 @@ def build_scenario(options: MeltingPotFactory) -> Any:
             permitted_observations=permitted,
         )
         stack.pop_all()
+    env.envherd_roles = tuple(itertools.compress(config.roles, config.is_focal))
+    env.envherd_is_focal = (True,) * len(env.envherd_roles)
     return env
 
 
@@ -253,7 +269,7 @@ def _assemble(options: MeltingPotFactory, config: Any, roles: Any, individual: l
 
 def _promised_specs(config: Any, num_players: int, individual: list[str], worlds: list[str]) -> Specs:
     """Return what the substrate's own config says that dmlab2d will offer."""
-    given: Mapping[str, Any] = config.timestep_spec.observation
+    given: Mapping[str, Any] = {**config.timestep_spec.observation, **_POSITIONS}
     reward = config.timestep_spec.reward
     observation = {name: given[name] for name in worlds}
     action = {}
@@ -264,6 +280,14 @@ def _promised_specs(config: Any, num_players: int, individual: list[str], worlds
             values = [row[name] for row in config.action_set]
             action[f"{player}.{name}"] = dm_env.specs.BoundedArray((), np.int32, min(values), max(values))
     return observation, action
+
+
+def _observe_positions(game_objects: Any) -> None:
+    """Add the component that observes a player's place to each avatar."""
+    kwargs = {"objectIsAvatar": True, "alsoReportOrientation": True}
+    for one in game_objects:
+        if any(component["component"] == "Avatar" for component in one["components"]):
+            one["components"].append({"component": "LocationObserver", "kwargs": kwargs})
 
 
 def _check_promise(promised: Specs, env: Any, level: str) -> None:
@@ -305,5 +329,6 @@ def _models_missing(scenario: str, missing: list[str], root: str) -> FactoryErro
     return FactoryError(
         f"building {scenario} failed: expected the saved models of its bots in {root}, got none for {shown}. "
         f"dm-meltingpot downloads them (meltingpot-assets) while pip builds it: reinstall it with network access, "
-        f"`pip install --force-reinstall --no-deps --no-cache-dir dm-meltingpot`. Substrates run without them."
+        f"`pip install --force-reinstall --no-deps --no-cache-dir dm-meltingpot`. Without them, put policies in "
+        f"the bots' places: MeltingPotFactory({scenario!r}, bots=False), or evaluate(..., background=policy)."
     )

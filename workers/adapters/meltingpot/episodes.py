@@ -23,6 +23,7 @@ class Episodes:
     Attributes:
         wrapper: that wrapper; None where the env has none.
         max_frames: the frame cap; None where the env's settings do not tell.
+        cell_px: side of a cell of the map in the pictures.
         level: the Lua level, e.g. "the_matrix", which several substrates share; empty where unknown.
         can_seed: whether `seed_next` has an effect.
     """
@@ -34,6 +35,7 @@ class Episodes:
         cap = settings.get("maxEpisodeLengthFrames")
         self.max_frames = None if cap is None else int(cap)
         self.level = str(settings.get("levelName", "")).rpartition("/")[2]
+        self.cell_px = int(settings.get("spriteSize", 8))  # of Melting Pot's maps
         self._is_ours = hasattr(type(self.wrapper), "seed_next")
         self.can_seed = self._is_ours or {_SEEDS, _SETTINGS} <= self._cells.keys()
 

@@ -38,6 +38,8 @@ class MeltingPotFactory:
         keys: per-player observations to keep, e.g. `("RGB",)`; None keeps all. Others are never read.
         drop: per-player observations to leave out, after `keys`.
         world_rgb: keep the world view, root key "RGB". `render` draws it in any case.
+        positions: also observe where each player is, `POSITION` int32 `[2]` (column and row of the map's cells), and
+            how it is turned, `ORIENTATION` int32 (0 north, 1 east, 2 south, 3 west), which the substrates leave out.
         max_steps: end episodes as truncated after this number of steps, if they have not ended before.
         deterministic: same seed and same actions give identical bytes, in any process: Melting Pot's Lua
             runs with an ordered `pairs`, from a copy of your own installation in your cache folder. What
@@ -46,6 +48,8 @@ class MeltingPotFactory:
         fast_reset: restart Melting Pot's env in place, 1.5 to 10 times faster, instead of rebuilding it.
             What it draws while being built then stays as drawn for the first episode, for which
             reason Melting Pot itself rebuilds. Refused for substrates that break (`must_rebuild`).
+        bots: False builds a scenario without its bots: all its players are in the batch, in the scenario's roles, and
+            the spec's metadata `is_focal` says for which players the scenario has no bot. No bot's model is needed.
 
     Raises:
         FactoryError: an unknown name, with the closest ones, or an option out of range; at once, and in
@@ -58,9 +62,11 @@ class MeltingPotFactory:
     keys: tuple[str, ...] | None = None
     drop: tuple[str, ...] = ()
     world_rgb: bool = True
+    positions: bool = False
     max_steps: int | None = None
     deterministic: bool = False
     fast_reset: bool = False
+    bots: bool = True
 
     def __post_init__(self) -> None:
         self._check_name()
@@ -68,6 +74,8 @@ class MeltingPotFactory:
             object.__setattr__(self, option, self._checked_names(option))
         if self.roles is not None and self.is_scenario:
             raise self._refusal("no roles for a scenario, which has its own", repr(self.roles), "Leave roles out.")
+        if self.positions and self.bots and self.is_scenario:
+            raise self._refusal("positions=False for a scenario with bots", "True", "Its players may not observe them.")
         steps = self.max_steps
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise self._refusal("max_steps to be a positive integer", repr(steps), "None keeps the env's own cap.")
@@ -83,7 +91,7 @@ class MeltingPotFactory:
         if _installed() is None:
             raise self._refusal("a package `meltingpot`", "none", "Install it: pip install dm-meltingpot.")
         build = importlib.import_module(_BUILD)
-        env = build.build_scenario(self) if self.is_scenario else build.build_substrate(self)
+        env = build.build_scenario(self) if self.is_scenario and self.bots else build.build_substrate(self)
         env.envherd_options = self
         return env
 
@@ -95,8 +103,13 @@ class MeltingPotFactory:
     @property
     def substrate(self) -> str:
         """The substrate's name, also for a scenario."""
-        scenarios = _config_module("scenarios") if self.is_scenario else None
-        return self.name if scenarios is None else str(scenarios.SCENARIO_CONFIGS[self.name].substrate)
+        return str(self.scenario_config.substrate) if self.is_scenario else self.name
+
+    @property
+    def scenario_config(self) -> Any:
+        """Melting Pot's config of the scenario: its substrate, `roles`, `is_focal` and bots; None for a substrate."""
+        scenarios = _config_module("scenarios")
+        return None if scenarios is None else scenarios.SCENARIO_CONFIGS.get(self.name)
 
     @property
     def preload(self) -> tuple[str, ...]:

@@ -1,0 +1,160 @@
+"""Independent PPO on Melting Pot: every player learns from its own rewards, with shared or separate parameters.
+
+What it shows:
+- `SmallPictures` shrinks each player's view in the worker: 88x88 pixels become 11x11, one pixel for each cell.
+- `PerPlayer` makes one policy of the players' policies: one network for all of them, or with `--separate` one for each.
+- `policy.split(data)` gives each network the rows of its players, with which it is trained as in any PPO.
+- `--checkpoint` makes the training resumable: run the same command again, and it continues.
+
+Run: python examples/meltingpot_ippo.py [--substrate commons_harvest__open] [--separate] [--seed 1] [--steps 300000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from envherd import Collector, EpisodeLogger, ExecutorOptions, MeltingPotFactory, ParallelEnv, PerPlayer, SmallPictures
+
+NUM_ENVS, NUM_STEPS = 4, 100
+EPOCHS, NUM_MINIBATCHES = 2, 4
+LEARNING_RATE, GAMMA, LAMBDA = 1e-3, 0.98, 0.95
+CLIP, VALUE_WEIGHT, ENTROPY_WEIGHT, MAX_GRAD_NORM = 0.2, 0.5, 0.02, 0.5
+
+
+class Agent(nn.Module):
+    """A small convolution, and on top of it the policy and the value of one player."""
+
+    def __init__(self, shape: torch.Size, num_actions: int) -> None:
+        super().__init__()
+        height, width, channels = shape
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, 16, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(16 * (height - 2) * (width - 2), 64),
+            nn.ReLU(),
+        )
+        self.actor, self.critic = nn.Linear(64, num_actions), nn.Linear(64, 1)
+        nn.init.orthogonal_(self.actor.weight, 0.01)
+
+    def think(self, picture: Tensor) -> tuple[torch.distributions.Categorical, Tensor]:
+        """Return the distribution of actions `[B]` and the values `[B]` of pictures `[B, H, W, C]`."""
+        seen = self.body(picture.permute(0, 3, 1, 2) / 255.0)
+        logits = self.actor(seen)
+        return torch.distributions.Categorical(logits=logits, validate_args=False), self.critic(seen).squeeze(-1)
+
+    def forward(self, rows: TensorDictBase) -> TensorDictBase:
+        """Act for the rows of some players."""
+        distribution, value = self.think(rows["observation", "RGB"])
+        action = distribution.sample()
+        return rows.set("action", action).set("log_prob", distribution.log_prob(action)).set("value", value)
+
+
+def make_env(substrate: str, num_steps: int) -> SmallPictures:
+    """Return the factory: views alone are rendered, and stored with one pixel for each cell of 8x8."""
+    return SmallPictures(MeltingPotFactory(substrate, keys=("RGB",), world_rgb=False, max_steps=num_steps), shrink=8)
+
+
+def make_policy(env: ParallelEnv, *, separate: bool) -> PerPlayer:
+    """Return one network for all players, or one for each."""
+    shape = next(leaf.shape for leaf in env.observation_spec if leaf.key[-1] == "RGB")[1:]
+    num_players, num_actions = env.spec.metadata["agent_count"], env.spec.metadata["num_actions"]
+    agents = [Agent(torch.Size(shape), num_actions) for _ in range(num_players if separate else 1)]
+    return PerPlayer(dict(enumerate(agents)) if separate else {"*": agents[0]}, env.spec)
+
+
+def advantages_of(agent: Agent, rows: TensorDictBase) -> Tensor:
+    """Return generalised advantages `[N, T, p]`; an end by time (`truncated`) is worth what its last view is worth."""
+    reward, done, terminated = (rows["next", key].squeeze(-1) for key in ("reward", "done", "terminated"))
+    following = torch.cat([rows["value"][:, 1:], torch.zeros_like(rows["value"][:, :1])], 1)
+    is_cut = done.clone()
+    is_cut[:, -1] = True  # the next row is not in this batch, or of another episode
+    with torch.no_grad():
+        following[is_cut] = agent.think(rows["next", "observation", "RGB"][is_cut])[1]
+    errors = reward.float() + GAMMA * following * ~terminated - rows["value"]
+    advantages, later = torch.zeros_like(errors), torch.zeros_like(errors[:, 0])
+    for step in reversed(range(errors.shape[1])):
+        later = errors[:, step] + GAMMA * LAMBDA * ~done[:, step] * later
+        advantages[:, step] = later
+    return advantages
+
+
+def update(agent: Agent, optimizer: torch.optim.Optimizer, rows: TensorDictBase) -> None:
+    """Improve one network on the rows `[N, T, p]` of its players."""
+    advantages = advantages_of(agent, rows)
+    targets = (advantages + rows["value"]).flatten()
+    advantages = ((advantages - advantages.mean()) / (advantages.std() + 1e-8)).flatten()
+    picture = rows["observation", "RGB"].flatten(0, 2)
+    action, log_prob = rows["action"].flatten(), rows["log_prob"].flatten()
+    for _ in range(EPOCHS):
+        for chosen in torch.randperm(len(action)).chunk(NUM_MINIBATCHES):
+            distribution, value = agent.think(picture[chosen])
+            ratio, gain = (distribution.log_prob(action[chosen]) - log_prob[chosen]).exp(), advantages[chosen]
+            policy_loss = -torch.min(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain).mean()
+            value_loss = (value - targets[chosen]).square().mean()
+            loss = policy_loss + VALUE_WEIGHT * value_loss - ENTROPY_WEIGHT * distribution.entropy().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train, print a line for each batch in which episodes ended, and save after it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(arguments.seed)
+    logger, began, num_before, curve = EpisodeLogger(window=20), time.monotonic(), 0, []
+    options = ExecutorOptions(episode_statistics=True)
+    with ParallelEnv(
+        NUM_ENVS, make_env(arguments.substrate, arguments.episode), seed=arguments.seed, options=options
+    ) as env:
+        policy = make_policy(env, separate=arguments.separate)
+        optimizers = [torch.optim.Adam(part.policy.parameters(), LEARNING_RATE, eps=1e-5) for part in policy.parts]
+        path = arguments.checkpoint
+        if path is not None and path.exists():
+            kept = torch.load(path)
+            policy.load_state_dict(kept["policy"])
+            for optimizer, state in zip(optimizers, kept["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            num_before, curve = kept["steps"], kept["curve"]
+            env.set_seed(arguments.seed + num_before)  # episodes that were not seen before
+        total = arguments.steps - num_before
+        if total <= 0:
+            return
+        for data in Collector(env, policy, frames_per_batch=NUM_ENVS * NUM_STEPS, total_frames=total, close_env=False):
+            for (part, rows), optimizer in zip(policy.split(data), optimizers, strict=True):
+                update(part.policy, optimizer, rows)
+            if not logger.add(data):
+                continue
+            steps, rate = num_before + logger.num_steps, logger.num_steps / (time.monotonic() - began)
+            curve.append((steps, logger.mean_return))
+            print(f"steps {steps:8d}  return per player {logger.mean_return:7.2f}  {rate:5.0f} steps/s", flush=True)
+            if path is not None:
+                optimizer_states = [optimizer.state_dict() for optimizer in optimizers]
+                state = {"policy": policy.state_dict(), "optimizers": optimizer_states, "steps": steps, "curve": curve}
+                torch.save(state, path.with_suffix(".part"))
+                path.with_suffix(".part").replace(path)
+                path.with_suffix(".json").write_text(json.dumps(curve))
+
+
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--substrate", default="commons_harvest__open")
+    parser.add_argument("--separate", action="store_true", help="one network for each player")
+    parser.add_argument("--episode", type=int, default=250, help="steps of an episode")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=300_000, help="env steps in all")
+    parser.add_argument("--checkpoint", type=Path, help="continue from this file if it exists, and save to it")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

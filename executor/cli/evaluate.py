@@ -1,0 +1,72 @@
+"""`envherd evaluate ENV`: whole episodes of envs with players, and what the players got."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from envherd.executor.cli.option_values import (
+    ENV_KWARGS_HELP,
+    MAX_STEPS_HELP,
+    keyword_arguments,
+    picture,
+    read_keyword_arguments,
+)
+
+
+def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
+    env: Annotated[str, typer.Argument(metavar="ENV", help="As `envherd rollout` takes it.", show_default=False)],
+    *,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY",
+            help="FACTORY(env) returns the policy of a player, a dict of policies by player and role, or a PerPlayer; "
+            "default: random actions.",
+        ),
+    ] = None,
+    background: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY", help="The same for the players that are not focal; random: random ones."
+        ),
+    ] = None,
+    focal: Annotated[
+        str | None,
+        typer.Option(metavar="I,J,...", help="Players that are focal; default: those of the scenario, or all."),
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Number of episodes.")] = 10,
+    envs: Annotated[int, typer.Option(min=1, help="Number of envs that play at once.")] = 4,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of worker processes; default: one per usable core.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0,
+    max_steps: Annotated[int | None, typer.Option(min=1, help=MAX_STEPS_HELP)] = None,
+    env_kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")
+    ] = None,
+    json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the results as JSON; - prints them.")] = None,
+) -> None:
+    """Evaluate policies: per-capita, collective and per-role returns, and equality, with 95 % confidence intervals."""
+    from envherd.executor.cli.evaluating import Request, run
+
+    request = Request(
+        env=env,
+        policy=policy,
+        background=background,
+        focal=focal,
+        num_episodes=episodes,
+        num_envs=envs,
+        num_workers=workers,
+        seed=seed,
+        max_steps=max_steps,
+        env_kwargs=read_keyword_arguments(env_kwargs),
+        plot=plot,
+        json_path=json,
+    )
+    raise typer.Exit(run(request))

@@ -1,0 +1,181 @@
+"""`evaluate`: plays whole episodes with given policies and returns what the players got.
+
+Guarantees: the episodes depend on the seed, the number of envs and the policies alone (where the env and the policies
+do), and on no worker count. Each env plays its share of the episodes, so that short episodes do not count more than
+long ones. An episode that the loss of a worker interrupted does not count; its env plays another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.batches.arguments import as_count
+from envherd.executor.collector import Collector
+from envherd.executor.evaluation.results import Evaluation
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.parallel import ParallelEnv
+from envherd.executor.per_player import OTHERS, PerPlayer, choose_policies
+from envherd.executor.policy import Policy
+from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
+from envherd.workers.block.episode_leaves import return_key
+
+#: One policy for all players, or policies by player, role and "*"; see `PerPlayer`.
+Policies = Policy | Mapping[str | int, Policy | None] | None
+#: Steps of a batch: enough to hide what a batch costs, few enough to keep little memory.
+_NUM_STEPS = 50
+
+
+def evaluate(  # noqa: PLR0913  # what is evaluated, against whom, and how much of it
+    policies: Policies,
+    env: str | Callable[..., Any] | BatchedEnv,
+    episodes: int = 10,
+    *,
+    background: Policies = None,
+    focal: Sequence[int | str] | None = None,
+    num_envs: int = 4,
+    num_workers: int | None = None,
+    seed: int = 0,
+    max_steps: int | None = None,
+    primer: Mapping[str, torch.Tensor] | None = None,
+    options: ExecutorOptions | None = None,
+) -> Evaluation:
+    """Play episodes and return what each player got.
+
+    Args:
+        policies: of the focal players: one policy for all, or by player, role and "*", or a `PerPlayer` for all
+            players. None draws random actions. They are called as `PerPlayer` calls them.
+        env: name of a Melting Pot substrate or scenario, which is built `deterministic` and without the world view; or
+            a factory of any env with one group of players; or an executor with `episode_statistics`, whose envs are
+            reset, and which stays open. A scenario's name with `background` takes its roles, and these in place of its
+            bots.
+        episodes: to play.
+        background: policies of the players that are not focal, likewise; `{"*": None}` draws random actions.
+        focal: names or indices of the focal players; None for those of the scenario, or all.
+        num_envs: that play at once; at most `episodes`. Not with an executor.
+        num_workers: processes; see `ParallelEnv`. Not with an executor.
+        seed: root seed of the envs, and of torch's generator while it plays. Not with an executor, whose own it is.
+        max_steps: truncate episodes after that many steps; only with a name.
+        primer: by key, the recurrent state of one player at the beginning of an episode.
+        options: of the executor.
+
+    Raises:
+        ValueError: envs that are batches themselves or have no players, a player without a policy, or `background`
+            where all players are focal.
+        FactoryError: a scenario whose bots' models are not installed, with what to do.
+    """
+    episodes = as_count("evaluate", "episodes", episodes)
+    with _opened(env, episodes, background is not None, num_envs, num_workers, seed, max_steps, options) as executor:
+        spec = executor.spec
+        if spec.batch_shape:
+            raise ValueError(
+                f"evaluate failed: expected envs of one row, got {spec.family} envs of {[*spec.batch_shape]}."
+            )
+        everyone = PerPlayer({OTHERS: None}, spec)
+        names, roles = everyone.names, everyone.roles
+        is_focal = _focal(focal, spec.metadata.get("is_focal"), names)
+        policy = _joined(policies, background, is_focal, executor)
+        primed = None if primer is None else policy.primer(executor.num_envs, **primer)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            returns, lengths = _play(executor, policy, primed, episodes)
+        name = str(spec.metadata.get("name") or spec.family)
+        return Evaluation(name, executor.seed, names, roles, is_focal, returns, lengths)
+
+
+@contextlib.contextmanager
+def _opened(  # noqa: PLR0913, PLR0917  # those of `evaluate`
+    env: Any,
+    episodes: int,
+    has_background: bool,  # noqa: FBT001
+    num_envs: int,
+    num_workers: int | None,
+    seed: int,
+    max_steps: int | None,
+    options: ExecutorOptions | None,
+) -> Iterator[BatchedEnv]:
+    """Give the executor: the caller's, or one that is closed at the end."""
+    if isinstance(env, BatchedEnv):
+        if not env.options.episode_statistics:
+            raise ValueError(
+                "evaluate failed: expected an executor with options=ExecutorOptions(episode_statistics=True), got one "
+                "without. Make it so, or pass the factory."
+            )
+        yield env
+        return
+    if isinstance(env, str):
+        env = MeltingPotFactory(env, world_rgb=False, deterministic=True, max_steps=max_steps)
+        env = replace(env, bots=not has_background or not env.is_scenario)
+    elif max_steps is not None:
+        raise ValueError("evaluate failed: expected max_steps with the name of a substrate alone, got a factory.")
+    options = replace(options or ExecutorOptions(), episode_statistics=True)
+    count = min(as_count("evaluate", "num_envs", num_envs), episodes)
+    with ParallelEnv(count, env, num_workers=num_workers, seed=seed, options=options) as executor:
+        yield executor
+
+
+def _focal(
+    chosen: Sequence[int | str] | None, known: Sequence[bool] | None, names: tuple[str, ...]
+) -> tuple[bool, ...]:
+    """Return for each player whether it is focal."""
+    if chosen is None:
+        return tuple(known) if known else (True,) * len(names)
+    unknown = [one for one in chosen if one not in names and one not in range(len(names))]
+    if unknown or not chosen:
+        raise ValueError(f"evaluate failed: expected focal players among {list(names)}, got {unknown or 'none'}.")
+    return tuple(name in chosen or player in chosen for player, name in enumerate(names))
+
+
+def _joined(policies: Policies, background: Policies, is_focal: tuple[bool, ...], executor: BatchedEnv) -> PerPlayer:
+    """Return the policy of all players."""
+    if isinstance(policies, PerPlayer) and background is None:
+        return policies
+    everyone = PerPlayer({OTHERS: None}, executor.spec)
+    mine = [player for player, focal in enumerate(is_focal) if focal]
+    others = [player for player, focal in enumerate(is_focal) if not focal]
+    if (background is None) != (not others):
+        got = "none" if background is None else "some, and all players are focal"
+        advice = "Pass background=." if background is None else "Pass focal=, or leave background out."
+        raise ValueError(
+            f"evaluate failed: expected background policies for the players that are not focal, got {got}. {advice}"
+        )
+    chosen: dict[str | int, Policy | None] = {
+        player: policy
+        for given, players in ((policies, mine), (background, others))
+        for player, policy in choose_policies(_by_name(given), everyone.names, everyone.roles, players).items()
+    }
+    return PerPlayer(chosen, executor.spec)
+
+
+def _by_name(policies: Policies) -> Mapping[str | int, Policy | None]:
+    if isinstance(policies, PerPlayer):
+        return {player: part.policy for part in policies.parts for player in part.players}
+    return policies if isinstance(policies, Mapping) else {OTHERS: policies}
+
+
+def _play(env: BatchedEnv, policy: PerPlayer, primer: Any, episodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the returns `[E, P]` and the lengths `[E]` of the episodes, in the order of envs within each round."""
+    key = ("next", *return_key((*policy.group, "reward")))
+    shares = [len(range(env_id, episodes, env.num_envs)) for env_id in range(env.num_envs)]
+    found: list[list[tuple[np.ndarray, int]]] = [[] for _ in shares]
+    num_steps = env.num_envs * _NUM_STEPS
+    for data in Collector(env, policy, frames_per_batch=num_steps, primer=primer, close_env=False):
+        following = data.get("next")
+        counts = following.get("done").clone()
+        if (interrupted := following.get("interrupted", None)) is not None:
+            counts &= ~interrupted
+        for env_id, step in counts.flatten(1).nonzero().tolist():
+            sums = data.get(key)[env_id, step].double().flatten().numpy(force=True)
+            found[env_id].append((sums.copy(), int(following.get(("episode", "length"))[env_id, step])))
+        if all(len(mine) >= share for mine, share in zip(found, shares, strict=True)):
+            break
+    rounds = range(math.ceil(episodes / env.num_envs))
+    kept = [found[env_id][turn] for turn in rounds for env_id, share in enumerate(shares) if turn < share]
+    return np.stack([sums for sums, _ in kept]), np.array([length for _, length in kept], np.int64)

@@ -1,0 +1,283 @@
+"""`PerPlayer`: one policy for a batch of envs with players, made of policies by player and by role.
+
+policy = PerPlayer({"player_0": mine, "*": other}, env.spec)
+data = env.rollout(200, policy)
+
+Guarantees: each distinct policy is called once per batch, with one row per player that it acts for; all that it writes
+is in the batch under the group of the players, also what it hands on to its next step. Nothing is copied or moved.
+Does not know: executors. It is a policy as any other, for rollouts, collectors and facades.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+from envherd.executor.policy import Policy
+from envherd.executor.rollouts.policy_state import check_acted, leaf_keys
+from envherd.shm.specs import Discrete, EnvSpec, Key
+
+#: Stands for all players that no other name covers.
+OTHERS = "*"
+
+
+class RandomPlayer:
+    """A policy that draws uniformly among the legal actions, from torch's generator.
+
+    Args:
+        num_actions: actions are `0..num_actions - 1`; an `action_mask` in the rows (bool `[B, A]`) restricts them.
+    """
+
+    def __init__(self, num_actions: int) -> None:
+        self.num_actions = num_actions
+
+    def __call__(self, rows: TensorDictBase) -> TensorDictBase:
+        """Set `action`, int64 `[B]`."""
+        mask = rows.get("action_mask", None)
+        if mask is None:
+            action = torch.randint(self.num_actions, rows.batch_size, device=rows.device)
+        else:
+            action = torch.rand(mask.shape, device=mask.device).masked_fill(~mask.bool(), -1.0).argmax(-1)
+        return rows.set("action", action)
+
+
+class Part(NamedTuple):
+    """A policy and the players that it acts for.
+
+    Attributes:
+        policy: as it was passed; a `RandomPlayer` for None.
+        players: ascending indices in the group.
+    """
+
+    policy: Any
+    players: tuple[int, ...]
+
+    @property
+    def at(self) -> slice | list[int]:
+        """The players as an index: a slice, which copies nothing, where there is one."""
+        first, last = self.players[0], self.players[-1]
+        return slice(first, last + 1) if last - first + 1 == len(self.players) else list(self.players)
+
+
+class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
+    """Act with different policies for the players of one env.
+
+    A policy is called with rows `[B]`, one for each of its players in each env, and returns them with `action`. A row
+    has what the player observes (`("observation", "RGB")`), `player` (int64, its index) and the flags of its env. Other
+    keys that the policy writes are kept, under the group, with zeros for the players of policies that do not write
+    them. What it writes as `("next", key)` is `key` in the row of the same player and env at the next step.
+
+    The same object for several names is one policy with shared parameters; different objects are separate.
+
+    Args:
+        policies: policy by player (its name or index), role, or "*" for all others. A player takes precedence over a
+            role, and a role over "*". None draws random actions.
+        spec: of the envs, `env.spec`, which has the names and roles of the players. None where there is none: pass
+            `roles`.
+        roles: one role per player; None for those of the spec.
+        group: key of the group of players; None for the first group of the spec that acts, without a spec `"agents"`.
+
+    Attributes:
+        parts: the distinct policies and their players, in the order of their first players.
+        names: of the players.
+        roles: of the players.
+
+    Raises:
+        ValueError: a name that is neither a player nor a role, a player without a policy, or None where actions are
+            not discrete.
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str | int, Policy | None],
+        spec: EnvSpec | None = None,
+        *,
+        roles: Sequence[str] | None = None,
+        group: Key | str | None = None,
+    ) -> None:
+        super().__init__()
+        if spec is None and roles is None:
+            raise ValueError("PerPlayer failed: expected the spec of the envs or roles, got neither. Pass env.spec.")
+        self.group = _group(spec, group)
+        # By these TorchRL knows that it may be called with a batch.
+        self.in_keys, self.out_keys = [self.group], [(*self.group, "action")]
+        self.names, self.roles = _names_and_roles(spec, self.group, roles)
+        chosen = choose_policies(policies, self.names, self.roles)
+        by_policy: dict[int, list[int]] = {}
+        for player, policy in chosen.items():
+            by_policy.setdefault(id(policy), []).append(player)
+        parts = []
+        for players in by_policy.values():
+            acting = chosen[players[0]]
+            acting = RandomPlayer(_num_actions(spec, self.group)) if acting is None else acting
+            parts.append(Part(acting, tuple(players)))
+        self.parts = tuple(parts)
+        self.trained = nn.ModuleList([part.policy for part in self.parts if isinstance(part.policy, nn.Module)])
+        self.copyable = all(getattr(part.policy, "copyable", True) is not False for part in self.parts)
+
+    def forward(self, root: TensorDictBase) -> TensorDictBase:
+        """Act for all players: set `(group, "action")` and what else the policies write.
+
+        Args:
+            root: batch `[N]` with the group as `[N, P]`; or any other leading shape.
+        """
+        group = root.get(self.group)
+        lead = root.batch_size
+        if tuple(group.batch_size) != (*lead, len(self.names)):
+            raise ValueError(
+                f"PerPlayer failed: expected a group of batch size {[*lead, len(self.names)]}, got "
+                f"{[*group.batch_size]}. Make it with the spec of these envs."
+            )
+        written: dict[Key, torch.Tensor] = {}
+        for part in self.parts:
+            rows = self._rows(root, group, part).reshape(-1)
+            given = {key: rows.get(key) for key in leaf_keys(rows)}
+            acted = check_acted(part.policy(rows))
+            for key in leaf_keys(acted):
+                value = acted.get(key)
+                if value is not given.get(key):
+                    value = value.reshape(*lead, len(part.players), *value.shape[1:])
+                    self._merge(written, key, value, part, len(lead))
+        for key, value in written.items():
+            place = ("next", *self.group, *key[1:]) if key[0] == "next" else (*self.group, *key)
+            root.set(place, value)
+        return root
+
+    def _merge(self, written: dict[Key, torch.Tensor], key: Key, value: torch.Tensor, part: Part, dim: int) -> None:
+        """Put what a policy wrote for its players into the entry of all; the players are dimension `dim`."""
+        if len(self.parts) == 1:
+            written[key] = value
+            return
+        shape = (*value.shape[:dim], len(self.names), *value.shape[dim + 1 :])
+        whole = written.setdefault(key, value.new_zeros(shape))
+        if whole.shape != shape:
+            raise ValueError(
+                f"PerPlayer failed: expected {'/'.join(key)} of one shape from all policies, got "
+                f"{[*whole.shape[dim + 1 :]]} and {[*shape[dim + 1 :]]}. Use different names."
+            )
+        whole[(*(slice(None),) * dim, part.at)] = value
+
+    def split(self, data: TensorDictBase) -> Iterator[tuple[Part, TensorDictBase]]:
+        """Yield each policy's part of a batch, for its learner.
+
+        Args:
+            data: transitions of any shape, `[N, T]` say.
+
+        Yields:
+            The part, and its rows `[N, T, p]`: what its players observed, did and what else is under the group, with
+            `next`, to which the flags of the env are added: `("next", "reward")` and `("next", "done")` are
+            `[N, T, p, 1]`. VIEWS where the players are neighbours.
+        """
+        following = data.get("next")
+        for part in self.parts:
+            rows = self._rows(data, data.get(self.group), part)
+            yield part, rows.set("next", self._rows(following, following.get(self.group), part))
+
+    def _rows(self, root: TensorDictBase, group: TensorDictBase, part: Part) -> TensorDictBase:
+        """Return the rows `[*lead, p]` of some players, with the flags and numbers of their envs."""
+        lead, count = root.batch_size, len(part.players)
+        rows: Any = group[(..., part.at)] if count < len(self.names) else group.copy()
+        for key, value in root.items():
+            is_of_env = isinstance(value, torch.Tensor) and value.shape in (lead, (*lead, 1))
+            if is_of_env and rows.get(key, None) is None:  # PettingZoo's groups have flags themselves
+                rows.set(key, value.unsqueeze(len(lead)).expand(*lead, count, *value.shape[len(lead) :]))
+        player = torch.tensor(part.players, device=root.device)
+        return rows.set("player", player.expand(*lead, count))
+
+    def primer(self, num_envs: int, **state: torch.Tensor) -> TensorDictBase:
+        """Return a primer for `rollout` and the collectors: the policies' state at the beginning of an episode.
+
+        Args:
+            num_envs: N.
+            **state: by key, of one player; repeated for all players and envs.
+
+        Returns:
+            A batch `[N]` with `(group, key)` `[N, P, ...]`.
+        """
+        shape = (num_envs, len(self.names))
+        values = {key: value.expand(*shape, *value.shape).clone() for key, value in state.items()}
+        return TensorDict({}, [num_envs]).set(self.group, TensorDict(values, shape))
+
+
+def choose_policies(
+    policies: Mapping[str | int, Policy | None],
+    names: Sequence[str],
+    roles: Sequence[str],
+    players: Iterable[int] | None = None,
+) -> dict[int, Policy | None]:
+    """Return the policy of each player, by index; see `PerPlayer`.
+
+    Args:
+        policies: by player, role, or "*".
+        names: of all players.
+        roles: of all players.
+        players: those that need a policy; None for all.
+    """
+    known = {OTHERS, *names, *roles, *range(len(names))}
+    for name in policies:
+        if name not in known:
+            raise ValueError(
+                f"PerPlayer failed: expected names among players {list(names)}, roles {sorted(set(roles))} and '*', "
+                f"got {name!r}."
+            )
+    chosen: dict[int, Policy | None] = {}
+    for player in range(len(names)) if players is None else players:
+        candidates = (player, names[player], roles[player], OTHERS)
+        found = next((name for name in candidates if name in policies), None)
+        if found is None:
+            raise ValueError(
+                f"PerPlayer failed: expected a policy for each player, got none for {names[player]} (role "
+                f"{roles[player]!r}). Add it, or '*' for all others."
+            )
+        chosen[player] = policies[found]
+    return chosen
+
+
+def _group(spec: EnvSpec | None, group: Key | str | None) -> Key:
+    """Return the key of the players' group."""
+    if group is not None:
+        return (group,) if isinstance(group, str) else tuple(group)
+    if spec is None:
+        return ("agents",)
+    acting = [key for key, _ in spec.groups if any(leaf.key[: len(key)] == key for leaf in spec.action)]
+    if not acting:
+        raise ValueError(f"PerPlayer failed: expected envs with a group of players, got {spec.family} envs without.")
+    return acting[0]
+
+
+def _names_and_roles(
+    spec: EnvSpec | None, group: Key, roles: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names and the roles of the players; the role "default" where the spec has none."""
+    metadata = {} if spec is None else spec.metadata
+    if spec is None:
+        count = len(roles or ())
+    else:
+        shapes = dict(spec.groups)
+        if group not in shapes:
+            raise ValueError(f"PerPlayer failed: expected a group among {sorted(shapes)}, got {group}.")
+        count = shapes[group][-1]
+    names = metadata.get("agent_names") or ()
+    if len(names) != count:
+        names = [f"player_{player}" for player in range(count)]
+    found = (metadata.get("agent_roles") or ["default"] * count) if roles is None else roles
+    if len(found) != count or not count:
+        raise ValueError(f"PerPlayer failed: expected one role for each of {count} players, got {len(found)}.")
+    return tuple(map(str, names)), tuple(map(str, found))
+
+
+def _num_actions(spec: EnvSpec | None, group: Key) -> int:
+    """Return the number of actions of the players, for random ones."""
+    domains = [] if spec is None else [leaf.domain for leaf in spec.action if leaf.key == (*group, "action")]
+    for domain in domains:
+        if isinstance(domain, Discrete):
+            return domain.n
+    raise ValueError(
+        "PerPlayer failed: expected the spec of envs with discrete actions where a policy is None, got none. Pass "
+        "env.spec, or RandomPlayer(num_actions) as the policy."
+    )
