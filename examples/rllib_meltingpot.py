@@ -9,6 +9,9 @@ Run: python examples/rllib_meltingpot.py [--iterations 3]
 """
 
 import argparse
+import os
+
+os.environ["RLLIB_TEST_NO_TF_IMPORT"] = "1"  # Melting Pot brings TensorFlow, which RLlib would import (docs/rllib.md)
 
 import gymnasium
 import numpy as np

@@ -17,18 +17,15 @@ from envherd.workers.testing.contract import Contract, NoEpisodeEnd
 
 def run(env: str, *, num_steps: int, seed: int, is_deterministic: bool, kwargs: dict[str, Any]) -> int:
     """Check every rule and print a line for each; return the exit code. Errors are printed, never raised."""
+    settings: dict[str, Any] = {"num_steps": num_steps, "seed": seed, "is_deterministic": is_deterministic}
     return carry_out(
         lambda: factory_for(env),
-        lambda factory: _check(
-            env,
-            Contract(
-                functools.partial(factory, **kwargs), num_steps=num_steps, seed=seed, is_deterministic=is_deterministic
-            ),
-        ),
+        lambda factory: _check(env, Contract(functools.partial(factory, **kwargs), **settings)),
     )
 
 
 def _check(env: str, contract: Contract) -> int:
+    """Check every rule and report; return the exit code."""
     console = Console()
     try:
         num_broken = _check_all(contract, console)

@@ -180,15 +180,7 @@ class WorkerPool(SlabPool):
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
-        """Give some envs a command each, at columns of their own.
-
-        Args:
-            env_ids: int `[k]`, no duplicates.
-            op: for all of them, or int `[k]`.
-            target: see `workers.protocol`.
-            columns: int `[k]`.
-            flags: see `workers.protocol.Flag`.
-        """
+        """Give some envs a command each, at columns of their own; see `Pool.submit`."""
         commands = pack_each(op, target, columns, flags, self.plan.num_frames)
         if self._caller is not None and not self.supervisor.absent:
             self._words.number = number = self._words.number + 1
@@ -208,11 +200,7 @@ class WorkerPool(SlabPool):
         """Give the commands that the answers so far require; called before the numbers are compared."""
 
     def await_workers(self, env_ids: np.ndarray) -> None:
-        """Make sure that the workers of some envs serve, before anything is sent or changed for a call.
-
-        Raises:
-            WorkerLost, WorkerTimeout: one is lost and stays so.
-        """
+        """Make sure that the workers of some envs serve; see `Pool.await_workers`."""
         if self.supervisor.absent:
             self.supervisor.revive(set(self.worker_of[env_ids].tolist()))
 
@@ -461,11 +449,7 @@ class WorkerPool(SlabPool):
     # ---- losses and the end ------------------------------------------------------------------
 
     def begin_restart(self, worker_id: int) -> None:
-        """Start a successor of a lost worker; it builds its envs while others go on.
-
-        Raises:
-            WorkerLost, WorkerTimeout: too many restarts within the window (a crash loop).
-        """
+        """Start a successor of a lost worker; see `Pool.begin_restart`."""
         self.supervisor.begin_restart(worker_id)
 
     def is_serving(self, worker_id: int) -> bool:

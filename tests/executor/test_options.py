@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from envherd.executor import ExecutorOptions, ParallelEnv
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.options import _CHOICES, _NUMBERS, _SWITCHES
 from envherd.workers.testing import CountingEnv
+from tests.executor.drives import act
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 FIELDS = {field.name: field for field in dataclasses.fields(ExecutorOptions)}
@@ -58,3 +60,14 @@ def test_what_does_not_fit_the_machine_is_refused_before_anything_starts(options
 def test_the_page_has_every_option_with_its_default():
     rows: dict[str, Any] = dict(re.findall(r"^\| `([a-z_]+)` \| `([^`]*)` \|", PAGE.read_text(), re.MULTILINE))
     assert rows == {name: repr(field.default) for name, field in FIELDS.items()}
+
+
+def test_shares_of_a_batch_have_its_data_if_each_says_where_it_begins():
+    def rolled(num_envs, first_env_id):
+        options = ExecutorOptions(first_env_id=first_env_id)
+        with SerialEnv(num_envs, CountingEnv, seed=3, options=options) as env:
+            return env.rollout(12, act, break_when_any_done=False)
+
+    shares = torch.cat([rolled(2, 0), rolled(3, 2)])
+    assert (shares == rolled(5, 0)).all()
+    assert shares["next", "done"].sum() > 4

@@ -6,7 +6,8 @@ and numpy values and gives such values back; the worker's `Block` writes them to
 them against the spec, and copies them before the env is called again (an env may reuse buffers).
 
 Values are lists aligned with the spec's leaves:
-    observation  `list` aligned with `spec.observation`
+    observation  `list` aligned with `spec.observation`; an array may be given as the tuple of its rows, where
+                 these are not next to each other in memory (what each agent of a group observes)
     reward       `list` aligned with `spec.reward`
     action       `list` aligned with `spec.action`, then `spec.state`; an int for a Discrete scalar
                  leaf (already with `start` added back by the adapter itself, NOT by the caller: the

@@ -14,9 +14,12 @@ typedef struct {
     enum { ARRAY, FLOAT_OF_ONE, DOUBLE_OF_ONE, INTEGER } kind;
 } Leaf;
 
-/* A value that was checked: where its bytes are, and the buffer that is held meanwhile, if any. */
+/* A value that was checked: where its bytes are, and the buffer that is held meanwhile, if any; or a buffer of each of
+ * its rows. */
 typedef struct {
     Py_buffer held;
+    Py_buffer *rows;     /* room for those of a leaf that may be given as its rows, else NULL */
+    Py_ssize_t num_rows; /* that are held */
     const void *bytes;
     union { float as_float; double as_double; i64 as_integer; } number;
 } Value;
@@ -26,6 +29,7 @@ typedef struct {
     Py_ssize_t count;
 } Leaves;
 
+enum { MOST_ROWS = 64 }; /* of a leaf that is given as its rows */
 enum { SEED_WORDS = 5 }; /* of `seeding.EpisodeSeeds.pool` */
 enum { NUM_FLAGS = 3 }; /* done, terminated, truncated */
 static const char *const NAMES[] = {"env", "step", "info", "reset", "prepared", "last_done", "has_ended"};
@@ -160,9 +164,17 @@ static int take_memory(PyObject *facts, Step *step)
         return -1;
     }
     step->values = PyMem_Calloc((size_t)(step->observation.count + step->reward.count) + 1, sizeof *step->values);
-    if (step->values == NULL)
+    int has_room = step->values != NULL;
+    for (Py_ssize_t i = 0; has_room && i < step->observation.count; i++) {
+        const Py_buffer *memory = &step->observation.leaf[i].memory;
+        if (memory->ndim < 2 || memory->shape[1] > MOST_ROWS)
+            continue;
+        step->values[i].rows = PyMem_Calloc((size_t)memory->shape[1] + 1, sizeof *step->values[i].rows);
+        has_room = step->values[i].rows != NULL;
+    }
+    if (!has_room)
         PyErr_NoMemory();
-    return step->values == NULL ? -1 : 0;
+    return has_room ? 0 : -1;
 }
 
 static PyObject *step_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
@@ -227,6 +239,8 @@ static void step_dealloc(Step *step)
     PyTypeObject *type = Py_TYPE((PyObject *)step);
     PyObject_GC_UnTrack(step);
     step_clear(step);
+    for (Py_ssize_t i = 0; step->values != NULL && i < step->observation.count; i++)
+        PyMem_Free(step->values[i].rows);
     Leaves *groups[] = {&step->observation, &step->root, &step->reward, &step->done, &step->root_done};
     for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
         leaves_release(groups[i]);
@@ -316,21 +330,44 @@ static PyObject *call_env(const Step *step, PyObject *action)
 
 static int is_exactly(PyObject *value, PyObject *type) { return (PyObject *)Py_TYPE(value) == type; }
 
-static int check_array(const Step *step, const Leaf *leaf, PyObject *array, Value *value)
+/* Whether an object is an array of a leaf's dtype, and of its shape from an axis of `[column, *shape]` on. The buffer is
+ * held where it has one, and is to be released in any case. */
+static int hold_array(const Step *step, const Leaf *leaf, int from, PyObject *array, Py_buffer *held)
 {
     if (!is_exactly(array, step->array_type))
         return 0;
-    if (PyObject_GetBuffer(array, &value->held, PyBUF_STRIDES | PyBUF_FORMAT) < 0) {
+    if (PyObject_GetBuffer(array, held, PyBUF_STRIDES | PyBUF_FORMAT) < 0) {
         PyErr_Clear(); /* a dtype that has no format */
         return 0;
     }
-    const Py_buffer *given = &value->held, *wanted = &leaf->memory;
-    int is_plain = given->ndim == wanted->ndim - 1 && strcmp(given->format, wanted->format) == 0
-        && PyBuffer_IsContiguous(given, 'C');
-    for (int axis = 0; is_plain && axis < given->ndim; axis++)
-        is_plain = given->shape[axis] == wanted->shape[axis + 1];
-    value->bytes = given->buf;
-    return is_plain; /* the buffer is released in any case, by `store` */
+    const Py_buffer *wanted = &leaf->memory;
+    int is_plain = held->ndim == wanted->ndim - from && strcmp(held->format, wanted->format) == 0
+        && PyBuffer_IsContiguous(held, 'C');
+    for (int axis = 0; is_plain && axis < held->ndim; axis++)
+        is_plain = held->shape[axis] == wanted->shape[axis + from];
+    return is_plain;
+}
+
+/* A leaf that is given as a tuple of its rows, which may be from anywhere. */
+static int check_rows(const Step *step, const Leaf *leaf, PyObject *given, Value *value)
+{
+    Py_ssize_t count = PyTuple_Size(given);
+    int is_plain = value->rows != NULL && count == leaf->memory.shape[1];
+    while (is_plain && value->num_rows < count) {
+        PyObject *row = PyTuple_GetItem(given, value->num_rows);
+        is_plain = hold_array(step, leaf, 2, row, &value->rows[value->num_rows]);
+        value->num_rows++;
+    }
+    return is_plain;
+}
+
+static int check_array(const Step *step, const Leaf *leaf, PyObject *given, Value *value)
+{
+    if (PyTuple_CheckExact(given))
+        return check_rows(step, leaf, given, value);
+    int is_plain = hold_array(step, leaf, 1, given, &value->held);
+    value->bytes = value->held.buf;
+    return is_plain;
 }
 
 static int check_leaf(const Step *step, const Leaf *leaf, PyObject *given, Value *value)
@@ -436,14 +473,24 @@ static void store_leaves(const Leaves *leaves, const Value *values, i64 column)
 {
     for (Py_ssize_t i = 0; i < leaves->count; i++) {
         const Leaf *leaf = &leaves->leaf[i];
-        memmove((char *)leaf->memory.buf + column * leaf->memory.strides[0], values[i].bytes, (size_t)leaf->num_bytes);
+        char *to = (char *)leaf->memory.buf + column * leaf->memory.strides[0];
+        if (values[i].num_rows == 0)
+            memmove(to, values[i].bytes, (size_t)leaf->num_bytes);
+        for (Py_ssize_t row = 0; row < values[i].num_rows; row++) {
+            const Py_buffer *held = &values[i].rows[row];
+            memmove(to + row * held->len, held->buf, (size_t)held->len);
+        }
     }
 }
 
 static void release_values(const Step *step)
 {
-    for (Py_ssize_t i = 0; i < step->observation.count + step->reward.count; i++)
-        PyBuffer_Release(&step->values[i].held); /* of those that hold nothing too */
+    for (Py_ssize_t i = 0; i < step->observation.count + step->reward.count; i++) {
+        Value *value = &step->values[i];
+        PyBuffer_Release(&value->held); /* of those that hold nothing too */
+        while (value->num_rows > 0)
+            PyBuffer_Release(&value->rows[--value->num_rows]);
+    }
 }
 
 static void store_flags(const Leaves *flags, const char *values, i64 column)

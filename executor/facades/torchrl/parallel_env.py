@@ -300,6 +300,25 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
             self.create_env_fn, self.create_env_kwargs, self._num_processes, options, self.__dict__["_make_executor"]
         )
 
+    def _begin(self) -> None:
+        super()._begin()
+        if self.num_threads is not None:
+            self.__dict__["_threads_before"] = torch.get_num_threads()
+            torch.set_num_threads(self.num_threads)
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close the envs and end their workers, and undo what `num_threads` did to this process.
+
+        Raises:
+            RuntimeError: it is closed, or was never started, unless `raise_if_closed` is False.
+        """
+        threads = self.__dict__.pop("_threads_before", None) if self._is_whole else None
+        try:
+            super().close(raise_if_closed=raise_if_closed)
+        finally:
+            if threads is not None:
+                torch.set_num_threads(threads)
+
     def _worker_handles(self) -> list[WorkerHandle]:
         crew = self._crew_at_work()
         assert isinstance(crew, ProcessCrew)

@@ -6,6 +6,7 @@ and runs this file there.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 from tests.extras import needs, skip_without
 
 skip_without("rllib")
+
+os.environ["RLLIB_TEST_NO_TF_IMPORT"] = "1"  # docs/rllib.md says why
 
 import gymnasium
 import numpy as np

@@ -85,7 +85,7 @@ def table() -> dict[str, tuple[str, str]]:
 
 def test_every_private_name_is_in_the_table() -> None:
     its_own = {"_fixed_shapes", "_one_task", "_start_method", "_with_missing"}
-    its_own |= {"_begin", "_local_envs", "_worker_handles", "_specs_of_envs"}
+    its_own |= {"_begin", "_keys_without_tensors", "_local_envs", "_specs_of_envs", "_worker_handles"}
     assert names_in(ONE_MODULE) - its_own - OF_TORCH <= table().keys()
 
 
@@ -128,6 +128,7 @@ def test_what_programs_read_is_there() -> None:
     env = SerialEnv(2, own.CountingEnv)
     assert (env._single_task, env._use_buffers, env._mp_start_method) == (True, True, None)
     assert not env._has_dynamic_specs
+    assert env._non_tensor_keys == []
     assert isinstance(env._supports_set_state, bool)
     assert not hasattr(env, "_workers")
     assert bool(env.is_closed)

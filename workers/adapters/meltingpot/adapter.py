@@ -37,6 +37,8 @@ _WORLD = "WORLD."
 _WORLD_RGB = "WORLD.RGB"
 _COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
 _GROUP = "agents"
+#: Dimensions of a stack from which it is of images.
+_IMAGE = 3
 
 
 class MeltingPotAdapter(Adapter):
@@ -44,7 +46,7 @@ class MeltingPotAdapter(Adapter):
 
     In a scenario the world view comes from the substrate inside: no focal player is meant to act on it.
     Observations and rewards that `reset` and `step` return are buffers of this adapter, written again by
-    the next call; world views are fresh.
+    the next call. World views are fresh, and so are the images of a stock env's step: tuples of the players' arrays.
 
     Args:
         env: as built by the user's factory, or by `MeltingPotFactory`, whose options it carries.
@@ -71,6 +73,7 @@ class MeltingPotAdapter(Adapter):
             for name, spec in players.items()
             if self._keeps(name)
         }
+        self._players: dict[str, Any] = dict(self._stacks)
         self._reward = np.zeros((self._num_players, 1))
         self._direct = self._make_direct()
         self._num_steps = 0
@@ -113,7 +116,7 @@ class MeltingPotAdapter(Adapter):
             raise ResetNeeded("step failed: expected an episode under way, got a Melting Pot env that needs a reset.")
         actions = self._checked(action[0])
         if self._direct is not None and self._direct.is_possible():
-            has_ended = self._direct.step(actions, self._worlds)
+            has_ended = self._direct.step(actions, self._worlds, self._players)
         else:
             timestep = self.env.step(actions.tolist())
             has_ended = bool(timestep.last())
@@ -130,7 +133,7 @@ class MeltingPotAdapter(Adapter):
         return self._episodes.world_rgb() if seen is None else seen
 
     def _values(self) -> list[Any]:
-        return [*self._worlds.values(), *self._stacks.values()]
+        return [*self._worlds.values(), *self._players.values()]
 
     def _is_at(self, limit: int | None) -> bool:
         return limit is not None and self._num_steps >= limit
@@ -154,6 +157,7 @@ class MeltingPotAdapter(Adapter):
     def _take(self, timestep: Any) -> None:
         """Copy what the players see into the stacks."""
         observations = timestep.observation
+        self._players.update(self._stacks)
         for name, stack in self._stacks.items():
             for row, observation in zip(stack, observations, strict=True):
                 row[...] = observation[name]
@@ -169,8 +173,11 @@ class MeltingPotAdapter(Adapter):
         chain = stock_layers(self.env)
         if chain is None:
             return None
-        players = {name: stack for name, stack in self._stacks.items() if name != _COLLECTIVE_REWARD}
-        return DirectStep(chain, players, self._reward, self._stacks.get(_COLLECTIVE_REWARD))
+        numbers = {
+            name: stack for name, stack in self._stacks.items() if stack.ndim < _IMAGE and name != _COLLECTIVE_REWARD
+        }
+        images = [name for name, stack in self._stacks.items() if stack.ndim >= _IMAGE]
+        return DirectStep(chain, numbers, images, self._reward, self._stacks.get(_COLLECTIVE_REWARD))
 
     def _make_spec(self, worlds: Mapping[str, Any]) -> EnvSpec:
         seen: dict[Key, Any] = {(name.removeprefix(_WORLD),): spec for name, spec in worlds.items()}

@@ -2,7 +2,7 @@
 
 `Substrate.step` passes through six wrappers, which build dictionaries of every observation that the Lua
 level offers, for every player, and publish them to subscribers. `DirectStep` sets the same actions on the
-same dmlab2d env, advances it once and reads only what is kept, straight to where it belongs.
+same dmlab2d env, advances it once and reads only what is kept.
 
 Guarantees: observations, rewards and ends are bit for bit those of `env.step`; the wrappers' own state is
 what it would be. It offers itself only for envs that are Melting Pot's own wrappers in Melting Pot's own
@@ -13,7 +13,7 @@ order and nothing else, and steps aside while anybody is subscribed to the env's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,8 @@ class DirectStep:
 
     Args:
         chain: the env's layers, from `stock_layers`.
-        players: key -> `[P, ...]` array to read every player's observation into.
+        numbers: key -> `[P, ...]` array to read every player's observation into.
+        images: keys of the observations that `step` gives as the tuple of the players' arrays, as they were read.
         reward: float64 `[P, 1]`, to read rewards into.
         collective_reward: float64 `[P, 1]` for the sum of the rewards, or None where it is not kept.
     """
@@ -49,7 +50,8 @@ class DirectStep:
     def __init__(
         self,
         chain: list[Any],
-        players: Mapping[str, np.ndarray],
+        numbers: Mapping[str, np.ndarray],
+        images: Iterable[str],
         reward: np.ndarray,
         collective_reward: np.ndarray | None,
     ) -> None:
@@ -60,8 +62,10 @@ class DirectStep:
         self._action_table = np.array([[row[name] for name in self._action_names] for row in table], np.int32)
         self._reward = reward
         self._collective_reward = collective_reward
-        self._reads = [(f"{i + 1}.{key}", rows[i]) for key, rows in players.items() for i in range(len(rows))]
-        self._reads += [(f"{i + 1}.REWARD", reward[i]) for i in range(len(reward))]
+        players = range(1, len(reward) + 1)
+        self._reads = [(f"{i}.{key}", rows[i - 1]) for key, rows in numbers.items() for i in players]
+        self._reads += [(f"{i}.REWARD", reward[i - 1]) for i in players]
+        self._images = [(key, [f"{i}.{key}" for i in players]) for key in images]
         self._lab2d: Any = None
         self._places = np.zeros(0, np.intp)
         self._is_stock = False
@@ -80,12 +84,13 @@ class DirectStep:
                 return False
         return self._is_stock
 
-    def step(self, actions: np.ndarray, worlds: dict[str, Any]) -> bool:
+    def step(self, actions: np.ndarray, worlds: dict[str, Any], players: dict[str, Any]) -> bool:
         """Make one transition; legal right after `is_possible` has returned True.
 
         Args:
             actions: int64 `[P]`, an index per player, checked by the caller.
             worlds: name of a world observation -> replaced by its value (fresh memory).
+            players: key of an image -> replaced by the tuple of the players' values (fresh memory).
 
         Returns:
             Whether the episode has ended.
@@ -101,6 +106,8 @@ class DirectStep:
         read = raw.observation
         for name, place in self._reads:
             place[...] = read(name)
+        for key, names in self._images:
+            players[key] = tuple(map(read, names))
         for name in worlds:
             worlds[name] = read(name)
         if self._collective_reward is not None:

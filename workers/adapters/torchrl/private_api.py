@@ -91,7 +91,8 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
     """What TorchRL and programs that use it ask of batched envs under private names.
 
     Subclasses have `_fixed_shapes` (whether every leaf of every env has a fixed shape), `_one_task`, `_start_method`,
-    `meta_data` (of the envs, as TorchRL keeps it: one for all, or a list), and the methods that raise here.
+    `_keys_without_tensors`, `meta_data` (of the envs, as TorchRL keeps it: one for all, or a list), and the methods
+    that raise here.
     """
 
     _fixed_shapes: bool | None
@@ -117,6 +118,11 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
     @property
     def _mp_start_method(self) -> str | None:
         return self._start_method
+
+    @property
+    def _non_tensor_keys(self) -> list[Any]:
+        keys: list[Any] = self._keys_without_tensors
+        return keys
 
     @property
     def _envs(self) -> list[EnvBase]:
