@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from envherd.executor.async_collector import AsyncCollector, AsyncStatistics
+    from envherd.executor.batched import BatchedEnv
     from envherd.executor.cluster.env import RayParallelEnv
     from envherd.executor.cluster.errors import ClusterError
+    from envherd.executor.cluster.remote_rollouts import RemoteRollouts
     from envherd.executor.collector import Collector
     from envherd.executor.episode_logger import Episode, EpisodeLogger
     from envherd.executor.evaluation.chart import plot_evaluations
     from envherd.executor.evaluation.evaluate import evaluate
     from envherd.executor.evaluation.results import Evaluation, Interval
-    from envherd.executor.exporting import MetricsServer, to_dict, to_scalars, write_scalars
+    from envherd.executor.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
@@ -64,6 +66,7 @@ _HOMES = {
     "Adapter": "envherd.workers.adapters.base",
     "AsyncCollector": "envherd.executor.async_collector",
     "AsyncStatistics": "envherd.executor.async_collector",
+    "BatchedEnv": "envherd.executor.batched",
     "Binary": _SPECS,
     "Box": _SPECS,
     "Busy": _ERRORS,
@@ -92,6 +95,7 @@ _HOMES = {
     "PettingZooFactory": "envherd.workers.adapters.named",
     "RandomPlayer": "envherd.executor.per_player",
     "RayParallelEnv": "envherd.executor.cluster.env",
+    "RemoteRollouts": "envherd.executor.cluster.remote_rollouts",
     "ResetNeeded": _ERRORS,
     "SerialEnv": "envherd.executor.serial",
     "SmallPictures": "envherd.workers.block.pictures",
@@ -111,6 +115,7 @@ _HOMES = {
     "substrate_names": "envherd.workers.adapters.meltingpot.factory",
     "swapped_parameters": "envherd.executor.policy",
     "to_dict": "envherd.executor.exporting",
+    "to_prometheus": "envherd.executor.exporting",
     "to_scalars": "envherd.executor.exporting",
     "uncopied": "envherd.executor.policy",
     "write_scalars": "envherd.executor.exporting",
@@ -121,6 +126,7 @@ __all__ = [
     "Adapter",
     "AsyncCollector",
     "AsyncStatistics",
+    "BatchedEnv",
     "Binary",
     "Box",
     "Busy",
@@ -149,6 +155,7 @@ __all__ = [
     "PettingZooFactory",
     "RandomPlayer",
     "RayParallelEnv",
+    "RemoteRollouts",
     "ResetNeeded",
     "SerialEnv",
     "SmallPictures",
@@ -168,6 +175,7 @@ __all__ = [
     "substrate_names",
     "swapped_parameters",
     "to_dict",
+    "to_prometheus",
     "to_scalars",
     "uncopied",
     "write_scalars",

@@ -522,9 +522,9 @@ class BatchedEnv:
             self._engine.batches.check_roots(kept["roots"])
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
-        """Return each env's info of its latest command; empty where it has none.
+        """Return each env's info of its latest command; empty where it has none, and with `options.infos="drop"`.
 
-        Only with `options.infos` other than "drop". A rollout's latest command is its latest step so far.
+        A rollout's latest command is its latest step so far.
 
         Args:
             section: "next": in the step; "root": in the reset, if the command was or included one.
@@ -532,8 +532,8 @@ class BatchedEnv:
         self._guard.check()
         if section not in ("next", "root"):
             raise ValueError(f"infos failed: expected section 'next' or 'root', got {section!r}.")
-        said = self._engine.side.infos[section]
-        return [said.get(i, {}) for i in range(self.num_envs)]
+        infos = self._engine.side.infos[section]
+        return [infos.get(i, {}) for i in range(self.num_envs)]
 
     def statistics(self) -> Statistics:
         """Return what was done so far, and each worker's load and memory."""

@@ -115,15 +115,15 @@ class Collector:
         self._warn_of_rounding(frames_per_batch)
 
     def _warn_of_rounding(self, asked: int) -> None:
-        said = []
+        roundings = []
         if self.frames_per_batch != asked:
-            said.append(f"frames_per_batch={asked} is not a multiple of {self.env.num_envs} envs")
+            roundings.append(f"frames_per_batch={asked} is not a multiple of {self.env.num_envs} envs")
         if self.total_frames > 0 and self.total_frames % self.frames_per_batch:
-            said.append(
+            roundings.append(
                 f"total_frames={self.total_frames} is not a multiple of {self.frames_per_batch} frames per batch"
             )
-        if said:
-            warnings.warn(f"{' and '.join(said)}: rounded up.", UserWarning, stacklevel=3)
+        if roundings:
+            warnings.warn(f"{' and '.join(roundings)}: rounded up.", UserWarning, stacklevel=3)
 
     @property
     def policy(self) -> Any:

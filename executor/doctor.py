@@ -1,6 +1,6 @@
 """What may keep this machine or installation from running envs well, one finding after the other.
 
-Guarantees: every check is by itself: one that cannot be made is a finding of its own and ends nothing. Nothing is
+Guarantees: every check is by itself: one that raises is itself a finding, and ends no other. Nothing is
 changed, and what is started to see whether it starts has ended before the finding is given.
 """
 
@@ -46,13 +46,13 @@ class Finding:
     Attributes:
         name: what was looked at.
         level: "ok"; "warn": it works, and may work badly; "fail": something that envherd offers does not work.
-        said: what was found.
+        found: what was found.
         fix: what to do; empty if nothing.
     """
 
     name: str
     level: Level
-    said: str
+    found: str
     fix: str = ""
 
 
@@ -86,11 +86,11 @@ def examine() -> Iterator[Finding]:
 
 
 def _python() -> Iterator[Finding]:
-    said = f"{platform.python_implementation()} {platform.python_version()} on {platform.platform()}"
+    found = f"{platform.python_implementation()} {platform.python_version()} on {platform.platform()}"
     if sys.platform != "linux":
-        yield Finding("python", "fail", said, "worker processes need Linux; SerialEnv works anywhere")
+        yield Finding("python", "fail", found, "worker processes need Linux; SerialEnv works anywhere")
     else:
-        yield Finding("python", "ok", said)
+        yield Finding("python", "ok", found)
 
 
 def _packages() -> Iterator[Finding]:
@@ -103,21 +103,21 @@ def _packages() -> Iterator[Finding]:
             continue
         wrong = list(unmet(name, installed))
         fix = "install the versions of constraints.txt: pip install -c constraints.txt -e '.[all]'"
-        said = "; ".join([installed, *wrong])
-        yield Finding(name, "fail", said, fix) if wrong else Finding(name, "ok", said)
-    found = [f"{name} {version}" for name in _OPTIONAL if (version := version_of(name)) is not None]
-    yield Finding("env families", "ok", ", ".join(found) or "none installed")
+        found = "; ".join([installed, *wrong])
+        yield Finding(name, "fail", found, fix) if wrong else Finding(name, "ok", found)
+    families = [f"{name} {version}" for name in _OPTIONAL if (version := version_of(name)) is not None]
+    yield Finding("env families", "ok", ", ".join(families) or "none installed")
 
 
 def plain_steps() -> Iterator[Finding]:
     """Yield which code makes the plain steps of envs: the C extension, or Python, and why."""
-    said = native.describe()
+    found = native.describe()
     is_wanted = os.environ.get(native.SWITCH, "1") != "0"
     if native.load() is not None or not is_wanted:
-        yield Finding("plain steps", "ok", said)
+        yield Finding("plain steps", "ok", found)
     else:
         fix = "install a C compiler, then envherd again; in a checkout: python setup.py build_ext --inplace"
-        yield Finding("plain steps", "warn", said, fix)
+        yield Finding("plain steps", "warn", found, fix)
 
 
 def version_of(name: str) -> str | None:
@@ -188,8 +188,8 @@ def _meltingpot() -> Iterator[Finding]:
         yield Finding("scenarios", "ok", f"{scenarios} scenarios, models of {models} bots")
     else:
         fix = "run python .ci/install_meltingpot.py where its archive can be downloaded"
-        said = f"the models of the bots are not installed: {scenarios} scenarios cannot run"
-        yield Finding("scenarios", "warn", said, fix)
+        found = f"the models of the bots are not installed: {scenarios} scenarios cannot run"
+        yield Finding("scenarios", "warn", found, fix)
 
 
 def _saved_models() -> int:
@@ -241,18 +241,18 @@ def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
 
 def cores(machine: Machine) -> Iterator[Finding]:
     """Look at what may be used of the processors."""
-    said = f"{machine.cores:g} of {machine.num_cpus} may be used"
+    found = f"{machine.cores:g} of {machine.num_cpus} may be used"
     threads = len(machine.cpus) - machine.physical_cores
-    said += f", {threads} of them hyper-threads" if threads else ""
+    found += f", {threads} of them hyper-threads" if threads else ""
     quota = machine.cgroup.cpu_quota
     if quota is not None and quota < len(machine.cpus):
         fix = "raise the quota (docker --cpus, limits.cpu, CPUQuota=), or use one worker"
         level: Level = "warn" if quota < 1 else "ok"
-        yield Finding("cores", level, f"{said}: a CPU quota of {quota:g}", fix if level == "warn" else "")
+        yield Finding("cores", level, f"{found}: a CPU quota of {quota:g}", fix if level == "warn" else "")
     elif len(machine.cpus) < machine.num_cpus:
-        yield Finding("cores", "ok", f"{said}: affinity or a cpuset")
+        yield Finding("cores", "ok", f"{found}: affinity or a cpuset")
     else:
-        yield Finding("cores", "ok", said)
+        yield Finding("cores", "ok", found)
     busy = machine.cpu_pressure if machine.cpu_pressure is not None else 0.0
     if busy > _BUSY:
         fix = "stop what else runs, or measure later: timings made now say little"
@@ -263,16 +263,16 @@ def cores(machine: Machine) -> Iterator[Finding]:
 
 def memory(machine: Machine) -> Iterator[Finding]:
     """Look at what may be used of the memory."""
-    said = f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available"
+    found = f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available"
     if machine.cgroup.memory_limit is not None:
-        said += f", a limit of {machine.cgroup.memory_limit / _GIB:.1f} GiB"
+        found += f", a limit of {machine.cgroup.memory_limit / _GIB:.1f} GiB"
     if machine.memory_available < _LEAST_MEMORY:
-        yield Finding("memory", "warn", said, "ask `envherd size ENV` how many envs fit; raise the limit")
+        yield Finding("memory", "warn", found, "ask `envherd size ENV` how many envs fit; raise the limit")
     else:
-        yield Finding("memory", "ok", said)
+        yield Finding("memory", "ok", found)
     if machine.cgroup.oom_kills:
-        said = f"the kernel has killed {machine.cgroup.oom_kills} processes for the memory limit so far"
-        yield Finding("killed for memory", "warn", said, "fewer envs (`envherd size ENV`), or a higher limit")
+        found = f"the kernel has killed {machine.cgroup.oom_kills} processes for the memory limit so far"
+        yield Finding("killed for memory", "warn", found, "fewer envs (`envherd size ENV`), or a higher limit")
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
@@ -292,8 +292,8 @@ def limits(machine: Machine) -> Iterator[Finding]:
         yield Finding("processes", "ok", "no limit" if room is None else f"{room:,} more are allowed")
     space = machine.limits.get("as")
     if space is not None:
-        said = f"{space / _GIB:.1f} GiB of address space: libraries reserve far more than they use"
-        yield Finding("address space", "warn", said, "ulimit -v unlimited; limit memory with a control group instead")
+        found = f"{space / _GIB:.1f} GiB of address space: libraries reserve far more than they use"
+        yield Finding("address space", "warn", found, "ulimit -v unlimited; limit memory with a control group instead")
 
 
 def dev_shm(machine: Machine) -> Iterator[Finding]:
@@ -301,12 +301,12 @@ def dev_shm(machine: Machine) -> Iterator[Finding]:
     if machine.shm_total is None:
         yield Finding("/dev/shm", "warn", "there is none", "mount it, for torch's DataLoader and other libraries")
         return
-    said = f"{(machine.shm_free or 0) / _MIB:,.0f} of {machine.shm_total / _MIB:,.0f} MiB free"
+    found = f"{(machine.shm_free or 0) / _MIB:,.0f} of {machine.shm_total / _MIB:,.0f} MiB free"
     if machine.shm_total < _LEAST_SHM:
         fix = "docker --shm-size=1g; envherd itself does not use it (memfd), torch's DataLoader does"
-        yield Finding("/dev/shm", "warn", said, fix)
+        yield Finding("/dev/shm", "warn", found, fix)
     else:
-        yield Finding("/dev/shm", "ok", said)
+        yield Finding("/dev/shm", "ok", found)
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.batches.arguments import names_right_keyword
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.agreement import check_agreement
@@ -49,6 +50,7 @@ class ParallelEnv(BatchedEnv):
         WorkerLost, WorkerTimeout: a worker did not come up.
     """
 
+    @names_right_keyword
     def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
         num_envs: int | Literal["auto"] | Sequence[Factory],

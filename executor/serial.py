@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.batches.arguments import names_right_keyword
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.agreement import check_agreement
@@ -33,6 +34,7 @@ class SerialEnv(BatchedEnv):
         SpecError: envs of one factory disagree.
     """
 
+    @names_right_keyword
     def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
         num_envs: int | Sequence[Factory],

@@ -21,11 +21,13 @@ HOPS = [
     for file, functions in architecture.hops(section)
     for function in functions
 ]
-#: They read what a pool reports besides rows: the flight, its part for losses, and what answers another machine.
+#: They read what a pool reports besides rows: the flight, its part for losses, and what answers another machine. One
+#: more only waits: what lets several threads wait at once.
 READERS = {
     "executor/protocol/flight.py",
     "executor/protocol/losses.py",
     "executor/cluster/host.py",
+    "executor/facades/torchrl/async_waits.py",
 }
 REPORTS = re.compile(r"\.(outcome|take_outcome|wait_all|wait_some)\b")
 

@@ -32,7 +32,7 @@ def doctor(
         if json:
             continue
         line = Text(f"{finding.level:>4}  ", styles[finding.level]).append(f"{finding.name}: ", "bold")
-        console.print(line.append(finding.said, "default"), soft_wrap=True)
+        console.print(line.append(finding.found, "default"), soft_wrap=True)
         if finding.fix and finding.level != "ok":
             console.print(Text(f"      fix: {finding.fix}", "cyan"), soft_wrap=True)
     has_failed = any(finding.level == "fail" for finding in findings)

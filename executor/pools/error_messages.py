@@ -88,12 +88,12 @@ def worker_late(
 def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
     """Return the error for a factory that raised in a worker, or whose env was refused there."""
     is_ours = fault["type_name"] in ("FactoryError", "SpecError")
-    said = (
+    message = (
         fault["message"] if is_ours else f"make_env failed: the factory raised {fault['type_name']}: {fault['message']}"
     )
     env_id = fault["env_id"]
     return FactoryError(
-        f"{said} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}{_place()}, "
+        f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}{_place()}, "
         f"phase build).",
         remote_traceback=fault["traceback"],
         type_name=fault["type_name"],

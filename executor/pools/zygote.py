@@ -94,8 +94,8 @@ class Zygote:
         except BaseException as error:
             self._release()
             if isinstance(error, BlockingIOError):  # what fork says at a limit
-                said = f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}"
-                raise WorkerLost(said, phase="start") from error
+                message = f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}"
+                raise WorkerLost(message, phase="start") from error
             raise
         self._theirs.close()
         self._start = {"path": path, "preload": preload, "must_exec": options.start_method == "spawn"}
@@ -172,8 +172,8 @@ class Zygote:
         """
         self.wait_ready()
         if self._is_shared:
-            told = {"environ": environment_of(self._options), "folder": os.getcwd(), "path": self.import_path()}
-            config = {**config, "told": told}
+            caller = {"environ": environment_of(self._options), "folder": os.getcwd(), "path": self.import_path()}
+            config = {**config, "caller": caller}
         answer = self._request({"op": "fork", "config": config}, fds)
         if "error" in answer:
             raise WorkerLost(f"starting a worker failed: {answer['error']}. {_LIMITS}", phase="start")

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -142,3 +143,18 @@ def test_a_collector_knows_how_many_batches_it_has(env):
     assert endless
     with pytest.raises(TypeError, match="len failed"):
         len(endless)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("n_envs", "Did you mean num_envs?"),
+        ("create_env_fn", "Did you mean make_env?"),
+        ("num_env", "Did you mean num_envs?"),
+        ("frobnicate", "It takes num_envs, make_env,"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ParallelEnv, SerialEnv])
+def test_an_unknown_keyword_names_the_one_that_is_meant(kind, name, advice):
+    with pytest.raises(TypeError, match=rf"{kind.__name__} failed: it has no argument '{name}'. {re.escape(advice)}"):
+        kind(**{name: 4})

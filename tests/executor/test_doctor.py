@@ -38,7 +38,7 @@ def test_limits_that_are_too_low_are_said():
     machine = replace(read_machine(), cpu_pressure=0.0, limits={"nofile": 100}, open_files=10, cgroup=Cgroup())
     assert levels(doctor.limits, machine) == ["fail", "ok"]
     finding = next(doctor.limits(machine))
-    assert (finding.said, finding.fix) == ("90 left: enough for 28 workers", "ulimit -n 65536")
+    assert (finding.found, finding.fix) == ("90 left: enough for 28 workers", "ulimit -n 65536")
     assert levels(doctor.limits, replace(machine, limits={"nofile": 600, "as": 2**32})) == ["warn", "ok", "warn"]
     starved = replace(machine, cgroup=Cgroup(cpu_quota=0.5, oom_kills=2, pids_room=5, memory_room=2**20))
     assert levels(doctor.cores, starved) == ["warn", "ok"]
@@ -49,7 +49,7 @@ def test_limits_that_are_too_low_are_said():
 
 
 @pytest.mark.parametrize(
-    ("switch", "module", "level", "said"),
+    ("switch", "module", "level", "found"),
     [
         pytest.param(
             "1", native.MODULE, "ok", "C", marks=pytest.mark.skipif(native.load() is None, reason="not built")
@@ -59,7 +59,7 @@ def test_limits_that_are_too_low_are_said():
         ("1", "_no_such_module", "warn", "Python (No module named '_no_such_module')"),
     ],
 )
-def test_it_says_whether_plain_steps_run_in_c(monkeypatch, switch, module, level, said):
+def test_it_says_whether_plain_steps_run_in_c(monkeypatch, switch, module, level, found):
     monkeypatch.setenv(native.SWITCH, switch)
     monkeypatch.setattr(native, "MODULE", module)
     native.find.cache_clear()
@@ -68,7 +68,7 @@ def test_it_says_whether_plain_steps_run_in_c(monkeypatch, switch, module, level
     finally:
         monkeypatch.undo()
         native.find.cache_clear()
-    assert (finding.level, finding.said, bool(finding.fix)) == (level, said, level == "warn")
+    assert (finding.level, finding.found, bool(finding.fix)) == (level, found, level == "warn")
 
 
 @needs("cli")
@@ -99,4 +99,4 @@ def test_a_check_that_raises_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "_starter", lambda _: lambda: iter(()))
     monkeypatch.setattr(doctor, "_dmlab2d", lambda: iter(()))
     (finding,) = [one for one in doctor.examine() if one.name == "packages"]
-    assert (finding.level, finding.said) == ("fail", "looking at it raised OSError: no such place")
+    assert (finding.level, finding.found) == ("fail", "looking at it raised OSError: no such place")

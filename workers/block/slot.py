@@ -91,7 +91,7 @@ class Slot:
         self.phase = "step"
         self.infos: dict[str, bytes] = {}
         self.left_out: dict[str, str] = {}
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
         self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
 
@@ -123,8 +123,8 @@ class Slot:
     def leave_out(self, entries: Mapping[str, str]) -> None:
         """Note entries of an info that are not handed on, as name -> why, unless the parent knows of them."""
         for name, why in entries.items():
-            if name not in self.told:
-                self.told.add(name)
+            if name not in self.reported:
+                self.reported.add(name)
                 self.left_out[name] = why
                 self.has_news = True
 

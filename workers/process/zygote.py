@@ -198,7 +198,7 @@ class Zygote:
             os.close(self._wake_write)
             self._sock.close()
             os.dup2(fds[2], self._log_fd, inheritable=False)  # SIGUSR2 writes there: from now on to its own log
-            _take_over(config.pop("told", None))
+            _take_over(config.pop("caller", None))
             if self._must_exec:
                 signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it can answer: by default the signal kills
                 for fd in fds:
@@ -272,14 +272,14 @@ def _mark_of(helper: int, worker: int | str) -> str:
     return f"{helper}.{worker}"
 
 
-def _take_over(told: dict[str, Any] | None) -> None:
+def _take_over(caller: dict[str, Any] | None) -> None:
     """Have a worker of a helper that is older than its executor see what the owner sees now."""
-    if told is not None:
-        os.chdir(told["folder"])
-        sys.path[:] = told["path"]
-        for name in set(os.environ) - set(told["environ"]):
+    if caller is not None:
+        os.chdir(caller["folder"])
+        sys.path[:] = caller["path"]
+        for name in set(os.environ) - set(caller["environ"]):
             del os.environ[name]
-        os.environ.update(told["environ"])
+        os.environ.update(caller["environ"])
         os.environ[_MARK] = _mark_of(os.getppid(), os.getpid())
 
 

@@ -167,10 +167,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             raise self._fail(error) from error.__cause__
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
-        said = self._engine.side.infos["root"]
+        given = self._engine.side.infos["root"]
         infos: dict[str, Any] = {}
         for env_id in self._resetting.tolist():
-            infos = self._add_info(infos, said.get(env_id, {}), env_id)
+            infos = self._add_info(infos, given.get(env_id, {}), env_id)
         return self._observations.now(), infos
 
     # ---- step --------------------------------------------------------------------------------
@@ -237,8 +237,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             ended: int `[k]`, envs that ended with the step and were reset in it.
             column: of the step's rows.
         """
-        positions, said = self._engine.positions, self._engine.side.infos
-        stepped, fresh = said["next"], said["root"]
+        positions, given = self._engine.positions, self._engine.side.infos
+        stepped, fresh = given["next"], given["root"]
         infos: dict[str, Any] = {}
         if not (stepped or fresh) and ended is None and not positions.has_interrupted:
             return infos

@@ -1,5 +1,11 @@
-"""SB3's vectorised envs on the executor: `SubprocVecEnv` and `DummyVecEnv`."""
+"""SB3's vectorised envs on the executor: `SubprocVecEnv`, `DummyVecEnv`, `installed`."""
 
-from envherd.executor.facades.sb3.vec_env import DummyVecEnv, EnvAttributeError, ExecutorVecEnv, SubprocVecEnv
+from envherd.executor.facades.sb3.vec_env import (
+    DummyVecEnv,
+    EnvAttributeError,
+    ExecutorVecEnv,
+    SubprocVecEnv,
+    installed,
+)
 
-__all__ = ["DummyVecEnv", "EnvAttributeError", "ExecutorVecEnv", "SubprocVecEnv"]
+__all__ = ["DummyVecEnv", "EnvAttributeError", "ExecutorVecEnv", "SubprocVecEnv", "installed"]

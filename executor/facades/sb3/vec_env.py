@@ -12,6 +12,7 @@ Does not know: spaces inside spaces inside spaces, which SB3 does not either.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import time
@@ -23,12 +24,14 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 from gymnasium import Env, Wrapper
+from stable_baselines3.common import vec_env
 from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.episode_columns import EpisodeColumns
+from envherd.executor.facades.installing import replaced
 from envherd.executor.facades.sb3.masks import ActionMasks
 from envherd.executor.facades.sb3.rows import Reader, Writer
 from envherd.executor.facades.sb3.spaces import compose_for, num_agents, row_shapes, spaces_of
@@ -118,8 +121,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._was_reset = True
         self._reset_seeds()
         self._reset_options()
-        said = self._reset_said()
-        self.reset_infos = [self._of_row(said, row) for row in range(self.num_envs)]
+        infos = self._infos_of_reset()
+        self.reset_infos = [self._of_row(infos, row) for row in range(self.num_envs)]
         columns = self._positions.columns
         return self._compose([leaf.read_each(columns) for leaf in self._reader.root])
 
@@ -174,18 +177,18 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
 
     def _step_infos(self) -> list[Info]:
         """Return a fresh info for every row."""
-        said = self._step_said()
-        if not said:
+        infos = self._infos_of_step()
+        if not infos:
             return [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
         per_env = range(self.executor.num_envs)
         if self.num_agents == 1:
-            return [{**said.get(i, {}), "TimeLimit.truncated": False} for i in per_env]
-        return [{**deepcopy(self._of_row(said, row)), "TimeLimit.truncated": False} for row in range(self.num_envs)]
+            return [{**infos.get(i, {}), "TimeLimit.truncated": False} for i in per_env]
+        return [{**deepcopy(self._of_row(infos, row)), "TimeLimit.truncated": False} for row in range(self.num_envs)]
 
-    def _of_row(self, said: Mapping[int, Info], row: int) -> Info:
+    def _of_row(self, infos: Mapping[int, Info], row: int) -> Info:
         """Return the info of a row: of its env, or of its agent where the env has an info for each (PettingZoo)."""
         env_id, agent = divmod(row, self.num_agents)
-        info = said.get(env_id, {})
+        info = infos.get(env_id, {})
         return info.get(self._agents[agent], {}) if self._agents else info
 
     def _finish_episodes(self, ended: np.ndarray, leaves: list[np.ndarray], infos: list[Info]) -> np.ndarray:
@@ -193,7 +196,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         column, reader, agents = self._flight.at, self._reader, self.num_agents
         terminated, truncated = (reader.flags[name].look(column) for name in ("terminated", "truncated"))
         has_interrupted, interrupted = self._positions.has_interrupted, self._positions.interrupted
-        said = self._reset_said()
+        infos_of_reset = self._infos_of_reset()
         self.reset_infos = list(self.reset_infos)
         rows = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
         last = [leaf[rows] for leaf in leaves]
@@ -206,7 +209,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             info["terminal_observation"] = self._compose([leaf[place].copy() for leaf in last])
             if has_interrupted and interrupted[env_id, 0]:
                 info["interrupted"] = True
-            self.reset_infos[row] = self._of_row(said, row)
+            self.reset_infos[row] = self._of_row(infos_of_reset, row)
         for leaf, root in zip(leaves, reader.root, strict=True):
             leaf[rows] = root.look(column)[rows]
         dones = np.zeros(self.num_envs, bool)
@@ -229,11 +232,11 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         except EnvherdError:
             self._was_reset = True  # what is wrong is mended or reported by the reset
 
-    def _step_said(self) -> Mapping[int, Info]:
+    def _infos_of_step(self) -> Mapping[int, Info]:
         """Return the infos of the step by env id; envs without one may be missing. Own memory."""
         return self._engine.side.infos["next"]
 
-    def _reset_said(self) -> Mapping[int, Info]:
+    def _infos_of_reset(self) -> Mapping[int, Info]:
         """Return the infos of the resets of the latest command by env id. Own memory."""
         return self._engine.side.infos["root"]
 
@@ -410,14 +413,14 @@ class DummyVecEnv(ExecutorVecEnv):
         for adapter, action in zip(self._adapters, actions, strict=False):  # SB3 takes the first ones of too many
             adapter.next_action = action
 
-    def _step_said(self) -> Mapping[int, Info]:
+    def _infos_of_step(self) -> Mapping[int, Info]:
         if not self._adapters:
-            return super()._step_said()
+            return super()._infos_of_step()
         return {i: deepcopy(dict(one.step_info)) for i, one in enumerate(self._adapters) if one.step_info}
 
-    def _reset_said(self) -> Mapping[int, Info]:
+    def _infos_of_reset(self) -> Mapping[int, Info]:
         if not self._adapters:
-            return super()._reset_said()
+            return super()._infos_of_reset()
         return {i: dict(one.info) for i, one in enumerate(self._adapters)}
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:
@@ -485,3 +488,8 @@ def _has_layer(layers: list[list[str]], name: str) -> bool:
         if name in layer:
             return True
     return False
+
+
+def installed() -> contextlib.AbstractContextManager[None]:
+    """Put our `SubprocVecEnv` and `DummyVecEnv` in place of SB3's, in all of SB3, for a block."""
+    return replaced("stable_baselines3", {vec_env.SubprocVecEnv: SubprocVecEnv, vec_env.DummyVecEnv: DummyVecEnv})

@@ -1,5 +1,6 @@
-"""TorchRL's batched envs on the executor: `ParallelEnv` and `SerialEnv`."""
+"""TorchRL's batched envs on the executor: `ParallelEnv`, `SerialEnv`, `AsyncEnvPool`, `installed`."""
 
+from envherd.executor.facades.torchrl.async_pool import AsyncEnvPool, installed
 from envherd.executor.facades.torchrl.parallel_env import BuildFailed, ParallelEnv, SerialEnv
 
-__all__ = ["BuildFailed", "ParallelEnv", "SerialEnv"]
+__all__ = ["AsyncEnvPool", "BuildFailed", "ParallelEnv", "SerialEnv", "installed"]

@@ -46,6 +46,7 @@ class ProcessCrew:
         num_processes: None for one per usable core, at most one per env.
         options: of the executor.
         make_executor: see `ParallelEnv`; None for worker processes of this one's.
+        is_crossing: see `GuestFactory`.
 
     Attributes:
         num_envs: how many there are.
@@ -62,11 +63,13 @@ class ProcessCrew:
         num_processes: int | None,
         options: ExecutorOptions,
         make_executor: Callable[..., BatchedEnv] | None = None,
+        *,
+        is_crossing: bool = False,
     ) -> None:
         self.num_envs = len(factories)
         self._finalizer: Callable[[], Any]
         self.pool: Pool
-        by_id = {id(factory): _guest_factory(factory, options.worker_threads) for factory in factories}
+        by_id = {id(factory): _guest_factory(factory, options, is_crossing=is_crossing) for factory in factories}
         guests = [by_id[id(factory)] for factory in factories]
         if make_executor is None:
             self._start_here(guests, list(env_kwargs), choose_workers(self.num_envs, num_processes), options)
@@ -182,11 +185,18 @@ def _close(pool: Pool, owner: int) -> None:
         pool.close()
 
 
-def _guest_factory(factory: Callable[..., Any], num_threads: int | None) -> GuestFactory:
+def _guest_factory(factory: Callable[..., Any], options: ExecutorOptions, *, is_crossing: bool) -> GuestFactory:
     modules = modules_of(factory)
     backends = [name for module in modules for name in _BACKENDS.get(module, ())]
     preload = (f"{_ADAPTERS}.torchrl_light", *modules, f"{_ADAPTERS}.torchrl_guest", *backends)
-    return GuestFactory(pickle_factory(factory), describe(factory), preload, num_threads)
+    return GuestFactory(
+        pickle_factory(factory),
+        describe(factory),
+        preload,
+        options.worker_threads,
+        is_crossing=is_crossing,
+        has_own_generator=not options.env_threads,
+    )
 
 
 class LocalCrew:
@@ -198,7 +208,8 @@ class LocalCrew:
         self.num_envs = len(factories)
         self.guests: list[Guest] = []
         for factory, kwargs in zip(factories, env_kwargs, strict=True):
-            self.guests.append(Guest(own_env(factory(**kwargs), describe(factory)), has_own_generator=False))
+            env = own_env(factory(**kwargs), describe(factory))
+            self.guests.append(Guest(env, has_own_generator=False, is_apart=False))
 
     def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
         """Make a different call to each env; return the results in that order."""

@@ -35,12 +35,18 @@ from envherd.workers.protocol import Op
 
 
 class Shells:
-    """How a slab's flat leaves nest in the `next` and root tensordicts of one env (of all its workers)."""
+    """How a slab's flat leaves nest in the `next` and root tensordicts of a batch.
 
-    def __init__(self, env: BatchedData) -> None:
+    Args:
+        env: has the specs, the device and a `fake_tensordict` of the batch; of one of its rows, with `lead`.
+        lead: leading dimensions of everything.
+    """
+
+    def __init__(self, env: Any, lead: tuple[int, ...] = ()) -> None:
         leaves = dense_leaves(env)
         assert leaves is not None
         template = env.fake_tensordict()
+        self._lead = lead
         self.device = env.device
         self.is_on_cpu = env.device is None or env.device.type == "cpu"
         self.input_keys = [key for key, _ in leaves["input"]]
@@ -61,7 +67,7 @@ class Shells:
         prefixes = {path[:depth] for path in paths for depth in range(1, len(path))}
         groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
         device = self.device if self.is_on_cpu else None
-        return Shell(list(enumerate(paths)), groups, (), tuple(template.batch_size), device)
+        return Shell(list(enumerate(paths)), groups, self._lead, tuple(template.batch_size), device)
 
     def next_of(self, flat: TensorDictBase) -> TensorDictBase:
         """Return the `next` over the leaves of a flat batch."""

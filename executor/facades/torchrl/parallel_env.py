@@ -44,7 +44,7 @@ class BuildFailed(FactoryError, RuntimeError):
     """
 
 
-def _build_failed(error: FactoryError) -> EnvherdError:
+def build_failed(error: FactoryError) -> EnvherdError:
     """Return the error for a factory that failed: a `BuildFailed` that is also a ValueError, if it raised one."""
     failed = BuildFailed(error.message, remote_traceback=error.remote_traceback, **error.context)
     raised = find_type("builtins", error.context.get("type_name", ""))
@@ -80,7 +80,7 @@ class BatchedFacade(BatchedData):
                 crew = self.__dict__["_crew"] = self._hire()
             except FactoryError as error:
                 if "type_name" in error.context:
-                    raise _build_failed(error) from error
+                    raise build_failed(error) from error
                 raise
         return crew
 

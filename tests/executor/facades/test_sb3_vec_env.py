@@ -12,11 +12,12 @@ skip_without("sb3")
 import gymnasium
 import numpy as np
 import pytest
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
 from envherd.executor import Busy, EnvError, ExecutorOptions, FactoryError
-from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
+from envherd.executor.facades.sb3 import DummyVecEnv, ExecutorVecEnv, SubprocVecEnv, installed
 from envherd.workers.adapters.named import DmControlFactory
 from envherd.workers.errors import ActionError, ResetNeeded
 from tests.executor.facades.sb3_envs import (
@@ -39,6 +40,17 @@ ZEROS = np.zeros(3, np.int64)
 def sampled(make):
     env = make([SampledEnv, functools.partial(SampledEnv, length=3), make_tagged])
     yield env
+    env.close()
+
+
+def test_in_a_block_sb3_has_these_classes():
+    with installed():
+        env = make_vec_env(make_cartpole, n_envs=2)
+        assert type(env) is DummyVecEnv
+        env.close()
+    env = make_vec_env(make_cartpole, n_envs=1)
+    assert isinstance(env, VecEnv)
+    assert not isinstance(env, ExecutorVecEnv)
     env.close()
 
 

@@ -323,18 +323,18 @@ def _mode_of(env: VectorEnv[Any, Any, Any], declared: Any) -> str:
     # Some envs write theirs into the metadata of the base class, where it would speak for every other vector env.
     metadata = {} if env.metadata is VectorEnv.metadata else (env.metadata or {})
     own = metadata.get("autoreset_mode", getattr(env.unwrapped, "autoreset_mode", None))
-    said = [getattr(mode, "value", mode) for mode in (own, declared) if mode is not None]
-    if not said:
+    modes = [getattr(mode, "value", mode) for mode in (own, declared) if mode is not None]
+    if not modes:
         raise SpecError(
             f"reading the autoreset mode failed: expected metadata['autoreset_mode'] of {type(env.unwrapped).__name__} "
             f"to say how rows that ended are reset, got nothing, and guessing loses observations. {_DECLARE}"
         )
-    if said[0] not in _MODES or said[-1] != said[0]:
+    if modes[0] not in _MODES or modes[-1] != modes[0]:
         raise SpecError(
             f"reading the autoreset mode failed: expected {', '.join(_MODES)} for {type(env.unwrapped).__name__}, "
-            f"got {' and '.join(map(str, said))}. {_DECLARE}"
+            f"got {' and '.join(map(str, modes))}. {_DECLARE}"
         )
-    return str(said[0])
+    return str(modes[0])
 
 
 def _refuse_unfit(env: VectorEnv[Any, Any, Any], mode: str) -> None:

@@ -52,13 +52,25 @@ class GuestFactory:
         name: what messages call it.
         preload: modules for the helper process to import.
         num_threads: for torch in the worker, set before an env is built; None leaves them.
+        is_crossing: build a `CrossingGuest` of an env whose leaves do not fit into the slab.
+        has_own_generator: see `Guest`; False where envs run at the same time.
     """
 
-    def __init__(self, pickled: bytes, name: str, preload: tuple[str, ...], num_threads: int | None) -> None:
+    def __init__(
+        self,
+        pickled: bytes,
+        name: str,
+        preload: tuple[str, ...],
+        num_threads: int | None,
+        *,
+        is_crossing: bool = False,
+        has_own_generator: bool = True,
+    ) -> None:
         self._pickled = pickled
         self.__qualname__ = name
         self.preload = preload
         self._num_threads = num_threads
+        self._is_crossing, self._has_own_generator = is_crossing, has_own_generator
         self._make: Callable[..., Any] | None = None
 
     def __call__(self, **kwargs: Any) -> Guest:
@@ -68,7 +80,9 @@ class GuestFactory:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             self._make = pickle.loads(self._pickled)
-        return Guest(own_env(self._make(**kwargs), self.__qualname__))
+        env = own_env(self._make(**kwargs), self.__qualname__)
+        kind = CrossingGuest if self._is_crossing and dense_leaves(env) is None else Guest
+        return kind(env, has_own_generator=self._has_own_generator, is_apart=True)
 
 
 _known: weakref.WeakSet[EnvBase] = weakref.WeakSet()
@@ -101,11 +115,12 @@ class Guest:
         root: its present root tensordict, or None before the first reset.
         reset_names: what a reset hands out: the keys of observation and done leaves.
         step_names: what a step hands out: those and the rewards.
-        generator: its own state of torch's generator, or None if it has the caller's.
+        generator: its own state of torch's generator, or a context that does nothing if it shares the process's.
+        is_apart: it lives in another process than those that it gives tensordicts to.
         direct: steps it without tensordicts, where that can be done.
     """
 
-    def __init__(self, env: EnvBase, *, has_own_generator: bool = True) -> None:
+    def __init__(self, env: EnvBase, *, has_own_generator: bool, is_apart: bool) -> None:
         check_worker_env(env)
         self.env = env.set_spec_lock_()
         self.root: TensorDictBase | None = None
@@ -113,7 +128,10 @@ class Guest:
         self.reset_names = [*env.observation_keys, *env.done_keys]
         self.step_names = [*self.reset_names, *env.reward_keys]
         torchs = torch.default_generator
-        self.generator = OwnGenerators(torchs.get_state, torchs.set_state) if has_own_generator else None
+        self.has_own_generator, self.is_apart = has_own_generator, is_apart
+        self.generator: Any = (
+            OwnGenerators(torchs.get_state, torchs.set_state) if has_own_generator else contextlib.nullcontext()
+        )
 
     def perform(self, request: bytes) -> bytes:
         """Call one of the methods below by name; what it raises is the answer, too."""
@@ -129,7 +147,7 @@ class Guest:
         """Run as if the process were this env's own: no gradients, and its own random generator."""
         if self.direct is not None and self.direct.is_ahead:
             self.root = self.direct.root()
-        with torch.no_grad(), self.generator or contextlib.nullcontext():
+        with torch.no_grad(), self.generator:
             yield
 
     # ---- what it is --------------------------------------------------------------------------
@@ -151,6 +169,22 @@ class Guest:
                     kwargs = {**kwargs, "set_state": False}
         self.root = self.env.reset(row, **kwargs)
         return self._given(self.root.select(*self.reset_names, strict=False))
+
+    def begin(self, options: Mapping[str, Any] | None) -> TensorDictBase:
+        """Reset what has ended of the env (all of it, if it was never reset); return its root.
+
+        Args:
+            options: under `"row"`, a pickled tensordict for the reset; see `reset`.
+        """
+        row = None if options is None else options.get("row")
+        if row is not None:
+            self.reset(loads(row), {})
+        elif self.root is not None and self.env.any_done(self.root):
+            self.root = self.env.reset(self.root, select_reset_only=True)
+        else:
+            self.root = self.env.reset()
+        assert self.root is not None
+        return self.root
 
     def step(self, row: TensorDictBase, *, is_whole: bool) -> TensorDictBase:
         """Step the env and return its `next`.
@@ -189,13 +223,13 @@ class Guest:
         return row.clear_device_() if self.env.device is None else row.to(self.env.device)
 
     def _given(self, td: TensorDictBase) -> TensorDictBase:
-        return td.clone() if self.generator is None else td  # what crosses to another process is a copy in any case
+        return td if self.is_apart else td.clone()  # what crosses to another process is a copy in any case
 
     # ---- everything else ---------------------------------------------------------------------
 
     def seed(self, seed: int | None, *, static: bool) -> int | None:
         """Seed the env as TorchRL's workers do; return the seed for the next env."""
-        if self.generator is not None and seed is not None:
+        if self.has_own_generator and seed is not None:
             torch.default_generator.manual_seed(seed)
         return self.env.set_seed(seed, static_seed=static)
 
@@ -317,21 +351,18 @@ class GuestAdapter(Adapter):
 
     def reset(
         self,
-        seed: int | None,  # noqa: ARG002  # seeds are set by name, and masks and options are given by name
-        options: Mapping[str, Any] | None = None,  # noqa: ARG002
+        seed: int | None,  # noqa: ARG002  # seeds are set by name, and masks are given by name or in a row
+        options: Mapping[str, Any] | None = None,
         mask: np.ndarray | None = None,  # noqa: ARG002
     ) -> list[Any]:
-        """Reset what has ended of the env (all of it, if it was never reset); see `Adapter.reset`."""
-        guest, env = self.env, self._torchrl_env
-        if guest.direct is not None:
+        """Reset the env; see `Guest.begin`."""
+        guest = self.env
+        if guest.direct is not None and not options:
             with guest.generator:
                 return guest.direct.reset()
         with guest.on_stage():
-            root = guest.root
-            guest.root = (
-                env.reset() if root is None or not env.any_done(root) else env.reset(root, select_reset_only=True)
-            )
-        return [_array(guest.root.get(key)) for key in self._observed]
+            root = guest.begin(options)
+        return [_array(root.get(key)) for key in self._observed]
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; see `Adapter.step`. It counts as terminated when TorchRL would reset the env."""
@@ -358,6 +389,52 @@ class GuestAdapter(Adapter):
         self.env.close()
 
 
+class CrossingGuest(Guest):
+    """A guest whose rows cross as pickles, with commands of the slab's: see `CrossingAdapter`."""
+
+
+class CrossingAdapter(Adapter):
+    """A guest of whose leaves some do not fit into the slab: rows cross as bytes (see `torchrl_crossing`), both ways.
+
+    Its action is `request`, the row that the env is to be given; its observation is `answer`, its `next` after a step
+    (all of it) and its root after a reset.
+    """
+
+    family: ClassVar[str] = "torchrl"
+
+    def __init__(self, guest: CrossingGuest) -> None:
+        self.env = guest
+        self.spec = EnvSpec(
+            observation=(LeafSpec(("answer",), dtype="", is_side=True),),
+            action=(LeafSpec(("request",), dtype="", is_side=True),),
+            reward=(),
+            done=done_leaves(),
+            family=self.family,
+            metadata={"is_dense": False},
+        )
+
+    def reset(
+        self,
+        seed: int | None,  # noqa: ARG002  # seeds are set by name, and masks are given in a row
+        options: Mapping[str, Any] | None = None,
+        mask: np.ndarray | None = None,  # noqa: ARG002
+    ) -> list[Any]:
+        """Reset the env; see `Guest.begin`."""
+        with self.env.on_stage():
+            return [dumps(self.env.begin(options))]
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition; see `GuestAdapter.step`."""
+        guest = self.env
+        with guest.on_stage():
+            following = guest.step(loads(action[0]), is_whole=True)
+            return [dumps(following)], [], bool(guest.env.any_done(guest.root)), False
+
+    def close(self) -> None:
+        """Close the env."""
+        self.env.close()
+
+
 def _array(tensor: torch.Tensor) -> Any:
     if not tensor.is_cpu:
         tensor = tensor.cpu()
@@ -370,3 +447,4 @@ def _torch_dtype(leaf: LeafSpec) -> torch.dtype:
 
 
 register(Guest, GuestAdapter)
+register(CrossingGuest, CrossingAdapter)
