@@ -52,8 +52,9 @@ def play(
 def _add(digest: Any, adapter: MeltingPotAdapter, values: list[Any]) -> None:
     leaves = [*adapter.spec.observation, *adapter.spec.reward]
     for leaf, value in zip(leaves, values):  # noqa: B905  # a reset gives no reward
-        assert (value.shape, value.dtype.name) == (leaf.shape, leaf.dtype), leaf
-        digest.update(value.tobytes())
+        array = np.asarray(value)  # images of players may be given as a tuple
+        assert (array.shape, array.dtype.name) == (leaf.shape, leaf.dtype), leaf
+        digest.update(array.tobytes())
 
 
 if __name__ == "__main__":

@@ -190,10 +190,10 @@ def test_fast_reset_starts_the_same_build_anew() -> None:
     adapter = _adapter(fast_reset=True, deterministic=True)
 
     def play(seed: int) -> list[bytes]:
-        given = [value.tobytes() for value in adapter.reset(seed)]
+        given = [np.asarray(value).tobytes() for value in adapter.reset(seed)]
         for action in np.arange(60).reshape(30, 2) % 8:
             observation, reward, _, _ = adapter.step([action])
-            given += [value.tobytes() for value in (*observation, *reward)]
+            given += [np.asarray(value).tobytes() for value in (*observation, *reward)]
         return given
 
     first = play(1)
@@ -212,10 +212,10 @@ def test_fast_reset_forgets_the_last_episode(name: str) -> None:
 
     def play(seed: int, steps: int) -> list[bytes]:
         rng = np.random.default_rng(seed)
-        given = [value.tobytes() for value in adapter.reset(seed)]
+        given = [np.asarray(value).tobytes() for value in adapter.reset(seed)]
         for _ in range(steps):
             observation, reward, terminated, truncated = adapter.step([rng.integers(0, actions, players)])
-            given += [value.tobytes() for value in (*observation, *reward)]
+            given += [np.asarray(value).tobytes() for value in (*observation, *reward)]
             if terminated or truncated:
                 break
         return given
