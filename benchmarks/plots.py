@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ def _ratios(results: Mapping[str, Any]) -> Figure | None:
         axes.axvline(1.0, color="black", linewidth=0.8)
         axes.set_yticks(range(len(found)), found, fontsize=8)
         axes.set_ylim(most - 0.5, -0.5)  # bars are as thick in all panels
-        axes.set_title(f"{workload['title']}\n{workload['reference']} beside", fontsize=9)
+        title = textwrap.fill(workload["title"], 44)
+        axes.set_title(f"{title}\n1 = {workload['reference']}", fontsize=9)
         axes.tick_params(axis="x", labelsize=8)
         axes.grid(axis="x", alpha=0.3)
     figure.suptitle(
@@ -174,7 +176,7 @@ def _latency(results: Mapping[str, Any]) -> Figure | None:
         axes.set_ylim(0, 1)
         axes.set_xlabel("us per call")
         axes.set_ylabel("share of calls")
-        axes.set_title(workloads[name]["title"], fontsize=9)
+        axes.set_title(textwrap.fill(workloads[name]["title"], 44), fontsize=9)
         axes.grid(alpha=0.3)
         lines.update((line.get_label(), line) for line in axes.get_lines())
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=5, fontsize=8)
