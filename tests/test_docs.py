@@ -267,8 +267,16 @@ def test_the_readmes_first_screen_has_the_ratios_of_its_table():
             r"^\| ([^|]+) \| ([^|]+) \| [\d,]+ \| [\d,]+ \| ([\d.]+)x ", text, re.MULTILINE
         )
     }
-    claim = re.search(r"(\d+)x the throughput of TorchRL's.*?(\d+)x that of Gymnasium's", text, re.DOTALL)
-    melting_pot, gymnasium = claim.groups()
+    claim = re.search(
+        r"([\d.]+)x the throughput of TorchRL's.*?([\d.]+)x that of Gymnasium's"
+        r".*?(\d+)x for environments that cost nothing",
+        text,
+        re.DOTALL,
+    )
+    melting_pot, gymnasium, tiny = claim.groups()
     assert len(ratios) == 4
-    assert int(melting_pot) == round(ratios["Melting", "TorchRL ParallelEnv"])
-    assert int(gymnasium) == round(ratios["200", "Gymnasium AsyncVectorEnv"])
+    assert melting_pot == f"{ratios['Melting', 'TorchRL ParallelEnv']:.1f}"
+    assert gymnasium == f"{ratios['200', 'Gymnasium AsyncVectorEnv']:.1f}"
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    row = re.search(r"^\| no-op envs, 4 floats \| Gymnasium AsyncVectorEnv \|.*?\| (\d+)x ", page, re.MULTILINE)
+    assert tiny == row.group(1)
