@@ -75,7 +75,7 @@ class Line:
 
 @configclass
 class DirectCfg(DirectRLEnvCfg):
-    """Of four rows, unless said otherwise."""
+    """Of four rows by default."""
 
     sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu", save_logs_to_file=False)
     scene: InteractiveSceneCfg = InteractiveSceneCfg(num_envs=4, env_spacing=1.0)
@@ -115,7 +115,7 @@ class Direct(DirectRLEnv):
 
 @configclass
 class AgentsCfg(DirectMARLEnvCfg):
-    """Of four rows, unless said otherwise; one agent sees the place and pushes, one sees the speed."""
+    """Of four rows by default; one agent sees the place and pushes, one sees the speed."""
 
     sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu", save_logs_to_file=False)
     scene: InteractiveSceneCfg = InteractiveSceneCfg(num_envs=4, env_spacing=1.0)
@@ -244,7 +244,7 @@ class EventsCfg:
 
 @configclass
 class ManagedCfg(ManagerBasedRLEnvCfg):
-    """Of four rows, unless said otherwise."""
+    """Of four rows by default."""
 
     sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu", save_logs_to_file=False)
     scene: InteractiveSceneCfg = InteractiveSceneCfg(num_envs=4, env_spacing=1.0)
