@@ -66,13 +66,14 @@ def test_ippo_trains_saves_and_continues(tmp_path, how):
     short = ("--substrate", "prisoners_dilemma_in_the_matrix__repeated", "--episode", "100", "--seed", "1", *how)
     command = [sys.executable, str(EXAMPLES / "meltingpot_ippo.py"), *short, "--checkpoint", "agents.pt"]
     printed = []
-    for steps in ("400", "1200"):
-        run = subprocess.run([*command, "--steps", steps], cwd=tmp_path, capture_output=True, text=True, check=False)
+    for more in (("--steps", "400"), ("--steps", "1200", "--asynchronous")):
+        run = subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
         printed.append([int(number) for number in re.findall(r"steps +(\d+)  return", run.stdout)])
     assert printed == [[400], [800, 1200]]
     curve = json.loads((tmp_path / "agents.json").read_text())
-    assert [steps for steps, _ in curve] == [400, 800, 1200]
+    assert [steps for steps, _, _ in curve] == [400, 800, 1200]
+    assert sorted(seconds for _, _, seconds in curve) == [seconds for _, _, seconds in curve]
 
 
 @needs("meltingpot")

@@ -175,6 +175,31 @@ def test_each_step_says_which_weights_have_acted(in_background):
     assert not [one for one in threading.enumerate() if one.name == "envherd-collector"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [0, 1])
+def test_weights_may_be_updated_by_the_policy_itself_and_by_any_thread(in_background):
+    learner = Weighted()
+
+    class Updating(nn.Module):
+        def forward(self, root):
+            if int(root["observation"][0, 1]) == 1:
+                collector.update_policy_()
+            return learner(root)
+
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
+        AsyncCollector(env, Updating(), frames_per_batch=24, in_background=in_background) as collector,
+    ):
+        collector.collect()
+        others = [threading.Thread(target=collector.update_policy_) for _ in range(4)]
+        for thread in others:
+            thread.start()
+        versions = torch.cat([collector.collect()["policy_version"].flatten() for _ in range(3)])
+        for thread in others:
+            thread.join()
+        assert versions.max() > 4
+
+
 class Versioned(nn.Module):
     """Acts by its weight and the observation."""
 
