@@ -7,6 +7,7 @@ was ready first. No env waits for another one: the policy runs on the envs that 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import queue
@@ -27,7 +28,7 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_leaves
-from envherd.workers.errors import Closed
+from envherd.workers.errors import Closed, EnvherdError
 
 VALID = "valid"
 Bound = Literal["envs", "policy", "learner", "collector"]
@@ -290,8 +291,9 @@ class AsyncCollector:
             self.env.close()  # which also ends the wait of a thread for an env that hangs
         if self._background is not None:
             self._background.join()
-        if not self.env.is_closed and (self.env.engine.states.under_way).any():
-            self.env.recv()  # the caller goes on with envs that owe nothing
+        while not self.env.is_closed and self._has_sent():
+            with contextlib.suppress(EnvherdError):  # of the envs concerned, which are no longer sent
+                self.env.recv()  # the caller goes on with envs that owe nothing
 
     shutdown = close
     """The same under TorchRL's name."""
@@ -328,6 +330,7 @@ class AsyncCollector:
             env.reset()
             self._has_begun = True
         self._rows.repair()
+        self._has_sent()
         idle = np.flatnonzero(~states.under_way)
         # Owed: acted for, and not in the rows. Of an env that is idle, an interrupt has lost the transition.
         is_lost = states.needs_reset | self._is_owed
@@ -342,6 +345,11 @@ class AsyncCollector:
             self._is_owed[failed] = False
         for start in range(0, len(idle), limit):
             self._act(idle[start : start + limit])
+
+    def _has_sent(self) -> bool:
+        """Return whether envs are under way, after what an interrupt has broken off is settled."""
+        with self.env.engine.guard:
+            return bool(self.env.engine.states.under_way.any())
 
     def _turn(self) -> None:
         """Receive the envs that are ready, and act for them."""
@@ -498,6 +506,7 @@ class _Background:
                 self._batches.put(self._collect())
             except BaseException as error:
                 self._batches.put(error)
+        self._batches.put(Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one."))
 
     def begin_close(self) -> None:
         """Begin no further batch."""

@@ -145,7 +145,7 @@ def interrupt_every_line(env: Any, name: str) -> None:
 def test_at_every_line_of_an_asynchronous_collector(in_background):
     """What was broken off is a gap in the numbers of the steps: none comes twice, and no row joins two episodes."""
     seen: set[tuple[int, int]] = set()
-    stride, line = 5, 0
+    stride, line = (1 if in_background else 5), 0  # the caller's own part is short there
     with (
         ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 4), num_workers=2, seed=0) as env,
         AsyncCollector(env, act, frames_per_batch=6, in_background=in_background, close_env=False) as collector,
@@ -166,7 +166,7 @@ def test_at_every_line_of_an_asynchronous_collector(in_background):
                 _check_rows(data, seen, f"interrupted at {interrupt.where}")
             if not interrupt.where:
                 break
-    assert line > 2 * stride
+    assert line > 15 * stride
 
 
 def act(td: Any) -> Any:

@@ -10,6 +10,7 @@ the same time, each its own envs (`env_index=`). What differs on purpose is list
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -237,8 +238,8 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
             inputs = [own if kind == "reset" else self._rows[part[0]].inputs_of(own) for part, own in parts]
             for (part, own), given in zip(parts, inputs, strict=True):
                 self._sent_rows.put(part, own)
-                flights = self._start(kind, part, given)
-                self._sent.put(part, kind, flights, env_id=env_index if isinstance(env_index, int) else None)
+                queue = kind, env_index if isinstance(env_index, int) else None
+                self._sent.start(part, queue, functools.partial(self._start, kind, part, given))
             if kind != "reset":
                 self._exchange_stats.note_sent(ids)
 
@@ -343,14 +344,13 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
     def _taken(self, kind: Kind, ids: list[int]) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Return what envs that are ready have given, `[k]`: what was sent with `next`, and the root after it."""
         rows, executor, env_ids = self._rows[ids[0]], self._executor, np.array(ids)
-        batch, flights = self._sent_rows.take(ids), self._sent.take(ids)
+        batch = self._sent_rows.take(ids)
         if kind == "reset":
-            with executor.engine.guard:
-                for flight in flights:
-                    flight.land()
+            self._sent.land(ids)
             batch = batch.exclude(*self.reset_keys)
             return batch.update(rows.root_of(executor.current(env_ids))), None
-        received = executor.recv(env_ids=torch.from_numpy(env_ids), with_root=False)
+        receive = functools.partial(executor.recv, env_ids=torch.from_numpy(env_ids), with_root=False)
+        received = self._sent.receive(ids, receive)
         batch.set("next", rows.next_of(received))
         if kind == "step":
             return batch, None

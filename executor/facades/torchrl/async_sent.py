@@ -12,10 +12,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from tensordict import TensorDictBase
 
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.engine import Engine
@@ -31,11 +33,11 @@ _PASS_S = 0.05
 
 @dataclass(eq=False)
 class _Waiter:
-    """A thread that waits for `wanted` envs of a queue."""
+    """A thread that waits for `wanted` envs of a queue, and looks again when it is woken."""
 
     queue: Queue
     wanted: int
-    woken: threading.Condition
+    woken: threading.Event = field(default_factory=threading.Event)
 
 
 class SentEnvs:
@@ -68,19 +70,46 @@ class SentEnvs:
 
     def refuse_sent(self, ids: list[int]) -> None:
         """Raise if some envs have been sent, and not received."""
+        self._drop_broken_off()
         busy = [i for i in ids if i in self._places]
         if busy:
             raise RuntimeError(f"Some envs are still processing a step: envs that are busy: {busy}, queried: {ids}.")
 
-    def put(self, ids: list[int], kind: Kind, flights: list[Flight], *, env_id: int | None) -> None:
-        """Note that envs were sent; `flights` are those of their resets, `env_id` is of an env sent by its index."""
-        for row, i in enumerate(ids):
+    def start(self, ids: list[int], queue: Queue, send: Callable[[], list[Flight]]) -> None:
+        """Send envs, for a queue; `send` returns the flights of resets, in the order of `ids`."""
+        for i in ids:
             self._failures.pop(i, None)
-            self._places[i] = (kind, env_id), flights[row] if flights else None
+            self._places[i] = queue, None  # first: an interrupt must leave no env unknown that was sent
+        try:
+            flights = send()
+        except Exception:
+            self._forget(ids)
+            raise
+        self._places.update((i, (queue, flight)) for i, flight in zip(ids, flights, strict=False))
 
-    def take(self, ids: list[int]) -> list[Flight]:
-        """Note that envs are received; return the flights of their resets."""
-        return [flight for _, flight in map(self._places.pop, ids) if flight is not None]
+    def land(self, ids: list[int]) -> None:
+        """Land the resets of envs that are ready, and note that they are received."""
+        flights = [self._places[i][1] for i in ids]
+        with self._engine.guard:
+            for flight in flights:
+                assert flight is not None
+                flight.land()
+        self._forget(ids)
+
+    def receive(self, ids: list[int], recv: Callable[[], TensorDictBase]) -> TensorDictBase:
+        """Receive the steps of envs that are ready; `recv` may report what has become of others first."""
+        while True:
+            try:
+                received = recv()
+            except EnvherdError as error:
+                self._note_failure(error)
+                continue
+            self._forget(ids)
+            return received
+
+    def _forget(self, ids: list[int]) -> None:
+        for i in ids:
+            self._places.pop(i, None)
 
     def wait(self, queue: Queue, least: int, most: int | None, timeout_s: float | None) -> list[int]:
         """Wait for envs of a queue; other threads may hold the executor meanwhile.
@@ -99,8 +128,9 @@ class SentEnvs:
             RuntimeError: fewer were sent.
             EnvError, WorkerLost, WorkerTimeout: an env of the queue has failed; it is no longer sent.
         """
+        self._drop_broken_off()
         most = len(self._ids(queue)) if most is None else min(most, len(self._ids(queue)))
-        waiter = _Waiter(queue, least if timeout_s is None else most, threading.Condition(self._lock))
+        waiter = _Waiter(queue, least if timeout_s is None else most)
         self._waiters.append(waiter)
         began = time.monotonic()
         try:
@@ -123,7 +153,13 @@ class SentEnvs:
         finally:
             self._waiters.remove(waiter)
             if self._waiters:
-                self._waiters[0].woken.notify()  # it leads, or does already
+                self._waiters[0].woken.set()  # it leads, or does already
+
+    def _drop_broken_off(self) -> None:
+        """Forget envs that an interrupt has broken off."""
+        with self._engine.guard:
+            under_way = self._engine.states.under_way
+            self._forget([i for i in self._places if not under_way[i]])
 
     def _ids(self, queue: Queue) -> np.ndarray:
         """Return the envs of a queue, int64 `[k]`."""
@@ -147,7 +183,7 @@ class SentEnvs:
         for env_id in failed:
             self._failures[env_id] = self._places.pop(env_id)[0], error
         for waiter in self._waiters:
-            waiter.woken.notify()
+            waiter.woken.set()
 
     def _wait_once(self, waiter: _Waiter, waited_s: float, left_s: float | None) -> list[int] | None:
         """Return the envs that are ready, if they are enough or the time is over; else wait until it may be so."""
@@ -157,7 +193,12 @@ class SentEnvs:
         if len(ready) >= waiter.wanted or (left_s is not None and left_s <= 0):
             return list(map(int, ready))
         if self._waiters[0] is not waiter:
-            waiter.woken.wait(left_s)
+            waiter.woken.clear()
+            self.__exit__()
+            try:
+                waiter.woken.wait(left_s)
+            finally:
+                self.__enter__()
             return None
         self._pool.unhail()
         if self._wanting:
@@ -180,6 +221,6 @@ class SentEnvs:
         ready = pool.wait_some(sent, 0, 0.0, kill_late=False)
         for other in others:
             if np.isin(self._ids(other.queue), ready).sum() >= other.wanted:
-                other.woken.notify()
+                other.woken.set()
         limits = [limit for limit in (left_s, deadline_s) if limit is not None]
         pool.wait_some(sent, len(ready) + 1, min(limits, default=None), kill_late=False)
