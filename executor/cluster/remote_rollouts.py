@@ -294,7 +294,7 @@ class RemoteRollouts:
         """Replace what a share has lost, or raise its loss."""
         pool, losses = self._pool, self._engine.flights.losses
         lost = [worker_id for worker_id in share.worker_ids if worker_id in pool.lost]
-        losses.lose(losses.envs_of(lost))
+        losses.lose(pool.blueprint.envs_of(lost))
         if self._engine.options.on_worker_loss != "restart":
             losses.forget()
             raise pool.lost[lost[0]]
