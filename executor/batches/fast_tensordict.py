@@ -74,7 +74,7 @@ def finder(key: Key) -> Find:
 
     def find(entries: dict[str, Any]) -> Any:
         for step in path:
-            td = entries.get(step)
+            td: Any = entries.get(step)
             if td.__class__ is not TensorDict:
                 return None
             entries = td._tensordict  # noqa: SLF001
