@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from envherd.executor.batches.fast_tensordict import get_leaf
+from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
 from envherd.executor.batches.plain_actions import Check, PlainIntake, compile_intake, finite
 from envherd.executor.options import ActionCheck
 from envherd.shm.slab import GroupSlab
@@ -130,13 +130,13 @@ class GroupIntake:
             False if nothing was written: `read` and `write` do it then, or say what is wrong.
         """
         plain = self.plain
-        if plain is None:
+        if plain is None or not (IS_AS_EXPECTED and td.__class__ is TensorDict):
             return False
-        value = get_leaf(td, plain.key)
+        value = plain.find(td._tensordict)  # noqa: SLF001
         return plain.take_all(value) if rows is None else plain.take_some(value, rows)
 
     def _compile(self) -> PlainIntake | None:
-        if len(self.leaves) != 1 or len(self.leaves[0].key) != 1 or self.side_leaves:
+        if len(self.leaves) != 1 or self.side_leaves:
             return None  # side values do not go through the slab: `read` and `write` leave them to their sender
         return compile_intake(self.leaves[0], self._targets[0], self._checks[0])
 

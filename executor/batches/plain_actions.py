@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from envherd.executor.batches.fast_tensordict import Find, finder
 from envherd.shm.specs import Discrete, LeafSpec
 
 #: Number of values up to which Python's own numbers are faster than numpy's and torch's (1 us against 2.5 for 8).
@@ -38,7 +39,7 @@ class PlainIntake(NamedTuple):
     """What takes one leaf of a group's actions: checks and writes it, or returns False.
 
     Attributes:
-        key: of the leaf, at the root of a batch.
+        find: finds the leaf among the entries of a batch; see `finder`.
         dtype: of its tensors.
         target: the slab's array, `[num_rows, ...]`.
         legal: what C code checks, which is all that is to be checked; None where it cannot.
@@ -47,7 +48,7 @@ class PlainIntake(NamedTuple):
         take_some: the same of a batch of some rows, int `[k]`.
     """
 
-    key: str
+    find: Find
     dtype: torch.dtype
     target: np.ndarray
     legal: Legal | None
@@ -57,14 +58,14 @@ class PlainIntake(NamedTuple):
 
 
 def compile_intake(leaf: LeafSpec, target: np.ndarray, check: Check | None) -> PlainIntake:
-    """Return the intake of a leaf that has a key of one name.
+    """Return the intake of a leaf.
 
     Args:
         leaf: of an action.
         target: the slab's array, `[num_rows, ...]`.
         check: of its values; None for none.
     """
-    dtype, own_shape = torch.from_numpy(target).dtype, target.shape[1:]
+    find, dtype, own_shape = finder(leaf.key), torch.from_numpy(target).dtype, target.shape[1:]
     legal, limit = _legal(leaf, check)
 
     def is_plain(value: Any, shape: tuple[int, ...]) -> bool:
@@ -78,7 +79,7 @@ def compile_intake(leaf: LeafSpec, target: np.ndarray, check: Check | None) -> P
 
     if leaf.shape == () and isinstance(leaf.domain, Discrete) and leaf.dtype == "int64" and len(target) <= _FEW:
         takers = _take_numbers(is_plain, target, None if check is None else leaf.domain.n)
-        return PlainIntake(leaf.key[0], dtype, target, legal, limit, *takers)
+        return PlainIntake(find, dtype, target, legal, limit, *takers)
 
     def take(value: Any, rows: Any, shape: tuple[int, ...]) -> bool:
         if not is_plain(value, shape):
@@ -90,7 +91,7 @@ def compile_intake(leaf: LeafSpec, target: np.ndarray, check: Check | None) -> P
         return True
 
     return PlainIntake(
-        leaf.key[0],
+        find,
         dtype,
         target,
         legal,

@@ -85,13 +85,13 @@ class RayParallelEnv(BatchedEnv):
         from envherd.executor.cluster.fleet import Fleet
         from envherd.executor.cluster.pool import ClusterPool
 
-        fleet = Fleet(address, node_timeout_s)
+        fleet = Fleet(address, node_timeout_s, options)
         try:
             fleet.reserve(
                 lambda free: bundles_for(free, count, num_nodes, resources_per_node),
                 (strategy, placement_timeout_s, runtime_env),
             )
-            pool = ClusterPool(fleet.build(blueprint, options, num_workers), fleet.shares, options, fleet)
+            pool = ClusterPool(fleet.build(blueprint, num_workers), options, fleet)
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
             super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
         except BaseException:

@@ -1,23 +1,41 @@
-"""The hosts of one executor, from a connection to the cluster to hosts that have built their envs, and back."""
+"""The hosts of one executor: from a connection to the cluster to hosts that have built their envs, mail, and back.
+
+Guarantees:
+- No wait lasts longer than it takes to find out that a host is gone or silent. An answer that was being taken when an
+  interrupt came is taken again.
+- No call waits for a place: while one is looked for, the other shares continue, and what is meant for the share that
+  has no host is kept until it has one. A search is bounded; if it finds nothing, that is the share's loss.
+- A host that is lost again and again is replaced later each time, and then no more, as a worker is.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from envherd.executor.cluster.errors import ClusterError
-from envherd.executor.cluster.orders import Report, Share, Survey
-from envherd.executor.cluster.ray_cluster import COME_UP_S, GONE, Connection, Places, call, living_nodes, take_reports
-from envherd.executor.cluster.remote_share import RemoteShare
+from envherd.executor.cluster.host import versions
+from envherd.executor.cluster.orders import Built, Report, Share, Survey
+from envherd.executor.cluster.ray_cluster import Connection, Place, check_versions, living_nodes, reserve, start_hosts
+from envherd.executor.cluster.remote_share import Handler, RemoteShare, State
 from envherd.executor.cluster.shares import Resources, divide
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import spread
 from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.restarts import Restarts
 from envherd.executor.sizing.probing import ProbeLimits, Subject
-from envherd.workers.errors import EnvherdError
+from envherd.workers.errors import EnvherdError, InternalError, WorkerLost
+
+#: Seconds between looks at hosts that owe an answer.
+_LOOK_S = 1.0
+#: Seconds to wait where nothing is under way that could end a wait.
+_PAUSE_S = 0.01
+#: Seconds between questions to Ray whether it has found a place.
+_ASK_S = 0.1
 
 
 def processors_of(reports: Sequence[Report], bundles: Sequence[Resources]) -> list[int]:
@@ -39,19 +57,30 @@ class Fleet:
     Args:
         address: of the cluster.
         node_timeout_s: seconds without a sign of life after which a host is given up.
+        options: of the executor.
 
     Attributes:
-        shares: one per host.
+        places: one per host.
         bundles: what each has reserved.
+        shares: one per host, once envs have been built.
+        on_loss: called with a share that has lost its host, or for which no place was found, and the loss.
+        on_quiet: called when no answer has come for a while.
     """
 
-    def __init__(self, address: str | None, node_timeout_s: float) -> None:
-        self.shares: list[RemoteShare] = []
+    def __init__(self, address: str | None, node_timeout_s: float, options: ExecutorOptions) -> None:
+        self.places: list[Place] = []
         self.bundles: list[Resources] = []
+        self.shares: list[RemoteShare] = []
+        self.on_loss: Callable[[RemoteShare, EnvherdError], None] = lambda *_: None
+        self.on_quiet: Callable[[], None] = lambda: None
         self._node_timeout_s = node_timeout_s
-        self._hosts: list[Any] = []
-        self._places: Places | None = None
+        self._options = options
+        self._restarts = Restarts(options)
+        self._under_way: dict[Any, tuple[RemoteShare, Handler]] = {}
+        self._asked_at = 0.0
         self._connection = Connection(address)
+
+    # ---- from nodes to envs ------------------------------------------------------------------
 
     def reserve(
         self,
@@ -62,43 +91,41 @@ class Fleet:
 
         Args:
             ask: from the resources of the living nodes to what each share is to have.
-            where: strategy, seconds to wait for room, and runtime environment; see `Places`.
+            where: strategy, seconds to wait for room, and runtime environment; see `ray_cluster.reserve`.
 
         Raises:
             ClusterError: there is no room.
         """
         self.bundles = ask(living_nodes())
-        self._places = Places(self.bundles, *where)
+        self.places = reserve(self.bundles, *where)
 
     def start(self) -> list[Report]:
-        """Start the hosts; return what they say of themselves.
+        """Start the hosts; return what they report of themselves.
 
         Raises:
             ClusterError: one did not come up, or has other versions than this process.
         """
-        assert self._places is not None
-        self._hosts = [self._places.start_host(index) for index in range(len(self.bundles))]
-        return take_reports(self._hosts, COME_UP_S)
+        return start_hosts(self.places)
 
-    def build(self, blueprint: Blueprint, options: ExecutorOptions, num_workers: int | None) -> Blueprint:
+    def build(self, blueprint: Blueprint, num_workers: int | None) -> Blueprint:
         """Start the hosts and let them build their envs; return the blueprint with the blocks of all hosts' workers.
 
         Args:
             blueprint: of the whole batch; its blocks are not used.
-            options: of the executor.
             num_workers: on each node; None for one per processor of its share.
 
         Raises:
             ClusterError, FactoryError, WorkerLost, WorkerTimeout: close the fleet.
         """
+        options = self._options
         reports = self.start()
         processors = processors_of(reports, self.bundles)
         counts = divide(len(blueprint.factories), weights_of(reports, self.bundles))
         first_env = first_worker = 0
-        for index, (count, host, report) in enumerate(zip(counts, self._hosts, reports, strict=True)):
+        for index, (count, report) in enumerate(zip(counts, reports, strict=True)):
             workers = min(count, num_workers or processors[index])
             span = slice(first_env, first_env + count)
-            share = Share(
+            plan = Share(
                 first_env_id=first_env,
                 first_worker_id=first_worker,
                 factories=blueprint.factories[span],
@@ -108,21 +135,17 @@ class Fleet:
                 preload=blueprint.preload,
                 options=dataclasses.replace(options, poison=False, first_env_id=options.first_env_id + first_env),
             )
-            self.shares.append(RemoteShare(index, share, report, self._node_timeout_s))
-            self.shares[-1].adopt(host)
+            self.shares.append(RemoteShare(index, plan, self.places[index], report, self._node_timeout_s))
             first_env, first_worker = first_env + count, first_worker + workers
-        for share_there in self.shares:
-            share_there.take_built(share_there.get(share_there.built_ref))
+        built = [(share, share.build()) for share in self.shares]
+        for share, ref in built:
+            share.take_built(self.get(share, ref))
         blocks = tuple(
-            tuple(env_id + one.first_env_id for env_id in block)
-            for one in self.shares
-            for block in spread(one.num_envs, len(one.worker_ids))
+            tuple(env_id + share.first_env_id for env_id in block)
+            for share in self.shares
+            for block in spread(share.num_envs, len(share.worker_ids))
         )
         return dataclasses.replace(blueprint, blocks=blocks)
-
-    def ping(self, index: int) -> None:
-        """Wait for a sign of life of a host that has been started."""
-        ray.get(call(self._hosts[index], "watch", "ping"))
 
     def survey(self, indices: Sequence[int], subject: Subject, limits: ProbeLimits) -> list[Survey]:
         """Have hosts that have been started measure an env, at the same time; return what each has found.
@@ -130,46 +153,185 @@ class Fleet:
         Raises:
             ClusterError: a host was lost. FactoryError, EnvError, ProbeFailed: the env could not be measured.
         """
-        refs = [call(self._hosts[index], "act", "survey", subject, limits) for index in indices]
         try:
-            found = ray.get(refs)
-        except GONE as error:
+            found = ray.get([self.places[index].call("survey", subject, limits) for index in indices])
+        except ray.exceptions.RayError as error:
             raise ClusterError(f"sizing failed: a node was lost meanwhile: {type(error).__name__}: {error}") from error
         for one in found:
             if isinstance(one, EnvherdError):
                 raise one
         return list(found)
 
-    def begin_move(self, share: RemoteShare) -> bool:
-        """Begin to look for a place for a share whose host is gone; return whether any node could be one."""
-        assert self._places is not None
-        return self._places.begin_move(share.share_id)
-
-    def finish_move(self, share: RemoteShare) -> bool | None:
-        """Have a new host begin to build a share if its place has been found; never waits.
-
-        Returns:
-            Whether there is a place; None while that is not known.
-        """
-        assert self._places is not None
-        is_found = self._places.finish_move(share.share_id)
-        if not is_found:
-            return is_found
-        host = self._places.start_host(share.share_id)
-        self._hosts[share.share_id] = host
-        share.adopt(host)
-        return True
-
     def give_back(self) -> None:
         """End what hosts there are, give back their places and the connection. Idempotent."""
+        for share in self.shares:
+            share.state = State.LOST
         if not ray.is_initialized():
             return
-        for host in self._hosts:
-            try:
-                ray.kill(host, no_restart=True)
-            except Exception:  # it is gone already
-                continue
-        self._hosts = []
-        if self._places is not None:
-            self._places.close()
+        for place in self.places:
+            place.end_host()
+        for place in self.places:
+            place.close()
         self._connection.close()
+
+    # ---- mail --------------------------------------------------------------------------------
+
+    def send(self, share: RemoteShare, method: str, args: tuple[Any, ...], handler: Handler) -> None:
+        """Call a method of a share's host, now or as soon as it has one, and let a handler take the answer."""
+        if share.is_moving:
+            share.held.append((method, args, handler))
+        else:
+            self._under_way[share.call(method, *args)] = (share, handler)
+
+    def request(self, share: RemoteShare, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a share's host and wait for its answer; see `get`."""
+        self.await_host(share)
+        return self.get(share, share.call(method, *args, **kwargs))
+
+    def get(self, share: RemoteShare, ref: Any) -> Any:
+        """Wait for an answer of a share's host.
+
+        Raises:
+            WorkerLost: the host is gone, or silent.
+            EnvherdError: what the host has returned.
+        """
+        while not ray.wait([ref], timeout=_LOOK_S)[0]:
+            silence = share.silence()
+            if silence is not None:
+                self.lose(share, silence)
+                raise silence
+        answer = self._open(share, ref)
+        if isinstance(answer, EnvherdError):
+            raise answer
+        return answer
+
+    def take(self, timeout_s: float | None) -> None:
+        """Take what has come; if nothing has, wait for it, up to `timeout_s` or until it is time to look around."""
+        soon = self.advance()
+        refs = list(self._under_way)
+        limit = _LOOK_S if timeout_s is None else min(_LOOK_S, max(0.0, timeout_s))
+        limit = limit if soon is None else min(limit, soon)
+        if not refs:
+            if limit:
+                time.sleep(_PAUSE_S)
+                self.on_quiet()
+            return
+        ready, _ = ray.wait(refs, num_returns=1, timeout=limit)
+        if ready and len(refs) > 1:
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        for ref in ready:
+            if ref in self._under_way:  # else its host was lost a moment ago
+                share, handler = self._under_way[ref]
+                try:
+                    answer = self._open(share, ref)
+                except WorkerLost:
+                    continue
+                handler(share, answer)  # before it is forgotten: an interrupt here must leave it to be taken again
+                self._under_way.pop(ref, None)
+        if limit and not ready:
+            self._look_around()
+
+    def _open(self, share: RemoteShare, ref: Any) -> Any:
+        """Return an answer that has come, an error too; raise the loss of its host if that is what has come."""
+        try:
+            answer = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            loss = share.gone(error)
+            self._under_way.pop(ref, None)
+            self.lose(share, loss)
+            raise loss from None
+        share.heard_at = time.monotonic()
+        return answer
+
+    def _look_around(self) -> None:
+        """Find out which of the hosts that owe an answer still live."""
+        for share in {share.share_id: share for share, _ in self._under_way.values()}.values():
+            silence = share.silence()
+            if silence is not None:
+                self.lose(share, silence)
+        self.on_quiet()
+
+    # ---- losses and other places -------------------------------------------------------------
+
+    def lose(self, share: RemoteShare, loss: EnvherdError) -> None:
+        """Take a share's host out of service, and expect nothing of it any more."""
+        if share.has_host:
+            share.end_host(loss)
+            self._under_way = {ref: entry for ref, entry in self._under_way.items() if entry[0] is not share}
+            self.on_loss(share, loss)
+
+    def begin_move(self, share: RemoteShare) -> None:
+        """Begin to look for another place for a share whose host is gone.
+
+        Raises:
+            EnvherdError: the share's loss: there were too many restarts within the window, no living node is large
+                enough, or a search has ended without a place since it was last begun.
+        """
+        if share.state is State.REFUSED:
+            share.state = State.LOST
+            raise share.loss
+        delay_s = self._restarts.next_delay_s(share.share_id)
+        if delay_s is None:
+            raise share.loss
+        if not delay_s and not share.home.begin_move():
+            raise share.no_room()
+        share.state = State.PAUSED if delay_s else State.SEARCHING
+        share.search_at = time.monotonic() + delay_s
+
+    def advance(self) -> float | None:
+        """See whether places have been found, and start hosts there; never waits.
+
+        Returns:
+            Seconds after which to call it again; None if no place is looked for.
+        """
+        moving = [share for share in self.shares if share.is_moving]
+        if not moving:
+            return None
+        now = time.monotonic()
+        if now - self._asked_at >= _ASK_S:
+            self._asked_at = now
+            for share in moving:
+                self._look_for_place(share, now)
+        return _ASK_S
+
+    def _look_for_place(self, share: RemoteShare, now: float) -> None:
+        is_found: bool | None = None
+        if share.state is State.PAUSED and now >= share.search_at:
+            share.state = State.SEARCHING
+            is_found = None if share.home.begin_move() else False
+        if share.state is State.SEARCHING and is_found is None:
+            is_found = share.home.finish_move()
+        if is_found:
+            share.home.start_host()
+            self._under_way[share.build()] = (share, self._take_rebuilt)
+            held, share.held = share.held, []
+            for call in held:
+                self.send(share, *call)
+        elif is_found is False:
+            share.refuse()
+            self.on_loss(share, share.loss)
+
+    def await_host(self, share: RemoteShare) -> None:
+        """Wait until a share that is being moved has a host, which may still have to come up.
+
+        Raises:
+            WorkerLost: there is no place.
+        """
+        while share.is_moving:
+            time.sleep(self.advance() or 0.0)
+        if not share.has_host:
+            raise share.loss
+
+    def _take_rebuilt(self, share: RemoteShare, built: Built | EnvherdError) -> None:
+        try:
+            if isinstance(built, EnvherdError):
+                raise built
+            check_versions(versions(), [built.report])
+            for env_id, before, now in zip(share.env_ids.tolist(), share.specs, built.specs, strict=True):
+                if before != now:
+                    difference = before.difference(now)
+                    raise InternalError(f"restart failed: env {env_id} came back with another spec: {difference}.")
+        except EnvherdError as error:
+            self.lose(share, error)
+        else:
+            share.take_built(built)

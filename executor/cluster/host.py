@@ -239,14 +239,11 @@ class NodeHost:
     def _reply(self, ids: np.ndarray | None) -> Reply:
         """Report what became of the latest commands of some envs, None for all, which owe no answer any more."""
         pool = self._pool
-        outcome = pool.take_outcome(ids) if pool.outcome else None
+        lost, outcome = pool.take_report(ids)
         asked = self._all_ids if ids is None else ids
         if outcome is not None:
-            lost = [env_id for worker_id in outcome.losses for env_id in pool.blueprint.blocks[worker_id]]
             self._is_sent[lost] = False
-            asked = asked[~np.isin(asked, lost)]
-            ids = asked
-            outcome.forget_rows(np.array(lost, np.int64))  # one may have answered before its worker was lost
+            ids = asked = asked[~np.isin(asked, lost)]
         ops, columns = self._ops[asked], self._columns[asked]
         is_stepped, is_reset = ops != RESET, ops == RESET
         may_be_reset = ops == STEP_RESET

@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import ray
 
 from envherd.executor.cluster.fleet import Fleet, processors_of, weights_of
 from envherd.executor.cluster.orders import Report, Survey
+from envherd.executor.cluster.ray_cluster import Place
 from envherd.executor.cluster.shares import Resources, bundles_for, divide
 from envherd.executor.machine.machine import Machine
 from envherd.executor.options import ExecutorOptions
@@ -125,11 +127,11 @@ def plan_cluster(
         FactoryError, EnvError, ProbeFailed: the env could not be measured.
     """
     subject = subject_of(make_env, None, ExecutorOptions())
-    fleet = Fleet(address, 30.0)
+    fleet = Fleet(address, 30.0, ExecutorOptions())
     try:
         fleet.reserve(lambda free: bundles_for(free, goal.num_envs or 10**6, None, None), ("STRICT_SPREAD", 60.0, None))
         reports = fleet.start()
-        trips = [_trip_s(fleet, index) for index in range(len(reports))]
+        trips = [_trip_s(place) for place in fleet.places]
         first_of = {_machine_of(report): index for index, report in reversed(list(enumerate(reports)))}
         limits = ProbeLimits(budget_s=budget_s, memory_bytes=probe_bytes)
         surveys = dict(zip(first_of, fleet.survey(list(first_of.values()), subject, limits), strict=True))
@@ -143,12 +145,12 @@ def _machine_of(report: Report) -> tuple[str, str]:
     return report.hostname, report.boot_id
 
 
-def _trip_s(fleet: Fleet, index: int) -> float:
+def _trip_s(place: Place) -> float:
     """Return the median seconds of an empty call."""
     took = []
     for _ in range(_TRIPS):
         began = time.perf_counter()
-        fleet.ping(index)
+        ray.get(place.call("ping"))
         took.append(time.perf_counter() - began)
     return float(np.median(took))
 

@@ -24,9 +24,7 @@ import ray
 from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.cluster.fleet import Fleet
 from envherd.executor.cluster.orders import Order, Reply
-from envherd.executor.cluster.post import Handler, Post
-from envherd.executor.cluster.recovery import Recovery
-from envherd.executor.cluster.remote_share import RemoteShare
+from envherd.executor.cluster.remote_share import RemoteShare, State
 from envherd.executor.cluster.wire import DriverMemory
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool, WorkerFigures
@@ -46,21 +44,21 @@ class ClusterPool(SlabPool):
 
     Args:
         blueprint: of the whole batch; one block per worker, of all hosts in turn.
-        shares: one per host, built.
         options: of the executor.
-        fleet: replaces lost hosts, and ends with the pool.
+        fleet: has the hosts, which have built their envs; ends with the pool.
 
     Attributes:
+        fleet: see Args.
         shares: one per host.
-        post: what hosts have been asked.
     """
 
     holds_storages = False
 
-    def __init__(self, blueprint: Blueprint, shares: list[RemoteShare], options: ExecutorOptions, fleet: Fleet) -> None:
+    def __init__(self, blueprint: Blueprint, options: ExecutorOptions, fleet: Fleet) -> None:
         self.blueprint = blueprint
         self.options = options
-        self.shares = shares
+        self.fleet = fleet
+        self.shares = fleet.shares
         self.num_envs = len(blueprint.factories)
         self.num_workers = len(blueprint.blocks)
         self.worker_of = np.repeat(np.arange(self.num_workers), [len(b) for b in blueprint.blocks])
@@ -70,20 +68,18 @@ class ClusterPool(SlabPool):
         self.began = np.zeros(self.num_workers, np.int64)
         self.outcome = Outcome()
         self.lenders: dict[int, Lend] = {}  # hosts read their inputs from the slab
-        self.specs = [spec for share in shares for spec in share.specs]
+        self.specs = [spec for share in self.shares for spec in share.specs]
         self.plan = plan_slab(self.specs, self.num_workers, options.num_frames)
         self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
-        for share in shares:
+        for share in self.shares:
             share.attach(self.slab)
-        self._share_of = [share for share in shares for _ in share.worker_ids]  # of each worker
-        self._fleet = fleet
+        self._share_of = [share for share in self.shares for _ in share.worker_ids]  # of each worker
         self._storages: dict[int, Storage] = {}
         self._words = CommandWords(self.slab)
         self._is_under_way = np.zeros(self.num_envs, bool)  # whether the latest command has left this process
         self._is_each = np.zeros(self.num_envs, bool)  # whether it is answered env by env
         self._extras: dict[int, messages.Prepare] = {}
-        self.recovery = Recovery(self, fleet)
-        self.post = Post(self.lose_share, self._mend, self.recovery.advance)
+        fleet.on_loss, fleet.on_quiet = self._take_out, self._mend
         self._failure: EnvherdError | None = None
         self._is_closed = False
 
@@ -157,7 +153,7 @@ class ClusterPool(SlabPool):
         """Send one host what is for it; see `Order`."""
         asked = share.env_ids if ids is None else ids + share.first_env_id
         extras = [self._extras.pop(i) for i in asked.tolist() if i in self._extras] if self._extras else []
-        if share.is_gone and not share.is_moving:
+        if share.is_out:
             return  # its loss is the answer
         has_steps, is_each = bool(np.any(np.asarray(op) != RESET)), bool(self._is_each[asked[0]])
         order = Order(
@@ -174,23 +170,16 @@ class ClusterPool(SlabPool):
         )
         share.knows_roots = False
         if is_each:
-            self.send(share, "act", "submit", (order,), self._take_refusal)
+            self.fleet.send(share, "submit", (order,), self._take_refusal)
             self._collect_from(share)
         else:
-            self.send(share, "act", "run", (order,), self._take_reply)
+            self.fleet.send(share, "run", (order,), self._take_reply)
         self._is_under_way[asked] = True
-
-    def send(self, share: RemoteShare, group: str, method: str, args: tuple[Any, ...], handler: Handler) -> None:
-        """Call a method of a share's host, now or as soon as it has one, and let a handler take the answer."""
-        if share.is_moving:
-            self.recovery.hold(share, group, method, args, handler)
-        else:
-            self.post.expect(share, share.call(group, method, *args), handler)
 
     def _collect_from(self, share: RemoteShare) -> None:
         """Ask a host for answers that come env by env, if that has not been done."""
-        if not share.is_collecting and (share.is_moving or not share.is_gone):
-            self.send(share, "answer", "collect", (self.options.step_timeout_s,), self._take_collected)
+        if not share.is_collecting and not share.is_out:
+            self.fleet.send(share, "collect", (self.options.step_timeout_s,), self._take_collected)
             share.is_collecting = True
 
     def _collect_owed(self, share: RemoteShare) -> None:
@@ -233,7 +222,7 @@ class ClusterPool(SlabPool):
         The hosts keep the deadline.
         """
         while not self._words.is_idle():
-            self.post.take(None)
+            self.fleet.take(None)
         self._raise_failure()
         return True
 
@@ -252,13 +241,13 @@ class ClusterPool(SlabPool):
         With `kill_late` the hosts keep the deadline.
         """
         end = None if timeout_s is None or kill_late else time.monotonic() + timeout_s
-        self.post.take(0.0)
+        self.fleet.take(0.0)
         while True:
             ready = self._words.ready(env_ids)
             left = None if end is None else end - time.monotonic()
             if len(ready) >= count or (left is not None and left <= 0):
                 break
-            self.post.take(left)
+            self.fleet.take(left)
         self._raise_failure()
         return ready[np.argsort(self._words.order[ready], kind="stable")]
 
@@ -327,17 +316,10 @@ class ClusterPool(SlabPool):
         self.outcome.losses[worker_id] = error
         self._forfeit(worker_id)
 
-    def lose_share(self, share: RemoteShare, error: EnvherdError) -> None:
-        """Take a host and all its workers out of service."""
-        if share.is_gone:
-            return
-        share.abandon()
-        self.post.forget(share)
-        self.num_losses += len(share.worker_ids)
-        self.take_out(share, error)
-
-    def take_out(self, share: RemoteShare, error: EnvherdError) -> None:
-        """Let the loss of all workers of a share, which has no host, be the answer to what its envs owe."""
+    def _take_out(self, share: RemoteShare, error: EnvherdError) -> None:
+        """Let the loss of a share's host, or of the hope for another, be the answer to what its envs owe."""
+        if share.state is State.LOST:
+            self.num_losses += len(share.worker_ids)
         for worker_id in share.worker_ids:
             self._note_lost(worker_id, error)
 
@@ -348,34 +330,35 @@ class ClusterPool(SlabPool):
             WorkerLost, WorkerTimeout: too many restarts within the window, or no room for a host.
         Blocks: as long as its host, if that lives, is busy with other orders; never for a place for a new host.
         """
-        error = self.lost.get(worker_id)
         self.outcome.losses.pop(worker_id, None)
-        if error is None:
+        if worker_id not in self.lost:
             return  # it came back with its host
         share = self._share_of[worker_id]
-        if share.is_gone:
-            self.recovery.begin(share, error)
+        if share.has_host:
+            self._replace("begin_restart", worker_id)
+            del self.lost[worker_id]
             return
-        self._replace("begin_restart", worker_id)
-        del self.lost[worker_id]
+        self.fleet.begin_move(share)
+        for own_id in share.worker_ids:
+            self.lost.pop(own_id, None)
 
     def is_serving(self, worker_id: int) -> bool:
         """Return whether a worker is there: not lost, nor is its host."""
-        return worker_id not in self.lost and not self._share_of[worker_id].is_gone
+        return worker_id not in self.lost and self._share_of[worker_id].has_host
 
     def recycle(self, worker_id: int, *, is_anew: bool) -> None:
         """Close the envs of a worker that has nothing to do, and begin to replace it; see `RecyclablePool`."""
         try:
             self._replace("recycle", worker_id, is_anew=is_anew)
         except EnvherdError:
-            if not self._share_of[worker_id].is_gone or self.options.on_worker_loss != "restart":
+            if self._share_of[worker_id].has_host or self.options.on_worker_loss != "restart":
                 raise  # else its host was lost, which is the answer to the reset that follows
 
     def _replace(self, method: str, worker_id: int, **how: bool) -> None:
         """Let a worker's host begin to replace it."""
         share, own_id = self._place_of(worker_id)
-        self.request(share, "act", "tell_pool", method, own_id, **how)
-        share.pids = self.request(share, "act", "pids")
+        self.fleet.request(share, "tell_pool", method, own_id, **how)
+        share.pids = self.fleet.request(share, "pids")
         share.generations[own_id] += 1
 
     # ---- mail --------------------------------------------------------------------------------
@@ -392,11 +375,11 @@ class ClusterPool(SlabPool):
         refs = []
         for share in self.shares:
             share.root_seed = root_seed
-            if not share.is_gone:
+            if share.has_host:
                 own = None if episodes is None else [episodes[i] for i in share.env_ids.tolist()]
-                refs.append((share, share.call("act", "seed", root_seed, own)))
+                refs.append((share, share.call("seed", root_seed, own)))
         for share, ref in refs:
-            share.get(ref, self.lose_share)
+            self.fleet.get(share, ref)
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Ask as `ask` does, and do not wait; return share id -> what `answers` waits for."""
@@ -411,8 +394,8 @@ class ClusterPool(SlabPool):
             if ids:
                 own = tuple(args[env_ids.index(i)] for i in ids) if what in messages.PER_ENV else args
                 local = [i - share.first_env_id for i in ids]
-                self.recovery.await_place(share)
-                asked[share.share_id] = share.call("act", "tell_pool", "ask", what, local, args=own, **question)
+                self.fleet.await_host(share)
+                asked[share.share_id] = share.call("tell_pool", "ask", what, local, args=own, **question)
         return asked
 
     def has_answered(self, asked: dict[int, Any]) -> bool:
@@ -425,12 +408,7 @@ class ClusterPool(SlabPool):
         return merge_answers(asked, lambda share_id: self._answer(self.shares[share_id], asked[share_id]))
 
     def _answer(self, share: RemoteShare, ref: Any) -> dict[int, Any]:
-        return {i + share.first_env_id: value for i, value in share.get(ref, self.lose_share).items()}
-
-    def request(self, share: RemoteShare, group: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a share's host and wait for its answer; see `RemoteShare.get`."""
-        self.recovery.await_place(share)
-        return share.get(share.call(group, method, *args, **kwargs), self.lose_share)
+        return {i + share.first_env_id: value for i, value in self.fleet.get(share, ref).items()}
 
     # ---- rollout storages --------------------------------------------------------------------
 
@@ -454,7 +432,7 @@ class ClusterPool(SlabPool):
     def worker_output(self, worker_id: int) -> str:
         """Return what a worker has printed, as far as it is kept."""
         share, own_id = self._place_of(worker_id)
-        return "" if share.is_gone else str(self.request(share, "act", "tell_pool", "worker_output", own_id))
+        return str(self.fleet.request(share, "tell_pool", "worker_output", own_id)) if share.has_host else ""
 
     def pid_of(self, worker_id: int) -> int:
         """Return a worker's process id, on its machine."""
@@ -469,7 +447,7 @@ class ClusterPool(SlabPool):
     def memory_of(self, worker_id: int) -> int:
         """Return the bytes that a worker, and what it has started, have to themselves."""
         share, own_id = self._place_of(worker_id)
-        return int(self.request(share, "watch", "memory", own_id))
+        return int(self.fleet.request(share, "memory", own_id))
 
     @property
     def num_recycled(self) -> int:
@@ -484,10 +462,10 @@ class ClusterPool(SlabPool):
         """Return what the workers' hosts say of them; zeros for lost ones."""
         found: list[WorkerFigures] = []
         for share in self.shares:
-            if share.is_gone:
+            if not share.has_host:
                 found += [WorkerFigures(0, 0, 0.0, None)] * len(share.worker_ids)
                 continue
-            figures = self.request(share, "act", "figures")
+            figures = self.fleet.request(share, "figures")
             share.note_figures(self.slab.words, figures)
             found += [WorkerFigures(uss, pss, cpu_s, None) for uss, pss, cpu_s in figures.processes]
         return found
@@ -502,8 +480,6 @@ class ClusterPool(SlabPool):
         self._is_closed = True
         with contextlib.suppress(Exception):
             if ray.is_initialized() and limit > 0:
-                refs = [share.call("watch", "close", limit) for share in self.shares if not share.is_gone]
+                refs = [share.call("close", limit) for share in self.shares if share.has_host]
                 ray.wait(refs, num_returns=len(refs), timeout=limit) if refs else None
-        for share in self.shares:
-            share.abandon()
-        self._fleet.give_back()
+        self.fleet.give_back()

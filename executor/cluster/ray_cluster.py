@@ -25,17 +25,14 @@ from envherd.executor.cluster.shares import Resources, refusal
 
 log = logging.getLogger("envherd")
 
-#: Threads of a host: one for orders, one for answers, one that says that it lives.
-_GROUPS = {"act": 1, "answer": 1, "watch": 1}
+#: The thread of a host in which a method runs: one for answers, one that reports that it lives. All others: "act".
+_THREADS = {"collect": "answer", **dict.fromkeys(("report", "ping", "memory", "close"), "watch")}
 #: Seconds for a host's process to come up: it imports torch, on a machine that may be busy.
 COME_UP_S = 180.0
 #: Seconds for the head of a cluster to accept a connection.
 _CONNECT_S = 5.0
 #: Seconds for Ray to find another place for a share whose node is gone.
 _MOVE_S = 10.0
-
-#: What a call of a host raises when the host, its node or an object is gone.
-GONE = (ray.exceptions.RayError,)
 
 
 class Connection:
@@ -100,8 +97,10 @@ def _nodes() -> list[dict[str, Any]]:
     return ray.nodes()  # type: ignore[no-untyped-call]  # Ray says nothing of its type
 
 
-class Places:
-    """Places for shares, one bundle each.
+def reserve(
+    bundles: Sequence[Resources], strategy: str, timeout_s: float, runtime_env: Mapping[str, Any] | None
+) -> list[Place]:
+    """Reserve a place for every share.
 
     Args:
         bundles: what each share is given.
@@ -112,121 +111,131 @@ class Places:
     Raises:
         ClusterError: there is no room.
     """
+    group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    is_placed = False
+    try:
+        is_placed = group.wait(timeout_s)
+    finally:
+        if not is_placed:
+            remove_placement_group(group)
+    if not is_placed:
+        raise refusal(bundles, living_nodes(), timeout_s)
+    groups = [group]
+    return [Place(bundle, groups, index, runtime_env) for index, bundle in enumerate(bundles)]
+
+
+class Place:
+    """Where the host of one share runs: a bundle of a placement group.
+
+    Args:
+        bundle: what is reserved there.
+        groups: the group of all places at the start; all places share this list, which is what `close` gives back.
+        index: of the bundle in that group.
+        runtime_env: see `reserve`.
+
+    Attributes:
+        host: the handle of the host that was started last; None before the first.
+    """
+
+    host: Any = None
 
     def __init__(
-        self, bundles: Sequence[Resources], strategy: str, timeout_s: float, runtime_env: Mapping[str, Any] | None
+        self, bundle: Resources, groups: list[PlacementGroup], index: int, runtime_env: Mapping[str, Any] | None
     ) -> None:
-        self._bundles = bundles
+        self.bundle = bundle
+        self._groups = groups
+        self._home = (groups[0], index)
         self._runtime_env = runtime_env
-        self._groups: list[PlacementGroup] = []
-        self._home: list[tuple[PlacementGroup, int]] = []
-        self._searches: dict[int, tuple[PlacementGroup | None, float]] = {}
-        group = self._reserve(bundles, strategy, timeout_s)
-        if group is None:
-            raise refusal(bundles, living_nodes(), timeout_s)
-        self._home = [(group, index) for index in range(len(bundles))]
+        self._other: PlacementGroup | None = None  # reserved by the present search
+        self._search_end = 0.0
 
-    def _reserve(self, bundles: Sequence[Resources], strategy: str, timeout_s: float) -> PlacementGroup | None:
-        group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
-        try:
-            if group.wait(timeout_s):
-                self._groups.append(group)
-                return group
-        except BaseException:
-            remove_placement_group(group)
-            raise
-        remove_placement_group(group)
-        return None
-
-    def start_host(self, share_id: int) -> Any:
-        """Start a host where a share's place is; return its handle at once."""
-        group, index = self._home[share_id]
-        bundle = self._bundles[share_id]
+    def start_host(self) -> None:
+        """Start a host there, which has not come up when this returns."""
+        group, index = self._home
         options: dict[str, Any] = {
-            "num_cpus": bundle.get("CPU", 0),
-            "num_gpus": bundle.get("GPU", 0),
-            "resources": {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")},
+            "num_cpus": self.bundle.get("CPU", 0),
+            "num_gpus": self.bundle.get("GPU", 0),
+            "resources": {name: n for name, n in self.bundle.items() if name not in ("CPU", "GPU", "memory")},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             "max_restarts": 0,
         }
-        if "memory" in bundle:
-            options["memory"] = bundle["memory"]
+        if "memory" in self.bundle:
+            options["memory"] = self.bundle["memory"]
         if self._runtime_env is not None:
             options["runtime_env"] = dict(self._runtime_env)
         remote: Any = ray.remote  # its types know no concurrency groups
-        made = remote(concurrency_groups=_GROUPS)(NodeHost)
-        return made.options(**options).remote()
+        made = remote(concurrency_groups=dict.fromkeys(("act", *_THREADS.values()), 1))(NodeHost)
+        self.host = made.options(**options).remote()
 
-    def begin_move(self, share_id: int) -> bool:
-        """Begin to look for another place for a share whose host is gone; return whether any node is large enough."""
-        bundle = self._bundles[share_id]
-        fitting = [node for node in living_nodes() if all(node.get(name, 0) >= n for name, n in bundle.items())]
-        if not fitting:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the host, in its thread; return the reference of its answer at once."""
+        thread = _THREADS.get(method, "act")
+        return getattr(self.host, method).options(concurrency_group=thread).remote(*args, **kwargs)
+
+    def end_host(self) -> None:
+        """End the host, if it still lives. Never raises."""
+        with contextlib.suppress(Exception):
+            ray.kill(self.host, no_restart=True) if ray.is_initialized() else None
+
+    def begin_move(self) -> bool:
+        """Begin to look for another place, as the host is gone; return whether any node is large enough."""
+        if not any(all(node.get(name, 0) >= n for name, n in self.bundle.items()) for node in living_nodes()):
             return False
-        other = None
-        if not self._is_there(*self._home[share_id]):  # else the host alone was lost
-            other = placement_group([dict(bundle)], strategy="PACK")
-            self._groups.append(other)
-        self._searches[share_id] = (other, time.monotonic() + _MOVE_S)
+        if not _is_there(*self._home):  # else the host alone was lost
+            self._other = placement_group([dict(self.bundle)], strategy="PACK")
+            self._groups.append(self._other)
+        self._search_end = time.monotonic() + _MOVE_S
         return True
 
-    def finish_move(self, share_id: int) -> bool | None:
+    def finish_move(self) -> bool | None:
         """Return whether a place has been found; None while it is looked for. Never waits."""
-        other, end = self._searches[share_id]
-        if self._is_there(*self._home[share_id]):  # Ray may have moved the bundle itself, to where there was room
-            if other is not None:
-                self._give_back(other)
-        elif other is not None and self._is_there(other, 0):
-            self._home[share_id] = (other, 0)
-        elif time.monotonic() < end:
+        other = self._other
+        is_home = _is_there(*self._home)  # Ray may have moved the bundle itself, to where there was room
+        is_found = is_home or (other is not None and _is_there(other, 0))
+        if not is_found and time.monotonic() < self._search_end:
             return None
-        else:
-            if other is not None:
-                self._give_back(other)
-            del self._searches[share_id]
-            return False
-        del self._searches[share_id]
-        return True
-
-    def _give_back(self, group: PlacementGroup) -> None:
-        self._groups.remove(group)
-        with contextlib.suppress(Exception):
-            remove_placement_group(group)
-
-    def _is_there(self, group: PlacementGroup, index: int) -> bool:
-        """Return whether a bundle's node lives."""
-        with contextlib.suppress(Exception):
-            table = ray.util.placement_group_table(group)
-            node_id = table["bundles_to_node_id"].get(index)
-            return any(node["Alive"] and node["NodeID"] == node_id for node in _nodes())
-        return False
+        self._other = None
+        if other is not None and is_found and not is_home:
+            self._home = (other, 0)
+        elif other is not None:
+            self._groups.remove(other)
+            _give_back(other)
+        return is_found
 
     def close(self) -> None:
-        """Give all places back."""
-        for group in self._groups:
-            with contextlib.suppress(Exception):
-                remove_placement_group(group)
-        self._groups.clear()
+        """Give this place and all others back."""
+        while self._groups:
+            _give_back(self._groups.pop())
 
 
-def call(host: Any, group: str, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of a host in one of its threads; return the reference of its answer at once."""
-    return getattr(host, method).options(concurrency_group=group).remote(*args, **kwargs)
+def _give_back(group: PlacementGroup) -> None:
+    with contextlib.suppress(Exception):
+        remove_placement_group(group)
 
 
-def take_reports(hosts: Sequence[Any], timeout_s: float) -> list[Report]:
-    """Wait until all hosts are up; return what they say of themselves.
+def _is_there(group: PlacementGroup, index: int) -> bool:
+    """Return whether a bundle's node lives."""
+    with contextlib.suppress(Exception):
+        node_id = ray.util.placement_group_table(group)["bundles_to_node_id"].get(index)
+        return any(node["Alive"] and node["NodeID"] == node_id for node in _nodes())
+    return False
+
+
+def start_hosts(places: Sequence[Place]) -> list[Report]:
+    """Start a host at every place and wait until all are up; return what they report of themselves.
 
     Raises:
         ClusterError: one did not come up, or has other versions than this process.
     """
+    for place in places:
+        place.start_host()
     reports: list[Report] = []
-    for index, host in enumerate(hosts):
+    for index, place in enumerate(places):
         try:
-            reports.append(ray.get(call(host, "watch", "report"), timeout=timeout_s))
-        except GONE as error:
+            reports.append(ray.get(place.call("report"), timeout=COME_UP_S))
+        except ray.exceptions.RayError as error:
             raise ClusterError(
-                f"RayParallelEnv failed: expected a host for share {index} to come up within {timeout_s:g} s, got "
+                f"RayParallelEnv failed: expected a host for share {index} to come up within {COME_UP_S:g} s, got "
                 f"{type(error).__name__}: {error}. Every node needs the same python environment, with envherd[ray]."
             ) from error
     check_versions(versions(), reports)

@@ -228,12 +228,12 @@ class RemoteRollouts:
 
     def _ship(self, share: RemoteShare) -> None:
         """Send the policy, unless this host has it; one that is to come has not."""
-        if self._policy_id is None or self._shipped.get(share.share_id) == (share.host, self._policy_id):
+        if self._policy_id is None or self._shipped.get(share.share_id) == (share.home.host, self._policy_id):
             return
         kind = "policy" if self._factory is None else "factory"
-        self._pool.send(share, "act", "take_policy", (self._policy_id, self._pickled, kind), _take_nothing)
+        self._pool.fleet.send(share, "take_policy", (self._policy_id, self._pickled, kind), _take_nothing)
         if not share.is_moving:
-            self._shipped[share.share_id] = (share.host, self._policy_id)
+            self._shipped[share.share_id] = (share.home.host, self._policy_id)
 
     # ---- rollouts ----------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class RemoteRollouts:
         self._rolling.add(share.share_id)
         share.knows_roots = False
         self._ship(share)
-        self._pool.send(share, "act", "roll", (order, self._weights), self._take)
+        self._pool.fleet.send(share, "roll", (order, self._weights), self._take)
 
     def _take(self, share: RemoteShare, rolled: Rolled | EnvherdError) -> None:
         self._done[share.share_id] = rolled
@@ -274,9 +274,9 @@ class RemoteRollouts:
         """Wait for the next rollout that is there; note where its envs are."""
         pool = self._pool
         while not self._done:
-            pool.post.take(None)
+            pool.fleet.take(None)
             for share in pool.shares:
-                if share.share_id in self._rolling and share.is_gone and not share.is_moving:
+                if share.share_id in self._rolling and share.is_out:
                     self._rolling.discard(share.share_id)
                     self._start(share, max_steps, kwargs, states)  # or raise its loss
         share_id = next(iter(self._done))
@@ -294,7 +294,7 @@ class RemoteRollouts:
         """Replace what a share has lost, or raise its loss."""
         pool, losses = self._pool, self._engine.flights.losses
         lost = [worker_id for worker_id in share.worker_ids if worker_id in pool.lost]
-        losses.lose(losses.envs_of(lost))
+        losses.lose(pool.blueprint.envs_of(lost))
         if self._engine.options.on_worker_loss != "restart":
             losses.forget()
             raise pool.lost[lost[0]]
@@ -316,15 +316,15 @@ class RemoteRollouts:
     def _drain(self) -> None:
         """Wait for what is under way, note where envs are, and forget the data."""
         pool = self._pool
-        while any(share.share_id in self._rolling and not share.is_gone for share in pool.shares):
-            pool.post.take(None)
+        while any(share.share_id in self._rolling and share.has_host for share in pool.shares):
+            pool.fleet.take(None)
         self._rolling.clear()
         for share in pool.shares:
-            pool.recovery.drop_held(share)
+            share.drop_held()
             result = self._done.pop(share.share_id, None)
             if isinstance(result, Rolled):
                 self._note(share, result)
-            elif result is not None or share.is_gone:
+            elif result is not None or not share.has_host:
                 self._engine.states.move(share.env_ids, Event.IS_BROKEN_OFF)
 
     def _join(self, parts: list[Rolled]) -> TensorDictBase:

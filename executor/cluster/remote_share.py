@@ -1,9 +1,19 @@
-"""A share as the driver sees it: its host, whether that lives, and where its rows are in the driver's slab."""
+"""A share as the driver sees it: the state of its host, and where its rows are in the driver's slab.
+
+| state | it has | what is sent to it | how it ends |
+|---|---|---|---|
+| BUILDING | a host, which has not built its envs yet | is carried out after that | SERVING; LOST |
+| SERVING | a host and envs | is carried out | LOST |
+| LOST | none | is dropped | PAUSED or SEARCHING, if it is to be replaced |
+| PAUSED | none, as it was lost again and again | is kept | SEARCHING, at `search_at` |
+| SEARCHING | none; Ray looks for a place | is kept | BUILDING; REFUSED |
+| REFUSED | none: no place was found, which is to be raised once more | is dropped | LOST |
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import enum
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +23,7 @@ import numpy as np
 import ray
 
 from envherd.executor.cluster.orders import ENV_WORDS, Built, Figures, Reply, Report, Share
-from envherd.executor.cluster.ray_cluster import COME_UP_S, call
+from envherd.executor.cluster.ray_cluster import COME_UP_S, Place
 from envherd.executor.cluster.wire import End
 from envherd.shm.slab import Slab, Storage, plan_slab
 from envherd.shm.specs import EnvSpec
@@ -21,13 +31,13 @@ from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, WorkerLost
 from envherd.workers.protocol import RING
 
-#: Seconds between looks at hosts that owe an answer.
-LOOK_S = 1.0
 #: Seconds without an answer after which a host is asked whether it lives.
 _PATIENCE_S = 2.0
 #: Characters of what Ray says that are passed on.
 _MAX_LENGTH = 800
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
+
+State = enum.Enum("State", ["BUILDING", "SERVING", "LOST", "PAUSED", "SEARCHING", "REFUSED"])
 
 
 class RemoteShare:
@@ -35,66 +45,85 @@ class RemoteShare:
 
     Args:
         share_id: its place among the shares.
-        share: what the host runs.
+        plan: what the host runs.
+        home: where it runs; a host has been started there.
         report: the host's report on its node.
         node_timeout_s: seconds without any sign of life after which a host is given up.
 
     Attributes:
+        state: see the module.
+        loss: of its host, once it has lost one.
+        search_at: monotonic seconds when a place is looked for, if it is PAUSED.
+        held: what is to be sent to its next host: method, arguments, and what takes the answer.
         env_ids: int64 `[n]`, of the batch.
         worker_ids: of the batch.
         pids: of the workers, on their machine.
         generations: how often each was replaced.
         num_recycled: how often workers were replaced between episodes, when the host was last asked.
-        is_gone: whether it has no host.
-        is_moving: whether a place is looked for, where it will have one.
         is_collecting: whether the host has been asked for answers that come env by env.
         knows_roots: whether the host has made the envs' latest steps in a rollout, whose end the driver has noted.
         heard_at: when it last answered, `time.monotonic()`.
     """
 
-    def __init__(self, share_id: int, share: Share, report: Report, node_timeout_s: float) -> None:
+    loss: EnvherdError
+    search_at = 0.0
+
+    def __init__(self, share_id: int, plan: Share, home: Place, report: Report, node_timeout_s: float) -> None:
         self.share_id = share_id
-        self.share = share
+        self.home = home
         self.report = report
-        self.first_env_id = share.first_env_id
-        self.num_envs = len(share.factories)
-        self.env_ids = np.arange(share.first_env_id, share.first_env_id + self.num_envs)
-        self.worker_ids = range(share.first_worker_id, share.first_worker_id + share.num_workers)
-        self.root_seed = share.root_seed
+        self.first_env_id = plan.first_env_id
+        self.num_envs = len(plan.factories)
+        self.env_ids = np.arange(plan.first_env_id, plan.first_env_id + self.num_envs)
+        self.worker_ids = range(plan.first_worker_id, plan.first_worker_id + plan.num_workers)
+        self.root_seed = plan.root_seed
         self.specs: tuple[EnvSpec, ...] = ()
         self.pids: tuple[int, ...] = ()
-        self.generations = [0] * share.num_workers
+        self.generations = [0] * plan.num_workers
         self.num_recycled = 0
-        self._recycled_before = 0
-        self._generations_before = self.generations
+        self.state = State.LOST
+        self.held: list[tuple[str, tuple[Any, ...], Handler]] = []
+        self.is_collecting = self.knows_roots = False
+        self._plan = plan
         self._node_timeout_s = node_timeout_s
-        self.is_gone = True
-        self.is_moving = self.is_collecting = self.knows_roots = False
         self._slab: Slab | None = None
 
-    def adopt(self, host: Any) -> None:
-        """Let a host, which may not have come up yet, build the envs; its answer comes at `built_ref`."""
-        self.host = host
-        self._recycled_before = self.num_recycled
-        if self.pids:
-            self.generations = [generation + 1 for generation in self.generations]
-        self._generations_before = list(self.generations)
-        self.is_gone = self._is_built = self.knows_roots = False
-        self.heard_at = time.monotonic()
-        self._ping: Any = None
-        self._pinged_at = 0.0
-        words = None if self._slab is None else np.stack([self._slab.words[name][self.env_ids] for name in ENV_WORDS])
-        share = dataclasses.replace(self.share, root_seed=self.root_seed, words=words)
-        self.built_ref = self.call("act", "build", share)
+    @property
+    def has_host(self) -> bool:
+        """Whether there is a host, which may still be building."""
+        return self.state in (State.BUILDING, State.SERVING)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a place is looked for, or will be."""
+        return self.state in (State.PAUSED, State.SEARCHING)
+
+    @property
+    def is_out(self) -> bool:
+        """Whether there is no host, and none to come."""
+        return not (self.has_host or self.is_moving)
 
     @property
     def place(self) -> str:
         """What messages call the host."""
         return self.report.place
 
+    def build(self) -> Any:
+        """Let the host, which may not have come up yet, build the envs; return the reference of its answer."""
+        self._recycled_before = self.num_recycled
+        if self.pids:
+            self.generations = [generation + 1 for generation in self.generations]
+        self._generations_before = list(self.generations)
+        self.state = State.BUILDING
+        self.heard_at = time.monotonic()
+        self._ping: Any = None
+        self._pinged_at = 0.0
+        words = None if self._slab is None else np.stack([self._slab.words[name][self.env_ids] for name in ENV_WORDS])
+        return self.call("build", dataclasses.replace(self._plan, root_seed=self.root_seed, words=words))
+
     def take_built(self, built: Built) -> None:
         """Note what the host has built."""
-        self._is_built = True
+        self.state = State.SERVING
         self.specs = built.specs
         self.pids = built.pids
         self.report = built.report
@@ -105,37 +134,9 @@ class RemoteShare:
         plan = plan_slab(self.specs, len(self.worker_ids), slab.plan.num_frames)
         self.end = End(slab, plan, self.first_env_id)
 
-    def call(self, group: str, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the host; return the reference of its answer at once."""
-        return call(self.host, group, method, *args, **kwargs)
-
-    def get(self, ref: Any, on_loss: Callable[[RemoteShare, WorkerLost], None] = lambda *_: None) -> Any:
-        """Wait for an answer of the host.
-
-        Args:
-            ref: of the answer.
-            on_loss: called with this share before the loss of its host is raised.
-
-        Raises:
-            WorkerLost: the host is gone, or silent.
-            EnvherdError: what the host has returned.
-        """
-        while True:
-            try:
-                answer = ray.get(ref, timeout=LOOK_S)
-            except ray.exceptions.GetTimeoutError:
-                loss = self.silence()
-                if loss is None:
-                    continue
-            except ray.exceptions.RayError as error:
-                loss = self.gone(error)
-            else:
-                self.heard_at = time.monotonic()
-                if isinstance(answer, EnvherdError):
-                    raise answer
-                return answer
-            on_loss(self, loss)
-            raise loss
+        return self.home.call(method, *args, **kwargs)
 
     def localize(self, message: messages.Prepare) -> messages.Prepare:
         """Return a message with the env's id on the host."""
@@ -193,10 +194,10 @@ class RemoteShare:
                 except ray.exceptions.RayError as error:
                     return self.gone(error)
                 self.heard_at = now
-            elif now - self._pinged_at > (limit := self._node_timeout_s if self._is_built else COME_UP_S):
+            elif now - self._pinged_at > (limit := COME_UP_S if self.state is State.BUILDING else self._node_timeout_s):
                 return self._loss(f"it gave no sign of life for {limit:g} s")
         if self._ping is None and now - self.heard_at > _PATIENCE_S:
-            self._ping, self._pinged_at = self.call("watch", "ping"), now
+            self._ping, self._pinged_at = self.call("ping"), now
         return None
 
     def gone(self, error: BaseException) -> WorkerLost:
@@ -206,9 +207,9 @@ class RemoteShare:
         text = text if len(text) < _MAX_LENGTH else f"{text[: _MAX_LENGTH // 2]} ... {text[-_MAX_LENGTH // 2 :]}"
         return self._loss(f"{type(error).__name__}: {text}")
 
-    def no_room(self, loss: BaseException) -> WorkerLost:
+    def no_room(self) -> WorkerLost:
         """Return the loss of a host that cannot be replaced."""
-        return self._loss(f"{loss} It was not replaced: no living node has room for its share")
+        return self._loss(f"{self.loss} It was not replaced: no living node has room for its share")
 
     def _loss(self, why: str) -> WorkerLost:
         first, last = self.worker_ids[0], self.worker_ids[-1]
@@ -222,9 +223,23 @@ class RemoteShare:
             phase="call",
         )
 
-    def abandon(self) -> None:
-        """End the host, if it still lives; nothing is asked of it any more."""
-        self.is_gone = True
+    def end_host(self, loss: EnvherdError) -> None:
+        """End the host, if it still lives, whose loss is this; nothing is asked of it any more."""
+        self.state, self.loss = State.LOST, loss
         self.is_collecting = self.knows_roots = False
-        with contextlib.suppress(Exception):
-            ray.kill(self.host, no_restart=True) if ray.is_initialized() else None
+        self.home.end_host()
+
+    def refuse(self) -> None:
+        """Note that no place was found."""
+        self.state, self.loss = State.REFUSED, self.no_room()
+        self.drop_held()
+
+    def drop_held(self) -> None:
+        """Forget what was to be sent to the next host."""
+        if not self.has_host:
+            self.held.clear()
+            self.is_collecting = False
+
+
+#: Takes an answer of a host.
+Handler = Callable[[RemoteShare, Any], None]

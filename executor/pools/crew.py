@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.error_messages import Frame, factory_error, log, log_close_fault, worker_late, worker_lost
@@ -47,6 +49,10 @@ class Blueprint:
     blocks: tuple[tuple[int, ...], ...]
     root_seed: int
     preload: tuple[str, ...] = ()
+
+    def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
+        """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
+        return np.array(sorted(i for w in worker_ids for i in self.blocks[w]), np.int64)
 
 
 class Crew:

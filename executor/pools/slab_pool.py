@@ -10,6 +10,7 @@ import torch
 
 from envherd.executor.batches.device_rows import Residence
 from envherd.executor.pools.command_words import CommandWords
+from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.replies import Outcome
 
 
@@ -17,10 +18,12 @@ class SlabPool:
     """See `Pool` for the methods.
 
     Attributes:
+        blueprint: see `Pool`.
         outcome: see `Pool`.
         question, answers: see `Pool`.
     """
 
+    blueprint: Blueprint
     outcome: Outcome
     question: Callable[..., dict[int, Any]]
     answers: Callable[[dict[int, Any], str], dict[int, Any]]
@@ -54,6 +57,23 @@ class SlabPool:
         """Return what happened since the last call, and forget it; see `Pool.take_outcome`."""
         outcome, self.outcome = self.outcome.hand_out(env_ids)
         return outcome
+
+    def take_report(self, env_ids: np.ndarray | None) -> tuple[np.ndarray, Outcome | None]:
+        """Take what a pool on another machine, which stands for this one, must report.
+
+        Args:
+            env_ids: as of `take_outcome`.
+
+        Returns:
+            The envs whose workers were lost, int64 `[k]`, and what happened besides the rows; None for nothing. It has
+            no values of a lost env, which may have answered before its worker was lost.
+        """
+        if not self.outcome:
+            return np.empty(0, np.int64), None
+        outcome = self.take_outcome(env_ids)
+        lost = self.blueprint.envs_of(outcome.losses)
+        outcome.forget_rows(lost)
+        return lost, outcome
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Ask envs for something that is not a step; see `Pool.ask`."""

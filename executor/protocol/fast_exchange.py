@@ -187,7 +187,7 @@ class FastExchange:
         if env_ids is None:
             env_ids = source.get(ENV_IDS)
         ids = self._engine.all_ids if env_ids is None else self._as_ids(env_ids)
-        value = source.get(plain.key)
+        value = plain.find(source)
         if (
             ids is None
             or value.__class__ is not torch.Tensor

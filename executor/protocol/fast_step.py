@@ -128,8 +128,8 @@ def compile_take(engine: Engine) -> Callable[[dict[str, Any]], bool | None]:
     plain = engine.plain_intake
     if plain is None:
         return never
-    key, take_all = plain.key, plain.take_all
-    return lambda source: take_all(source.get(key))
+    find, take_all = plain.find, plain.take_all
+    return lambda source: take_all(find(source))
 
 
 def compile_note(engine: Engine, op: Op) -> Callable[[int], np.ndarray | None]:

@@ -374,7 +374,7 @@ class Flights:
         """Note what became of a flight; return what the pool reported, and the flight's envs that were lost."""
         positions, ids = self.positions, flight.ids
         outcome = self.pool.take_outcome(ids)
-        lost = self.losses.envs_of(outcome.losses)
+        lost = self.pool.blueprint.envs_of(outcome.losses)
         own = lost[np.isin(lost, ids)]
         is_stepped = self.states.ops != RESET
         outcome.forget_rows(own)  # an env may have answered before its worker died in the command of another

@@ -32,10 +32,6 @@ class Losses:
         self._is_replacing = options.on_worker_loss == "restart"
         self.num_interrupted = 0
 
-    def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
-        """Return the ids of all envs of some workers, int64, ascending."""
-        return np.array(sorted(i for w in worker_ids for i in self._pool.blueprint.blocks[w]), np.int64)
-
     def note_interrupted(self, env_ids: np.ndarray) -> None:
         """Mark the envs' rows of this step as interrupted."""
         self.num_interrupted += int(np.count_nonzero(~self._positions.interrupted[env_ids]))
@@ -76,7 +72,7 @@ class Losses:
         """
         if not losses:
             return None
-        others = np.setdiff1d(self.envs_of(losses), own)
+        others = np.setdiff1d(self._pool.blueprint.envs_of(losses), own)
         is_sent = self._states.under_way[others]
         idle, sent = others[~is_sent], others[is_sent]
         self._pool.forfeited[sent] = True  # first: an interrupt must not leave them as running, or as answered
@@ -91,7 +87,7 @@ class Losses:
 
     def _begin_restarts(self, worker_ids: Iterable[int]) -> EnvherdError | None:
         for worker_id in worker_ids:
-            env_ids = self.envs_of([worker_id])
+            env_ids = self._pool.blueprint.envs_of([worker_id])
             for group in self._positions.slab.groups:  # of an env that is a batch, all rows must be reset
                 if ("reset_mask",) in group.inputs:
                     group.inputs["reset_mask",][np.isin(group.plan.env_ids, env_ids)] = True

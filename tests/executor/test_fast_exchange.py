@@ -316,6 +316,20 @@ def test_a_plain_cycle_is_made_in_c(in_c, with_root):
         assert num_ends > 10
 
 
+def test_actions_of_agents_are_sent_in_c_too(in_c):
+    with ParallelEnv(4, AgentsEnv, num_workers=2, seed=0) as env:
+        env.reset()
+        given = torch.arange(4)[:, None] % torch.tensor([1, 2, 3])
+        env.send(TensorDict({"agents": TensorDict({"action": given}, [4, 3])}, [4]))
+        for _ in range(8):
+            td = env.recv(2)
+            env_ids = td["env_ids"]
+            assert torch.equal(td["agents", "action"], given[env_ids])
+            steps = td["next", "agents", "observation"][..., 1:2].float()
+            assert torch.equal(td["next", "agents", "reward"], steps + given[env_ids][..., None])
+            env.send(env.current(env_ids).set(("agents", "action"), given[env_ids]))
+
+
 def test_a_root_shares_what_was_received_and_is_read_anew_once_that_was_written_to(env):
     env.send(actions(0, 1))
     td = env.recv()
