@@ -76,11 +76,13 @@ def _rate(collect: Callable[[], int], seconds: float) -> float:
 def ceiling(num_envs: int, step_s: float, reset_s: float, seconds: float) -> float:
     """Return the steps per second of envs that wait, each alone on a thread of this process."""
     counts = [0] * num_envs
-    end = time.perf_counter() + seconds
+    began = threading.Barrier(num_envs)
 
     def drive(place: int) -> None:
         env = Waiting(step_s, reset_s)
         env.reset()
+        began.wait()
+        end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             counts[place] += 1
             if env.step(0)[2]:
