@@ -28,7 +28,7 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_leaves
-from envherd.workers.errors import Closed, EnvherdError
+from envherd.workers.errors import Closed, EnvError, WorkerLost, WorkerTimeout
 
 VALID = "valid"
 Bound = Literal["envs", "policy", "learner", "collector"]
@@ -292,7 +292,7 @@ class AsyncCollector:
         if self._background is not None:
             self._background.join()
         while not self.env.is_closed and self._has_sent():
-            with contextlib.suppress(EnvherdError):  # of the envs concerned, which are no longer sent
+            with contextlib.suppress(EnvError, WorkerLost, WorkerTimeout):  # their envs are no longer sent
                 self.env.recv()  # the caller goes on with envs that owe nothing
 
     shutdown = close
