@@ -21,7 +21,7 @@ KINDS = ("BenchMARL", "envherd")
 SUBSTRATE = "commons_harvest__open"
 NUM_ENVS, NUM_WORKERS = 4, 2
 FRAMES, ITERATIONS, MAX_STEPS = 400, 4, 1000
-ROUNDS = 2
+ROUNDS = 1
 FIGURES = ("build", "collection", "iteration")
 
 

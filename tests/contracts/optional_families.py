@@ -6,6 +6,7 @@ Their rows of `docs/families.md` are made with `make matrix FAMILY=NAME` where t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,20 +45,26 @@ def robotics_maze() -> Any:
     return gymnasium.make("PointMaze_UMaze-v3", max_episode_steps=_MAX_STEPS)
 
 
+def _seeded(env: Any, seed_env: Callable[[int], Any]) -> Any:
+    """Return an env around one whose `reset(seed=...)` seeds nothing: `seed_env` is called before."""
+    import gymnasium
+
+    class Seeded(gymnasium.Wrapper):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            if seed is not None:
+                seed_env(seed)
+            return self.env.reset(options=options)
+
+    return Seeded(env)
+
+
 def nethack() -> Any:
-    """Return NLE's score task. Its `reset(seed=...)` seeds nothing, so this hands the seed to NetHack's generators."""
+    """Return NLE's score task."""
     import gymnasium
     import nle.env  # noqa: F401  # registers it
 
-    class Seeded(gymnasium.Wrapper):
-        nethack: Any = property(lambda self: self.env.unwrapped)
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            if seed is not None:
-                self.nethack.seed(core=seed, disp=seed, reseed=False)
-            return self.env.reset(options=options)
-
-    return Seeded(gymnasium.make("NetHackScore-v0", max_episode_steps=_MAX_STEPS))
+    env = gymnasium.make("NetHackScore-v0", max_episode_steps=_MAX_STEPS)
+    return _seeded(env, lambda seed: env.unwrapped.seed(core=seed, disp=seed, reseed=False))
 
 
 def metaworld_reach() -> Any:
@@ -65,7 +72,8 @@ def metaworld_reach() -> Any:
     import gymnasium
     import metaworld  # noqa: F401  # registers it
 
-    return gymnasium.make("Meta-World/MT1", env_name="reach-v3", seed=3, max_episode_steps=_MAX_STEPS)
+    env = gymnasium.make("Meta-World/MT1", env_name="reach-v3", seed=3, max_episode_steps=_MAX_STEPS)
+    return _seeded(env, env.unwrapped.seed)
 
 
 class _Material:

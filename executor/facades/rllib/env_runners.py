@@ -92,19 +92,16 @@ class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner
     so cheap that workers would be slower are then in RLlib's own vector env, as with `num_env_workers = 0`.
     """
 
-    _is_cheap: bool | None = None  # None before it is known
-
     def make_env(self) -> None:
         """Build the envs, after closing those that are there; see RLlib's method."""
         with contextlib.ExitStack() as stack:
-            if self._is_cheap is None and self.num_env_workers is None and self.executor_options is None:
-                self._is_cheap = self._measure(stack)
-            if self.num_env_workers == 0 or self._is_cheap:
+            is_free = self.num_env_workers is None and self.executor_options is None
+            if self.num_env_workers == 0 or (is_free and self._is_cheap(stack)):
                 super().make_env()
             else:
                 self._make_env_in_workers()
 
-    def _measure(self, stack: contextlib.ExitStack) -> bool:
+    def _is_cheap(self, stack: contextlib.ExitStack) -> bool:
         """Return whether a step of all envs takes less time than workers need to wake.
 
         Args:
