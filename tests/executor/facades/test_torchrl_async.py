@@ -24,7 +24,7 @@ from tests import torchrl_own as own
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.preloads("torchrl.envs", "stable_baselines3"),
+    pytest.mark.preloads(*own.PRELOADED),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 NUM_ENVS = 4
