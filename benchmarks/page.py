@@ -172,11 +172,11 @@ def sheet_of_facades(results: Mapping[str, Any]) -> Sheet:
 
 def write(results: Mapping[str, Any], root: Path) -> list[Path]:
     """Write the page, its pictures and the README's table below a repository's root; return their paths."""
-    from envherd.benchmarks.plots import draw_all
+    from envherd.benchmarks.plots import THEMES, draw_all
 
     pictures = draw_all(results, root / PICTURES)
     page = root / PAGE
-    page.write_text(render(results, [f"images/{path.name}" for path in pictures]))
+    page.write_text(render(results, [f"images/{path.name}" for path in pictures if path.name not in THEMES]))
     short = sheet_of_others(results, _README_WORKLOADS, _OTHERS[:3])
     write_part(root / README, "envherd bench", to_markdown(short).split("\n"))
     return [page, root / README, *pictures]
