@@ -28,8 +28,6 @@ from envherd.shm.specs import Key
 Leaves = list[torch.Tensor]
 #: Number of rows up to which bytes of each leaf are copied by themselves (0.2 us; indexing by an array takes 2 a leaf).
 _FEW_ROWS = 8
-#: Bytes of a row from which it is copied while other envs are still to answer (a copy takes 0.2 us).
-_LARGE_ROW = 4096
 #: Which of some envs belong to a group.
 Members = np.ndarray | slice
 
@@ -143,13 +141,6 @@ class GroupBatch:
             cached = Shell(members, dict(self.spec.groups), lead, self.spec.batch_shape, self.device)
             self._shells["root over next", lead] = cached
         return cached
-
-    @functools.cached_property
-    def large_leaves(self) -> np.ndarray | None:
-        """Offset in a frame, and bytes of a row, of each `next` leaf with large rows, int64 `[k, 2]`; None for none."""
-        rows = [(field.offset, field.nbytes // self.num_rows) for field in self._fields]
-        large = [(offset, nbytes) for offset, nbytes in rows if nbytes >= _LARGE_ROW]
-        return np.array(sorted(large), np.int64) if large else None
 
     def next_views(self, column: int) -> Leaves:
         """Return the `next` leaves of a frame (VIEW)."""

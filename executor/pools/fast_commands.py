@@ -31,15 +31,11 @@ class FastCommands(NamedTuple):
         give: gives all envs a command, a word of `workers.protocol.pack`, and wakes their workers.
         has_all: waits for the answers; returns False where `Pool.wait_all` must go on: no answer has come for a while,
             or there is more to know than rows.
-        has_all_into: `(to, frame, leaves)`: as `has_all`, and copies a frame, uint8, to memory of its size. The rows of
-            some leaves, int64 `[k, 2]` of offset and bytes of a row, are copied while other envs are still to answer.
-            None where it is no faster than a copy afterwards.
     """
 
     absent: Sized
     give: Callable[[int], None]
     has_all: Callable[[], bool]
-    has_all_into: Callable[[np.ndarray, np.ndarray, np.ndarray], bool] | None = None
 
 
 class NativeExchange(NamedTuple):
@@ -160,27 +156,24 @@ def native_caller(  # what a pool waits with
 
 
 def compile_natively(
-    pool: Waiting, words: CommandWords, caller: Any, absent: Sized, placement: Placement
-) -> FastCommands:
-    """Return commands to all envs in C."""
-    give_all, now = caller.give, time.monotonic
+    pool: Waiting, words: CommandWords, caller: Any, placement: Placement
+) -> tuple[Callable[[int], None], Callable[[], bool]]:
+    """Return what `compile_give` and `compile_has_all` return, in C."""
+    give_all, wait, now = caller.give, caller.has_all, time.monotonic
 
     def give(command: int) -> None:
         words.number = number = words.number + 1
         give_all(number, command)
 
-    def waiting_by(wait: Callable[..., bool]) -> Callable[..., bool]:
-        def has_all(*into: np.ndarray) -> bool:
-            if now() >= placement.due:
-                pool.place()
-            if wait(*into) and not pool.outcome:
-                return True
-            pool.has_waited = True
-            return False
+    def has_all() -> bool:
+        if now() >= placement.due:
+            pool.place()
+        if wait() and not pool.outcome:
+            return True
+        pool.has_waited = True
+        return False
 
-        return has_all
-
-    return FastCommands(absent, give, waiting_by(caller.has_all), waiting_by(caller.has_all_into))
+    return give, has_all
 
 
 def exchange_natively(

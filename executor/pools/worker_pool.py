@@ -247,11 +247,12 @@ class WorkerPool(SlabPool):
 
     def compile(self) -> FastCommands | None:
         """Return commands to all envs that are compiled for this pool; see `fast_commands`."""
-        absent, words, placement = self.supervisor.absent, self._words, self._placement
-        if self._caller is not None:
-            return compile_natively(self, words, self._caller, absent, placement)
-        has_all = compile_has_all(self, words, self._done, placement)
-        return FastCommands(absent, compile_give(words, self._go), has_all)
+        if self._caller is None:
+            give = compile_give(self._words, self._go)
+            has_all = compile_has_all(self, self._words, self._done, self._placement)
+        else:
+            give, has_all = compile_natively(self, self._words, self._caller, self._placement)
+        return FastCommands(self.supervisor.absent, give, has_all)
 
     def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange | None:
         """Return steps of some envs in C; see `Pool.compile_exchange`."""

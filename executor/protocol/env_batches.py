@@ -18,8 +18,7 @@ from envherd.executor.protocol.side_data import SideData
 from envherd.shm.layout import Name
 from envherd.workers.protocol import Op
 
-#: The batches of a step, made before their memory is filled: `(memory; next; root)`. The memory is None for views, and
-#: where it has been filled.
+#: The batches of a step, made before their memory is filled: `(memory, None for views; next; root)`.
 Draft = tuple[np.ndarray | None, TensorDict, TensorDict | None]
 
 
@@ -64,11 +63,6 @@ class EnvBatches:
         if index in positions.residences:
             return ResidentBatch(group, num_frames, positions.residences[index], has_interrupted=has_interrupted)
         return GroupBatch(group, num_frames, device, has_interrupted=has_interrupted, mover=self.mover)
-
-    @property
-    def large_leaves(self) -> np.ndarray | None:
-        """The leaves of a step that are worth copying row by row, as envs answer; see `GroupBatch`. None for none."""
-        return self.groups[0].large_leaves if self._is_copy and self.is_plain else None
 
     # ---- steps of all envs -------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
     commands = _commands(engine)
     if commands is None or not IS_AS_EXPECTED:
         return never
-    absent, give, has_all = commands[:3]
+    absent, give, has_all = commands
     guard, flights, positions, batches = engine.guard, engine.flights, engine.positions, engine.batches
     hold, release, frame_of = guard.hold, guard.release, sys._getframe
     batch_size, device = engine.batch_size, engine.device
@@ -45,9 +45,6 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
     values, running = flights.states.values.tobytes, flights.states.running
     words = [pack(int(op), RING, column) for column in range(positions.num_frames)]
     under_way = Flight(flights, op, None, None)
-    has_all_into: Any = commands.has_all_into
-    large = None if has_all_into is None else batches.large_leaves
-    frames = batches.groups[0].next_bytes
 
     def step(td: Any) -> Any:
         frame = frame_of(1)
@@ -75,10 +72,10 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
             flights.current = under_way
             give(words[column])
             drafted = draft(column)
-            if has_all() if large is None else has_all_into(drafted[0], frames[column], large):
+            if has_all():
                 ended = note(column)
                 flights.current = None
-                pair = finish(drafted if large is None else (None, *drafted[1:]), column, ended)
+                pair = finish(drafted, column, ended)
             else:
                 pair = land(flights.adopt(op, column), drafted)
             source["next"] = pair[0]
@@ -101,7 +98,7 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
     begin = flights.begin
     if commands is None:
         return lambda at: begin(op, at=at)
-    absent, give, has_all, _ = commands
+    absent, give, has_all = commands
     values, running, note = flights.states.values.tobytes, flights.states.running, compile_note(engine, op)
     first, each = pack(int(op), engine.positions.where.target, 0), pack(0, 0, 1)
     under_way = Flight(flights, op, None, None)

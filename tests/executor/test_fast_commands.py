@@ -22,7 +22,6 @@ from envherd.executor.pools.replies import Outcome
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.shm.tally import Counter
 from envherd.workers import native
-from tests.gates import wait_for
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
 
@@ -49,11 +48,11 @@ class Side:
         self.num_workers, self.outcome, self.has_waited, self.num_placed = num_workers, Outcome(), False, 0
         placement: Any = SimpleNamespace(due=float("inf"))
         self.placement = placement
-        compiled = fast_commands.compile_natively(self, self.words, self.caller, (), placement)
+        compiled = fast_commands.compile_natively(self, self.words, self.caller, placement)
         if not in_c:
             has_all = fast_commands.compile_has_all(self, self.words, self.done, placement)
-            compiled = fast_commands.FastCommands((), fast_commands.compile_give(self.words, self.go), has_all)
-        _, self.give, self.has_all, self.has_all_into = compiled
+            compiled = fast_commands.compile_give(self.words, self.go), has_all
+        self.give, self.has_all = compiled
 
     def place(self) -> None:
         self.num_placed += 1
@@ -293,62 +292,6 @@ def test_memory_that_does_not_fit_is_refused(change, error):
     change(facts)
     with pytest.raises(error):
         native.load().Caller(facts)
-
-
-LEAVES = np.array([(128, 64), (512, 16)])  # offset, and bytes of a row
-
-
-def test_large_rows_are_copied_while_other_envs_are_still_to_answer(monkeypatch):
-    monkeypatch.setattr(fast_commands, "LOOK_S", 30.0)
-    side = Side(4, 2, in_c=True)
-    frame = np.random.default_rng(0).integers(1, 255, 640).astype(np.uint8)
-    expected, to = frame.copy(), np.zeros(640, np.uint8)
-    row = frame[128 + 64 : 128 + 128]  # of env 1
-    expected[-8:] = 255
-
-    def answer() -> None:
-        wait_for(lambda: to[128 + 127] == frame[128 + 127])
-        row[...] = 0  # it was copied, and is not read again
-        frame[-8:] = 255  # between the leaves, where all is copied at the end
-        frame[512 + 48 : 512 + 64] = expected[512 + 48 : 512 + 64] = 7  # of env 3
-        side.words.reply_seq[3] = side.words.number
-        side.done.ring()
-        side.done.ring()
-
-    side.give(1)
-    side.words.reply_seq[:3] = side.words.number
-    thread = threading.Thread(target=answer)
-    thread.start()
-    assert side.has_all_into(to, frame, LEAVES)
-    thread.join()
-    assert np.array_equal(to, expected)
-
-
-def test_an_answer_that_does_not_come_is_left_to_the_pool():
-    side = Side(2, 1, in_c=True)
-    side.give(1)
-    assert not side.has_all_into(np.zeros(640, np.uint8), np.ones(640, np.uint8), LEAVES)
-    assert side.has_waited
-
-
-@pytest.mark.parametrize(
-    ("to", "frame", "leaves"),
-    [
-        (640, 639, LEAVES),
-        (640, 640, LEAVES[::-1].copy()),
-        (640, 640, LEAVES[:, :1].copy()),
-        (640, 640, LEAVES.astype(np.int32)),
-        (640, 640, np.array([(-64, 64)])),
-        (640, 640, np.array([(128, 0)])),
-        (640, 640, np.array([(128, 129)])),
-        (640, 640, np.array([(128, 2**62)])),
-        (640, 640, np.array([(2**62, 64)])),
-    ],
-)
-def test_rows_outside_of_a_frame_are_refused(to, frame, leaves):
-    side = Side(4, 2, in_c=True)
-    with pytest.raises(ValueError, match="two frames of a size"):
-        side.has_all_into(np.zeros(to, np.uint8), np.zeros(frame, np.uint8), leaves)
 
 
 def test_it_keeps_its_memory_and_lets_go_of_it():

@@ -173,105 +173,6 @@ static PyObject *caller_has_all(PyObject *self, PyObject *Py_UNUSED(none))
     return PyBool_FromLong(!caller_has_news(caller));
 }
 
-/* ---- copies of large rows while others are still to come ------------------------------------------------- */
-
-/* The rows of one leaf in a frame, one for each env. */
-typedef struct {
-    i64 offset, num_bytes;
-} Leaf;
-
-typedef struct {
-    const Caller *caller;
-    Py_buffer to, from, leaves; /* two frames; the large leaves, ascending */
-    char *is_copied;            /* of each env */
-} Copy;
-
-/* Copy the large rows of the envs that have answered since the last call; return whether there are any. */
-static int copy_answered(void *what)
-{
-    int has_copied = 0;
-    const Copy *copy = what;
-    const Leaf *leaves = copy->leaves.buf;
-    for (Py_ssize_t id = 0; id < copy->caller->num_envs; id++) {
-        if (copy->is_copied[id] || !caller_has_number(copy->caller, id))
-            continue;
-        for (Py_ssize_t i = 0; i < copy->leaves.shape[0]; i++) {
-            i64 at = leaves[i].offset + id * leaves[i].num_bytes;
-            memcpy((char *)copy->to.buf + at, (const char *)copy->from.buf + at, (size_t)leaves[i].num_bytes);
-        }
-        copy->is_copied[id] = 1;
-        has_copied = 1;
-    }
-    return has_copied;
-}
-
-/* Copy what lies between the large leaves. */
-static void copy_rest(const Copy *copy)
-{
-    const Leaf *leaves = copy->leaves.buf;
-    i64 at = 0;
-    for (Py_ssize_t i = 0; i <= copy->leaves.shape[0]; i++) {
-        i64 end = i < copy->leaves.shape[0] ? leaves[i].offset : copy->to.len;
-        memcpy((char *)copy->to.buf + at, (const char *)copy->from.buf + at, (size_t)(end - at));
-        at = i < copy->leaves.shape[0] ? end + copy->caller->num_envs * leaves[i].num_bytes : end;
-    }
-}
-
-static void copy_release(Copy *copy)
-{
-    PyBuffer_Release(&copy->to);
-    PyBuffer_Release(&copy->from);
-    PyBuffer_Release(&copy->leaves);
-    PyMem_Free(copy->is_copied);
-}
-
-static int copy_take(const Caller *caller, PyObject *to, PyObject *from, PyObject *leaves_array, Copy *copy)
-{
-    copy->caller = caller;
-    copy->is_copied = PyMem_Calloc((size_t)caller->num_envs + 1, 1);
-    if (copy->is_copied == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    if (PyObject_GetBuffer(to, &copy->to, PyBUF_CONTIG) < 0 || PyObject_GetBuffer(from, &copy->from, PyBUF_CONTIG_RO) < 0
-        || PyObject_GetBuffer(leaves_array, &copy->leaves, PyBUF_CONTIG_RO) < 0)
-        return -1;
-    const Py_buffer *memory = &copy->leaves;
-    const Leaf *leaves = memory->buf;
-    int is_right = memory->ndim == 2 && memory->shape[1] * memory->itemsize == sizeof(Leaf) && memory->itemsize == sizeof(i64)
-                   && copy->to.len == copy->from.len;
-    i64 at = 0;
-    for (Py_ssize_t i = 0; is_right && i < memory->shape[0]; i++) {
-        is_right = leaves[i].offset >= at && leaves[i].num_bytes > 0 && leaves[i].offset <= copy->to.len
-                   && leaves[i].num_bytes <= (copy->to.len - leaves[i].offset) / caller->num_envs;
-        at = is_right ? leaves[i].offset + caller->num_envs * leaves[i].num_bytes : 0;
-    }
-    if (!is_right)
-        PyErr_SetString(PyExc_ValueError, "expected two frames of a size, and leaves of these envs within them");
-    return is_right ? 0 : -1;
-}
-
-static PyObject *caller_has_all_into(PyObject *self, PyObject *args)
-{
-    Caller *caller = (Caller *)self;
-    PyObject *to, *from, *leaves, *has_all = NULL;
-    Copy copy = {0};
-    if (!PyArg_ParseTuple(args, "OOO", &to, &from, &leaves))
-        return NULL;
-    if (copy_take(caller, to, from, leaves, &copy) == 0) {
-        caller->done.meanwhile = copy_answered;
-        caller->done.what = &copy;
-        has_all = caller_has_all(self, NULL);
-        caller->done.meanwhile = NULL;
-        if (has_all == Py_True) {
-            copy_answered(&copy);
-            copy_rest(&copy);
-        }
-    }
-    copy_release(&copy);
-    return has_all;
-}
-
 /* ---- commands to some envs -------------------------------------------------------------------------- */
 
 int numbers_take(PyObject *array, i64 below, Numbers *to)
@@ -434,9 +335,6 @@ static PyMethodDef caller_methods[] = {
     {"give", caller_give, METH_VARARGS, "give(number, command): give all envs a command, and wake their workers."},
     {"has_all", caller_has_all, METH_NOARGS,
      "Wait for all answers; return False if none has come for `look_ns`, or if there is more to know than rows."},
-    {"has_all_into", caller_has_all_into, METH_VARARGS,
-     "has_all_into(to, frame, leaves): as `has_all`, and copy a frame, uint8, to memory of its size. `leaves`, int64 `[k, 2]`, has "
-     "offset and bytes of a row of each leaf, ascending, whose rows are copied while other envs are still to answer."},
     {"give_some", caller_give_some, METH_VARARGS,
      "give_some(number, ids, commands): give envs a command each, and wake their workers; return False if these are no "
      "int64 arrays, and nothing was given."},

@@ -36,9 +36,6 @@ typedef struct {
     sem_t *semaphore;
     i64 brief_spin, long_spin, short_wait, overrun, fewest_waits, most_waits; /* constants of shm.sync, in ns */
     i64 spin, waits_without_spin, back_off;
-    int (*meanwhile)(void *); /* what a wait does again and again while it looks, without the GIL; NULL for nothing. It returns
-                               * whether it did anything, whose time does not count. */
-    void *what;               /* it gets this */
 } Bell;
 
 i64 monotonic_ns(void);
