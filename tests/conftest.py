@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import pytest
 from hypothesis import settings
 
 from tests.scale import IS_FULL
+from tests.script_host import ScriptHost
 
 _PR_SET_CHILD_SUBREAPER = 36
 #: Seconds for what is ending to have ended: well above the promised one second.
@@ -188,39 +189,74 @@ class Possessions:
 
 
 @pytest.fixture(scope="session")
-def _session_helper() -> Iterator[Any]:
-    """Return the helper of this session, which has imported what most test modules import."""
+def _helper_of(request: pytest.FixtureRequest) -> Iterator[Callable[[tuple[str, ...] | None], Any]]:
+    """Return what returns the helper of this session that has imported what most test modules import.
+
+    With the arguments of a mark `preloads(...)`, it has imported these and all test modules with that mark also.
+    """
     from envherd.executor import preloaded
     from envherd.executor.pools import preloading
 
-    with preloaded(*_PRELOADED):
-        helper = preloading._innermost.pop()  # modules put it back for themselves
-        try:
-            yield helper
-        finally:
-            preloading._innermost.append(helper)
+    made: dict[tuple[str, ...] | None, Any] = {}
+
+    def helper_of(modules: tuple[str, ...] | None) -> Any:
+        if modules not in made:
+            marked = {item.module.__name__ for item in request.session.items if _preloads(item.parent) == modules}
+            more = () if modules is None else (*modules, *sorted(marked))
+            stack.enter_context(preloaded(*_PRELOADED, *more))
+            made[modules] = preloading._innermost.pop()  # modules put it back for themselves
+        return made[modules]
+
+    with contextlib.ExitStack() as stack:
+        yield helper_of
+        preloading._innermost.extend(made.values())
+
+
+def _preloads(node: pytest.Item | pytest.Collector | None) -> tuple[str, ...] | None:
+    """Return the arguments of the mark `preloads` of a node's module; None if it has none."""
+    module = None if node is None else node.getparent(pytest.Module)
+    marks = () if module is None else module.own_markers
+    return next((mark.args for mark in marks if mark.name == "preloads"), None)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _shared_helper(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let the executors of a module share a helper: workers that import torch by themselves take seconds to start.
+    """Let the executors of many modules share a helper: workers that import torch by themselves take seconds to start.
 
-    A module marked `preloads(...)` has one with more modules.
+    Modules that are marked `preloads(...)` share one with more modules.
     """
-    marker = next((m for m in request.node.own_markers if m.name == "preloads"), None)
-    if marker is not None:
-        from envherd.executor import preloaded
-
-        with preloaded(*marker.args, request.module.__name__):
-            yield
-    elif request.node.nodeid.startswith(_WITHOUT_HELPER):
+    modules = _preloads(request.node)
+    if modules is None and request.node.nodeid.startswith(_WITHOUT_HELPER):
         yield
     else:
         from envherd.executor.pools import preloading
 
-        preloading._innermost.append(request.getfixturevalue("_session_helper"))
+        preloading._innermost.append(request.getfixturevalue("_helper_of")(modules))
         yield
         preloading._innermost.pop()
+
+
+@pytest.fixture(scope="session")
+def script_host() -> Iterator[ScriptHost]:
+    """Return what runs scripts, with this process's module path and one thread for torch."""
+    path = os.pathsep.join(map(str, [Path(__file__).parents[1], *sys.path]))
+    with contextlib.closing(ScriptHost({"OMP_NUM_THREADS": "1", "PYTHONPATH": path})) as host:
+        yield host
+
+
+@pytest.fixture
+def run_example(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Return what runs an example in an empty folder and returns what it printed, after checking that it went well."""
+
+    def run(name: str, *arguments: str, timeout_s: float = 240) -> str:
+        folder, output = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("output")
+        script = Path(__file__).parents[1] / "examples" / f"{name}.py"
+        done = script_host.run(script, *arguments, folder=folder, output=output, timeout_s=timeout_s)
+        assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        assert list(folder.iterdir()) == [], "an example leaves nothing behind"
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture

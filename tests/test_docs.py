@@ -9,11 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 import pydoc
 import re
-import subprocess
-import sys
 import tokenize
 import types
 from collections.abc import Iterator
@@ -125,14 +122,10 @@ def parameters() -> list[object]:
 
 
 @pytest.mark.parametrize("page", parameters())
-def test_the_blocks_of_a_page_run_as_printed(page, tmp_path):
+def test_the_blocks_of_a_page_run_as_printed(page, script_host, tmp_path):
     script = tmp_path / f"page_of_{page.stem}.py"
     script.write_text(script_of(page.read_text()))
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path]))}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=280, check=False
-    )
+    done = script_host.run(script, folder=tmp_path, output=tmp_path)
     assert done.returncode == 0, f"{name_of(page)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

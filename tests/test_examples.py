@@ -33,15 +33,6 @@ TESTED = {
 }
 
 
-def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 240) -> str:
-    """Run an example in `folder`; return what it printed, after checking that it went well."""
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    assert list(folder.iterdir()) == [], "an example leaves nothing behind"
-    return done.stdout
-
-
 def test_no_example_is_forgotten():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED
 
@@ -49,8 +40,8 @@ def test_no_example_is_forgotten():
 @needs("meltingpot")
 @pytest.mark.full
 @pytest.mark.slow
-def test_meltingpot_rollout_prints_shapes_and_returns(tmp_path):
-    printed = run_example("meltingpot_rollout", tmp_path)
+def test_meltingpot_rollout_prints_shapes_and_returns(run_example):
+    printed = run_example("meltingpot_rollout")
     assert "(4, 200, 144, 192, 3) torch.uint8" in printed
     assert "(4, 200, 7, 88, 88, 3) torch.uint8" in printed
     assert "(4, 200, 7) torch.int64" in printed
@@ -62,33 +53,34 @@ def test_meltingpot_rollout_prints_shapes_and_returns(tmp_path):
 @needs("meltingpot")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [(), pytest.param(("--separate",), marks=pytest.mark.full)], ids=["shared", "separate"])
-def test_ippo_trains_saves_and_continues(tmp_path, how):
+def test_ippo_trains_saves_and_continues(script_host, tmp_path, how):
     short = ("--substrate", "prisoners_dilemma_in_the_matrix__repeated", "--episode", "100", "--seed", "1", *how)
-    command = [sys.executable, str(EXAMPLES / "meltingpot_ippo.py"), *short, "--checkpoint", "agents.pt"]
+    command = [EXAMPLES / "meltingpot_ippo.py", *short, "--checkpoint", "agents.pt"]
     printed = []
-    for steps in ("400", "1200"):
-        run = subprocess.run([*command, "--steps", steps], cwd=tmp_path, capture_output=True, text=True, check=False)
+    for more in (("--steps", "400"), ("--steps", "800", "--asynchronous")):
+        run = script_host.run(*command, *more, folder=tmp_path, output=tmp_path)
         assert run.returncode == 0, run.stderr
         printed.append([int(number) for number in re.findall(r"steps +(\d+)  return", run.stdout)])
-    assert printed == [[400], [800, 1200]]
+    assert printed == [[400], [800]]
     curve = json.loads((tmp_path / "agents.json").read_text())
-    assert [steps for steps, _ in curve] == [400, 800, 1200]
+    assert [steps for steps, _, _ in curve] == [400, 800]
+    assert 0 < curve[0][2] < curve[1][2], "seconds go on where the first run ended"
 
 
 @needs("meltingpot")
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_ippo_learns_to_harvest(tmp_path):
-    printed = run_example("meltingpot_ippo", tmp_path, "--steps", "60000", timeout_s=1100)
+def test_ippo_learns_to_harvest(run_example):
+    printed = run_example("meltingpot_ippo", "--steps", "60000", timeout_s=1100)
     returns = [float(number) for number in re.findall(r"return per player +([\d.]+)", printed)]
     assert returns[-1] > 1.5 * returns[0]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_ppo_solves_cartpole(tmp_path):
-    printed = run_example("ppo_cartpole", tmp_path, "--seed", "1", timeout_s=560)
+def test_ppo_solves_cartpole(run_example):
+    printed = run_example("ppo_cartpole", "--seed", "1", timeout_s=560)
     solved = re.search(r"^solved: mean return ([\d.]+) over the last (\d+) episodes", printed, re.MULTILINE)
     assert solved is not None, printed
     assert float(solved.group(1)) >= 475
@@ -99,8 +91,8 @@ def test_ppo_solves_cartpole(tmp_path):
 @pytest.mark.parametrize(
     "frames", [2048, pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(600)])], ids=str
 )
-def test_vtrace_learns_from_older_data(tmp_path, frames):
-    printed = run_example("vtrace_cartpole", tmp_path, "--frames", str(frames), timeout_s=560)
+def test_vtrace_learns_from_older_data(run_example, frames):
+    printed = run_example("vtrace_cartpole", "--frames", str(frames), timeout_s=560)
     found = re.search(r"^Return ([\d.]+) after ([\d,]+) frames", printed, re.MULTILINE)
     assert found is not None, printed
     if frames == 2048:
@@ -114,8 +106,8 @@ def test_vtrace_learns_from_older_data(tmp_path, frames):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_torchrls_ppo_solves_cartpole(tmp_path):
-    printed = run_example("torchrl_ppo", tmp_path, "--seed", "1", timeout_s=380)
+def test_torchrls_ppo_solves_cartpole(run_example):
+    printed = run_example("torchrl_ppo", "--seed", "1", timeout_s=380)
     solved = re.search(r"^solved: mean return ([\d.]+)", printed, re.MULTILINE)
     assert solved is not None, printed
     assert float(solved.group(1)) >= 475
@@ -133,16 +125,16 @@ def test_ppo_says_when_it_fails(tmp_path):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_policy_that_cannot_be_copied_is_trained(tmp_path):
-    printed = run_example("uncopyable_policy", tmp_path, timeout_s=380)
+def test_a_policy_that_cannot_be_copied_is_trained(run_example):
+    printed = run_example("uncopyable_policy", timeout_s=380)
     returns = [float(number) for number in re.findall(r"mean return +([\d.]+)", printed)]
     assert len(returns) == 4
     assert returns[-1] > 100
 
 
 @pytest.mark.slow
-def test_custom_env_refuses_instances_and_runs_its_factory(tmp_path):
-    printed = run_example("custom_env", tmp_path)
+def test_custom_env_refuses_instances_and_runs_its_factory(run_example):
+    printed = run_example("custom_env")
     refusals = [line for line in printed.splitlines() if line.startswith("refused:")]
     assert len(refusals) == 2
     assert "got an env" in refusals[0] or "got __main__.Marble" in refusals[0]
@@ -157,8 +149,8 @@ def test_custom_env_refuses_instances_and_runs_its_factory(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctypes_env_keeps_the_contract_and_runs(tmp_path):
-    printed = run_example("ctypes_env", tmp_path)
+def test_ctypes_env_keeps_the_contract_and_runs(run_example):
+    printed = run_example("ctypes_env")
     assert re.search(r"the contract holds: rules \(1, 6, 7, 10, 3, 2, 4\), (\d+) episodes ended", printed)
     steps, crashes, cut = map(int, re.search(r"(\d+) steps: (\d+) crashes, (\d+) flights", printed).groups())
     assert steps == 4000
@@ -176,8 +168,8 @@ def test_the_page_on_envs_of_ones_own_has_the_example_itself():
 
 
 @pytest.mark.slow
-def test_async_rollout_shows_both_ways_to_step(tmp_path):
-    printed = run_example("async_rollout", tmp_path, "--transitions", "1800")
+def test_async_rollout_shows_both_ways_to_step(run_example):
+    printed = run_example("async_rollout", "--transitions", "1800")
     rates = [float(rate) for rate in re.findall(r"(\d+) transitions/s", printed)]
     assert len(rates) == 2
     assert min(rates) > 0
@@ -188,8 +180,8 @@ def test_async_rollout_shows_both_ways_to_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_gymnasium_vector_env_prints_returns(tmp_path):
-    printed = run_example("gymnasium_vector_env", tmp_path)
+def test_gymnasium_vector_env_prints_returns(run_example):
+    printed = run_example("gymnasium_vector_env")
     num_episodes, mean_return = re.match(r"(\d+) episodes in 1200 steps, mean return ([\d.]+)", printed).groups()
     assert int(num_episodes) > 20
     assert 10 < float(mean_return) < 60, "random actions keep the pole up for some 20 steps"
@@ -197,7 +189,7 @@ def test_gymnasium_vector_env_prints_returns(tmp_path):
 
 @needs("sb3", "meltingpot")
 @pytest.mark.slow
-def test_sb3_meltingpot_trains_agents_as_rows(tmp_path):
-    printed = run_example("sb3_meltingpot", tmp_path, "--updates", "2")
+def test_sb3_meltingpot_trains_agents_as_rows(run_example):
+    printed = run_example("sb3_meltingpot", "--updates", "2")
     assert "2 envs, 4 rows; a row sees (40, 40, 3) and has 8 actions" in printed
     assert "256 agent steps in 2 updates; episodes of [60] steps" in printed

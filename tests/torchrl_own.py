@@ -16,6 +16,9 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
+#: What workers with TorchRL's envs import, in their order: Gym wrappers import SB3, which imports TensorBoard.
+PRELOADED = ("envherd.workers.adapters.hosts.light_tensorboard", "torchrl.envs", "stable_baselines3")
+
 _INSTALLED = importlib.metadata.version("torchrl")  # what 0.10 says of itself is wrong
 #: Of the TorchRL that is installed, e.g. `(0, 14)`.
 VERSION = tuple(int(part) for part in _INSTALLED.split(".")[:2])

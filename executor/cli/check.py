@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import ENV_KWARGS_HELP, keyword_arguments, read_keyword_arguments
+from envherd.executor.cli.option_values import EnvKwargs, read_keyword_arguments
 
 _ENV_HELP = "As `envherd rollout` takes it, e.g. gymnasium:ID or python:MODULE:CALLABLE."
 
@@ -20,9 +20,7 @@ def check(
         bool,
         typer.Option("--random", help="Seeds do not determine what the env does: leave out what compares two runs."),
     ] = False,
-    env_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
-    ] = None,
+    env_kwargs: EnvKwargs = None,
 ) -> None:
     """Check that an env keeps the rules that training relies on, with random actions.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import ENV_KWARGS_HELP, keyword_arguments, picture, read_keyword_arguments
+from envherd.executor.cli.option_values import Chart, EnvKwargs, read_keyword_arguments
 
 _ENV_HELP = "gymnasium:ID, meltingpot:SUBSTRATE, or python:MODULE:CALLABLE (a callable that returns a Gymnasium env)."
 
@@ -21,12 +20,8 @@ def compare(  # noqa: PLR0913  # the command line's options, read by typer
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all libraries take turns.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.05, help="Seconds of each library in a round.")] = 1.0,
-    env_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")
-    ] = None,
+    env_kwargs: EnvKwargs = None,
+    plot: Chart = None,
     json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the figures as JSON; - prints them.")] = None,
 ) -> None:
     """Compare the speed of your env under the installed libraries.

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import (
-    ENV_KWARGS_HELP,
-    MAX_STEPS_HELP,
-    keyword_arguments,
-    picture,
-    read_keyword_arguments,
-)
+from envherd.executor.cli.option_values import Chart, EnvKwargs, MaxSteps, Workers, read_keyword_arguments
 
 
 def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
@@ -39,17 +32,11 @@ def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
     ] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Number of episodes.")] = 10,
     envs: Annotated[int, typer.Option(min=1, help="Number of envs that play at once.")] = 4,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of worker processes; default: one per usable core.")
-    ] = None,
+    workers: Workers = None,
     seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0,
-    max_steps: Annotated[int | None, typer.Option(min=1, help=MAX_STEPS_HELP)] = None,
-    env_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")
-    ] = None,
+    max_steps: MaxSteps = None,
+    env_kwargs: EnvKwargs = None,
+    plot: Chart = None,
     json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the results as JSON; - prints them.")] = None,
 ) -> None:
     """Evaluate policies: per-capita, collective and per-role returns, and equality, with 95 % confidence intervals."""

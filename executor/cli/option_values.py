@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-
-ENV_KWARGS_HELP = "Keyword arguments of the env as a JSON object, e.g. '{\"max_episode_steps\": 50}'."
-
-MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo, vmas)."
 
 
 def picture(suffix: str) -> Callable[[Path | None], Path | None]:
@@ -51,3 +47,15 @@ def _read(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise typer.BadParameter(f"expected a JSON object, got {text!r}.")
     return found
+
+
+# ---- options of several commands -------------------------------------------------------------------
+
+_ENV_KWARGS_HELP = "Keyword arguments of the env as a JSON object, e.g. '{\"max_episode_steps\": 50}'."
+_MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo, vmas)."
+_WORKERS_HELP = "Number of worker processes; default: one per usable core."
+
+EnvKwargs = Annotated[str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=_ENV_KWARGS_HELP)]
+MaxSteps = Annotated[int | None, typer.Option(min=1, help=_MAX_STEPS_HELP)]
+Workers = Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)]
+Chart = Annotated[Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")]

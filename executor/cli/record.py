@@ -7,13 +7,7 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import (
-    ENV_KWARGS_HELP,
-    MAX_STEPS_HELP,
-    keyword_arguments,
-    picture,
-    read_keyword_arguments,
-)
+from envherd.executor.cli.option_values import EnvKwargs, MaxSteps, picture, read_keyword_arguments
 
 
 def record(  # noqa: PLR0913  # the command line's options, read by typer
@@ -47,10 +41,8 @@ def record(  # noqa: PLR0913  # the command line's options, read by typer
     ] = None,
     fps: Annotated[float, typer.Option(min=1, max=240, help="Steps per second of video.")] = 20.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Root seed; default: drawn, and shown.")] = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help=MAX_STEPS_HELP)] = None,
-    env_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
-    ] = None,
+    max_steps: MaxSteps = None,
+    env_kwargs: EnvKwargs = None,
 ) -> None:
     """Record a video (MP4, GIF) of one env.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import picture
+from envherd.executor.cli.option_values import Workers, picture
 
 
 def replay(
@@ -15,9 +15,7 @@ def replay(
         Path, typer.Argument(metavar="DIR", help="What `envherd rollout --out DIR` wrote.", show_default=False)
     ],
     *,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of worker processes; default: one per usable core.")
-    ] = None,
+    workers: Workers = None,
     gif: Annotated[
         Path | None,
         typer.Option(metavar="PATH", callback=picture(".gif"), help="Write an animation (GIF) of all envs."),

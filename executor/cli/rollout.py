@@ -8,13 +8,7 @@ from typing import Annotated
 import typer
 
 from envherd.executor.cli.config import read_config, settings
-from envherd.executor.cli.option_values import (
-    ENV_KWARGS_HELP,
-    MAX_STEPS_HELP,
-    keyword_arguments,
-    picture,
-    read_keyword_arguments,
-)
+from envherd.executor.cli.option_values import EnvKwargs, MaxSteps, Workers, picture, read_keyword_arguments
 
 _ENV_HELP = (
     "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:ID-OR-MODULE, gymnasium_vec:ID[:ROWS], "
@@ -28,9 +22,7 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
     env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)],
     *,
     envs: Annotated[int, typer.Option(min=1, help="Number of envs.")] = 4,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of worker processes; default: one per usable core.")
-    ] = None,
+    workers: Workers = None,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Run on the nodes of a Ray cluster: HOST:PORT of its head, or auto."),
@@ -41,10 +33,8 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
         str | None,
         typer.Option(metavar="MODULE:FACTORY", help="FACTORY(env) returns the policy; default: random actions."),
     ] = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help=MAX_STEPS_HELP)] = None,
-    env_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
-    ] = None,
+    max_steps: MaxSteps = None,
+    env_kwargs: EnvKwargs = None,
     config: Annotated[  # noqa: ARG001  # its callback has read it
         Path | None,
         typer.Option(

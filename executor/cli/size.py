@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
-from envherd.executor.cli.option_values import ENV_KWARGS_HELP, keyword_arguments, picture, read_keyword_arguments
+from envherd.executor.cli.option_values import EnvKwargs, picture, read_keyword_arguments
 
 _ENV_HELP = "As `envherd rollout` takes it, e.g. meltingpot:NAME, gymnasium:ID or python:MODULE:CALLABLE."
 
@@ -43,9 +43,7 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
     ] = None,
     headroom: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the memory to leave alone.")] = 0.2,
     verify: Annotated[bool, typer.Option("--verify", hidden=True)] = False,
-    env_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=ENV_KWARGS_HELP)
-    ] = None,
+    env_kwargs: EnvKwargs = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Draw it (PNG).")] = None,
     json: Annotated[str | None, typer.Option(metavar="PATH", help="Write it as JSON; - prints it.")] = None,
     yaml: Annotated[str | None, typer.Option(metavar="PATH", help="Write the setting as YAML; - prints it.")] = None,

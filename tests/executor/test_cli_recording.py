@@ -161,15 +161,15 @@ def test_long_animations_leave_steps_out(tmp_path):
 
 @needs("meltingpot")
 @pytest.mark.slow
-def test_a_timeline_shows_where_an_agent_went_and_what_it_got(tmp_path):
+def test_a_timeline_shows_where_an_agent_went_and_what_it_got(script_host, tmp_path):
     """In a process of its own: matplotlib keeps its font files open."""
     from PIL import Image
 
     name = "prisoners_dilemma_in_the_matrix__repeated"
+    script = tmp_path / "command.py"
+    script.write_text("from envherd.executor.cli.app import app; app()")
     command = ["record", name, "--timeline", tmp_path / "line.png", "--agent", 1, "--steps", 8, "--seed", 1]
-    code = "from envherd.executor.cli.app import app; app()"
-    run = [sys.executable, "-c", code, *map(str, command)]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=120)
+    done = script_host.run(script, *map(str, command), folder=tmp_path, output=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "8 steps" in done.stdout
     with Image.open(tmp_path / "line.png") as picture:
@@ -202,6 +202,7 @@ def test_libraries_are_compared_on_ones_own_env(tmp_path):
     (tmp_path / "my_envs.py").write_text(
         textwrap.dedent(
             """
+            import envherd.workers.adapters.hosts.light_tensorboard  # SB3 and TorchRL import TensorFlow without it
             import gymnasium
 
             def make_env(steps=7):

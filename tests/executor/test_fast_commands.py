@@ -22,6 +22,7 @@ from envherd.executor.pools.replies import Outcome
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.shm.tally import Counter
 from envherd.workers import native
+from tests.scale import scaled
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
 
@@ -71,7 +72,7 @@ def _take_all(bell: Doorbell) -> int:
     return count
 
 
-@settings(max_examples=150)
+@settings(max_examples=scaled(50, full=150))
 @given(data=st.data(), num_envs=st.integers(1, 9), num_workers=st.integers(1, 3))
 def test_both_do_the_same(data, num_envs, num_workers):
     sides = [Side(num_envs, num_workers, in_c=in_c) for in_c in (True, False)]

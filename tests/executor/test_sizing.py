@@ -220,8 +220,11 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "0.5", "-
 
 
 @pytest.mark.slow
-def test_an_affinity_is_kept():
-    done = subprocess.run([sys.executable, "-c", AFFINE], capture_output=True, text=True, check=True, timeout=200)
+def test_an_affinity_is_kept(script_host, tmp_path):
+    script = tmp_path / "affine.py"
+    script.write_text(AFFINE)
+    done = script_host.run(script, folder=tmp_path, output=tmp_path)
+    assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["machine"]["cores"] == 1
     assert {one["num_workers"] for one in report["settings"]} == {0, 1}
@@ -274,7 +277,7 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "60", "--
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["probe: step", "starting", "starting SerialEnv", "round 2"])
+@pytest.mark.parametrize("stage", ["probe: step", "starting SerialEnv", "round 2"])
 def test_ctrl_c_leaves_nothing_behind(stage):
     process = subprocess.Popen(
         [sys.executable, "-c", CTRL_C, stage], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -297,11 +300,13 @@ from envherd.workers.errors import EnvherdError
 from envherd.workers.testing import CountingEnv
 from tests.executor import sized_envs
 
+patience_s = {sized_envs.HangingEnv: 4.0}
 for make_env in (CountingEnv, sized_envs.FailingEnv, sized_envs.DyingEnv, sized_envs.HangingEnv):
     host = ForkedHost()
     options = ExecutorOptions()
     factory = pickle_factory(make_env)
-    host.prepare(SerialFactory(factory=factory, env_kwargs={}, options=options, span_s=0.1, policy_s=0.0), 10.0)
+    made_by = SerialFactory(factory=factory, env_kwargs={}, options=options, span_s=0.1, policy_s=0.0)
+    host.prepare(made_by, patience_s.get(make_env, 10.0))
     host.call("open", 2)
     try:
         print(host.call("turn", 2, "sync")["steps"] > 0, end="; ")
@@ -319,7 +324,7 @@ def test_serial_in_a_forked_process_fails_dies_and_hangs_there():
     assert good == "True; -9 -9"
     assert failing.startswith("EnvError EnvError: step failed: the env raised ValueError: no such key")
     assert dying == "WorkerLost SerialEnv's process ended with exit code 7.; 7 7"
-    assert hanging == "WorkerTimeout turn failed: SerialEnv's process gave no answer within 10 s.; -9 -9"
+    assert hanging == "WorkerTimeout turn failed: SerialEnv's process gave no answer within 4 s.; -9 -9"
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from envherd.workers.process.native_loop import NativeLoop
 from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
-from tests.scale import IS_FULL
+from tests.scale import IS_FULL, scaled
 from tests.workers.native_sides import NUM_COLUMNS, TARGET, Scripted, Side, compare, fingerprint, sides
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=f"the C extension is not there: {native.describe()}")
@@ -694,15 +694,15 @@ def test_nothing_leaks_whatever_envs_return():
     for _ in range(10):
         turn()
     gc.collect()
-    objects, growths = len(gc.get_objects()), []
+    objects, growths, num_turns = len(gc.get_objects()), [], scaled(16, full=40)
     for _ in range(3):
         before = process.memory_info().rss
-        for _ in range(40):
+        for _ in range(num_turns):
             turn()
         gc.collect()
         growths.append(process.memory_info().rss - before)
     assert len(gc.get_objects()) - objects < 100
-    assert min(growths) < 1 << 20, "a leak grows at every time; what else the process has does not"
+    assert min(growths) < num_turns << 15, "a leak grows at every time; what else the process has does not"
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from envherd.executor.facades.torchrl import ParallelEnv, SerialEnv
 from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
 from tests import torchrl_own as own
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads("torchrl.envs", "stable_baselines3")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads(*own.PRELOADED)]
 
 SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
 
@@ -207,12 +207,6 @@ class Sleeper(own.CountingEnv):
     def _set_seed(self, seed):
         self.sleep()
 
-    def state_dict(self, *args, **kwargs):
-        self.sleep()
-
-    def load_state_dict(self, state, **kwargs):
-        self.sleep()
-
     @property
     def level(self):
         return self.sleep()
@@ -222,10 +216,7 @@ class Sleeper(own.CountingEnv):
 def test_warnings_are_seen_and_whatever_is_asked_of_envs_has_a_deadline(capfd):
     calls = (
         lambda env: env.set_seed(7),
-        lambda env: env.state_dict(),
-        lambda env: env.load_state_dict({"worker0": {}}),
         lambda env: env.level,
-        lambda env: env.sleep(),
     )
     options = ExecutorOptions(
         reset_timeout_s=2.0, close_timeout_s=1.0, on_worker_loss="restart", max_restarts=9, worker_output="inherit"
@@ -241,7 +232,7 @@ def test_warnings_are_seen_and_whatever_is_asked_of_envs_has_a_deadline(capfd):
 
 @pytest.mark.broken_pool
 def test_starting_has_a_deadline():
-    options = ExecutorOptions(build_timeout_s=6.0, close_timeout_s=1.0)
+    options = ExecutorOptions(build_timeout_s=3.0, close_timeout_s=1.0)
     with pytest.raises(WorkerTimeout, match="in sleep"):
         ParallelEnv(1, Sleeper, create_env_kwargs={"where": "build"}, options=options)
 

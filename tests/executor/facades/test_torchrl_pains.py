@@ -20,7 +20,7 @@ from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.workers.errors import EnvError, WorkerTimeout
 from tests import torchrl_own as own
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads("torchrl.envs", "stable_baselines3")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads(*own.PRELOADED)]
 
 SCRIPT = """
 from torchrl.envs import GymEnv
@@ -57,6 +57,7 @@ def act(env, value):
     return td.set("action", torch.full_like(env.full_action_spec["action"].zero(), value))
 
 
+@pytest.mark.full
 def test_a_script_needs_no_main_guard_and_runs_once(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

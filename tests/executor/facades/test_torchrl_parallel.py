@@ -26,7 +26,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import EnvError, FactoryError, WorkerLost
 from tests import torchrl_own as own
 
-pytestmark = [pytest.mark.slow, pytest.mark.preloads("torchrl.envs", "stable_baselines3")]
+pytestmark = [pytest.mark.slow, pytest.mark.preloads(*own.PRELOADED)]
 
 
 @contextmanager

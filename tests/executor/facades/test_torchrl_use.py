@@ -30,7 +30,7 @@ with warnings.catch_warnings():
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.preloads("torchrl.envs", "stable_baselines3"),
+    pytest.mark.preloads(*own.PRELOADED),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 

@@ -110,6 +110,15 @@ class NativeEnv:
         action, self.raw_action = self.raw_action, _NO_ACTION
         return action
 
+    def begin_reset(self, options: Mapping[str, Any] | None) -> Any:
+        """Forget the raw action; return a copy of the options that the env gets, None for none.
+
+        Args:
+            options: None, or `{"options": what the caller passes}`.
+        """
+        self.raw_action = _NO_ACTION
+        return copy.deepcopy(options["options"]) if options else None
+
     def close(self) -> None:
         """Close the env."""
         self.env.close()
@@ -166,11 +175,10 @@ class NativeAdapter(Adapter):
         mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
     ) -> list[Any]:
         """Start a new episode; see `Adapter.reset`. `options` is None, or `{"options": what the env gets}`."""
-        self.env.take_raw_action()
+        own = self.env.begin_reset(options)
         if options is None and seed is None:
             observation, self.info = self.env.env.reset()
         else:
-            own = copy.deepcopy(options["options"]) if options else None
             observation, self.info = self.env.env.reset(seed=seed, options=own)
         return self._flattened(observation)
 

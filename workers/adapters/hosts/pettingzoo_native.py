@@ -11,7 +11,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -161,9 +160,8 @@ class ParallelNativeAdapter(Adapter):
         mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
     ) -> list[Any]:
         """Start a new episode; see `Adapter.reset`. `options` is None, or `{"options": what the env gets}`."""
-        self.env.take_raw_action()
+        own = self.env.begin_reset(options)
         self._needs_reset = True
-        own = copy.deepcopy(options["options"]) if options else None
         arguments = {"seed": seed, "options": own} if own is not None else {"seed": seed}
         observations, self.info = checked_reset(self.env.env.reset(**arguments))
         if not self.env.env.agents:

@@ -8,7 +8,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -105,9 +104,8 @@ class MultiAgentAdapter(ParallelNativeAdapter):
         mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
     ) -> list[Any]:
         """Start a new episode; see `Adapter.reset`. `options` is None, or `{"options": what the env gets}`."""
-        self.env.take_raw_action()
+        own = self.env.begin_reset(options)
         self._needs_reset = True
-        own = copy.deepcopy(options["options"]) if options else None
         observations, infos = checked_reset(self.env.env.reset(seed=seed, options=own))
         self._flags[...] = False
         self._needs_reset = False
