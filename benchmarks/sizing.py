@@ -1,8 +1,8 @@
 """Does `envherd size` choose well? The choice against an exhaustive sweep, for eight envs.
 
 Each env is sized with a fixed number of envs. Then `SerialEnv`, every number of workers up to twice the cores, and
-first-K on the cores and on the chosen number run in rounds. Reported: what share of the sweep's best the choice makes,
-and how long sizing took.
+first-K on the cores and on the chosen number run in rounds. Reported: what share of the sweep's best the choice makes
+(median and quartiles of the rounds), and how long sizing took.
 
 Run: python -m envherd.benchmarks.sizing [--quick] [--env NAME ...] [--rounds N] [--render] [--write]
 
@@ -142,7 +142,7 @@ def run_one(name: str, num_rounds: int, span_s: float) -> dict[str, Any]:
         "best": str(max(typical, key=typical.__getitem__)),
         "sized_steps_per_s": sizing.advice.predicted.steps_per_s,
         "measured_steps_per_s": typical[chosen],
-        "share_of_best": share_of_best(rates, chosen),
+        "share_of_best": [float(share) for share in np.percentile(shares_of_best(rates, chosen), (25, 50, 75))],
         "took_s": took_s,
         "contention": sizing.measured.contention,
     }
@@ -171,8 +171,8 @@ def _key(setting: Setting) -> tuple[int, bool]:
     return setting.num_workers, setting.reset_ahead
 
 
-def share_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> float:
-    """Return the median share that a setting makes of the best one, over rounds.
+def shares_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> list[float]:
+    """Return the share that a setting makes of the best one, in each round.
 
     Of settings that are equally fast, the largest figure is some way above the others by chance. So the best is told by
     all other rounds, and compared in this one.
@@ -185,7 +185,7 @@ def share_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> float:
     for i in range(len(rates[chosen])):
         others = {setting: np.median([*own[:i], *own[i + 1 :]] or own) for setting, own in rates.items()}
         shares.append(rates[chosen][i] / rates[max(others, key=others.__getitem__)][i])
-    return float(np.median(shares))
+    return shares
 
 
 def as_sheet(where: str, rows: list[dict[str, Any]]) -> Sheet:
@@ -198,7 +198,7 @@ def as_sheet(where: str, rows: list[dict[str, Any]]) -> Sheet:
             f"{row['sized_steps_per_s']:,.0f}",
             f"{row['measured_steps_per_s']:,.0f}",
             row["best"],
-            f"{min(1.0, row['share_of_best']):.0%}",
+            "{1:.0%} ({0:.0%} to {2:.0%})".format(*row["share_of_best"]),
             f"{row['took_s']:.1f} s",
             f"{row['contention']:.0%}",
         )
