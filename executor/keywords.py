@@ -23,6 +23,12 @@ _NAMES_ELSEWHERE = {
     "create_env_fn": "make_env",
     "create_env_kwargs": "env_kwargs",
     "env_args": "env_kwargs",
+    "min_envs": "min_batch",
+    "max_envs": "max_batch",
+    "batch_size": "frames_per_batch",
+    "num_steps": "frames_per_batch",
+    "n_steps": "frames_per_batch",
+    "env_fn_kwargs": "env_kwargs",
 }
 
 
