@@ -1,16 +1,19 @@
-"""Envs that advance independently: what threads in a worker give, and our collector next to TorchRL's.
+"""Envs that advance independently: what threads in a worker give, and ours next to TorchRL's.
 
     python -m envherd.benchmarks.asynchronous threads      # envs that wait, one worker each and many threads in one
+    python -m envherd.benchmarks.asynchronous pools        # send and recv next to TorchRL's AsyncEnvPool
     python -m envherd.benchmarks.asynchronous collectors   # AsyncCollector next to TorchRL's AsyncBatchedCollector
-    python -m envherd.benchmarks.asynchronous policy       # a policy of 2 ms over 64 envs of 5 ms, against both limits
+    python -m envherd.benchmarks.asynchronous policy       # a policy of 2 ms over 64 envs of 5 ms
 
-The collectors run one after the other, twice, in turn; the better run counts. The machine should be idle.
+The machine should be idle. TorchRL starts a process for each env, or for four of them, and each of them imports all of
+TorchRL: before it gives a figure for 32 envs, two processors are busy for a minute or more.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,20 +25,27 @@ from gymnasium.spaces import Box, Discrete
 
 from envherd.executor import AsyncCollector, ExecutorOptions, ParallelEnv
 
+#: Envs that cost nothing, and envs with steps of 1 ms whose reset takes 200 ms: number, seconds of a step, of a reset.
+SERIES = {"free": (8, 0.0, 0.0), "slow resets": (32, 0.001, 0.2)}
+#: How many envs TorchRL has in a process.
+ENVS_PER_WORKER = (1, 4)
+
 
 class Waiting(gymnasium.Env[np.ndarray, Any]):
-    """An env that sleeps in each step, as one behind a socket does; episodes of 50 steps."""
+    """An env that sleeps in each step and reset, as one behind a socket does; episodes of 50 steps."""
 
     observation_space = Box(-1.0, 1.0, (4,), np.float32)
     action_space = Discrete(2)
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s, self._num_steps = step_s, 0
+    def __init__(self, step_s: float, reset_s: float = 0.0) -> None:
+        self._step_s, self._reset_s, self._num_steps = step_s, reset_s, 0
         self._observation = np.zeros(4, np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
         """Start an episode."""
         super().reset(seed=seed, options=options)
+        if self._reset_s:
+            time.sleep(self._reset_s)
         self._num_steps = 0
         return self._observation, {}
 
@@ -63,15 +73,50 @@ def _rate(collect: Callable[[], int], seconds: float) -> float:
     return count / (time.perf_counter() - began)
 
 
-def ours(num_envs: int, step_s: float, *, num_workers: int, has_threads: bool, policy_s: float, seconds: float) -> Any:
+def ceiling(num_envs: int, step_s: float, reset_s: float, seconds: float) -> float:
+    """Return the steps per second of envs that wait, each alone on a thread of this process."""
+    counts = [0] * num_envs
+    began = threading.Barrier(num_envs)
+
+    def drive(place: int) -> None:
+        env = Waiting(step_s, reset_s)
+        env.reset()
+        began.wait()
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            counts[place] += 1
+            if env.step(0)[2]:
+                env.reset()
+
+    driving = [threading.Thread(target=drive, args=(place,)) for place in range(num_envs)]
+    for thread in driving:
+        thread.start()
+    for thread in driving:
+        thread.join()
+    return sum(counts) / seconds
+
+
+def ours(  # noqa: PLR0913  # what differs between the tables
+    num_envs: int,
+    step_s: float,
+    reset_s: float = 0.0,
+    *,
+    num_workers: int,
+    has_threads: bool,
+    policy_s: float,
+    seconds: float,
+    min_batch: int = 1,
+) -> Any:
     """Return our transitions per second, the workers' memory per env (PSS, MiB), seconds to start, and statistics."""
     began = time.perf_counter()
-    make = functools.partial(Waiting, step_s)
+    make = functools.partial(Waiting, step_s, reset_s)
     options = ExecutorOptions(env_threads=has_threads)
     with ParallelEnv(num_envs, make, num_workers=num_workers, options=options) as env:
         started = time.perf_counter() - began
         policy = functools.partial(_zeros, delay_s=policy_s)
-        collector = AsyncCollector(env, policy, frames_per_batch=4 * num_envs, layout="flat", close_env=False)
+        collector = AsyncCollector(
+            env, policy, frames_per_batch=4 * num_envs, layout="flat", min_batch=min_batch, close_env=False
+        )
         rate = _rate(lambda: len(collector.collect()), seconds)
         memory = sum(worker.pss_bytes for worker in env.statistics().workers) / num_envs / 2**20
         found = collector.statistics()
@@ -79,13 +124,50 @@ def ours(num_envs: int, step_s: float, *, num_workers: int, has_threads: bool, p
     return rate, memory, started, found
 
 
-def torchrls(num_envs: int, step_s: float, seconds: float, **kwargs: Any) -> float:
+def send_and_recv(num_envs: int, step_s: float, reset_s: float, seconds: float) -> float:
+    """Return the transitions per second of `send` and `recv`, two workers, the first that are ready."""
+    options = ExecutorOptions(env_threads=step_s > 0)
+    with ParallelEnv(num_envs, functools.partial(Waiting, step_s, reset_s), num_workers=2, options=options) as env:
+        env.reset()
+        env.send(_zeros(env.current()))
+
+        def turn() -> int:
+            env_ids = env.recv(1, max_envs=num_envs, with_root=False)["env_ids"]
+            env.send(_zeros(env.current(env_ids)), env_ids)
+            return len(env_ids)
+
+        rate = _rate(turn, seconds)
+        env.recv()
+    return rate
+
+
+def pool(kind: Any, num_envs: int, step_s: float, reset_s: float, seconds: float, envs_per_worker: int) -> float:
+    """Return the transitions per second of TorchRL's `AsyncEnvPool`, or of a class with its methods."""
+    makers = [functools.partial(_wrapped, step_s, reset_s)] * num_envs
+    env = kind(makers, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker)
+    try:
+        env.async_reset_send(env_index=list(range(num_envs)))
+        env.async_step_and_maybe_reset_send(_zeros(env.async_reset_recv(min_get=num_envs)))
+
+        def turn() -> int:
+            _, root = env.async_step_and_maybe_reset_recv(min_get=1)
+            env.async_step_and_maybe_reset_send(_zeros(root))
+            return len(root)
+
+        rate = _rate(turn, seconds)
+        env.async_step_and_maybe_reset_recv(min_get=num_envs)
+    finally:
+        env.close()
+    return rate
+
+
+def torchrls(num_envs: int, step_s: float, reset_s: float, seconds: float, **kwargs: Any) -> float:
     """Return the transitions per second of TorchRL's `AsyncBatchedCollector`."""
     from tensordict.nn import TensorDictModule
     from torchrl.collectors import AsyncBatchedCollector
 
     collector = AsyncBatchedCollector(
-        [functools.partial(_wrapped, step_s)] * num_envs,
+        [functools.partial(_wrapped, step_s, reset_s)] * num_envs,
         policy=TensorDictModule(_Zero(), in_keys=["observation"], out_keys=["action"]),
         frames_per_batch=4 * num_envs,
         transport="driver",
@@ -105,11 +187,12 @@ class _Zero(torch.nn.Module):
         return torch.zeros(observation.shape[:-1], dtype=torch.int64)
 
 
-def _wrapped(step_s: float) -> Any:
-    from torchrl.envs import GymWrapper
+def _wrapped(step_s: float, reset_s: float) -> Any:
+    from torchrl.envs.libs import gym
 
+    gym._has_sb3 = False  # noqa: SLF001  # else each process imports it, and TensorFlow with it: 1 GiB, some seconds
     torch.set_num_threads(1)
-    return GymWrapper(Waiting(step_s), categorical_action_encoding=True)
+    return gym.GymWrapper(Waiting(step_s, reset_s), categorical_action_encoding=True)
 
 
 def threads(seconds: float) -> None:
@@ -133,42 +216,64 @@ def threads(seconds: float) -> None:
             print(f"| {' | '.join(map(str, cells))} |")
 
 
+def pools(seconds: float) -> None:
+    """Print `send` and `recv`, and the facade of TorchRL's pool, next to TorchRL's pool."""
+    import torchrl.envs
+
+    from envherd.executor.facades.torchrl import AsyncEnvPool
+
+    print("| envs | alone | `send`, `recv` | `AsyncEnvPool` here | TorchRL's, 1 per worker | TorchRL's, 4 per worker |")
+    for name, (num_envs, step_s, reset_s) in SERIES.items():
+        case = (num_envs, step_s, reset_s, seconds)
+        found = [ceiling(*case) if step_s else None, send_and_recv(*case), pool(AsyncEnvPool, *case, num_envs // 2)]
+        found += [pool(torchrl.envs.AsyncEnvPool, *case, count) for count in ENVS_PER_WORKER]
+        _print_rates(f"{num_envs} {name}", found)
+
+
 def collectors(seconds: float) -> None:
-    """Print our collector next to TorchRL's, for 8 envs that cost nothing and 32 that wait for 1 ms."""
-    print("| envs | step ms | envherd/s | TorchRL/s, 1 per worker | TorchRL/s, 4 per worker | ratio to the better |")
-    for num_envs, step_s in ((8, 0.0), (32, 0.001)):
-        num_workers = 2 if not step_s else num_envs
-        rates: list[list[float]] = [[], [], []]
-        for _ in range(2):
-            found = ours(num_envs, step_s, num_workers=num_workers, has_threads=False, policy_s=0.0, seconds=seconds)
-            rates[0].append(found[0])
-            for place, envs_per_worker in ((1, 1), (2, 4)):
-                rates[place].append(
-                    torchrls(num_envs, step_s, seconds, env_exchange="shm", envs_per_worker=envs_per_worker)
-                )
-        best = [max(of_one) for of_one in rates]
-        texts = " | ".join(f"{rate:,.0f}" for rate in best)
-        print(f"| {num_envs} | {step_s * 1000:g} | {texts} | {best[0] / max(best[1:]):.1f} |")
+    """Print our collector next to TorchRL's."""
+    print("| envs | alone | `AsyncCollector` | TorchRL's, 1 per worker | TorchRL's, 4 per worker |")
+    for name, (num_envs, step_s, reset_s) in SERIES.items():
+        case = (num_envs, step_s, reset_s)
+        found = [ceiling(*case, seconds) if step_s else None]
+        found += [ours(*case, num_workers=2, has_threads=step_s > 0, policy_s=0.0, seconds=seconds)[0]]
+        found += [torchrls(*case, seconds, env_exchange="shm", envs_per_worker=count) for count in ENVS_PER_WORKER]
+        _print_rates(f"{num_envs} {name}", found)
+
+
+def _print_rates(name: str, rates: list[float | None]) -> None:
+    cells = ["" if rate is None else f"{rate:,.0f}" for rate in rates]
+    print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 def policy(seconds: float) -> None:
-    """Print what a policy of 2 ms gives over 64 envs of 5 ms, as a share of the lower of two limits."""
+    """Print what a policy of 2 ms gives over 64 envs of 5 ms, and the limits."""
     num_envs, step_s, policy_s = 64, 0.005, 0.002
-    rate, _, _, found = ours(num_envs, step_s, num_workers=2, has_threads=True, policy_s=policy_s, seconds=seconds)
-    # All envs advance in step at best: each waits for its own step and for one call of the policy.
-    print(f"{rate:,.0f}/s; bound by the {found.bound_by}; policy busy {found.policy_share:.2f} of the time; ", end="")
-    print(f"{found.batch_size_mean:.1f} envs a call; ", end="")
-    print(f"answers wait for {found.queue_p50_s * 1e3:.2f} ms (median), {found.queue_p99_s * 1e3:.2f} ms (99 %)")
-    print(f"{rate / (num_envs / (step_s + policy_s)):.2f} of {num_envs / (step_s + policy_s):,.0f}/s")
+    print("| min_batch | transitions/s | envs a call | policy busy | answers wait, ms: median | 99 % |")
+    for least in (1, 32, 64):
+        rate, _, _, found = ours(
+            num_envs, step_s, num_workers=2, has_threads=True, policy_s=policy_s, seconds=seconds, min_batch=least
+        )
+        waits = f"{found.queue_p50_s * 1e3:.2f} | {found.queue_p99_s * 1e3:.2f}"
+        print(
+            f"| {least} | {rate:,.0f} | {found.batch_size_mean:.1f} | {found.policy_share:.2f} | {waits} |", flush=True
+        )
+    alone = ceiling(num_envs, step_s, 0.0, seconds)
+    delayed = ceiling(num_envs, step_s + policy_s, 0.0, seconds)
+    print(f"The envs alone: {alone:,.0f}/s; with 2 ms more a step: {delayed:,.0f}/s; the policy alone: ", end="")
+    print(f"{num_envs / policy_s:,.0f}/s.")
+
+
+TABLES = {"threads": threads, "pools": pools, "collectors": collectors, "policy": policy}
 
 
 def main() -> None:
     """Run one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=["threads", "collectors", "policy"])
+    parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--seconds", type=float, default=5.0, help="for each figure")
     arguments = parser.parse_args()
-    {"threads": threads, "collectors": collectors, "policy": policy}[arguments.table](arguments.seconds)
+    TABLES[arguments.table](arguments.seconds)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ What it shows:
 - `SmallPictures` shrinks each player's view in the worker: 88x88 pixels become 11x11, one pixel for each cell.
 - `PerPlayer` makes one policy of the players' policies: one network for all of them, or with `--separate` one for each.
 - `policy.split(data)` gives each network the rows of its players, with which it is trained as in any PPO.
+- `--asynchronous` collects with an `AsyncCollector`: while the networks learn from a batch, the envs make the next one,
+  and no env waits for another. The data are then a version older than the weights, which PPO's ratio accounts for.
 - `--checkpoint` makes the training resumable: run the same command again, and it continues.
 
-Run: python examples/meltingpot_ippo.py [--substrate commons_harvest__open] [--separate] [--seed 1] [--steps 300000]
+Run: python examples/meltingpot_ippo.py [--substrate commons_harvest__open] [--separate] [--asynchronous] [--seed 1]
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from envherd import Collector, EpisodeLogger, ExecutorOptions, MeltingPotFactory, ParallelEnv, PerPlayer, SmallPictures
+from envherd import (
+    AsyncCollector,
+    Collector,
+    EpisodeLogger,
+    ExecutorOptions,
+    MeltingPotFactory,
+    ParallelEnv,
+    PerPlayer,
+    SmallPictures,
+)
 
 NUM_ENVS, NUM_STEPS = 4, 100
 EPOCHS, NUM_MINIBATCHES = 2, 4
@@ -70,6 +81,16 @@ def make_policy(env: ParallelEnv, *, separate: bool) -> PerPlayer:
     return PerPlayer(dict(enumerate(agents)) if separate else {"*": agents[0]}, env.spec)
 
 
+def make_collector(
+    env: ParallelEnv, policy: PerPlayer, num_steps: int, *, is_asynchronous: bool
+) -> Collector | AsyncCollector:
+    """Return what gives batches `[4, 100]`; the asynchronous one collects while the caller learns."""
+    batches = {"frames_per_batch": NUM_ENVS * NUM_STEPS, "total_frames": num_steps, "close_env": False}
+    if is_asynchronous:
+        return AsyncCollector(env, policy, steps_per_row=NUM_STEPS, in_background=1, **batches)
+    return Collector(env, policy, **batches)
+
+
 def advantages_of(agent: Agent, rows: TensorDictBase) -> Tensor:
     """Return generalised advantages `[N, T, p]`; an end by time (`truncated`) is worth what its last view is worth."""
     reward, done, terminated = (rows["next", key].squeeze(-1) for key in ("reward", "done", "terminated"))
@@ -110,7 +131,8 @@ def train(arguments: argparse.Namespace) -> None:
     """Train, print a line for each batch in which episodes ended, and save after it."""
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
-    logger, began, num_before, curve = EpisodeLogger(window=20), time.monotonic(), 0, []
+    logger, curve = EpisodeLogger(window=20), []
+    num_before, seconds_before, began = 0, 0.0, time.monotonic()
     options = ExecutorOptions(episode_statistics=True)
     with ParallelEnv(
         NUM_ENVS, make_env(arguments.substrate, arguments.episode), seed=arguments.seed, options=options
@@ -123,25 +145,38 @@ def train(arguments: argparse.Namespace) -> None:
             policy.load_state_dict(kept["policy"])
             for optimizer, state in zip(optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
-            num_before, curve = kept["steps"], kept["curve"]
+            curve = kept["curve"]
+            num_before, _, seconds_before = curve[-1]
             env.set_seed(arguments.seed + num_before)  # episodes that were not seen before
         total = arguments.steps - num_before
         if total <= 0:
             return
-        for data in Collector(env, policy, frames_per_batch=NUM_ENVS * NUM_STEPS, total_frames=total, close_env=False):
-            for (part, rows), optimizer in zip(policy.split(data), optimizers, strict=True):
-                update(part.policy, optimizer, rows)
-            if not logger.add(data):
-                continue
-            steps, rate = num_before + logger.num_steps, logger.num_steps / (time.monotonic() - began)
-            curve.append((steps, logger.mean_return))
-            print(f"steps {steps:8d}  return per player {logger.mean_return:7.2f}  {rate:5.0f} steps/s", flush=True)
-            if path is not None:
-                optimizer_states = [optimizer.state_dict() for optimizer in optimizers]
-                state = {"policy": policy.state_dict(), "optimizers": optimizer_states, "steps": steps, "curve": curve}
-                torch.save(state, path.with_suffix(".part"))
-                path.with_suffix(".part").replace(path)
-                path.with_suffix(".json").write_text(json.dumps(curve))
+        with make_collector(env, policy, total, is_asynchronous=arguments.asynchronous) as collector:
+            for data in collector:
+                for (part, rows), optimizer in zip(policy.split(data), optimizers, strict=True):
+                    update(part.policy, optimizer, rows)
+                if isinstance(collector, AsyncCollector):
+                    collector.update_policy_()
+                if not logger.add(data):
+                    continue
+                steps, seconds = num_before + logger.num_steps, seconds_before + time.monotonic() - began
+                curve.append((steps, logger.mean_return, seconds))
+                rate = logger.num_steps / (seconds - seconds_before)
+                print(f"steps {steps:8d}  return per player {logger.mean_return:7.2f}  {rate:5.0f} steps/s", flush=True)
+                if path is not None:
+                    save(path, policy, optimizers, curve)
+            if isinstance(collector, AsyncCollector):
+                found = collector.statistics()
+                print(f"bound by the {found.bound_by}; the data were {found.lag_mean:.1f} versions old on average")
+
+
+def save(path: Path, policy: PerPlayer, optimizers: list[torch.optim.Adam], curve: list[tuple[float, ...]]) -> None:
+    """Save what continues the training, and as JSON the curve: steps, return per player, and seconds."""
+    optimizer_states = [optimizer.state_dict() for optimizer in optimizers]
+    kept = {"policy": policy.state_dict(), "optimizers": optimizer_states, "curve": curve}
+    torch.save(kept, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+    path.with_suffix(".json").write_text(json.dumps(curve))
 
 
 def main() -> None:
@@ -149,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--substrate", default="commons_harvest__open")
     parser.add_argument("--separate", action="store_true", help="one network for each player")
+    parser.add_argument("--asynchronous", action="store_true", help="collect while the networks learn")
     parser.add_argument("--episode", type=int, default=250, help="steps of an episode")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=300_000, help="env steps in all")

@@ -7,6 +7,7 @@ was ready first. No env waits for another one: the policy runs on the envs that 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import queue
@@ -28,7 +29,7 @@ from envherd.executor.keywords import names_right_keyword
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_leaves
-from envherd.workers.errors import Closed
+from envherd.workers.errors import Closed, EnvError, WorkerLost, WorkerTimeout
 
 VALID = "valid"
 Bound = Literal["envs", "policy", "learner", "collector"]
@@ -167,7 +168,7 @@ class AsyncCollector:
         _check_env(env)
         self._sizes = sorted(batch_sizes or ())
         if self._sizes:
-            max_batch = min(max_batch or num_envs, self._sizes[-1])
+            max_batch = min(num_envs if max_batch is None else max_batch, self._sizes[-1])
         max_batch = num_envs if max_batch is None else max_batch
         self._num_steps = _steps_per_row(layout, steps_per_row, frames_per_batch, num_envs)
         self._is_flat = layout == "flat"
@@ -189,9 +190,9 @@ class AsyncCollector:
         self._primer = None if primer is None else primer.to("cpu")
         self._placed = _place(policy, policy_device, is_apart=in_background > 0)
         self._original = policy
-        self._policy_lock = threading.Lock()
+        self._policy_lock = threading.RLock()  # the policy may update itself
         self._rows = ContiguousRows(num_envs, self._num_steps, self.num_rows + num_envs)
-        self._steps = np.zeros(num_envs, np.int64)
+        self._steps, self._is_owed = np.zeros(num_envs, np.int64), np.zeros(num_envs, bool)
         self._state: TensorDictBase | None = self._primer
         self._known = {leaf.key for leaf in env.specs[0].leaves()}
         self._has_begun = self._is_closing = False
@@ -199,7 +200,7 @@ class AsyncCollector:
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
         self._batch_sizes: Counter[int] = Counter()
-        self._lags, self._lag_max = list[float](), 0
+        self._lag_sum, self._num_lags, self._lag_max = 0.0, 0, 0
         self._waits = _Waits(env.engine.pool.slab.words["answered_ns"])
         self._background = _Background(self._collect, in_background) if in_background else None
 
@@ -228,7 +229,8 @@ class AsyncCollector:
         data = self._collect() if self._background is None else self._background.take()
         self.num_frames += self.frames_per_batch
         lag = self.version - data.get("policy_version")
-        self._lags.append(float(lag.double().mean()))
+        self._lag_sum += float(lag.double().mean())
+        self._num_lags += 1
         self._lag_max = max(self._lag_max, int(lag.max()))
         if self._storing_device is not None:
             data = data.to(self._storing_device)
@@ -265,7 +267,7 @@ class AsyncCollector:
 
     def statistics(self) -> AsyncStatistics:
         """Return what was done so far."""
-        spent, lags = self._spent, self._lags
+        spent = self._spent
         median, late = self._waits.percentiles()
         return AsyncStatistics(
             frames=self._num_received,
@@ -277,7 +279,7 @@ class AsyncCollector:
             queue_p99_s=late,
             batch_sizes=dict(sorted(self._batch_sizes.items())),
             version=self.version,
-            lag_mean=sum(lags) / len(lags) if lags else 0.0,
+            lag_mean=self._lag_sum / max(1, self._num_lags),
             lag_max=self._lag_max,
         )
 
@@ -291,8 +293,9 @@ class AsyncCollector:
             self.env.close()  # which also ends the wait of a thread for an env that hangs
         if self._background is not None:
             self._background.join()
-        if not self.env.is_closed and (self.env.engine.states.under_way).any():
-            self.env.recv()  # the caller goes on with envs that owe nothing
+        while not self.env.is_closed and self._has_sent():
+            with contextlib.suppress(EnvError, WorkerLost, WorkerTimeout):  # their envs are no longer sent
+                self.env.recv()  # the caller goes on with envs that owe nothing
 
     shutdown = close
     """The same under TorchRL's name."""
@@ -328,19 +331,27 @@ class AsyncCollector:
         if not self._has_begun:
             env.reset()
             self._has_begun = True
+        self._rows.repair()
+        self._has_sent()
         idle = np.flatnonzero(~states.under_way)
-        needs_reset = states.needs_reset[idle]
-        if needs_reset.any():
-            failed = idle[needs_reset]
+        # Owed: acted for, and not in the rows. Of an env that is idle, an interrupt has lost the transition.
+        is_lost = states.needs_reset | self._is_owed
+        if is_lost[idle].any():
+            failed = idle[is_lost[idle]]
             mask = np.zeros(env.num_envs, bool)
             mask[failed] = True
-            env.reset(TensorDict({"_reset": torch.from_numpy(mask)}, [env.num_envs]))
             self._rows.cut(failed)
+            env.reset(TensorDict({"_reset": torch.from_numpy(mask)}, [env.num_envs]))
             self._renew(failed)
-            self._steps[failed] += self._waits.sent_ns[failed] > 0  # of the step that was lost
-            self._waits.sent_ns[failed] = 0
+            self._steps[failed] += self._is_owed[failed]  # of the step that was lost
+            self._is_owed[failed] = False
         for start in range(0, len(idle), limit):
             self._act(idle[start : start + limit])
+
+    def _has_sent(self) -> bool:
+        """Return whether envs are under way, after what an interrupt has broken off is settled."""
+        with self.env.engine.guard:
+            return bool(self.env.engine.states.under_way.any())
 
     def _turn(self) -> None:
         """Receive the envs that are ready, and act for them."""
@@ -362,6 +373,7 @@ class AsyncCollector:
             self._note_ends(env_ids, following)
         rows.advance(env_ids)
         self._steps[env_ids] += 1
+        self._is_owed[env_ids] = False
         self._num_received += len(env_ids)
         self._act(env_ids, td)
 
@@ -375,6 +387,7 @@ class AsyncCollector:
         self._charge("policy")
         written = acted.get("next", None)
         own = None if written is None else own_leaves(written, self._known)
+        self._is_owed[env_ids] = True
         if own is not None:
             self._keep_state(env_ids, own)
         sent = acted.exclude("next", VALID)
@@ -435,7 +448,7 @@ class _Waits:
         answered_ns: int64 `[N]`, when each env answered (VIEW of the slab).
 
     Attributes:
-        sent_ns: int64 `[N]`, when each env was sent; 0 for not since it failed.
+        sent_ns: int64 `[N]`, when each env was sent.
     """
 
     def __init__(self, answered_ns: np.ndarray) -> None:
@@ -459,45 +472,48 @@ class _Waits:
 
 
 class _Background:
-    """Collects in a thread, at most `num_ahead` batches ahead of the caller."""
+    """Collects in a thread, at most `num_ahead` batches ahead of the caller.
+
+    Errors take the place of a batch, and the thread goes on after them. An interrupt of the caller, which may come
+    between any two lines, loses a batch at most.
+    """
 
     def __init__(self, collect: Callable[[], TensorDictBase], num_ahead: int) -> None:
-        self._collect = collect
+        self._collect, self._num_ahead = collect, num_ahead
         self._batches: queue.SimpleQueue[TensorDictBase | BaseException] = queue.SimpleQueue()
-        self._room = threading.Semaphore(num_ahead)  # for batches that are being collected or wait for the caller
-        self._is_closing = threading.Event()
+        self._has_room = threading.Event()  # a hint: look at the number of batches again
+        self._is_closing = False
         self._thread: threading.Thread | None = None
 
     def take(self) -> TensorDictBase:
         """Return the next batch, or raise what was raised in its place."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="envherd-collector", daemon=True)
+        if self._thread.ident is None:
             self._thread.start()
+        self._has_room.set()
         found = self._batches.get()
-        self._room.release()
+        self._has_room.set()
         if isinstance(found, BaseException):
-            self._thread.join()
-            self._thread = None
             raise found
         return found
 
     def _run(self) -> None:
-        while True:
-            self._room.acquire()
-            if self._is_closing.is_set():
-                return
+        while not self._is_closing:
+            self._has_room.clear()
+            if self._batches.qsize() >= self._num_ahead:
+                self._has_room.wait()
+                continue
             try:
-                found: TensorDictBase | BaseException = self._collect()
+                self._batches.put(self._collect())
             except BaseException as error:
-                found = error
-            self._batches.put(found)
-            if isinstance(found, BaseException):
-                return
+                self._batches.put(error)
+        self._batches.put(Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one."))
 
     def begin_close(self) -> None:
         """Begin no further batch."""
-        self._is_closing.set()
-        self._room.release()
+        self._is_closing = True
+        self._has_room.set()
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the thread has ended, up to `timeout_s`; it ends when it has received what it waits for."""

@@ -27,7 +27,7 @@ READERS = {
     "executor/protocol/flight.py",
     "executor/protocol/losses.py",
     "executor/cluster/host.py",
-    "executor/facades/torchrl/async_waits.py",
+    "executor/facades/torchrl/async_sent.py",
 }
 REPORTS = re.compile(r"\.(outcome|take_outcome|wait_all|wait_some)\b")
 

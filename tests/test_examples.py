@@ -57,13 +57,14 @@ def test_ippo_trains_saves_and_continues(script_host, tmp_path, how):
     short = ("--substrate", "prisoners_dilemma_in_the_matrix__repeated", "--episode", "100", "--seed", "1", *how)
     command = [EXAMPLES / "meltingpot_ippo.py", *short, "--checkpoint", "agents.pt"]
     printed = []
-    for steps in ("400", "800"):
-        run = script_host.run(*command, "--steps", steps, folder=tmp_path, output=tmp_path)
+    for more in (("--steps", "400"), ("--steps", "800", "--asynchronous")):
+        run = script_host.run(*command, *more, folder=tmp_path, output=tmp_path)
         assert run.returncode == 0, run.stderr
         printed.append([int(number) for number in re.findall(r"steps +(\d+)  return", run.stdout)])
     assert printed == [[400], [800]]
     curve = json.loads((tmp_path / "agents.json").read_text())
-    assert [steps for steps, _ in curve] == [400, 800]
+    assert [steps for steps, _, _ in curve] == [400, 800]
+    assert 0 < curve[0][2] < curve[1][2], "seconds go on where the first run ended"
 
 
 @needs("meltingpot")

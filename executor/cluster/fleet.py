@@ -297,9 +297,11 @@ class Fleet:
     def _look_for_place(self, share: RemoteShare, now: float) -> None:
         is_found: bool | None = None
         if share.state is State.PAUSED and now >= share.search_at:
-            share.state = State.SEARCHING
-            is_found = None if share.home.begin_move() else False
-        if share.state is State.SEARCHING and is_found is None:
+            if share.home.begin_move():
+                share.state = State.SEARCHING
+            else:
+                is_found = False
+        if share.state is State.SEARCHING:
             is_found = share.home.finish_move()
         if is_found:
             share.home.start_host()

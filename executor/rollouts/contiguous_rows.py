@@ -38,8 +38,8 @@ class ContiguousRows:
         """Write what belongs to the present step of some envs: batch `[k]`."""
         names = tuple(td.keys())
         if names != self._names[is_next]:
-            self._names[is_next] = names
             self._targets[is_next] = [self._target(td, key, is_next=is_next) for key in leaf_keys(td)]
+            self._names[is_next] = names
         index = torch.from_numpy(self._slots[env_ids] * self._num_steps + self._at[env_ids])
         for key, flat in self._targets[is_next]:
             value: torch.Tensor = get_leaf(td, key) if key.__class__ is str else td.get(key)
@@ -62,12 +62,23 @@ class ContiguousRows:
     def advance(self, env_ids: np.ndarray) -> None:
         """Go on to the next step of some envs; rows that are full are put aside."""
         self._at[env_ids] += 1
-        for env_id in env_ids[self._at[env_ids] == self._num_steps].tolist():
-            self.full.append(int(self._slots[env_id]))
-            if not self._free:
-                self._add_rows()
-            self._slots[env_id] = self._free.pop()
-            self._at[env_id] = 0
+        for env_id in np.flatnonzero(self._at == self._num_steps).tolist():
+            slot = int(self._slots[env_id])
+            if slot not in self.full:
+                self.full.append(slot)
+            self._begin_row(env_id)
+
+    def _begin_row(self, env_id: int) -> None:
+        if not self._free:
+            self._add_rows()
+        self._at[env_id] = 0
+        self._slots[env_id] = self._free.pop()
+
+    def repair(self) -> None:
+        """Finish what an interrupt, which may have come between any two lines, has left of `advance`."""
+        self.advance(np.zeros(0, np.int64))
+        for env_id in np.flatnonzero(np.isin(self._slots, self.full)).tolist():
+            self._begin_row(env_id)
 
     def cut(self, env_ids: np.ndarray) -> None:
         """Mark the latest steps of some envs as truncated: what follows them was lost, and another episode begins."""
@@ -78,10 +89,10 @@ class ContiguousRows:
                 leaf[slots, at] = True
 
     def _add_rows(self) -> None:
-        self._free = list(range(self._num_slots, 2 * self._num_slots))
-        self._num_slots *= 2
-        self._leaves = {key: torch.cat([leaf, torch.zeros_like(leaf)]) for key, leaf in self._leaves.items()}
         self._names = {False: (), True: ()}  # whose targets are views of the old leaves
+        self._leaves = {key: torch.cat([leaf, torch.zeros_like(leaf)]) for key, leaf in self._leaves.items()}
+        self._num_slots *= 2
+        self._free = list(range(self._num_slots // 2, self._num_slots))
 
     def take(self, num_rows: int) -> TensorDictBase:
         """Return the rows that were full first, batch `[num_rows, T]`, in memory of their own."""

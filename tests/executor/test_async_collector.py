@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from envherd import EnvError, ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.executor.async_collector import AsyncCollector
+from envherd import Closed, EnvError, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor.async_collector import AsyncCollector, _Background
 from envherd.shm.specs import Box, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
 
@@ -173,6 +173,31 @@ def test_each_step_says_which_weights_have_acted(in_background):
         assert statistics.lag_max == max(int(lag.max()) for lag in lags) >= 0
         assert statistics.lag_mean == pytest.approx(float(torch.stack(lags).double().mean()))
     assert not [one for one in threading.enumerate() if one.name == "envherd-collector"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [0, 1])
+def test_weights_may_be_updated_by_the_policy_itself_and_by_any_thread(in_background):
+    learner = Weighted()
+
+    class Updating(nn.Module):
+        def forward(self, root):
+            if int(root["observation"][0, 1]) == 1:
+                collector.update_policy_()
+            return learner(root)
+
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
+        AsyncCollector(env, Updating(), frames_per_batch=24, in_background=in_background) as collector,
+    ):
+        collector.collect()
+        others = [threading.Thread(target=collector.update_policy_) for _ in range(4)]
+        for thread in others:
+            thread.start()
+        versions = torch.cat([collector.collect()["policy_version"].flatten() for _ in range(3)])
+        for thread in others:
+            thread.join()
+        assert versions.max() > 4
 
 
 class Versioned(nn.Module):
@@ -334,6 +359,22 @@ def test_an_executor_that_is_the_callers_is_left_without_a_command():
         assert env.rollout(3)["action"].shape == (N, 3)
 
 
+@pytest.mark.slow
+def test_a_step_that_fails_while_it_is_closed_is_no_error_of_the_close():
+    with ParallelEnv(1, functools.partial(FaultyEnv, "value_error", step=4), num_workers=1) as env:
+        collector = AsyncCollector(env, policy, frames_per_batch=3, close_env=False)
+        assert collector.collect()["step"].tolist() == [[0, 1, 2]]
+        collector.close()
+        assert env.reset()["observation"][0, 1] == 0
+
+
+def test_who_waits_for_a_batch_hears_of_the_close():
+    background = _Background(TensorDict, 1)
+    background.begin_close()
+    with pytest.raises(Closed):
+        background.take()
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         "options",
@@ -341,6 +382,7 @@ class TestRefusals:
             {"frames_per_batch": 0},
             {"frames_per_batch": 8, "min_batch": 3, "max_batch": 2},
             {"frames_per_batch": 8, "max_batch": 9},
+            {"frames_per_batch": 8, "max_batch": 0, "batch_sizes": (2, 4)},
             {"frames_per_batch": 8, "layout": "flat", "steps_per_row": 2},
             {"frames_per_batch": 8, "layout": "columns"},
         ],

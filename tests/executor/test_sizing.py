@@ -300,7 +300,7 @@ from envherd.workers.errors import EnvherdError
 from envherd.workers.testing import CountingEnv
 from tests.executor import sized_envs
 
-patience_s = {sized_envs.HangingEnv: 2.0}
+patience_s = {sized_envs.HangingEnv: 4.0}
 for make_env in (CountingEnv, sized_envs.FailingEnv, sized_envs.DyingEnv, sized_envs.HangingEnv):
     host = ForkedHost()
     options = ExecutorOptions()
@@ -324,7 +324,7 @@ def test_serial_in_a_forked_process_fails_dies_and_hangs_there():
     assert good == "True; -9 -9"
     assert failing.startswith("EnvError EnvError: step failed: the env raised ValueError: no such key")
     assert dying == "WorkerLost SerialEnv's process ended with exit code 7.; 7 7"
-    assert hanging == "WorkerTimeout turn failed: SerialEnv's process gave no answer within 2 s.; -9 -9"
+    assert hanging == "WorkerTimeout turn failed: SerialEnv's process gave no answer within 4 s.; -9 -9"
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 import envherd.executor
 import envherd.workers.messages
-from envherd.executor import ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
+from envherd.executor import AsyncCollector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
 from envherd.workers.testing import CountingEnv
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -139,6 +139,53 @@ def interrupt_every_line(env: Any, name: str) -> None:
         if not interrupt.where:
             break
     assert line > 20 * stride
+
+
+@pytest.mark.parametrize("in_background", [0, 1])
+def test_at_every_line_of_an_asynchronous_collector(in_background):
+    """What was broken off is a gap in the numbers of the steps: none comes twice, and no row joins two episodes."""
+    seen: set[tuple[int, int]] = set()
+    stride, line = (1 if in_background else 5), 0  # the caller's own part is short there
+    with (
+        ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 4), num_workers=2, seed=0) as env,
+        AsyncCollector(env, act, frames_per_batch=6, in_background=in_background, close_env=False) as collector,
+    ):
+        while True:
+            line += stride
+            interrupt = Interrupt(line)
+            batches = []
+            sys.settrace(interrupt)
+            try:
+                batches.append(collector.collect())
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            batches += [collector.collect(), collector.collect()]
+            for data in batches:
+                _check_rows(data, seen, f"interrupted at {interrupt.where}")
+            if not interrupt.where:
+                break
+    assert line > 15 * stride
+
+
+def act(td: Any) -> Any:
+    return td.set("action", torch.ones(len(td), dtype=torch.int64))
+
+
+def _check_rows(data: Any, seen: set[tuple[int, int]], when: str) -> None:
+    """Check rows `[B, T]` of a `CountingEnv`, and that none of its steps was seen before."""
+    before, after = data["observation"], data["next", "observation"]
+    assert data.shape == (3, 2), when
+    assert torch.equal(after[..., 0], before[..., 0]), when
+    assert torch.equal(after[..., 1], before[..., 1] + 1), when
+    is_done = data["next", "done"][:, :-1, 0]
+    assert ((before[:, 1:] == after[:, :-1]).all(-1) | is_done).all(), when
+    assert ((data["step"].diff(dim=1) == 1) | is_done).all(), when
+    steps = set(zip(data["env_ids"].flatten().tolist(), data["step"].flatten().tolist(), strict=True))
+    assert len(steps) == 6, when
+    assert not steps & seen, when
+    seen |= steps
 
 
 @pytest.mark.parametrize("line", range(1, 9))

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torchrl.envs.common import EnvMetaData
 
 from envherd.executor.facades.torchrl.data import Shells
+from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.hosts.torchrl_guest import dense_leaves
 from envherd.workers.errors import ActionError
@@ -28,7 +30,6 @@ class SlabRows:
 
     Attributes:
         known: keys of the envs' leaves, without `next`.
-        keys: keys of all leaves of a step, `next` included.
         reward_keys: keys of the rewards.
     """
 
@@ -44,7 +45,6 @@ class SlabRows:
         self.known = {key for name in ("input", "observation", "done") for key, _ in leaves[name]}
         self.has_state = bool(list(full["full_state_spec"].keys(include_nested=True, leaves_only=True)))
         self.reward_keys = _reward_keys(meta)
-        self.keys = tuple(meta.tensordict.keys(include_nested=True, leaves_only=True))
 
     def inputs_of(self, rows: TensorDictBase) -> TensorDict:
         """Return the batch to send for some rows `[k]`.
@@ -75,7 +75,6 @@ class PickledRows:
     """Rows of envs that are `CrossingGuest`s; batches of them are lazy stacks where they must be."""
 
     known: frozenset[Any] = frozenset()
-    keys = ()
     has_state = True
 
     def __init__(self, meta: EnvMetaData) -> None:
@@ -95,75 +94,58 @@ class PickledRows:
         return stacked([loads(answer) for answer in current.get("answer").tolist()])
 
 
-Rows = SlabRows | PickledRows
+def rows_of(meta: EnvMetaData, spec: EnvSpec) -> SlabRows | PickledRows:
+    """Return how the rows of an env cross."""
+    return SlabRows(meta) if spec.metadata["is_dense"] else PickledRows(meta)
 
 
 def _reward_keys(meta: EnvMetaData) -> list[Any]:
     return list(meta.specs["output_spec", "full_reward_spec"].keys(include_nested=True, leaves_only=True))
 
 
-def rows_of(found: Sequence[EnvMetaData], specs: Sequence[Any]) -> list[Rows]:
-    """Return how the rows of each env cross; envs of one spec share it.
-
-    Args:
-        found: metadata of each env.
-        specs: `EnvSpec` of each env.
-    """
-    kinds: list[tuple[Any, Any, Rows]] = []
-    rows: list[Rows] = []
-    for meta, spec in zip(found, specs, strict=True):
-        for kind in kinds:
-            if kind[0] == spec and kind[1] == meta.specs:
-                break
-        else:
-            kind = spec, meta.specs, SlabRows(meta) if spec.metadata["is_dense"] else PickledRows(meta)
-            kinds.append(kind)
-        rows.append(kind[2])
-    return rows
-
-
 class SentRows:
     """The rows that envs were last sent: stored by structure, so that many are written and read by one call a leaf."""
 
     def __init__(self, num_envs: int) -> None:
-        self._stores: dict[Any, TensorDict] = {}
-        self._of: list[TensorDictBase | None] = [None] * num_envs
         self._num_envs = num_envs
+        self._stores: dict[Any, TensorDict] = {}
+        self._places: list[tuple[TensorDictBase, int]] = [(TensorDict(), 0)] * num_envs  # a batch, and the row in it
 
     def put(self, ids: list[int], rows: TensorDictBase) -> None:
         """Keep a copy of the rows `[k]` of some envs."""
         store = self._store_for(rows)
-        if store is not None:
+        if store is None:
+            kept = rows.clone()
+            places = [(kept, row) for row in range(len(ids))]
+        else:
             store[torch.tensor(ids)] = rows
-        for row, env_id in enumerate(ids):
-            self._of[env_id] = rows[row].clone() if store is None else store
+            places = [(store, env_id) for env_id in ids]
+        for env_id, place in zip(ids, places, strict=True):
+            self._places[env_id] = place
 
     def take(self, ids: list[int]) -> TensorDictBase:
-        """Return the rows of some envs as a batch of the caller's own."""
-        store = self._of[ids[0]]
-        if all(self._of[i] is store for i in ids) and any(store is one for one in self._stores.values()):
-            assert store is not None
-            return store[torch.tensor(ids)]
-        return stacked([self._row(i) for i in ids])
-
-    def _row(self, env_id: int) -> TensorDictBase:
-        kept = self._of[env_id]
-        assert kept is not None
-        return kept[env_id].clone() if any(kept is one for one in self._stores.values()) else kept
+        """Return the rows of some envs as a batch in memory of the caller's own."""
+        places = [self._places[i] for i in ids]
+        kept = places[0][0]
+        if isinstance(kept, TensorDict) and all(place[0] is kept for place in places):
+            return kept[torch.tensor([row for _, row in places])]
+        return stacked([kept[row].clone() for kept, row in places])
 
     def _store_for(self, rows: TensorDictBase) -> TensorDict | None:
         """Return the store for rows of this structure; None for what is not tensors of fixed shapes alone."""
         if type(rows) is not TensorDict:
             return None
-        items = list(rows.items(include_nested=True))
-        if any(type(value) is not TensorDict and not isinstance(value, torch.Tensor) for _, value in items):
+        leaves = list(rows.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
+        if not all(isinstance(value, torch.Tensor) for _, value in leaves):
             return None
-        leaves = [(key, value) for key, value in items if isinstance(value, torch.Tensor)]
         structure = tuple((key, value.dtype, value.shape[1:], value.device) for key, value in leaves)
-        store = self._stores.get(structure)
-        if store is None:
-            store = self._stores[structure] = rows[:1].expand(self._num_envs, *rows.batch_size[1:]).clone()
-        return store
+        if structure not in self._stores:
+            self._stores[structure] = rows[:1].expand(self._num_envs, *rows.batch_size[1:]).clone()
+        return self._stores[structure]
+
+
+def _is_leaf(cls: type) -> bool:
+    return not issubclass(cls, TensorDict)
 
 
 def without_index(td: TensorDictBase) -> TensorDictBase:
@@ -181,8 +163,8 @@ def stacked(rows: Iterable[TensorDictBase]) -> TensorDictBase:
 def indices_in(td: TensorDictBase) -> list[int]:
     """Return the env of each row of a batch, as its `env_index` says: integers, nested for envs that are batches."""
     value = td.get(ENV_INDEX)
-    listed = value.tolist() if hasattr(value, "tolist") else value
-    return [_first(item) for item in listed] if isinstance(listed, list) else [int(listed)]
+    listed = np.array(value.tolist() if hasattr(value, "tolist") else value, ndmin=1)
+    return list(map(int, listed.reshape(len(listed), -1)[:, 0]))
 
 
 def set_indices(td: TensorDictBase, ids: Sequence[int]) -> TensorDictBase:
@@ -191,7 +173,3 @@ def set_indices(td: TensorDictBase, ids: Sequence[int]) -> TensorDictBase:
     while rows.batch_dims < td.batch_dims:
         rows = rows.unsqueeze(-1).expand(td.batch_size[: rows.batch_dims + 1])
     return td.set(ENV_INDEX, rows)
-
-
-def _first(item: Any) -> int:
-    return _first(item[0]) if isinstance(item, list) else int(item)

@@ -51,6 +51,7 @@ class ProcessCrew:
     Attributes:
         num_envs: how many there are.
         is_dense: whether `step` can be used.
+        executor: with `make_executor`, what it returned.
     """
 
     #: Bool `[N]`, the envs whose workers were lost in the latest `step`; None for none.
@@ -69,16 +70,17 @@ class ProcessCrew:
         self.num_envs = len(factories)
         self._finalizer: Callable[[], Any]
         self.pool: Pool
+        self.executor: BatchedEnv
         by_id = {id(factory): _guest_factory(factory, options, is_crossing=is_crossing) for factory in factories}
         guests = [by_id[id(factory)] for factory in factories]
         if make_executor is None:
             self._start_here(guests, list(env_kwargs), choose_workers(self.num_envs, num_processes), options)
         else:
-            executor = make_executor(
+            self.executor = make_executor(
                 self.num_envs, guests, env_kwargs=list(env_kwargs), num_workers=num_processes, options=options
             )
-            self._finalizer = weakref.finalize(self, executor.close)
-            self._engine = executor.engine
+            self._finalizer = weakref.finalize(self, self.executor.close)
+            self._engine = self.executor.engine
             self.pool = self._engine.pool
         specs = self.pool.specs
         self.is_dense = bool(specs[0].metadata["is_dense"]) and all(spec == specs[0] for spec in specs)

@@ -171,7 +171,7 @@ def test_a_wait_that_runs_out_of_time_can_be_got_over():
         ("reset", envs.reset_async),
         ("call", lambda: envs.call_async("nap")),
     ):
-        envs.set_attr("pause", 0.4)
+        envs.set_attr("pause", 0.7)
         begin()
         with pytest.raises(multiprocessing.TimeoutError, match=r"has timed out after 0\.05 second"):
             getattr(envs, f"{name}_wait")(timeout=0.05)
@@ -258,7 +258,7 @@ def test_a_step_that_one_worker_did_not_survive_has_been_made_by_the_others():
 def test_a_wait_for_others_than_a_lost_worker_runs_out_of_time_too():
     envs = AsyncVectorEnv([Slow] * 3, num_workers=3, options=ExecutorOptions(on_worker_loss="restart"))
     envs.reset()
-    envs.set_attr("pause", [0.0, 1.0, 1.0])
+    envs.set_attr("pause", [0.0, 1.5, 1.5])
     envs.step_async(ACTIONS)
     kill(envs, 1)
     with pytest.raises(multiprocessing.TimeoutError):

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ from envherd.executor.facades.rllib import MultiAgentEnvRunner, MultiAgentVector
 from envherd.workers.errors import ActionError, EnvError, SpecError
 from tests.executor.facades import rllib_envs
 from tests.executor.facades.rllib_envs import AGENTS, Corridor, Leaving, Nameless, Together, Turns
-from tests.test_examples import run_example
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -246,8 +246,8 @@ class TestVectorEnv:
 
 
 @needs("meltingpot", "pettingzoo")
-def test_ppo_trains_on_a_substrate(tmp_path: Path) -> None:
-    printed = run_example("rllib_meltingpot", tmp_path, "--iterations", "1")
+def test_ppo_trains_on_a_substrate(run_example: Callable[..., str]) -> None:
+    printed = run_example("rllib_meltingpot", "--iterations", "1")
     assert re.search(r"^iteration 1: 200 steps of 2 players, mean return \d", printed, re.MULTILINE), printed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from tests.extras import skip_without
 
 skip_without("torchrl")
 
+import numpy as np
 import pytest
 import torch
 import torchrl.envs
@@ -160,7 +162,7 @@ def test_arguments_that_do_not_fit_are_refused(idle: AsyncEnvPool) -> None:
         ({"stack": "tall"}, "stack"),
         ({"exchange": "pipe"}, "exchange"),
         ({"envs_per_worker": 0}, "envs_per_worker"),
-        ({"create_env_kwargs": [{}]}, "create_env_kwargs"),
+        ({"create_env_kwargs": [{}]}, "env_kwargs failed: expected 2 dicts"),
         ({"worker_affinity": [[0, 1]]}, "worker_affinity"),
     ],
 )
@@ -281,6 +283,54 @@ def test_an_env_that_waits_or_raises_holds_up_no_other(mixed: AsyncEnvPool, gate
     mixed.async_reset_send(env_index=0)
     assert int(mixed.async_reset_recv(env_index=0)["observation"]) == 0
     gate.unlink()
+
+
+def test_an_env_that_fails_while_another_is_received_loses_nothing(
+    mixed: AsyncEnvPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixed.async_reset_send(env_index=[0, 2])
+    rows = [row.exclude("env_index") for row in mixed.async_reset_recv(2).unbind(0)]
+    for row, action in zip(rows, (2, 1), strict=True):  # env 0 raises
+        mixed.async_step_send(
+            row.set("action", torch.tensor([action], dtype=torch.int8)).unsqueeze(0), [0 if action == 2 else 2]
+        )
+    answered = mixed._crew.pool.wait_some(np.array([0, 2]), 2, None)
+    assert len(answered) == 2
+    with monkeypatch.context() as patch:  # env 2 was seen to be ready before env 0 has failed
+        patch.setattr(mixed._sent, "wait", lambda *_: [2])
+        assert mixed.async_step_recv(1)["env_index"] == [2]
+    with pytest.raises(EnvError, match="too much"):
+        mixed.async_step_recv(1)
+    mixed.async_reset_send(env_index=0)
+    mixed.async_reset_recv(env_index=0)
+
+
+@pytest.mark.parametrize("line", range(1, 40, 3))
+def test_an_interrupt_leaves_no_env_unknown(idle: AsyncEnvPool, line: int) -> None:
+    root, left = acting(idle.reset()), line
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if "async_" not in frame.f_code.co_filename:
+            return None
+        left -= event == "line"
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        idle.async_step_send(root)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    try:
+        assert idle.async_step_recv(4)["next", "observation"].flatten().tolist() == [1, 1, 1, 1]
+    except RuntimeError as error:
+        assert "only 0 were sent" in str(error)  # noqa: PT017
+    assert len(idle.reset()) == 4
 
 
 def test_too_few_in_time_is_a_timeout_and_loses_nothing(mixed: AsyncEnvPool, gate: Any) -> None:
