@@ -124,7 +124,8 @@ examples: $(STAMP)
 # A run that was stopped goes on where it was; delete the file to begin anew.
 BENCH := benchmarks/results/bench.json
 bench: $(STAMP)
-	$(BIN)/envherd bench --json $(BENCH) --resume --write
+	$(BIN)/envherd bench --json $(BENCH) --resume
+	$(BIN)/python -m envherd.benchmarks.page --write
 
 bench-quick: $(STAMP)
 	$(BIN)/envherd bench --quick --json build/bench-quick.json

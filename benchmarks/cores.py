@@ -16,9 +16,9 @@ from typing import Any
 from envherd.benchmarks import ROOT, ours
 from envherd.benchmarks import growth as growth_laws
 from envherd.benchmarks.cores_model import MODES, Costs, Mode, Outcome, Setting, Work, simulate
+from envherd.benchmarks.page import RESULTS
 from envherd.benchmarks.parts import write_part
 
-RESULTS = Path(__file__).parent / "results" / "bench.json"
 PLOT = "scaling_cores.png"
 CORES = (1, 2, 4, 8, 16, 32, 64, 128)
 SHOWN = (2, 8, 32, 128)

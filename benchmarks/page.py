@@ -1,16 +1,24 @@
-"""docs/benchmarks.md, from the results and nothing else."""
+"""docs/benchmarks.md, its pictures and the README's table, from the results and nothing else.
+
+python -m envherd.benchmarks.page --write      # from benchmarks/results/bench.json
+
+Limits: of a checkout; an installed package has no page.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envherd.benchmarks import ours, peers
+from envherd.benchmarks import ROOT, ours, peers
 from envherd.benchmarks.parts import write_part
 from envherd.benchmarks.report import Sheet, sheet_of_targets, sheet_of_workload, sheets_of_studies, spread, to_markdown
 from envherd.benchmarks.targets import ratio_of
 
+RESULTS = ROOT / "benchmarks/results/bench.json"
 #: Where `--write` puts it, from the root of the repository.
 PAGE, PICTURES, README = Path("docs/benchmarks.md"), Path("docs/images"), Path("README.md")
 
@@ -40,8 +48,7 @@ The facades compared with the classes that they replace: 8 CartPoles whose episo
 as `envherd size` recommends for envs this cheap, unless the row names another number."""
 
 _HEAD = (
-    "Written by `envherd bench --write` (or `make bench`); do not edit. How to run and read them: "
-    "[benchmarks/README.md](../benchmarks/README.md)."
+    "Written by `make bench`; do not edit. How to run and read them: [benchmarks/README.md](../benchmarks/README.md)."
 )
 _MACHINE = "**Machine.** {cpu}, {usable_cores} usable cores, Linux {kernel}, Python {python}; {packages}."
 _METHOD = """\
@@ -165,11 +172,28 @@ def sheet_of_facades(results: Mapping[str, Any]) -> Sheet:
 
 def write(results: Mapping[str, Any], root: Path) -> list[Path]:
     """Write the page, its pictures and the README's table below a repository's root; return their paths."""
-    from envherd.benchmarks.plots import draw_all
+    from envherd.benchmarks.plots import THEMES, draw_all
 
     pictures = draw_all(results, root / PICTURES)
     page = root / PAGE
-    page.write_text(render(results, [f"images/{path.name}" for path in pictures]))
+    page.write_text(render(results, [f"images/{path.name}" for path in pictures if path.name not in THEMES]))
     short = sheet_of_others(results, _README_WORKLOADS, _OTHERS[:3])
     write_part(root / README, "envherd bench", to_markdown(short).split("\n"))
     return [page, root / README, *pictures]
+
+
+def main() -> None:
+    """Print the page, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the page, its pictures and the README's table")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    results = json.loads(arguments.results.read_text())
+    if arguments.write:
+        print(*write(results, ROOT), sep="\n")
+    else:
+        print(render(results, []))
+
+
+if __name__ == "__main__":
+    main()

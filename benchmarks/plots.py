@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,19 @@ _COLORS = {
     bounds.IDEAL: "#555555",
     bounds.SERIAL: "#999999",
 }
+#: Workloads of the summary, and what it calls them.
+_SUMMARY = {
+    "tiny": "envs that cost nothing",
+    "cartpole": "CartPole",
+    "w200": "200 µs a step",
+    "commons_harvest": "Melting Pot",
+}
+_SUMMARY_PEERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL)
+#: Picture of the README -> colours of its text, and of the bars of these peers.
+THEMES = {
+    "speed_light.png": ("#1f2328", ("#9ec5ea", "#4a90d0", "#1c5d99")),
+    "speed_dark.png": ("#e6edf3", ("#2f6fab", "#5ba3e0", "#b5d8f7")),
+}
 _CPU, _WALL = "#729fcf", "#204a87"
 _DISTRIBUTIONS = ("tiny", "cartpole", "w200", "spikes", "commons_harvest")
 _MOST_PANELS_WIDE = 3
@@ -56,13 +69,14 @@ def draw_all(results: Mapping[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for name, figure in (
+        *((name, summary(results, *theme)) for name, theme in THEMES.items()),
         ("bench_ratios.png", _ratios(results)),
         ("bench_growth.png", _growth(results)),
         ("bench_latency.png", _latency(results)),
         ("bench_startup.png", _startup(results)),
     ):
         if figure is not None:
-            figure.savefig(folder / name, dpi=110)
+            figure.savefig(folder / name, dpi=110, transparent=name in THEMES)
             drawn.append(folder / name)
     return drawn
 
@@ -76,6 +90,50 @@ def _figure(num_panels: int, height: float) -> tuple[Figure, list[Any]]:
     for axes in grid[num_panels:]:
         axes.set_visible(False)
     return figure, grid[:num_panels]
+
+
+def summary(results: Mapping[str, Any], ink: str, fills: Sequence[str]) -> Figure | None:
+    """Bars: how many times the throughput of other libraries the reference has by the clock, for a few workloads.
+
+    Args:
+        results: of the suite.
+        ink: colour of text and lines; the background is transparent.
+        fills: colour of the bars of each peer.
+    """
+    found = {}
+    for name, title in _SUMMARY.items():
+        table = results.get("workloads", {}).get(name, {}).get("contenders", {})
+        ratios = [table.get(peer, {}).get("wall_ratio") for peer in _SUMMARY_PEERS]
+        if any(ratios):
+            found[title] = ratios
+    if not found:
+        return None
+    figure, (axes,) = _figure(1, 0.8 + 0.72 * len(found))
+    for row, ratios in enumerate(found.values()):
+        there = [(peer, ratio) for peer, ratio in enumerate(ratios) if ratio is not None]
+        for place, (peer, (_, mid, _)) in enumerate(there):
+            y = row + 0.26 * (place - (len(there) - 1) / 2)
+            axes.barh(y, mid - 1, 0.24, left=1, color=fills[peer], label=_SUMMARY_PEERS[peer])
+            axes.annotate(
+                f"{short(mid)}x", (mid, y), (4, 0), textcoords="offset points", va="center", fontsize=8, color=ink
+            )
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(
+        handles.values(), handles, loc="lower right", fontsize=8, labelcolor=ink, frameon=False, title_fontsize=8
+    )
+    axes.set_xscale("log")
+    axes.margins(x=0.14)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_yticks(range(len(found)), found, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_title("Throughput of envherd as a multiple of other libraries'", fontsize=10, color=ink)
+    axes.tick_params(which="both", colors=ink, labelsize=9, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "left")
+        spine.set_color(ink)
+    return figure
 
 
 def _ratios(results: Mapping[str, Any]) -> Figure | None:

@@ -79,11 +79,14 @@ def _bare_substrate(_: Any) -> Any:
 
 
 def cartpole_runners() -> dict[str, Any]:
-    """Return local runners with 8 CartPoles: RLlib's, in one process and with one for each env, and ours."""
+    """Return local runners with 8 CartPoles: RLlib's, with one process and with one per env; ours, with workers too."""
     from ray.rllib.algorithms.ppo import PPOConfig
     from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
     from envherd.executor.facades import rllib
+
+    class InWorkers(rllib.SingleAgentEnvRunner):
+        num_env_workers = 2
 
     def make(kind: Any, mode: str) -> Any:
         config = PPOConfig().environment("CartPole-v1").debugging(seed=0)
@@ -94,6 +97,7 @@ def cartpole_runners() -> dict[str, Any]:
         "RLlib, sync": make(SingleAgentEnvRunner, "sync"),
         "RLlib, async": make(SingleAgentEnvRunner, "async"),
         "envherd": make(rllib.SingleAgentEnvRunner, "sync"),
+        "envherd, 2 workers": make(InWorkers, "sync"),
     }
 
 
@@ -147,7 +151,7 @@ def main() -> None:
         print(title)
         for name, rates in measure().items():
             low, middle, high = min(rates), statistics.median(rates), max(rates)
-            print(f"  {name:14} {middle:8,.0f} env steps/s (from {low:,.0f} to {high:,.0f})")
+            print(f"  {name:18} {middle:8,.0f} env steps/s (from {low:,.0f} to {high:,.0f})")
 
 
 if __name__ == "__main__":

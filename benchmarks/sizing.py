@@ -1,10 +1,13 @@
 """Does `envherd size` choose well? The choice against an exhaustive sweep, for eight envs.
 
 Each env is sized with a fixed number of envs. Then `SerialEnv`, every number of workers up to twice the cores, and
-first-K on the cores and on the chosen number run in rounds. Reported: what share of the sweep's best the choice makes,
-and how long sizing took.
+first-K on the cores and on the chosen number run in rounds. Reported: what share of the sweep's best the choice makes
+(median and quartiles of the rounds), and how long sizing took.
 
-Run: python -m envherd.benchmarks.sizing [--quick] [--env NAME ...] [--render] [--write]
+Run: python -m envherd.benchmarks.sizing [--quick] [--env NAME ...] [--rounds N] [--render] [--write]
+
+Start it with fewer processors (`taskset -c 0`), or in a control group with a CPU quota, for the same under these: the
+results of each are kept apart.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -115,6 +119,13 @@ ENVS: dict[str, Any] = {
 QUICK = ("CartPole", "1 ms", "heavy-tailed")
 
 
+def condition() -> str:
+    """Return what this process may use, in words."""
+    machine = read_machine()
+    allowed = f"{len(machine.cpus)} of {os.cpu_count()} processors"
+    return f"a CPU quota of {machine.cores:g}, {allowed}" if machine.is_throttled else allowed
+
+
 def run_one(name: str, num_rounds: int, span_s: float) -> dict[str, Any]:
     """Size an env and sweep it; return the figures."""
     factory, began = ENVS[name], time.monotonic()
@@ -131,7 +142,7 @@ def run_one(name: str, num_rounds: int, span_s: float) -> dict[str, Any]:
         "best": str(max(typical, key=typical.__getitem__)),
         "sized_steps_per_s": sizing.advice.predicted.steps_per_s,
         "measured_steps_per_s": typical[chosen],
-        "share_of_best": share_of_best(rates, chosen),
+        "share_of_best": [float(share) for share in np.percentile(shares_of_best(rates, chosen), (25, 50, 75))],
         "took_s": took_s,
         "contention": sizing.measured.contention,
     }
@@ -160,8 +171,8 @@ def _key(setting: Setting) -> tuple[int, bool]:
     return setting.num_workers, setting.reset_ahead
 
 
-def share_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> float:
-    """Return the median share that a setting makes of the best one, over rounds.
+def shares_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> list[float]:
+    """Return the share that a setting makes of the best one, in each round.
 
     Of settings that are equally fast, the largest figure is some way above the others by chance. So the best is told by
     all other rounds, and compared in this one.
@@ -174,11 +185,11 @@ def share_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> float:
     for i in range(len(rates[chosen])):
         others = {setting: np.median([*own[:i], *own[i + 1 :]] or own) for setting, own in rates.items()}
         shares.append(rates[chosen][i] / rates[max(others, key=others.__getitem__)][i])
-    return float(np.median(shares))
+    return shares
 
 
-def as_sheet(rows: list[dict[str, Any]]) -> Sheet:
-    """Return the figures of all envs as a table."""
+def as_sheet(where: str, rows: list[dict[str, Any]]) -> Sheet:
+    """Return the figures of all envs under one condition as a table."""
     columns = ("env", "chosen", "sized/s", "measured/s", "best", "of best", "took", "contention")
     cells = [
         (
@@ -187,13 +198,13 @@ def as_sheet(rows: list[dict[str, Any]]) -> Sheet:
             f"{row['sized_steps_per_s']:,.0f}",
             f"{row['measured_steps_per_s']:,.0f}",
             row["best"],
-            f"{min(1.0, row['share_of_best']):.0%}",
+            "{1:.0%} ({0:.0%} to {2:.0%})".format(*row["share_of_best"]),
             f"{row['took_s']:.1f} s",
             f"{row['contention']:.0%}",
         )
         for row in rows
     ]
-    return Sheet("Sizing: the choice against a sweep", columns, cells)
+    return Sheet(f"The choice against a sweep: {where}", columns, cells)
 
 
 def main() -> None:
@@ -203,22 +214,25 @@ def main() -> None:
     parser.add_argument("--env", action="append", choices=ENVS, help="only these; results of the others stay")
     parser.add_argument("--render", action="store_true", help="measure nothing: show what was measured before")
     parser.add_argument("--write", action="store_true", help="write the table to docs/sizing.md")
+    parser.add_argument("--rounds", type=int, default=8, help="of a sweep, a second for each setting")
     arguments = parser.parse_args()
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not arguments.render:
         names = arguments.env or (QUICK if arguments.quick else tuple(ENVS))
-        plan = (3, 0.3) if arguments.quick else (8, 1.0)
-        fresh = {name: run_one(name, *plan) for name in names}
-        if arguments.quick:
-            Console(width=150).print(to_rich(as_sheet([*fresh.values()])))
-            return
-        known = {row["env"]: row for row in kept["rows"]} | fresh
-        kept = {"cores": read_machine().cores, "rows": [known[name] for name in ENVS if name in known]}
-        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    Console(width=150).print(to_rich(as_sheet(kept["rows"])))
+        plan = (3, 0.3) if arguments.quick else (arguments.rounds, 1.0)
+        where = condition()
+        known = {row["env"]: row for row in kept.get(where, [])}
+        for name in names:
+            known[name] = run_one(name, *plan)
+            kept[where] = [known[name] for name in ENVS if name in known]
+            if not arguments.quick:
+                RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    sheets = [as_sheet(where, rows) for where, rows in kept.items()]
+    for sheet in sheets:
+        Console(width=150).print(to_rich(sheet))
     if arguments.write:
-        page = ROOT / "docs" / "sizing.md"
-        write_part(page, "benchmarks/sizing.py", to_markdown(as_sheet(kept["rows"])).split("\n"))
+        lines = [line for sheet in sheets for line in (f"**{sheet.title}**", "", *to_markdown(sheet).split("\n"), "")]
+        write_part(ROOT / "docs" / "sizing.md", "benchmarks/sizing.py", lines[:-1])
 
 
 if __name__ == "__main__":

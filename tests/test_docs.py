@@ -49,7 +49,7 @@ CHECK = (
     "assert list(value.shape) == shape and dtype in (None, str(value.dtype).removeprefix('torch.')), "
     "f'expected {dtype} {shape}, got {value.dtype} {list(value.shape)}'"
 )
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"""(?:\]\(|src(?:set)?=")([^)"\s]+)[)"]""")
 WORDS = (
     *("whoever", "so many", "of its own", "of one's own", "beside", "told", "said", "has to see to", "for ever"),
     *("becomes of", "comes of", "comes to be", "gives and takes", "as far as it goes", "as it comes", "mends", "dear"),

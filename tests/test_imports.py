@@ -66,6 +66,7 @@ ALLOWED = {
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "envherd.benchmarks"},
     "benchmarks/rllib.py": {"ray"},
+    "benchmarks/benchmarl.py": {"benchmarl"},
     "benchmarks/cluster*.py": {"psutil", "ray", "torchrl", "matplotlib", "cluster_page", "cluster_model"},
     "benchmarks/asynchronous.py": {"torchrl"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},

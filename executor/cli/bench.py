@@ -36,11 +36,8 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip workloads that the JSON file already has.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Write plots (PNG) to this folder.")] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="In a checkout: write docs/benchmarks.md and its plots.")
-    ] = False,
     render: Annotated[
-        bool, typer.Option("--render", help="Measure nothing: show, plot or write the results in the JSON file.")
+        bool, typer.Option("--render", help="Measure nothing: show or plot the results in the JSON file.")
     ] = False,
     listing: Annotated[bool, typer.Option("--list", help="List the workloads and the peers.")] = False,
 ) -> None:
@@ -80,7 +77,11 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if render:
         _show(console, results)
-    _draw(console, results, plot, has_page=write)
+    if plot is not None:
+        from envherd.benchmarks.plots import draw_all
+
+        for picture in draw_all(results, plot):
+            console.print(f"written to {picture}")
     if results["failed"] and not quick:
         raise typer.Exit(EXIT_FAILED)
 
@@ -122,16 +123,3 @@ def _show(console: Console, results: dict[str, object]) -> None:
     for sheet in sheets_of_studies(results):
         console.print(to_rich(sheet))
     console.print(to_rich(sheet_of_targets(results)))
-
-
-def _draw(console: Console, results: dict[str, object], folder: Path | None, *, has_page: bool) -> None:
-    """Write plots to a folder, and the page, if requested."""
-    from envherd.benchmarks import ROOT, page, plots
-
-    written = plots.draw_all(results, folder) if folder is not None else []
-    if has_page and not (ROOT / page.PAGE).parent.is_dir():
-        _refuse(f"expected --write in a checkout of the repository, got an installed package in {ROOT}.")
-    if has_page:
-        written += page.write(results, ROOT)
-    for path in written:
-        console.print(f"written to {path}")

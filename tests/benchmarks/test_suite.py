@@ -168,7 +168,7 @@ def test_a_tiny_run_measures_everyone(run):
 @pytest.mark.slow
 def test_pictures_are_drawn(run):
     _, path = run
-    for name in ("bench_ratios.png", "bench_latency.png"):
+    for name in ("bench_ratios.png", "bench_latency.png", "speed_light.png", "speed_dark.png"):
         assert (path.parent / name).read_bytes().startswith(b"\x89PNG"), name
         assert (path.parent / name).stat().st_size > 10_000
 

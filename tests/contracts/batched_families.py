@@ -11,6 +11,7 @@ import torch
 from tests.contracts import plain_batches, plain_loops
 from tests.contracts.batched_envs import NUM_ROWS, atari, balance, cartpole, isaac, maniskill, pool, vector_env
 from tests.contracts.family import IS_FULL, Family
+from tests.contracts.optional_families import reset_by_option
 from tests.contracts.plain_batches import PlainRows, PlainSimulator
 
 _MODES = ("NEXT_STEP", "SAME_STEP", "DISABLED")
@@ -35,11 +36,6 @@ def reset_direct(env: Any, ids: torch.Tensor) -> Any:
 def reset_managed(env: Any, ids: torch.Tensor) -> Any:
     """Reset rows of a `ManagerBasedRLEnv`."""
     return env.reset(env_ids=ids)[0]
-
-
-def reset_by_option(env: Any, ids: torch.Tensor) -> Any:
-    """Reset rows of a ManiSkill env."""
-    return env.reset(options={"env_idx": ids})[0]
 
 
 def _batched(title: str, make_env: Callable[[], Any], plain: Callable[[], Any] | None, **kwargs: Any) -> Family:

@@ -6,10 +6,14 @@ Their rows of `docs/families.md` are made with `make matrix FAMILY=NAME` where t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from tests.contracts import plain_loops
 from tests.contracts.family import Family
+from tests.contracts.plain_batches import PlainSimulator
 
 _MAX_STEPS = 50
 
@@ -41,26 +45,69 @@ def robotics_maze() -> Any:
     return gymnasium.make("PointMaze_UMaze-v3", max_episode_steps=_MAX_STEPS)
 
 
+def _seeded(env: Any, seed_env: Callable[[int], Any]) -> Any:
+    """Return an env around one whose `reset(seed=...)` seeds nothing: `seed_env` is called before."""
+    import gymnasium
+
+    class Seeded(gymnasium.Wrapper):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            if seed is not None:
+                seed_env(seed)
+            return self.env.reset(options=options)
+
+    return Seeded(env)
+
+
 def nethack() -> Any:
-    """Return NLE's score task. Its `reset(seed=...)` seeds nothing, so this hands the seed to NetHack's generators."""
+    """Return NLE's score task."""
     import gymnasium
     import nle.env  # noqa: F401  # registers it
 
-    class Seeded(gymnasium.Wrapper):
-        nethack: Any = property(lambda self: self.env.unwrapped)
+    env = gymnasium.make("NetHackScore-v0", max_episode_steps=_MAX_STEPS)
+    return _seeded(env, lambda seed: env.unwrapped.seed(core=seed, disp=seed, reseed=False))
 
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            if seed is not None:
-                self.nethack.seed(core=seed, disp=seed, reseed=False)
-            return self.env.reset(options=options)
 
-    return Seeded(gymnasium.make("NetHackScore-v0", max_episode_steps=_MAX_STEPS))
+def metaworld_reach() -> Any:
+    """Return Meta-World's arm that reaches for a goal."""
+    import gymnasium
+    import metaworld  # noqa: F401  # registers it
+
+    env = gymnasium.make("Meta-World/MT1", env_name="reach-v3", seed=3, max_episode_steps=_MAX_STEPS)
+    return _seeded(env, env.unwrapped.seed)
+
+
+class _Material:
+    """What a cube looks like, where nothing can draw it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Take colors."""
+
+
+def maniskill_push() -> Any:
+    """Return ManiSkill's arm that pushes a cube, on its physics for processors, with observations of the state.
+
+    SAPIEN makes materials only where there is a Vulkan driver, although nothing is drawn here.
+    """
+    import gymnasium
+    import mani_skill.envs  # noqa: F401  # registers it
+    import sapien
+
+    try:
+        sapien.render.RenderMaterial()
+    except RuntimeError:
+        sapien.render.RenderMaterial = sapien.pysapien.render.RenderMaterial = _Material
+    return gymnasium.make("PushCube-v1", obs_mode="state", sim_backend="physx_cpu", render_backend="none")
 
 
 def _optional(title: str, make: Any, extra: str, **kwargs: Any) -> Family:
     plain = functools.partial(plain_loops.PlainGymnasium, make)
-    settings: dict[str, Any] = {"num_steps": 110, "draws": False, "is_ordinary": False, "is_slow": True, **kwargs}
-    return Family(f"{title}, {_MAX_STEPS} steps", make, plain, extra=extra, **settings)
+    settings: dict[str, Any] = {"plain": plain, "draws": False, "is_ordinary": False, "is_slow": True, **kwargs}
+    return Family(f"{title}, {_MAX_STEPS} steps", make, num_steps=110, extra=extra, **settings)
+
+
+def reset_by_option(env: Any, ids: torch.Tensor) -> Any:
+    """Reset rows of a ManiSkill env."""
+    return env.reset(options={"env_idx": ids})[0]
 
 
 OPTIONAL: dict[str, Family] = {
@@ -68,4 +115,11 @@ OPTIONAL: dict[str, Family] = {
     "robotics_fetch": _optional("Gymnasium-Robotics: FetchReach", robotics_fetch, "robotics"),
     "robotics_maze": _optional("Gymnasium-Robotics: PointMaze", robotics_maze, "robotics"),
     "nle": _optional("NLE: NetHackScore", nethack, "nle"),
+    "metaworld": _optional("Meta-World: reach", metaworld_reach, "metaworld"),
+    "maniskill_push": _optional(
+        "ManiSkill: PushCube, state, CPU",
+        maniskill_push,
+        "maniskill",
+        plain=functools.partial(PlainSimulator, maniskill_push, reset_by_option, resets_itself=False),
+    ),
 }

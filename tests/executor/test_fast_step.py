@@ -31,6 +31,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.executor.pools import fast_commands
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv
 from tests.scale import scaled
@@ -310,14 +311,23 @@ def slow_pair(*, copy: bool = True, **options: Any) -> Any:
     return ParallelEnv(2, functools.partial(Slow, 50), num_workers=2, copy=copy, options=ExecutorOptions(**options))
 
 
+def be_patient(patch: pytest.MonkeyPatch) -> None:
+    """Let compiled steps wait for slow answers themselves, also where the machine is busy."""
+    patch.setattr(fast_commands, "LOOK_S", 30.0)
+
+
 @pytest.fixture(scope="module", params=["copies", "views"])
 def shared(request):
-    with slow_pair(copy=request.param == "copies") as env:
+    with pytest.MonkeyPatch.context() as patch:
+        be_patient(patch)  # C keeps what it is built with
+        env = slow_pair(copy=request.param == "copies")
+    with env:
         yield env
 
 
 @pytest.fixture
-def env(shared):
+def env(shared, monkeypatch):
+    be_patient(monkeypatch)
     shared.reset(seed=0)
     return shared
 
@@ -341,6 +351,7 @@ def test_a_plain_step_is_the_compiled_one(env, monkeypatch):
 
 
 def test_rollouts_give_the_compiled_command(monkeypatch):
+    be_patient(monkeypatch)
     with slow_pair() as env:
         env.reset()
         monkeypatch.setattr(env._engine.flights, "land", refuse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,19 @@ def test_every_option_is_checked():
 def test_what_does_not_fit_the_machine_is_refused_before_anything_starts(options):
     with pytest.raises(ValueError, match=f"expected {next(iter(options))} to be .*, got "):
         ParallelEnv(1, CountingEnv, options=ExecutorOptions(**options))
+
+
+class _Priority(CountingEnv):
+    def priority(self):
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_workers_have_the_niceness_that_was_asked_for():
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    asked = min(5, 19 - here)
+    with ParallelEnv(2, _Priority, num_workers=2, options=ExecutorOptions(nice=asked)) as env:
+        assert env.call("priority") == [here + asked] * 2
+    assert os.getpriority(os.PRIO_PROCESS, 0) == here
 
 
 def test_the_page_has_every_option_with_its_default():

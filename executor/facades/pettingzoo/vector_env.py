@@ -30,7 +30,7 @@ from envherd.workers.errors import ActionError, EnvherdError
 ByAgent = dict[Any, Any]
 
 
-class _AgentDictEnv(AsyncVectorEnv):
+class AgentDictEnv(AsyncVectorEnv):
     """Gymnasium's vector env over spaces that are dicts by agent; rewards and flags are `[N, A]`."""
 
     _factory = ParallelFactory
@@ -92,7 +92,7 @@ class ParallelVectorEnv:
         options: ExecutorOptions | None = None,
         executor: Callable[..., BatchedEnv] = ParallelEnv,
     ) -> None:
-        self._envs = _AgentDictEnv(
+        self._envs = AgentDictEnv(
             env_fns,
             shared_memory=False,
             copy=copy,

@@ -5,11 +5,12 @@
     config.env_runners(env_runner_cls=SingleAgentEnvRunner, num_envs_per_env_runner=8)
 
 Guarantees: episodes, callbacks, connectors and metrics are RLlib's own code. An env is built, reset, stepped and seeded
-as RLlib's runner of the same name does with `gym_env_vectorize_mode="sync"`, but in a worker.
+as RLlib's runner of the same name does with `gym_env_vectorize_mode="sync"`, but in a worker (unless it is too cheap).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -23,6 +24,15 @@ from ray.tune.registry import ENV_CREATOR, _global_registry
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.rllib.multi_agent import MultiAgentVectorEnv
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.sizing.opening import helper, subject_of
+from envherd.executor.sizing.probing import ProbeLimits, probe
+from envherd.workers.errors import EnvherdError
+
+#: Seconds that a step of all envs must take for workers to be faster: they fall asleep while RLlib computes, and a step
+#: that wakes them takes 0.7 ms longer (`envherd.benchmarks.rllib`, 2 processors).
+_WORTH_WORKERS_S = 1e-3
+#: Seconds for which an env is measured.
+_PROBE_S = 0.3
 
 
 class _Hosted:
@@ -30,7 +40,8 @@ class _Hosted:
 
     Attributes:
         num_env_workers: worker processes of each runner, at most one per env. None: a remote runner has as many as Ray
-            gives it CPUs (`num_cpus_per_env_runner`), the local runner one per usable core.
+            gives it CPUs (`num_cpus_per_env_runner`), the local runner one per usable core. 0: none, the envs are in
+            RLlib's own vector env, in the runner's process.
         executor_options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
     """
 
@@ -75,10 +86,38 @@ class _Hosted:
 
 
 class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner):  # type: ignore[misc]  # has no types
-    """RLlib's `SingleAgentEnvRunner`, whose vector env is `facades.gymnasium.AsyncVectorEnv`."""
+    """RLlib's `SingleAgentEnvRunner`, whose vector env is `facades.gymnasium.AsyncVectorEnv`.
+
+    Where neither `num_env_workers` nor `executor_options` is set, one env is first measured in a worker process. Envs
+    so cheap that workers would be slower are then in RLlib's own vector env, as with `num_env_workers = 0`.
+    """
 
     def make_env(self) -> None:
-        """Build the envs in workers, after closing those that are there; see RLlib's method."""
+        """Build the envs, after closing those that are there; see RLlib's method."""
+        with contextlib.ExitStack() as stack:
+            is_free = self.num_env_workers is None and self.executor_options is None
+            if self.num_env_workers == 0 or (is_free and self._is_cheap(stack)):
+                super().make_env()
+            else:
+                self._make_env_in_workers()
+
+    def _is_cheap(self, stack: contextlib.ExitStack) -> bool:
+        """Return whether a step of all envs takes less time than workers need to wake.
+
+        Args:
+            stack: workers that are started before it is closed share the helper process of this measurement.
+        """
+        options = ExecutorOptions()
+        try:
+            subject = subject_of(self._env_fn(self._context()), None, options)
+            stack.enter_context(helper(subject, options))
+            measured = probe(subject, ProbeLimits(budget_s=_PROBE_S), options, lambda _stage, _share: None)
+        except EnvherdError:  # the workers report what is wrong with the env
+            return False
+        step_s = measured.step_mean_s + measured.end_share * measured.reset_median_s
+        return step_s * self.config.num_envs_per_env_runner < _WORTH_WORKERS_S
+
+    def _make_env_in_workers(self) -> None:
         config = self.config
         before = config.env, config.gym_env_vectorize_mode
         config.env = functools.partial(_vector_env, self._env_fn(self._context()), self._arguments())
@@ -104,7 +143,10 @@ class MultiAgentEnvRunner(_Hosted, multi_agent_env_runner.MultiAgentEnvRunner): 
     env: MultiAgentVectorEnv | None
 
     def make_env(self) -> None:
-        """Build the envs in workers, after closing those that are there; see RLlib's method."""
+        """Build the envs, after closing those that are there; see RLlib's method."""
+        if self.num_env_workers == 0:
+            super().make_env()
+            return
         if self.env is not None:
             self.env.close()
         context = self._context()

@@ -19,10 +19,11 @@ from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.gymnasium.spaces import Description
+from envherd.executor.facades.pettingzoo.vector_env import AgentDictEnv
 from envherd.executor.options import ExecutorOptions
-from envherd.workers.adapters.hosts.pettingzoo_native import ACTIVE, AGENTS, REWARD
 from envherd.workers.adapters.hosts.rllib import (
     ALL,
     OBSERVED,
@@ -39,28 +40,19 @@ ByAgent = dict[Any, Any]
 Dicts = tuple[list[ByAgent], list[ByAgent], list[ByAgent], list[ByAgent], list[ByAgent]]
 
 
-class _RowsEnv(AsyncVectorEnv):
-    """Gymnasium's vector env over spaces that are dicts by agent."""
+class _RowsEnv(AgentDictEnv):
+    """PettingZoo's rows, and which entries the envs' own dicts had."""
 
     _factory = MultiAgentFactory
+    _fail = AsyncVectorEnv._fail  # noqa: SLF001  # of the class that `AgentDictEnv` is
 
     def _take_spaces(self, descriptions: list[Description]) -> None:
         super()._take_spaces(descriptions)
-        columns = self._engine.pool.slab.groups[0].columns
-        self._gained = columns["next", *REWARD]
-        self._ends = [columns["next", *AGENTS, name][..., 0] for name in ("terminated", "truncated")]
-        self._latest = {key: [columns[section, *key] for section in ("next", "root")] for key in (ACTIVE, PRESENT)}
+        self._present = LatestColumn(self._engine.positions, PRESENT, self.num_envs, self.active().shape[1:])
 
-    def latest(self, key: tuple[str, ...]) -> np.ndarray:
-        """Return the leaf `ACTIVE` or `PRESENT` of each env's latest row, `[N, A]`, a copy."""
-        positions, ids = self._engine.positions, self._engine.all_ids
-        after, fresh = (leaf[positions.columns, ids] for leaf in self._latest[key])
-        return np.where(positions.in_root[:, None], fresh, after)
-
-    def results(self) -> tuple[list[list[float]], list[list[bool]], list[list[bool]]]:
-        """Return rewards, terminations and truncations of the latest step, `[N][A]` each."""
-        column = self._landing.at
-        return self._gained[column].tolist(), self._ends[0][column].tolist(), self._ends[1][column].tolist()
+    def present(self) -> np.ndarray:
+        """Return the leaf `PRESENT` of each env's latest row, `[N, A]`, a copy."""
+        return self._present.read()
 
     def env_infos(self) -> list[ByAgent]:
         """Return what each env's latest info was."""
@@ -144,7 +136,7 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
         """
         observations, _ = self._rows.reset(seed=seed, options=options)
         self._resets_next[:] = False
-        return self._seen(observations, self._rows.latest(PRESENT).tolist()), self._rows.env_infos()
+        return self._seen(observations, self._rows.present().tolist()), self._rows.env_infos()
 
     def step(self, actions: Sequence[Mapping[Any, Any]]) -> Dicts:
         """Step all envs once, but reset those whose episode has ended.
@@ -165,13 +157,13 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
         was_reset = self._resets_next
         observations, _, terminations, truncations, _ = self._rows.step(self._batch(actions))
         self._resets_next = terminations | truncations
-        present = self._rows.latest(PRESENT)
+        present = self._rows.present()
         lost = self._rows.interrupted()
         if lost is not None:  # what has acted and is observed has a reward; flags are those of the episode alone
             present[lost] &= OBSERVED
             present[lost] |= REWARDED * present[lost]
         bits = present.tolist()
-        rewards, *ends = self._rows.results()
+        rewards, *ends = (values.tolist() for values in self._rows.agent_results())
         flags = [
             [
                 {**self._those(row, mask, bit), ALL: bool(ended)}
@@ -213,7 +205,7 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
                 f"step failed: expected {self.num_envs} dicts of actions, one for each env, got {len(actions)}. No env "
                 f"was stepped."
             )
-        acting = self._rows.latest(ACTIVE) & ~self._resets_next[:, None]
+        acting = self._rows.active() & ~self._resets_next[:, None]
         for env_id, (one, acts) in enumerate(zip(actions, acting.tolist(), strict=True)):
             missing = [agent for agent, does in zip(self._agents, acts, strict=True) if does and agent not in one]
             if missing:

@@ -9,6 +9,7 @@ next one that receives it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -54,19 +55,27 @@ class SentEnvs:
         self._waiters: list[_Waiter] = []  # the first one leads
 
     def __enter__(self) -> None:
-        if self._lock.acquire(blocking=False):
-            return
-        self._wanting.append(None)  # before the leader is hailed, who looks at it afterwards
-        self._pool.hail()
         try:
+            if not self._lock.acquire(blocking=False):
+                self._queue_up()
+        except BaseException:  # an interrupt, perhaps with the lock
+            self.__exit__()
+            raise
+
+    def _queue_up(self) -> None:
+        self._wanting.append(None)  # before the leader is hailed, who looks at it afterwards
+        try:
+            self._pool.hail()
             self._lock.acquire()
         finally:
             self._wanting.pop()
 
     def __exit__(self, *_: object) -> None:
-        if not self._wanting:
-            self._handed_back.notify()
-        self._lock.release()
+        with contextlib.suppress(RuntimeError):  # raised once it is not held, however often an interrupt has left it so
+            if not self._wanting:
+                self._handed_back.notify()
+            while True:
+                self._lock.release()
 
     def refuse_sent(self, ids: list[int]) -> None:
         """Raise if some envs have been sent, and not received."""

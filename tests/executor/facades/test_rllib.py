@@ -82,6 +82,12 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
             tree.map_structure(np.testing.assert_array_equal, getattr(one, name)(), getattr(other, name)())
 
 
+class InWorkers(SingleAgentEnvRunner):
+    """Does not leave cheap envs to RLlib's own vector env."""
+
+    num_env_workers = 2
+
+
 def make_corridor(config: Any) -> gymnasium.Env:
     """Build an env from RLlib's context."""
     return Corridor({**config, "runner": config.worker_index})
@@ -95,7 +101,7 @@ def make_corridor(config: Any) -> gymnasium.Env:
 def test_episodes_of_single_agents_are_rllibs(env: Any, env_config: dict[str, Any]) -> None:
     register_env("corridor", lambda config: rllib_envs.Corridor({**config, "runner": config.worker_index}))
     config = make_config(env, env_config)
-    assert_same(sampled(SingleAgentEnvRunner, config), sampled(TheirSingleAgentEnvRunner, config))
+    assert_same(sampled(InWorkers, config), sampled(TheirSingleAgentEnvRunner, config))
 
 
 def test_an_id_that_only_the_script_has_registered() -> None:
@@ -103,7 +109,7 @@ def test_an_id_that_only_the_script_has_registered() -> None:
         return gymnasium.make("CartPole-v1").unwrapped
 
     gymnasium.register("OnlyHere-v0", make, max_episode_steps=4)
-    episodes = sampled(SingleAgentEnvRunner, make_config("OnlyHere-v0"), 1)
+    episodes = sampled(InWorkers, make_config("OnlyHere-v0"), 1)
     assert {len(episode) for episode in episodes if episode.is_done} == {4}
 
 
@@ -185,10 +191,44 @@ def test_workers_options_and_callbacks(runner_class: Any, config: Any, vector_en
 
 
 def test_a_remote_runner_has_a_worker_for_each_cpu_of_it() -> None:
-    config = make_config("CartPole-v1").env_runners(num_env_runners=2, num_cpus_per_env_runner=2)
+    config = make_config(rllib_envs.Slow, {"length": 3}).env_runners(num_env_runners=2, num_cpus_per_env_runner=2)
     runner = SingleAgentEnvRunner(config=config, worker_index=1)
     assert len(runner.env.unwrapped.executor.statistics().workers) == 2
     runner.stop()
+
+
+def test_cheap_envs_are_in_rllibs_own_vector_env() -> None:
+    runner = SingleAgentEnvRunner(config=make_config("CartPole-v1"), worker_index=0)
+    assert type(runner.env.unwrapped) is gymnasium.vector.SyncVectorEnv
+    runner.make_env()
+    assert type(runner.env.unwrapped) is gymnasium.vector.SyncVectorEnv
+    runner.stop()
+
+
+@pytest.mark.parametrize(
+    ("runner_class", "config"),
+    [
+        (SingleAgentEnvRunner, make_config(rllib_envs.Slow, {"length": 3})),
+        (MultiAgentEnvRunner, multi_agent(make_config(Together))),
+    ],
+)
+def test_no_workers(runner_class: Any, config: Any) -> None:
+    class Here(runner_class):
+        num_env_workers = 0
+
+    runner = Here(config=config, worker_index=0)
+    assert len(runner.env.unwrapped.envs) == NUM_ENVS
+    assert not hasattr(runner.env.unwrapped, "executor")
+    assert sum(map(len, runner.sample())) >= 10 * NUM_ENVS
+    runner.stop()
+
+
+def test_what_cannot_be_measured_is_in_workers_which_say_why() -> None:
+    def make(_: Any) -> gymnasium.Env:
+        raise LookupError("no such env")
+
+    with pytest.raises(LookupError, match="no such env"):
+        SingleAgentEnvRunner(config=make_config(make), worker_index=0)
 
 
 def test_a_config_without_an_env() -> None:

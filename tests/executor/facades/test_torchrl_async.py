@@ -331,6 +331,10 @@ def test_an_interrupt_leaves_no_env_unknown(idle: AsyncEnvPool, line: int) -> No
     except RuntimeError as error:
         assert "only 0 were sent" in str(error)  # noqa: PT017
     assert len(idle.reset()) == 4
+    other = threading.Thread(target=idle.stats)
+    other.start()
+    other.join(20)
+    assert not other.is_alive(), "the pool is still held"
 
 
 def test_too_few_in_time_is_a_timeout_and_loses_nothing(mixed: AsyncEnvPool, gate: Any) -> None:
