@@ -25,6 +25,7 @@ from tensordict import TensorDict, TensorDictBase
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_seconds
 from envherd.executor.batches.grad_mode import without_grad
+from envherd.executor.keywords import names_right_keyword
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_leaves
@@ -135,6 +136,7 @@ class AsyncCollector:
             the policy cannot be copied and `in_background` is above 0.
     """
 
+    @names_right_keyword
     def __init__(  # noqa: PLR0913  # a collector's
         self,
         env: BatchedEnv,

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batches.arguments import as_count, need_bools, need_callables
+from envherd.executor.keywords import names_right_keyword
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.shm.specs import EnvSpec
@@ -71,6 +72,7 @@ class Collector:
         ValueError: `frames_per_batch` is below 1, or both a policy and a factory were passed.
     """
 
+    @names_right_keyword
     def __init__(  # noqa: PLR0913  # the arguments of TorchRL's collectors
         self,
         env: Rolls,

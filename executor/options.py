@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, get_args
 
+from envherd.executor.keywords import names_right_keyword
 from envherd.workers.block.info_leaves import check_keys
 from envherd.workers.options import BlockOptions, EnvType, InfoKeys, InfoPolicy
 
@@ -211,6 +212,9 @@ class ExecutorOptions:
             is_text = False
         if not is_text:
             raise _refusal("env_vars", "a dict of names and values, or pairs of them, all texts", self.env_vars)
+
+
+ExecutorOptions.__init__ = names_right_keyword(ExecutorOptions.__init__)  # type: ignore[method-assign]
 
 
 def _is_list_of(kind: type, value: Any) -> bool:

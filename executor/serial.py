@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.batches.arguments import names_right_keyword
 from envherd.executor.batches.transfer import as_device
+from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.agreement import check_agreement
 from envherd.executor.pools.blueprint import (

@@ -78,7 +78,9 @@ BOXES = {
     ),
     "executor/batches/": Box(("executor/batches/*",), "actions to rows, rows to TensorDicts", 9, (1, 1)),
     "executor/machine/": Box(("executor/machine/*",), "processors and memory to use", 9, (0, 0)),
-    "executor/options.py": Box(("executor/options.py",), "ExecutorOptions", 8, (1, 1)),
+    "executor/{options,keywords}.py": Box(
+        ("executor/options.py", "executor/keywords.py"), "ExecutorOptions, names of arguments", 8, (1, 1)
+    ),
     "workers/process/": Box(("workers/process/*",), "helper process, start, loop", 7, (2, 2)),
     "workers/testing/": Box(("workers/testing/*",), "contract tests for any env", 6, (3, 3)),
     "workers/adapters/hosts/": Box(("workers/adapters/hosts/*",), "a facade's part in a worker", 6, (4, 4)),

@@ -37,6 +37,7 @@ NEEDED = {
     "docs/policies.md": ("gymnasium", "torchrl"),
     "docs/coming_from.md": ("gymnasium", "sb3", "torchrl"),
     "docs/torch_envs.md": ("vmas",),
+    "docs/torchrl.md": ("gymnasium", "torchrl"),
 }
 BLOCK = re.compile(
     r"(?:^<!-- fragment: (?P<why>[^\n]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL

@@ -99,7 +99,7 @@ ORDER = {
         *("native", "block", "build", "adapters.hosts", "probing", "process", "testing"),
     ),
     "executor": (
-        *("options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),
+        *("keywords", "options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),
         *(
             "batched",
             "exporting",

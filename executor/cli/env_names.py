@@ -60,7 +60,7 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
     name = full_name(name)
     family, colon, rest = name.partition(":")
     if not colon or not rest:
-        raise FactoryError(_no_family(name, family))
+        raise FactoryError(_no_family(name, []))
     factory: Any = FAMILIES[family].parse(rest)
     return replace(factory, render_mode="rgb_array") if with_frames and hasattr(factory, "render_mode") else factory
 
@@ -118,15 +118,18 @@ def _with_family(name: str) -> str:
     Raises:
         FactoryError: no family knows it.
     """
+    known: list[str] = []
     for family in LISTED:
         if ("/" in name) <= FAMILIES[family].has_slash:
             with contextlib.suppress(FactoryError):
-                if name in known_names(family):
+                names = known_names(family)
+                if name in names:
                     return f"{family}:{name}"
+                known += names
     module, _, rest = name.partition(":")
     if rest.replace(".", "").isidentifier() and _is_there(module):
         return f"python:{name}"
-    raise FactoryError(_no_family(name, module))
+    raise FactoryError(_no_family(name, known))
 
 
 def _is_there(module: str) -> bool:
@@ -148,7 +151,7 @@ def callable_at(target: str, full_name: str) -> Callable[..., Any]:
     """
     module, colon, name = target.partition(":")
     if not (module and colon and name):
-        raise FactoryError(f"{full_name!r} failed: expected MODULE:CALLABLE, e.g. my_envs:make_env, got {target!r}.")
+        raise FactoryError(f"{full_name!r} failed: expected MODULE:CALLABLE, e.g. my_module:make, got {target!r}.")
     namespace = vars(_import_named(module, full_name))
     first = name.partition(".")[0]
     if first not in namespace:
@@ -157,11 +160,15 @@ def callable_at(target: str, full_name: str) -> Callable[..., Any]:
     return named_callable(module, name)
 
 
-def _no_family(name: str, family: str) -> str:
-    known = [*(f"{prefix}:" for prefix in FAMILIES), *(f"meltingpot:{substrate}" for substrate in substrate_names())]
-    hint = closest(name if ":" in name else f"meltingpot:{name}", known) or closest(f"{family}:", known)
+def _no_family(name: str, known: list[str]) -> str:
+    """Return the message for a name whose family is missing or unknown; `known` are the names without a family."""
+    family, colon, rest = name.partition(":")
     if family in ("", *FAMILIES):
         hint = ""
+    elif meant := _NAMES_ELSEWHERE.get(family):
+        hint = f" Did you mean {meant}:{rest}?"
+    else:
+        hint = closest(f"{family}:", [f"{prefix}:" for prefix in FAMILIES]) if colon else closest(name, known)
     return f"{name!r} failed: expected one of {', '.join(FORMS)}.{hint}"
 
 
@@ -334,6 +341,8 @@ FAMILIES = {
     "torchrl": Family("torchrl:MODULE:CALLABLE", _torchrl),
     "python": Family("python:MODULE:CALLABLE", _python),
 }
+#: What a family is called elsewhere -> its name here.
+_NAMES_ELSEWHERE = {"gym": "gymnasium", "atari": "gymnasium:ale_py", "dmc": "dm_control", "dm-control": "dm_control"}
 FORMS = tuple(family.form for family in FAMILIES.values())
 #: The families whose envs have names, in the order in which they are asked.
 LISTED = tuple(name for name, family in FAMILIES.items() if family.names is not tuple)

@@ -94,6 +94,7 @@ class Crew:
         """
         self.options.check_here()
         check_descriptors(len(self.blueprint.blocks))
+        self._log_ready(0)
         self._zygote = find_helper(self.options) or Zygote(self.options, list(self.blueprint.preload))
         self._zygote.wait_ready()
         for name, why in self._zygote.failed_preloads.items():
@@ -102,7 +103,11 @@ class Crew:
             log.info("a preloaded module started threads: workers are exec'd instead of forked")
         for worker_id in range(len(self.blueprint.blocks)):
             self.workers.append(self._launch(worker_id, generation=0))
-        return [spec for worker in self.workers for spec in self.collect_specs(worker.worker_id)]
+        specs = []
+        for worker_id in range(len(self.workers)):
+            specs += self.collect_specs(worker_id)
+            self._log_ready(worker_id + 1)
+        return specs
 
     def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
         assert self._zygote is not None
@@ -122,6 +127,11 @@ class Crew:
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
             process.channel.flush_nowait()  # what does not fit is sent while its answer is waited for
         return process
+
+    def _log_ready(self, num_ready: int) -> None:
+        """Log how far a start is; the record has both numbers, for progress bars (docs/logging.md)."""
+        counts = {"num_ready": num_ready, "num_workers": len(self.blueprint.blocks)}
+        log.debug("start: %(num_ready)d of %(num_workers)d workers are ready", counts, extra=counts)
 
     def collect_specs(self, worker_id: int) -> list[EnvSpec]:
         """Wait until a worker has built its envs; return their specs."""

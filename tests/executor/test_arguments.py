@@ -158,3 +158,28 @@ def test_a_collector_knows_how_many_batches_it_has(env):
 def test_an_unknown_keyword_names_the_one_that_is_meant(kind, name, advice):
     with pytest.raises(TypeError, match=rf"{kind.__name__} failed: it has no argument '{name}'. {re.escape(advice)}"):
         kind(**{name: 4})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        (Collector, "frame_per_batch", "frames_per_batch"),
+        (Collector, "batch_size", "frames_per_batch"),
+        (Collector, "device", "policy_device"),
+        (AsyncCollector, "min_envs", "min_batch"),
+        (AsyncCollector, "max_batches", "max_batch"),
+        (ExecutorOptions, "step_timeout", "step_timeout_s"),
+        (ExecutorOptions, "on_worker_lost", "on_worker_loss"),
+    ],
+)
+def test_collectors_and_options_name_the_keyword_that_is_meant(kind, name, meant):
+    expected = f"{kind.__name__} failed: it has no argument '{name}'. Did you mean {meant}?"
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        kind(**{name: 4})
+
+
+def test_a_start_reports_how_many_workers_are_ready(caplog):
+    with caplog.at_level("DEBUG", "envherd"), ParallelEnv(3, CountingEnv, num_workers=2):
+        found = [(record.num_ready, record.num_workers) for record in caplog.records if hasattr(record, "num_ready")]
+    assert found == [(0, 2), (1, 2), (2, 2)]
+    assert "start: 1 of 2 workers are ready" in caplog.text

@@ -95,7 +95,7 @@ def test_a_config_file_has_the_defaults_of_options(tmp_path):
         ("num_env: 3", "unknown entry 'num_env'"),
         ("- 3", "expected names and values"),
         ("executor: Threads", "expected executor ParallelEnv or SerialEnv"),
-        ("options: {poisson: true}", "unexpected keyword argument 'poisson'"),
+        ("options: {poisson: true}", "it has no argument 'poisson'. Did you mean poison?"),
         ("options: {step_timeout_s: -1}", "expected step_timeout_s"),
     ],
 )

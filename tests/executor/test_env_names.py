@@ -69,9 +69,11 @@ UNKNOWN = {
     "python:json:": ["MODULE:CALLABLE"],
     "python:sys:path": ["callable", "list"],
     "torchrl:torchrl.envs:GymEnvv": ["GymEnv"],
-    "gym:CartPole-v1": ["gymnasium:", *FORMS],
-    "clean_pu": ["meltingpot:clean_up"],
-    "CartPole-v9": list(FORMS),
+    "gym:CartPole-v1": ["Did you mean gymnasium:CartPole-v1?", *FORMS],
+    "atari:ALE/Pong-v5": ["Did you mean gymnasium:ale_py:ALE/Pong-v5?"],
+    "gymnasum:CartPole-v1": ["Did you mean gymnasium:"],
+    "clean_pu": ["Did you mean clean_up"],
+    "CartPole-v9": ["Did you mean CartPole-v1", *FORMS],
     "no_such_module_x:make": list(FORMS),
     "meltingpot:": list(FORMS),
     "": list(FORMS),
@@ -83,7 +85,7 @@ needs_dm_control = pytest.mark.slow  # importing what they need takes a second a
 #: What names begin with -> the extra that knows them.
 EXTRAS = {
     "dm_control": "dm-control", "envpool": "envpool", "gymnasium": "gymnasium", "meltingpot": "meltingpot",
-    "clean_": "meltingpot", "pettingzoo": "pettingzoo", "torchrl": "torchrl", "vmas": "vmas",
+    "clean_": "meltingpot", "CartPole": "gymnasium", "pettingzoo": "pettingzoo", "torchrl": "torchrl", "vmas": "vmas",
 }  # fmt: skip
 
 

@@ -35,6 +35,15 @@ from envherd.workers.build import check_factory
 from envherd.workers.errors import EnvError, EnvherdError, FactoryError
 
 _newborn = threading.local()
+_READERS = "TorchRL's envs read infos. Call the env's auto_register_info_dict or set_info_dict_reader in the factory."
+#: Options that are refused -> why, and what to do.
+_REFUSED = {
+    "env_threads": "each TorchRL env has its own state of torch's generator, which the threads of a process share. Use "
+    "more num_processes, or envherd.ParallelEnv.",
+    "episode_statistics": "TorchRL's transforms count them. Append RewardSum and StepCounter.",
+    "infos": _READERS,
+    "info_keys": _READERS,
+}
 
 
 class BuildFailed(FactoryError, RuntimeError):
@@ -265,7 +274,7 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
 
     Raises:
         FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or gave no env.
-        ValueError: options with `env_threads`.
+        ValueError: options with `env_threads`, `episode_statistics`, `infos` or `info_keys`.
     """
 
     def __init__(
@@ -278,12 +287,10 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
         executor: Callable[..., BatchedEnv] | None = None,
         **kwargs: Any,
     ) -> None:
-        if options is not None and options.env_threads:
-            raise ValueError(
-                "ParallelEnv failed: expected options with env_threads=False, got True: each TorchRL env has its own "
-                "state of torch's generator, which the threads of a process share. Use more num_processes, or "
-                "envherd.ParallelEnv."
-            )
+        for name, why in _REFUSED.items() if options is not None else ():
+            default, value = getattr(ExecutorOptions, name), getattr(options, name)
+            if value != default:
+                raise ValueError(f"ParallelEnv failed: expected options with {name}={default}, got {value}: {why}")
         self.__dict__["_num_processes"] = num_processes
         self.__dict__["_options"] = options
         self.__dict__["_make_executor"] = executor

@@ -275,9 +275,18 @@ env.close()
 """
 
 
-def test_threads_for_envs_are_refused_before_anything_is_started():
-    with pytest.raises(ValueError, match="expected options with env_threads=False, got True"):
-        ParallelEnv(2, Sleeper, options=ExecutorOptions(env_threads=True))
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("env_threads", True, "env_threads=False, got True: .* Use more num_processes"),
+        ("episode_statistics", True, "episode_statistics=False, got True: .* Append RewardSum and StepCounter"),
+        ("infos", "plain", "infos=drop, got plain: .* auto_register_info_dict"),
+        ("info_keys", "all", "info_keys=None, got all: .* auto_register_info_dict"),
+    ],
+)
+def test_options_without_a_place_in_torchrl_are_refused_before_anything_is_started(name, value, expected):
+    with pytest.raises(ValueError, match=f"expected options with {expected}"):
+        ParallelEnv(2, Sleeper, options=ExecutorOptions(**{name: value}))
 
 
 @pytest.mark.full

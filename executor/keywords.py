@@ -1,0 +1,48 @@
+"""Keywords that a constructor does not have are refused with the one that is meant."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: What other libraries call an argument -> what it is called here.
+_NAMES_ELSEWHERE = {
+    "n_envs": "num_envs",
+    "nenvs": "num_envs",
+    "n_workers": "num_workers",
+    "num_processes": "num_workers",
+    "env_fn": "make_env",
+    "env_fns": "make_env",
+    "env_makers": "make_env",
+    "create_env_fn": "make_env",
+    "create_env_kwargs": "env_kwargs",
+    "env_args": "env_kwargs",
+    "min_envs": "min_batch",
+    "max_envs": "max_batch",
+    "batch_size": "frames_per_batch",
+    "num_steps": "frames_per_batch",
+    "n_steps": "frames_per_batch",
+    "env_fn_kwargs": "env_kwargs",
+}
+
+
+def names_right_keyword(call: Callable[P, T]) -> Callable[P, T]:
+    """Let a constructor refuse a keyword that it does not have with the one that is meant."""
+    names = [name for name in inspect.signature(call).parameters if name != "self"]
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in names:
+                meant = _NAMES_ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, names)), None)
+                advice = f"Did you mean {meant}?" if meant in names else f"It takes {', '.join(names)}."
+                raise TypeError(f"{type(args[0]).__name__} failed: it has no argument {name!r}. {advice}")
+        return call(*args, **kwargs)
+
+    return checked
