@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from envherd.benchmarks import bounds, ours, peers
 from envherd.benchmarks.page import render
 from envherd.benchmarks.pools import Contender, Job, Pool
+from envherd.benchmarks.report import short
 from envherd.benchmarks.rounds import Entry, Turn
 from envherd.benchmarks.runner import Slot
 from envherd.benchmarks.suite import NAMES, Request, Suite, load, save
@@ -157,8 +158,8 @@ def test_a_tiny_run_measures_everyone(run):
     for name in wanted:
         assert rows[name]["status"] == "measured", rows[name]
         assert rows[name]["steps_per_s"] > 0
-        # Steps of 200 us on average, calibrated under whatever load there is.
-        assert 40 < rows[name]["cpu_us_per_step"] < 4000, name
+        # Steps of 200 us on average, calibrated under whatever load there is: microseconds, and of one step.
+        assert 20 < rows[name]["cpu_us_per_step"] < 40_000, name
         assert name in done.stdout
     assert rows[peers.GYMNASIUM_ASYNC]["processes"] == 8
     assert "at least 0.8 of the measured ideal" in done.stdout
@@ -168,9 +169,22 @@ def test_a_tiny_run_measures_everyone(run):
 @pytest.mark.slow
 def test_pictures_are_drawn(run):
     _, path = run
-    for name in ("bench_ratios.png", "bench_latency.png", "speed_light.png", "speed_dark.png"):
+    for name in ("bench_ratios.png", "bench_latency.png"):
         assert (path.parent / name).read_bytes().startswith(b"\x89PNG"), name
         assert (path.parent / name).stat().st_size > 10_000
+
+
+@needs("bench")
+def test_the_readmes_picture_has_a_bar_for_each_ratio_that_was_measured():
+    from envherd.benchmarks.plots import THEMES, summary
+
+    peer = {"wall_ratio": [1.9, 2.0, 2.1]}
+    rows = {peers.GYMNASIUM_ASYNC: peer, peers.TORCHRL_PARALLEL: peer, peers.SB3_SUBPROC: {"wall_ratio": None}}
+    for theme in THEMES.values():
+        figure = summary({"workloads": {"tiny": {"contenders": rows}, "spikes": {"contenders": rows}}}, *theme)
+        assert figure is not None
+        assert [bar.get_width() for bar in figure.axes[0].patches] == [1.0, 1.0]
+        assert summary({"workloads": {"spikes": {"contenders": rows}}}, *theme) is None
 
 
 @needs("bench")
@@ -183,7 +197,7 @@ def test_the_page_says_what_was_measured_and_what_was_not(run):
     assert "### 8 envs of 200 us on average, 1 % of steps 100 times the others" in text
     (row,) = [line for line in text.splitlines() if line.startswith(f"| {peers.SB3_SUBPROC} |")]
     ratio = results["workloads"]["spikes"]["contenders"][peers.SB3_SUBPROC]["cpu_ratio"][1]
-    assert f"{ratio:.2f}x" in row
+    assert f"{short(ratio)}x" in row
     assert text.count("was not run") > 10
     assert "The gate never opened" in text or "passed the gate" in text
 
