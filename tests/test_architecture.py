@@ -29,7 +29,7 @@ READERS = {
     "executor/cluster/host.py",
     "executor/facades/torchrl/async_sent.py",
 }
-REPORTS = re.compile(r"\.(outcome|take_outcome|wait_all|wait_some)\b")
+REPORTS = re.compile(r"\.(outcome|wait_all|wait_some)\b")
 
 
 def defined_in(node: ast.AST, prefix: str = "") -> Iterator[str]:

@@ -239,9 +239,11 @@ class NodeHost:
     def _reply(self, ids: np.ndarray | None) -> Reply:
         """Report what became of the latest commands of some envs, None for all, which owe no answer any more."""
         pool = self._pool
-        lost, outcome = pool.take_report(ids)
         asked = self._all_ids if ids is None else ids
+        outcome = pool.outcome.hand_out(asked) if pool.outcome else None
         if outcome is not None:
+            lost = pool.blueprint.envs_of(outcome.losses)
+            outcome.forget_rows(lost)  # an env may have answered before its worker was lost
             self._is_sent[lost] = False
             ids = asked = asked[~np.isin(asked, lost)]
         ops, columns = self._ops[asked], self._columns[asked]

@@ -30,7 +30,6 @@ from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.deadline import Deadline
 from envherd.executor.pools.error_messages import Frame, worker_late
 from envherd.executor.pools.fused_words import FusedWords
-from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.spare_supervisor import SpareSupervisor
 from envherd.executor.pools.turns import Turns
 from envherd.executor.pools.worker_pool import WorkerPool
@@ -79,7 +78,9 @@ class AheadPool(WorkerPool):
         super()._make_slab()
 
     def _make_words(self) -> FusedWords:
-        return FusedWords(self.slab)
+        words = FusedWords(self.slab)
+        self.outcome.held_back = words.is_in_parts
+        return words
 
     def _make_supervisor(self) -> SpareSupervisor:
         self.turns = Turns(self.slab.words, self.worker_of, self.serving)
@@ -180,14 +181,6 @@ class AheadPool(WorkerPool):
             self.outcome.take_reset(frame)
         else:
             self.outcome.take(frame)
-
-    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
-        """As `WorkerPool.take_outcome`, but keep what was reported of an answer of which a part is still to come."""
-        is_kept = self._words.is_in_parts()
-        if is_kept.any():
-            taken = self._all_ids if env_ids is None else env_ids
-            env_ids = taken[~is_kept[taken]]
-        return super().take_outcome(env_ids)
 
     def _wait_slowly(
         self, env_ids: np.ndarray, count: int, deadline: Deadline, *, through_losses: bool = False

@@ -68,7 +68,7 @@ class Pool(Protocol):
         slab: inputs, rows and words of all envs.
         lenders: group index -> what takes the inputs of an env's next step as tensors, for groups that read none
             from the slab.
-        outcome: what happened besides the rows since `take_outcome`.
+        outcome: what happened besides the rows, until it is handed out.
         holds_storages: whether it keeps the memory of a rollout storage until that is detached.
     """
 
@@ -237,14 +237,6 @@ class Pool(Protocol):
 
     def outstanding(self) -> np.ndarray:
         """Return the envs that owe an answer."""
-        ...
-
-    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
-        """Return what happened besides the rows, and forget it.
-
-        Args:
-            env_ids: keep what is about other envs, but not losses; None takes all.
-        """
         ...
 
     # ---- questions ---------------------------------------------------------------------------

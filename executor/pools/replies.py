@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,40 +13,42 @@ from envherd.workers.errors import EnvherdError
 
 @dataclass
 class Outcome:
-    """What happened besides the rows, since it was last asked.
+    """What happened besides the rows, and was not handed out yet.
 
     Attributes:
         faults: env id -> fault message (what an env raised).
         side: env id -> side values message.
         infos: env id -> infos message.
         losses: worker id -> the error that describes its loss.
+        held_back: returns which envs have reported a part of an answer and owe another, bool `[N]`; None where an
+            answer has one part.
     """
 
     faults: dict[int, Frame] = field(default_factory=dict)
     side: dict[int, Frame] = field(default_factory=dict)
     infos: dict[int, Frame] = field(default_factory=dict)
     losses: dict[int, EnvherdError] = field(default_factory=dict)
+    held_back: Callable[[], np.ndarray] | None = None
 
     def __bool__(self) -> bool:
         """Return whether anything happened."""
         return bool(self.faults or self.side or self.infos or self.losses)
 
-    def split_off(self, env_ids: np.ndarray) -> Outcome:
-        """Remove and return what is about other envs than these; losses stay."""
-        mine = set(env_ids.tolist())
-        other = Outcome()
-        for kept, given in (
-            (self.faults, other.faults),
-            (self.side, other.side),
-            (self.infos, other.infos),
-        ):
-            for env_id in [i for i in kept if i not in mine]:
-                given[env_id] = kept.pop(env_id)
-        return other
-
-    def hand_out(self, env_ids: np.ndarray | None) -> tuple[Outcome, Outcome]:
-        """Return what is about some envs, with all losses, and the rest; None: all is about them."""
-        return self, Outcome() if env_ids is None else self.split_off(env_ids)
+    def hand_out(self, env_ids: np.ndarray) -> Outcome:
+        """Remove and return what is about some envs, int `[k]`, without those that are held back, and all losses."""
+        if self.held_back is not None:
+            env_ids = env_ids[~self.held_back()[env_ids]]
+        given = Outcome(losses=self.losses)
+        self.losses = {}
+        wanted = set(env_ids.tolist())
+        for name in ("faults", "side", "infos"):
+            reported = getattr(self, name)
+            if reported.keys() <= wanted:
+                setattr(given, name, reported)
+                setattr(self, name, {})
+            else:
+                setattr(given, name, {i: reported.pop(i) for i in wanted & reported.keys()})
+        return given
 
     def forget_rows(self, env_ids: np.ndarray) -> None:
         """Drop the side values and infos of rows that were never completed."""

@@ -1,4 +1,4 @@
-"""What the pools over one slab have in common: the numbers of commands, and what was reported besides the rows."""
+"""What the pools over one slab have in common: the numbers of commands, and questions."""
 
 from __future__ import annotations
 
@@ -52,28 +52,6 @@ class SlabPool:
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer, int `[k]`."""
         return np.flatnonzero(self._words.is_owed())
-
-    def take_outcome(self, env_ids: np.ndarray | None = None) -> Outcome:
-        """Return what happened since the last call, and forget it; see `Pool.take_outcome`."""
-        outcome, self.outcome = self.outcome.hand_out(env_ids)
-        return outcome
-
-    def take_report(self, env_ids: np.ndarray | None) -> tuple[np.ndarray, Outcome | None]:
-        """Take what a pool on another machine, which stands for this one, must report.
-
-        Args:
-            env_ids: as of `take_outcome`.
-
-        Returns:
-            The envs whose workers were lost, int64 `[k]`, and what happened besides the rows; None for nothing. It has
-            no values of a lost env, which may have answered before its worker was lost.
-        """
-        if not self.outcome:
-            return np.empty(0, np.int64), None
-        outcome = self.take_outcome(env_ids)
-        lost = self.blueprint.envs_of(outcome.losses)
-        outcome.forget_rows(lost)
-        return lost, outcome
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Ask envs for something that is not a step; see `Pool.ask`."""

@@ -373,7 +373,7 @@ class Flights:
     def _note_unusual(self, flight: Flight) -> tuple[Outcome, np.ndarray]:
         """Note what became of a flight; return what the pool reported, and the flight's envs that were lost."""
         positions, ids = self.positions, flight.ids
-        outcome = self.pool.take_outcome(ids)
+        outcome = self.pool.outcome.hand_out(ids)
         lost = self.pool.blueprint.envs_of(outcome.losses)
         own = lost[np.isin(lost, ids)]
         is_stepped = self.states.ops != RESET
@@ -466,9 +466,9 @@ class Flights:
         """Deal with what happened to envs that were sent: raise, or let a successor reset what was lost."""
         pool = self.pool
         num_losses = pool.num_losses
-        losses = pool.take_outcome(_NOBODY).losses
+        losses = pool.outcome.hand_out(_NOBODY).losses
         faulty = np.array([*pool.outcome.faults], np.int64)
-        faults = pool.take_outcome(faulty).faults
+        faults = pool.outcome.hand_out(faulty).faults
         self.num_errors += len(faults)
         # Not by `losses` alone: an interrupt may have come after these were taken, and before they were dealt with.
         forfeited = self.states.under_way & pool.forfeited
@@ -499,7 +499,7 @@ class Flights:
     def take_news(self, env_ids: np.ndarray) -> None:
         """Note what envs that were sent have given besides their rows."""
         if self.pool.outcome:
-            outcome = self.pool.take_outcome(env_ids)
+            outcome = self.pool.outcome.hand_out(env_ids)
             self.side.note_values(outcome.side)
             self.side.note_infos(outcome.infos, env_ids.tolist())
         elif self._has_infos:
@@ -563,7 +563,7 @@ class Flights:
         idle = np.flatnonzero(~self.states.under_way)
         limits = [s for s in (options.step_timeout_s, options.reset_timeout_s) if s is not None]
         pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
-        pool.outcome.losses.update(pool.take_outcome(idle).losses)
+        pool.outcome.losses.update(pool.outcome.hand_out(idle).losses)
         self.losses.accept()
         self.positions.mark_lost(np.unique(np.concatenate(broken_off)))
         self.current = None

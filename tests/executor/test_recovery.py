@@ -327,7 +327,7 @@ class TestLosses:
                 with pytest.raises(WorkerLost):
                     pool.submit(env_ids, Op.RESET, RING, np.array([1, 1]))
                 assert (pool.number, pool.is_idle()) == (number, True)
-            assert not pool.take_outcome().faults
+            assert not pool.outcome.faults
 
     def test_an_env_that_is_a_batch_is_reset_whole_when_it_was_lost(self):
         with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:

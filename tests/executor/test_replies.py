@@ -1,0 +1,51 @@
+"""What a pool has reported besides rows is handed out once, and for the envs that were asked for."""
+
+import numpy as np
+import pytest
+
+from envherd.executor.pools.replies import Outcome
+from envherd.workers.errors import WorkerLost
+
+NAMES = ("faults", "side", "infos")
+
+
+def reported(held_back=None):
+    """Return what pools of four envs have reported, of all kinds."""
+    outcome = Outcome(held_back=held_back)
+    for env_id in range(4):
+        for kind in ("fault", "side", "infos"):
+            outcome.take({"kind": kind, "env_id": env_id})
+    outcome.losses[1] = WorkerLost("lost")
+    return outcome
+
+
+def about(outcome):
+    """Return which envs each kind of report is about."""
+    return [sorted(getattr(outcome, name)) for name in NAMES]
+
+
+@pytest.mark.parametrize("asked", [[], [2], [3, 0], [0, 1, 2, 3]])
+def test_reports_are_handed_out_for_the_envs_asked_for_and_losses_always(asked):
+    outcome = reported()
+    given = outcome.hand_out(np.array(asked, np.int64))
+    assert about(given) == [sorted(asked)] * 3
+    assert about(outcome) == [[i for i in range(4) if i not in asked]] * 3
+    assert (list(given.losses), outcome.losses) == ([1], {})
+
+
+def test_an_answer_of_which_a_part_is_to_come_is_held_back():
+    is_in_parts = np.array([False, True, False, False])
+    outcome = reported(lambda: is_in_parts)
+    assert about(outcome.hand_out(np.arange(4))) == [[0, 2, 3]] * 3
+    is_in_parts[1] = False
+    assert about(outcome.hand_out(np.arange(4))) == [[1]] * 3
+    assert not outcome
+
+
+def test_what_is_reported_later_does_not_reach_what_was_handed_out():
+    outcome = reported()
+    given = outcome.hand_out(np.arange(4))
+    outcome.take({"kind": "infos", "env_id": 0, "is_new": True})
+    outcome.losses[3] = WorkerLost("lost")
+    assert list(given.losses) == [1]
+    assert "is_new" not in given.infos[0]
