@@ -25,6 +25,7 @@ from tensordict import TensorDict, TensorDictBase
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_seconds
 from envherd.executor.batches.grad_mode import without_grad
+from envherd.executor.batches.transfer import Lane, to_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
@@ -123,7 +124,8 @@ class AsyncCollector:
         primer: batch `[N]`, the policy's state at the begin of an episode (a recurrent state).
         in_background: number of batches that a thread collects while the caller learns, and no more: 1 is double
             buffering. The policy is copied for it; `update_policy_` gives the copy new weights. 0 collects when a batch
-            is asked for, with the policy itself.
+            is asked for, with the policy itself. On CUDA the thread has a stream, which does not wait for the
+            learner's.
         postproc: applied to every batch.
         close_env: close the executor with the collector.
 
@@ -189,8 +191,8 @@ class AsyncCollector:
         self._storing_device, self._postproc, self._closes_env = storing_device, postproc, close_env
         self._primer = None if primer is None else primer.to("cpu")
         self._placed = _place(policy, policy_device, is_apart=in_background > 0)
-        self._original = policy
-        self._policy_lock = threading.RLock()  # the policy may update itself
+        self._original, self._policy_lock = policy, threading.RLock()  # the policy may update itself
+        self._lane = _make_lane(env, self._placed, is_apart=in_background > 0)
         self._rows = ContiguousRows(num_envs, self._num_steps, self.num_rows + num_envs)
         self._steps, self._is_owed = np.zeros(num_envs, np.int64), np.zeros(num_envs, bool)
         self._state: TensorDictBase | None = self._primer
@@ -233,7 +235,7 @@ class AsyncCollector:
         self._num_lags += 1
         self._lag_max = max(self._lag_max, int(lag.max()))
         if self._storing_device is not None:
-            data = data.to(self._storing_device)
+            data = to_device(data, self._storing_device)
         return data if self._postproc is None else self._postproc(data)
 
     def update_policy_(self, parameters: TensorDictBase | Mapping[str, Any] | None = None) -> int:
@@ -243,7 +245,7 @@ class AsyncCollector:
             parameters: a state dict, or a TensorDict of parameters; None for the present weights of the policy that
                 the collector was given.
         """
-        with self._policy_lock:
+        with self._policy_lock, self._lane.written_to():
             if self._placed is not None:
                 if parameters is None:
                     self._follow()
@@ -313,6 +315,10 @@ class AsyncCollector:
     @without_grad
     def _collect(self) -> TensorDictBase:
         """Collect the next batch."""
+        with self._lane.entered():
+            return self._collect_rows()
+
+    def _collect_rows(self) -> TensorDictBase:
         self._charge("learner")
         self._begin_idle()
         while len(self._rows.full) < self.num_rows:
@@ -553,6 +559,11 @@ def _place(policy: Policy | None, device: torch.device | str | None, *, is_apart
             "copyable=False. Collect with in_background=0."
         )
     return Placed(copy.deepcopy(policy), device)
+
+
+def _make_lane(env: BatchedEnv, placed: Placed | None, *, is_apart: bool) -> Lane:
+    """Return the stream of the thread that collects; without a thread, the caller's."""
+    return Lane((env.device if placed is None else placed.device) if is_apart else None)
 
 
 def _padded(root: TensorDictBase, size: int) -> TensorDictBase:

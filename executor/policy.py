@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from envherd.executor.batches.grad_mode import without_grad
+from envherd.executor.batches.transfer import to_device
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -69,7 +70,7 @@ class Placed:
         home = root.device or torch.device("cpu")
         if self.device is None or self.device == home:
             return self.policy(root)
-        moved = root.to(self.device)
+        moved = to_device(root, self.device)
         given = moved.copy()  # the policy may write into the batch itself
         versions = {key: _version(given.get(key)) for key in leaf_keys(given)}
         acted = check_acted(self.policy(moved))
@@ -78,7 +79,7 @@ class Placed:
             for key in leaf_keys(acted)
             if (value := acted.get(key)) is not given.get(key, None) or _version(value) != versions[key]
         ]
-        return root.update(acted.select(*written).to(home))
+        return root.update(acted.select(*written).to(home, non_blocking=False))
 
     @without_grad
     def follow(self) -> None:

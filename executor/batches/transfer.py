@@ -2,17 +2,21 @@
 
 Guarantees: a whole `next` crosses as one transfer, whatever its number of keys. On CUDA the slab is
 page-locked in place (once), transfers are asynchronous on the current stream, and a frame of the ring is
-not given to the workers again before its transfer has ended.
+not given to the workers again before its transfer has ended. Batches of a policy that runs elsewhere cross through
+page-locked memory; a thread that collects has a stream (`Lane`).
 Assumes: for CUDA, that the slab stays mapped until `close`. Other devices copy synchronously.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 
 _CUDA_REGISTER_PORTABLE = 1  # cuda_runtime_api.h: cudaHostRegisterPortable
 
@@ -38,6 +42,57 @@ def as_device(device: Any) -> torch.device | None:
                 f"Leave device out, or install a torch built for your GPU."
             )
     return wanted
+
+
+def to_device(batch: TensorDictBase, device: torch.device | str) -> TensorDictBase:
+    """Return a batch on a device; a new one unless it is there.
+
+    From the host to CUDA it crosses through page-locked memory, and the caller does not wait: work that it gives to the
+    current stream afterwards comes after the transfer. torch keeps that memory for the next batch, and gives it out
+    again only after the transfer has ended.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or batch.device not in (None, torch.device("cpu")):
+        return batch.to(device)
+    return batch.cpu().pin_memory(num_threads=0).to(device, non_blocking=True)
+
+
+class Lane:
+    """A stream for a thread that must not wait for what others give to a device; does nothing for other than CUDA.
+
+    Args:
+        device: where the thread works; None for the host.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        is_cuda = device is not None and device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # weights that are being made
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Give the thread's work to the stream inside the `with`, and wait for its end."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def written_to(self) -> Iterator[None]:
+        """Let the caller write, inside the `with`, to what the stream reads.
+
+        The caller's stream waits for what was given to this one before, and this one for what is given inside.
+        """
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_stream(self._stream)
+        yield
+        self._stream.wait_stream(current)
 
 
 class Mover:

@@ -201,7 +201,7 @@ def test_what_a_policy_overwrites_comes_back_too():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_what_a_policy_changes_in_place_comes_back_too(monkeypatch, mode):
-    monkeypatch.setattr(TensorDict, "to", lambda td, _device: td.clone())  # as between devices
+    monkeypatch.setattr(TensorDict, "to", lambda td, *_, **__: td.clone())  # as between devices
 
     def policy(td):
         td["hidden"].add_(1)

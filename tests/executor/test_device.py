@@ -13,9 +13,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import ActionError, Collector, ParallelEnv, SerialEnv
+from envherd.executor import ActionError, AsyncCollector, Collector, ParallelEnv, SerialEnv
 from envherd.executor.batches.hand_out import GroupBatch
-from envherd.executor.batches.transfer import Mover, as_device
+from envherd.executor.batches.transfer import Mover, as_device, to_device
 from envherd.executor.rollouts.policy_state import Carried
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.workers.testing import AgentsEnv, CountingEnv
@@ -160,3 +160,63 @@ def test_the_action_may_be_anywhere_but_nowhere():
         with pytest.raises(ActionError, match="meta"):
             env.step(TensorDict({"action": actions().to(META)}, [NUM_ENVS]))
         assert torch.equal(env.current()["observation"], root["observation"])
+
+
+class Linear(torch.nn.Module):
+    """Acts by its weights, and keeps the stream that it was called in."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float32))
+        self.streams = []
+
+    def forward(self, td):
+        if td.device is not None and td.device.type == "cuda":
+            self.streams.append(torch.cuda.current_stream(td.device))
+        seen = td["observation"].float().flatten(1).sum(1)
+        return td.set("action", (seen * self.weight).long() % 2 + 1)
+
+
+def collected(device, *, updates=True):
+    """Return the data of three batches that a thread collects, whose policy has its weights changed after each."""
+    policy = Linear().to(device)
+    env = SerialEnv(NUM_ENVS, CountingEnv, seed=0)
+    found = []
+    with AsyncCollector(env, policy, frames_per_batch=12, policy_device=device, in_background=1) as collector:
+        for _ in range(3):
+            found.append(collector.collect())
+            if updates:
+                with torch.no_grad():
+                    policy.weight.add_(1)
+                collector.update_policy_()
+        return torch.cat(found, 0), collector.policy.streams
+
+
+def test_batches_that_do_not_cross_to_a_gpu_are_moved_as_torch_moves_them():
+    td = TensorDict({"a": torch.arange(3), "b": {"c": torch.ones(3, 2)}}, [3])
+    assert to_device(td, "meta")["b", "c"].device == META
+    assert (to_device(td, "cpu") == td).all()
+
+
+@needs_gpu
+def test_batches_cross_to_a_gpu_from_page_locked_memory():
+    td = TensorDict({"a": torch.arange(1000), "b": {"c": torch.rand(1000, 2)}}, [1000])
+    for _ in range(20):
+        moved = to_device(td, "cuda")
+        assert (moved.cpu() == td).all()
+
+
+@needs_gpu
+def test_a_thread_that_collects_has_a_stream_on_a_gpu():
+    on_cpu, _ = collected("cpu", updates=False)
+    on_gpu, streams = collected("cuda", updates=False)
+    assert (on_gpu.exclude("policy_version") == on_cpu.exclude("policy_version")).all()
+    default = torch.cuda.default_stream()
+    assert {stream.cuda_stream for stream in streams}.isdisjoint({default.cuda_stream})
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_a_thread_acts_with_the_weights_whose_version_it_gives(device):
+    data, _ = collected(device)
+    seen = data["observation"].float().flatten(2).sum(2)
+    assert torch.equal(data["action"], (seen * (1 + data["policy_version"])).long() % 2 + 1)

@@ -18,6 +18,7 @@ skip_without("torchrl")
 import pytest
 import torch
 import torchrl.envs
+import torchrl.envs.libs.utils  # keeps a failed import's traceback: not the frames of the test that first needs it
 from tensordict import TensorDict, TensorDictBase, assert_close
 from torchrl.envs import Compose, EnvBase, GymEnv, PendulumEnv, RewardSum, StepCounter, TransformedEnv, check_env_specs
 
@@ -40,10 +41,6 @@ def started(*args: Any, **kwargs: Any) -> Iterator[ParallelEnv]:
 
 def cartpole() -> EnvBase:
     return GymEnv("CartPole-v1")
-
-
-if torchrl.__version__.startswith("0.12."):
-    cartpole().close()  # it keeps the frames that build its first GymEnv, and so what holds that one
 
 
 def counting() -> EnvBase:
