@@ -400,8 +400,6 @@ class AsyncCollector:
         sent.set("step", torch.from_numpy(self._steps[env_ids]))
         sent.set("policy_version", torch.full((len(env_ids),), version))
         self._rows.write(env_ids, sent, is_next=False)
-        if received is not None:
-            self._rows.learn_structure(sent, received.get("next"))
         self._waits.sent_ns[env_ids] = time.perf_counter_ns()
         self.env.send(sent, env_ids)
         self._charge("other")

@@ -32,13 +32,14 @@ class ContiguousRows:
         self._leaves: dict[Key, torch.Tensor] = {}
         self._names: dict[bool, tuple[str, ...]] = {False: (), True: ()}  # of the batches written last
         self._targets: dict[bool, list[tuple[Any, torch.Tensor]]] = {}
-        self._template: TensorDictBase | None = None
+        self._nested: dict[bool, TensorDictBase] = {}  # how the leaves nest
 
     def write(self, env_ids: np.ndarray, td: TensorDictBase, *, is_next: bool) -> None:
         """Write what belongs to the present step of some envs: batch `[k]`."""
         names = tuple(td.keys())
         if names != self._names[is_next]:
             self._targets[is_next] = [self._target(td, key, is_next=is_next) for key in leaf_keys(td)]
+            self._nested.setdefault(is_next, td[:1].exclude("next").copy().cpu())
             self._names[is_next] = names
         index = torch.from_numpy(self._slots[env_ids] * self._num_steps + self._at[env_ids])
         for key, flat in self._targets[is_next]:
@@ -52,12 +53,6 @@ class ContiguousRows:
             shape = (self._num_slots, self._num_steps, *value.shape[1:])
             self._leaves[name] = torch.zeros(shape, dtype=value.dtype)
         return key[0] if len(key) == 1 else key, self._leaves[name].flatten(0, 1)
-
-    def learn_structure(self, acted: TensorDictBase, following: TensorDictBase) -> None:
-        """Keep how the leaves of a transition nest, from one of `[k]`."""
-        if self._template is None:
-            template = acted[:1].exclude("next").copy().set("next", following[:1].copy())
-            self._template = template.cpu().unsqueeze(1)
 
     def advance(self, env_ids: np.ndarray) -> None:
         """Go on to the next step of some envs; rows that are full are put aside."""
@@ -96,11 +91,11 @@ class ContiguousRows:
 
     def take(self, num_rows: int) -> TensorDictBase:
         """Return the rows that were full first, batch `[num_rows, T]`, in memory of their own."""
-        assert self._template is not None
         taken, self.full = self.full[:num_rows], self.full[num_rows:]
         self._free += taken
         index = torch.tensor(taken)
-        data = self._template.expand(num_rows, self._num_steps).clone(recurse=False)
+        template = self._nested[False].copy().set("next", self._nested[True].copy()).unsqueeze(1)
+        data = template.expand(num_rows, self._num_steps).clone(recurse=False)
         for key, leaf in self._leaves.items():
             data.set(key, leaf[index])
         data.refine_names(..., "time")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import os
@@ -167,6 +168,29 @@ def test_at_every_line_of_an_asynchronous_collector(in_background):
             if not interrupt.where:
                 break
     assert line > 15 * stride
+
+
+def test_at_lines_of_the_first_batch_of_a_collector():
+    """A row may be full before the collector has seen a whole transition."""
+    line, place = 0, ""
+    while line == 0 or place:
+        line += 11
+        interrupt = Interrupt(line)
+        env = SerialEnv(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0)
+        with AsyncCollector(env, act, frames_per_batch=2, layout="flat", max_batch=2) as collector:
+            with contextlib.suppress(KeyboardInterrupt):
+                sys.settrace(interrupt)
+                collector.collect()
+            sys.settrace(None)
+            place = interrupt.where
+            steps = {tuple(map(int, step)) for _ in range(3) for step in _numbers(collector.collect())}
+            assert len(steps) == 6, f"interrupted at {place}"
+    assert line > 300
+
+
+def _numbers(data: Any) -> list[Any]:
+    """Return (env, number of the step) of every transition of a flat batch."""
+    return list(zip(data["env_ids"].flatten(), data["step"].flatten(), strict=True))
 
 
 def act(td: Any) -> Any:
