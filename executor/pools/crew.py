@@ -160,11 +160,12 @@ class Crew:
         message = messages.Attach(plan=self._plan, nbytes=self._segment.nbytes, name=self._segment.name)
         worker.channel.queue_message(message, _fds(self._segment))
         self.await_frame(worker_id, "attach", self.options.build_timeout_s)
-        for target, (plan, segment) in self._storages.items():
-            self._send_storage(worker_id, target, plan, segment)
-        if worker.root_seed != self.root_seed:
-            self.mail(worker_id, messages.Seed(root_seed=self.root_seed, episodes=self._episodes))
-        worker.is_attached = True
+        with messages.uninterrupted():  # mail makes it look for commands: from then on it serves
+            for target, (plan, segment) in self._storages.items():
+                self._send_storage(worker_id, target, plan, segment)
+            if worker.root_seed != self.root_seed:
+                self.mail(worker_id, messages.Seed(root_seed=self.root_seed, episodes=self._episodes))
+            worker.is_attached = True
 
     def replace(self, worker_id: int) -> None:
         """Start a successor of a worker that has ended; it builds its envs while others go on."""

@@ -252,7 +252,9 @@ class Supervisor:
                     if now >= since:
                         self._succeed(worker_id)
                 elif condition is Condition.BUILDING and (
-                    self._crew.has_answered(worker_id) or (limit is not None and now - since > limit)
+                    self._crew.workers[worker_id].is_attached  # an interrupt came right after that
+                    or self._crew.has_answered(worker_id)
+                    or (limit is not None and now - since > limit)
                 ):
                     self._take_up(worker_id)
             except EnvherdError as error:
@@ -282,7 +284,7 @@ class Supervisor:
         Raises:
             WorkerLost, WorkerTimeout, ...: it did not come up, and no further successor is allowed.
         """
-        if not self._crew.workers[worker_id].is_attached:  # an interrupt may have come right after that
+        if not self._crew.workers[worker_id].is_attached:
             try:
                 self._check_specs(worker_id, self._crew.collect_specs(worker_id))
                 self._crew.attach(worker_id)

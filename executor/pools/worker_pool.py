@@ -205,9 +205,14 @@ class WorkerPool(SlabPool):
             self.supervisor.revive(set(self.worker_of[env_ids].tolist()))
 
     def nudge(self) -> None:
-        """Make every worker look for commands and messages."""
+        """Make every worker that serves look for commands and messages.
+
+        Others look when they are put into service. One whose start an interrupt has broken off must not answer: another
+        will take its place, with envs that do not know what it did.
+        """
         for worker_id in self.worker_ids:
-            self.knock(worker_id)
+            if self.supervisor.is_serving(worker_id):
+                self.knock(worker_id)
 
     def forfeit(self, worker_id: int) -> bool:
         """Take what a lost worker's envs owe as answered; return whether they owed anything."""

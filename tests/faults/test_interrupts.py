@@ -242,6 +242,41 @@ def test_an_interrupt_while_it_is_noted_where_envs_were_stepped_to(line):
         _check(env, f"interrupted at line {line} of what notes a step")
 
 
+@pytest.mark.broken_pool
+def test_an_interrupt_while_a_successor_is_put_into_service():
+    """A successor that is given up must not have answered: the next one's envs are new, and know nothing of it."""
+    options = ExecutorOptions(on_worker_loss="restart")
+    line, has_hit = 0, True
+    while has_hit:
+        line, seen, has_hit = line + 2, 0, False
+
+        def trace(frame, event, _arg):
+            nonlocal seen, has_hit
+            if frame.f_code.co_name not in {"_take_up", "attach", "await_frame"}:
+                return trace if event == "call" else None
+            seen += event == "line"
+            if seen == line:  # noqa: B023  # of this turn
+                has_hit = True
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)  # which may be put off there
+            return trace
+
+        with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 9), num_workers=3, seed=0, options=options) as env:
+            env.reset()
+            os.kill(env._pool.pid_of(1), signal.SIGKILL)
+            env.send(actions())
+            with contextlib.suppress(KeyboardInterrupt):
+                sys.settrace(trace)
+                env.recv()
+            sys.settrace(None)
+            if env._engine.states.under_way.any():
+                time.sleep(0.01)  # for a successor that was given up, and answers nevertheless
+                env.recv()
+            after = env.step(actions())["next"]
+            assert after["observation"][:, 1].tolist() == env.get("num_steps") == [2, 1, 2], f"interrupted at {line}"
+    assert line > 15
+
+
 class Late(Exception):
     """What the handler of an alarm raises."""
 
