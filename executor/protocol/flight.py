@@ -466,10 +466,11 @@ class Flights:
         """Deal with what happened to envs that were sent: raise, or let a successor reset what was lost."""
         pool = self.pool
         num_losses = pool.num_losses
-        losses = pool.outcome.hand_out(_NOBODY).losses
-        faulty = np.array([*pool.outcome.faults], np.int64)
-        faults = pool.outcome.hand_out(faulty).faults
+        faults = dict(pool.outcome.faults)
+        faulty = np.array([*faults], np.int64)
+        self.losses.drop(faulty, Event.FAILS)  # before these are taken: an interrupt must not leave them as sent
         self.num_errors += len(faults)
+        losses = pool.outcome.hand_out(faulty).losses
         # Not by `losses` alone: an interrupt may have come after these were taken, and before they were dealt with.
         forfeited = self.states.under_way & pool.forfeited
         workers = {int(w) for w in pool.worker_of[forfeited]} & set(pool.lost)
@@ -477,7 +478,6 @@ class Flights:
         left = np.flatnonzero(self.states.under_way & pool.forfeited)
         if error is None and len(left):
             self.losses.cut_off_sent(left)
-        self.losses.drop(faulty, Event.FAILS)
         self._num_settled = num_losses
         error = error or self.fault_error(faults)
         if error is not None:

@@ -45,9 +45,9 @@ class Losses:
     def drop(self, env_ids: np.ndarray, event: Event) -> None:
         """Note that envs that were sent have failed or are lost; they are no longer sent."""
         if len(env_ids):
-            self._states.move(env_ids, event)
-            self._pool.outcome.forget_rows(env_ids)
             self._positions.mark_lost(env_ids)
+            self._pool.outcome.forget_rows(env_ids)
+            self._states.move(env_ids, event)  # last: until then, an interrupt leaves all of it to be done again
 
     def forget(self) -> None:
         """Forget the losses that the pool reports: the caller tells of them, or notes them itself."""

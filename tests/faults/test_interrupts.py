@@ -21,7 +21,7 @@ from tensordict import TensorDict
 
 import envherd.executor
 import envherd.workers.messages
-from envherd.executor import AsyncCollector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
+from envherd.executor import AsyncCollector, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
 from envherd.workers.testing import CountingEnv
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -240,6 +240,49 @@ def test_an_interrupt_while_it_is_noted_where_envs_were_stepped_to(line):
         finally:
             sys.settrace(None)
         _check(env, f"interrupted at line {line} of what notes a step")
+
+
+class Refusing(CountingEnv):
+    """Raises on the action 4."""
+
+    def step(self, action: list[Any]) -> Any:
+        if int(action[0]) == 4:
+            raise ValueError("four")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)], ids=["serial", "parallel"])
+def test_an_interrupt_while_it_is_noted_that_an_env_which_was_sent_has_raised(make):
+    """The env has no row to hand out, whether or not the caller has seen its error."""
+    with make(NUM_ENVS, functools.partial(Refusing, 99), seed=0) as env:
+        line, has_hit = 0, True
+        while has_hit:
+            line, seen, has_hit = line + 1, 0, False
+
+            def trace(frame, event, _arg):
+                nonlocal seen, has_hit
+                if frame.f_code.co_name not in {"wait_for", "_settle_sent", "drop", "hand_out", "move", "mark_lost"}:
+                    return trace if event == "call" else None
+                seen += event == "line"
+                if seen == line:  # noqa: B023  # of this turn
+                    has_hit = True
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+                return trace
+
+            env.reset()
+            env.send(TensorDict({"action": torch.tensor([1, 4, 1])}, [NUM_ENVS]))
+            sys.settrace(trace)
+            with contextlib.suppress(KeyboardInterrupt, EnvError):
+                env.recv()
+            sys.settrace(None)
+            while env._engine.states.under_way.any():
+                with contextlib.suppress(EnvError):
+                    assert 1 not in env.recv(1)["env_ids"].tolist(), f"interrupted at line {line}"
+            assert env.current()["truncated"].flatten().tolist()[1], f"interrupted at line {line}"
+            with pytest.raises(ResetNeeded):
+                env.step(actions())
+    assert line > 20
 
 
 @pytest.mark.broken_pool
