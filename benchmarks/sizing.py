@@ -44,6 +44,8 @@ RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8
 #: Seconds that a call of an executor may take.
 _PATIENCE_S = 120.0
+#: Seconds for which envs that are reset ahead are left alone after a turn.
+_SETTLE_S = 3.0
 
 
 class Synthetic(gymnasium.Env[np.ndarray, Any]):
@@ -134,7 +136,8 @@ def run_one(name: str, num_rounds: int, span_s: float) -> dict[str, Any]:
     cores = math.ceil(sizing.machine.cores)
     grid = [Setting(num_envs=NUM_ENVS, num_workers=count) for count in range(min(NUM_ENVS, 2 * cores) + 1)]
     first_k = [replace(one, mode="first-k") for one in grid if one.num_workers in (cores, max(1, chosen.num_workers))]
-    rates = sweep(factory, list(dict.fromkeys([*grid, *first_k, chosen])), num_rounds, span_s)
+    least_steps = 2 * _HORIZON * NUM_ENVS if isinstance(factory, MeltingPotFactory) else 0
+    rates = sweep(factory, list(dict.fromkeys([*grid, *first_k, chosen])), num_rounds, span_s, least_steps)
     typical = {setting: float(np.median(values)) for setting, values in rates.items()}
     return {
         "env": name,
@@ -148,8 +151,18 @@ def run_one(name: str, num_rounds: int, span_s: float) -> dict[str, Any]:
     }
 
 
-def sweep(factory: Any, settings: Sequence[Setting], num_rounds: int, span_s: float) -> dict[Setting, list[float]]:
-    """Run settings in rounds, all alive together; return the env-steps per second of each, by round."""
+def sweep(
+    factory: Any, settings: Sequence[Setting], num_rounds: int, span_s: float, least_steps: int = 0
+) -> dict[Setting, list[float]]:
+    """Run settings in rounds, all alive together; return the env-steps per second of each, by round.
+
+    Args:
+        factory: of the env.
+        settings: to compare.
+        num_rounds: in each, every setting has one turn.
+        span_s: seconds of a turn.
+        least_steps: env-steps of a turn, at least: two whole episodes, where resets take long and come together.
+    """
     options, order = ExecutorOptions(), random.Random(0)
     subject = subject_of(factory, None, options)
     opener = Opener(subject, options, span_s, 0.0)
@@ -163,7 +176,8 @@ def sweep(factory: Any, settings: Sequence[Setting], num_rounds: int, span_s: fl
                 runners[_key(one)] = stack.enter_context(contextlib.closing(opener.open(one, _PATIENCE_S)))
         for _ in range(num_rounds):
             for setting in order.sample(list(settings), len(settings)):
-                rates[setting].append(runners[_key(setting)].turn(setting.mode).rate)
+                rates[setting].append(runners[_key(setting)].turn(setting.mode, least_steps).rate)
+                time.sleep(_SETTLE_S if setting.reset_ahead else 0)  # envs that are reset ahead still
     return rates
 
 

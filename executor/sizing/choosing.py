@@ -26,6 +26,11 @@ _BEFORE_DROP, _BEFORE_CHOICE, MOST_ROUNDS = 2, 4, 6
 _MANY_RESETS = 20
 #: What is left of a turn's seconds at least, however many resets more than usual it had.
 _LEAST_PART = 0.2
+#: Of a reset in the probe, which was alone, the most for which one of several together keeps a batch waiting.
+_MOST_OF_RESET = 2.0
+#: By how much resets take longer that are made all at once in more processes than there are processors. Measured: 1.8
+#: and 1.9 over whole episodes of two Melting Pot envs, 8 envs on 2 processors (docs/sizing.md has the sweeps).
+_CROWDED = 2.0
 
 #: The speeds of one round, env-steps per second.
 Round = Mapping[Setting, float]
@@ -85,24 +90,42 @@ def is_sure(rounds: Sequence[Round]) -> bool:
     return all(abs(middles[one] - line) > error for one in logs if one.rank < best.rank)
 
 
-def corrected(turn: Turn, setting: Setting, measured: Measurement, end_share: float) -> float:
+def corrected(
+    turn: Turn, setting: Setting, measured: Measurement, end_share: float, own_turns: Sequence[Turn], cores: float
+) -> float:
     """Return the speed of a turn, as if it had had as many resets as its steps have on average.
 
-    How many episodes end in a turn is chance where they are long. A reset keeps all waiting in synchronous batches
-    (those of envs that end together are made together), and its own worker with first-K.
+    How many episodes end in a turn is chance where they are long, and envs whose episodes have one length are reset
+    together. In synchronous batches the time for which the setting's own turns waited for resets is spread over all
+    steps; if there was none, as with first-K, it is what the probe measured: a reset keeps all waiting, or its own
+    worker. Resets ahead keep nobody waiting, but need the processors that steps need.
 
     Args:
         turn: as it was.
         setting: that made it.
         measured: of the env; how long a reset takes.
         end_share: of all steps, those that end an episode.
+        own_turns: all turns of the setting.
+        cores: that may be used.
     """
-    has_own_workers = setting.mode == "first-k" or measured.episode_steps > 0
-    cost_s = measured.reset_median_s / (max(1, setting.num_workers) if has_own_workers else 1)
-    if setting.reset_ahead or end_share == 0:
+    if end_share == 0:
         return turn.rate
-    seconds = turn.seconds - cost_s * (turn.resets - end_share * turn.steps)
-    return turn.steps / max(seconds, _LEAST_PART * turn.seconds)
+    ends = end_share * turn.steps
+    if setting.reset_ahead:
+        reset_s = measured.reset_median_s * (_CROWDED if setting.num_processes > cores else 1.0)
+        computed_s = turn.steps * measured.cpu_per_step_s + ends * reset_s * (1 - measured.waits_share)
+        return turn.steps / max(turn.seconds, computed_s / cores)
+    resets = sum(one.resets for one in own_turns)
+    waited_s = sum(one.reset_wait_s for one in own_turns)
+    if setting.mode == "sync" and resets >= setting.num_envs and waited_s > 0:
+        cost_s = min(waited_s / resets, _MOST_OF_RESET * measured.reset_median_s)
+        lost_s = min(turn.reset_wait_s, _MOST_OF_RESET * measured.reset_median_s * turn.resets)
+    else:
+        has_own_workers = setting.mode == "first-k" or measured.episode_steps > 0
+        at_once = min(max(1, setting.num_workers), cores / max(1e-9, 1 - measured.waits_share))
+        cost_s = measured.reset_median_s / (max(1.0, at_once) if has_own_workers else 1)
+        lost_s = cost_s * turn.resets
+    return turn.steps / max(turn.seconds - lost_s + cost_s * ends, _LEAST_PART * turn.seconds)
 
 
 def share_of_ends(turns: Sequence[Turn], measured: Measurement) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from envherd.executor.sizing.settings import Mode
 _NUM_DRAWN = 16
 #: Batches before a turn that are not counted, batches of a turn at least, and the seconds up to which that holds.
 _WARM_UP, _LEAST_BATCHES, _LEAST_S = 2, 4, 1.0
+#: A batch that takes this many times as long as the fastest, and in which envs were reset, waited for the resets.
+_STANDS_OUT = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class Turn:
         resets: of envs meanwhile.
         busy_s: seconds that workers spent on commands meanwhile, summed over workers.
         reset_s: of these, on commands with a reset; estimated from samples.
+        reset_wait_s: seconds by which batches with resets took longer than others, where that stood out.
     """
 
     steps: int
@@ -36,6 +40,7 @@ class Turn:
     resets: int = 0
     busy_s: float = 0.0
     reset_s: float = 0.0
+    reset_wait_s: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -66,8 +71,8 @@ class Runner(Protocol):
 
     start_s: float
 
-    def turn(self, mode: Mode) -> Turn:
-        """Run for a while in a mode."""
+    def turn(self, mode: Mode, least_steps: int = 0) -> Turn:
+        """Run for a while in a mode, and for that many env-steps at least."""
 
     def figures(self) -> Figures:
         """Return what is known of it."""
@@ -115,29 +120,44 @@ class Driver:
             worker_bytes=sum(one.uss_bytes for one in workers),
         )
 
-    def turn(self, mode: Mode) -> Turn:
-        """Run for a while in a mode."""
+    def turn(self, mode: Mode, least_steps: int = 0) -> Turn:
+        """Run for a while in a mode, and for that many env-steps at least; then from a reset of all envs."""
         batch = self._step if mode == "sync" else self._exchange
+        if least_steps:  # first-K has moved the episodes of envs apart, which synchronous steps never do
+            self._root = self._env.reset()
         if mode == "first-k":
             self._env.send(self._act(self._root, None))
         for _ in range(_WARM_UP):
             batch()
         before = self._counters()
-        steps, seconds = self._run(batch)
+        steps, seconds, reset_wait_s = self._run(batch, least_steps)
         resets, busy_s, reset_s = (after - first for after, first in zip(self._counters(), before, strict=True))
         if mode == "first-k":
-            self._env.recv(with_root=False)
+            began = time.perf_counter()
+            received = self._env.recv(with_root=False)
             self._root = self._env.current()
-        return Turn(steps=steps, seconds=seconds, resets=int(resets), busy_s=busy_s, reset_s=reset_s)
+            if least_steps:  # resets under way belong to whole episodes
+                steps, seconds = steps + len(received), seconds + time.perf_counter() - began
+        return Turn(
+            steps=steps, seconds=seconds, resets=int(resets), busy_s=busy_s, reset_s=reset_s, reset_wait_s=reset_wait_s
+        )
 
-    def _run(self, batch: Callable[[], int]) -> tuple[int, float]:
-        count, steps, spent_s = 0, 0, 0.0
+    def _run(self, batch: Callable[[], int], least_steps: int) -> tuple[int, float, float]:
+        """Return steps, the seconds that they took, and those for which batches waited for resets."""
+        num_resets = self._env.engine.pool.slab.words["resets"].sum
+        count, steps, spent_s, waited_s = 0, 0, 0.0, 0.0
+        fastest_s, seen = math.inf, num_resets()
         began = time.perf_counter()
-        while spent_s < self._span_s or (count < _LEAST_BATCHES and spent_s < _LEAST_S):
+        while spent_s < self._span_s or steps < least_steps or (count < _LEAST_BATCHES and spent_s < _LEAST_S):
             steps += batch()
             count += 1
-            spent_s = time.perf_counter() - began
-        return steps, spent_s
+            before_s, spent_s = spent_s, time.perf_counter() - began
+            took_s = spent_s - before_s
+            fastest_s = min(fastest_s, took_s)
+            if took_s > _STANDS_OUT * fastest_s and num_resets() != seen:
+                seen = num_resets()
+                waited_s += took_s - fastest_s
+        return steps, spent_s, waited_s
 
     def _counters(self) -> tuple[float, float, float]:
         """Return what `statistics()` counts, without its look at the processes: resets, busy and reset seconds."""

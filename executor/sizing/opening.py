@@ -131,8 +131,8 @@ class _SerialRunner:
         self._process, self._num_envs = process, num_envs
         self.start_s: float = process.call("open", num_envs)
 
-    def turn(self, mode: Mode) -> Turn:
-        return Turn(**self._process.call("turn", self._num_envs, mode))
+    def turn(self, mode: Mode, least_steps: int = 0) -> Turn:
+        return Turn(**self._process.call("turn", self._num_envs, mode, least_steps))
 
     def figures(self) -> Figures:
         return Figures(**self._process.call("figures", self._num_envs))

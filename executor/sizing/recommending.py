@@ -25,7 +25,7 @@ from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
 
 _log = logging.getLogger("envherd")
 #: Seconds that `recommend` may take to measure, and `"auto"`, for which a program waits when it starts.
-BUDGET_S, AUTO_BUDGET_S = 15.0, 5.0
+BUDGET_S, AUTO_BUDGET_S = 20.0, 5.0
 #: Share of the available memory that a probe, and all executors of a search, may take.
 PROBE_MEMORY_SHARE = 0.8
 #: Share of the budget that the probe may take.

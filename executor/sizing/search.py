@@ -41,6 +41,8 @@ _FIRST_SHARE = 0.6
 _LEAST_ROUNDS, _LATE_S = 2, 3.0
 #: A call that takes this many times as long as expected, and this many seconds more, hangs.
 _PATIENCE_FACTOR, _PATIENCE_S = 10.0, 20.0
+#: Share of an env's time that its resets take, from which on settings are run for whole episodes.
+_LONG_RESETS = 0.2
 #: What the process of `SerialEnv` takes in addition to the envs, most of it torch.
 _SERIAL_BYTES = 400 * 2**20
 
@@ -131,6 +133,7 @@ class Search:
         self._taken_bytes: dict[_Key, int] = {}
         self._considered: dict[Setting, Refusal | None] = {}
         self._turns: list[dict[Setting, Turn]] = []
+        self._whole: dict[Setting, float] = {}  # env-steps per second over whole episodes
         self._error: Exception | None = None
 
     def run(self) -> Found:
@@ -146,6 +149,7 @@ class Search:
             alive = self._rounds(alive, time.monotonic() + share * self._left)
             if self._goal.num_envs is None:
                 self._vary_envs(alive)
+            self._run_whole_episodes()
             return self._found()
         finally:
             with contextlib.ExitStack() as stack:  # closes all of them, whatever one raises
@@ -284,12 +288,12 @@ class Search:
         self._turns = [one for one in self._turns if one]
         return is_whole
 
-    def _run_turn(self, setting: Setting, alive: list[Setting]) -> None:
+    def _run_turn(self, setting: Setting, alive: list[Setting], least_steps: int = 0) -> None:
         """Run one setting; if it fails, strike out all settings of its executor."""
         key = _key(setting)
         self._show(f"round {len(self._turns)}{self._leader()}")
         try:
-            self._turns[-1][setting] = self._runners[key].turn(setting.mode)
+            self._turns[-1][setting] = self._runners[key].turn(setting.mode, least_steps)
         except Exception as error:  # as in a start
             refusal = self._failure(setting, error)
             self._runners[key].close()
@@ -322,14 +326,48 @@ class Search:
             others = [one for one in alive if one != best]
             self._rounds([*started, *others], self._end)
 
+    def _run_whole_episodes(self) -> None:
+        """Run the fastest setting of each kind for an episode of each env, where resets take long and there is time.
+
+        What resets ahead take from steps is seen only while they are made, and envs whose episodes have one length are
+        reset together: turns are too short to see it.
+        """
+        rates, measured = speeds(self._speeds()), self._limits.measured
+        kinds: dict[tuple[str, bool], Setting] = {}
+        for setting in sorted((one for one in rates if self._considered[one] is None), key=rates.__getitem__):
+            kinds[setting.mode, setting.reset_ahead] = setting
+        if measured.reset_share < _LONG_RESETS or len(kinds) == 1:
+            return
+        best = sorted(kinds.values(), key=lambda one: one.reset_ahead)  # last: it goes on with resets after its turn
+        steps = {one: math.ceil(one.num_envs / measured.end_share) for one in best}
+        needed_s = sum(steps[one] / rates[one] + one.most_per_worker * measured.reset_median_s for one in best)
+        if needed_s > self._left:
+            return
+        alive = [*best]
+        self._turns.append({})
+        for setting in best:
+            if setting in alive:
+                self._run_turn(setting, alive, steps[setting])
+        self._whole = {one: turn.rate for one, turn in self._turns.pop().items()}
+        self._turns = [one for one in self._turns if one]
+        if not self._turns:
+            assert self._error is not None
+            raise self._error
+
     def _speeds(self) -> list[Mapping[Setting, float]]:
         """Return the table of speeds, resets at their usual number."""
-        measured = self._limits.measured
-        end_share = share_of_ends([turn for one in self._turns for turn in one.values()], measured)
-        return [
-            {setting: corrected(turn, setting, measured, end_share) for setting, turn in one.items()}
-            for one in self._turns
-        ]
+        measured, cores = self._limits.measured, self._limits.machine.cores
+        turns: dict[Setting, list[Turn]] = {}
+        for setting, turn in (item for one in self._turns for item in one.items()):
+            turns.setdefault(setting, []).append(turn)
+        end_share = share_of_ends([turn for own in turns.values() for turn in own], measured)
+
+        def speed(setting: Setting, turn: Turn) -> float:
+            whole = self._whole.get(setting)
+            return whole or corrected(turn, setting, measured, end_share, turns[setting], cores)
+
+        rounds = [{setting: speed(setting, turn) for setting, turn in one.items()} for one in self._turns]
+        return [*rounds, self._whole] if self._whole else rounds
 
     # ---- what came of it ---------------------------------------------------------------------
 

@@ -87,9 +87,9 @@ class SerialHost:
         driver = self._drivers[num_envs] = Driver(start, made_by.span_s, made_by.policy_s)
         return driver.start_s
 
-    def turn(self, num_envs: int, mode: Mode) -> dict[str, Any]:
+    def turn(self, num_envs: int, mode: Mode, least_steps: int) -> dict[str, Any]:
         """Return the fields of a `Turn`."""
-        return dataclasses.asdict(self._drivers[num_envs].turn(mode))
+        return dataclasses.asdict(self._drivers[num_envs].turn(mode, least_steps))
 
     def figures(self, num_envs: int) -> dict[str, Any]:
         """Return the fields of `Figures`."""

@@ -309,7 +309,7 @@ for make_env in (CountingEnv, sized_envs.FailingEnv, sized_envs.DyingEnv, sized_
     host.prepare(made_by, patience_s.get(make_env, 10.0))
     host.call("open", 2)
     try:
-        print(host.call("turn", 2, "sync")["steps"] > 0, end="; ")
+        print(host.call("turn", 2, "sync", 0)["steps"] > 0, end="; ")
     except EnvherdError as error:
         print(type(error).__name__, str(error).split("\\n")[0], end="; ")
     code = host.close()

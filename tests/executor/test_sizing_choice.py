@@ -198,17 +198,45 @@ def test_a_clear_choice_needs_few_rounds_and_a_close_one_more():
 # ---- resets ----------------------------------------------------------------------------------------
 
 
+def speed_of(turn, setting, measured, end_share=0.01, own_turns=(), cores=2):
+    return corrected(turn, setting, measured, end_share, own_turns or [turn], cores)
+
+
 def test_a_turn_counts_as_if_it_had_as_many_resets_as_usual():
     measured = measured_of(end_share=0.01, reset_median_s=0.1)
     few, usual, many = (Turn(steps=100, seconds=0.1 + 0.1 * count, resets=count) for count in (0, 1, 3))
-    rates = [corrected(turn, TWO, measured, 0.01) for turn in (few, usual, many)]
+    rates = [speed_of(turn, TWO, measured) for turn in (few, usual, many)]
     assert rates == pytest.approx([usual.rate] * 3)
-    # First-K: the other worker goes on.
-    assert corrected(few, FIRST_K, measured, 0.01) == pytest.approx(100 / 0.15)
+    # First-K: the other worker goes on, if it has a processor.
+    assert speed_of(few, FIRST_K, measured) == pytest.approx(100 / 0.15)
+    assert speed_of(few, FIRST_K, measured, cores=1) == pytest.approx(100 / 0.2)
     # Envs that end together are reset together.
-    assert corrected(few, TWO, replace(measured, episode_steps=100), 0.01) == pytest.approx(100 / 0.15)
-    assert corrected(few, replace(TWO, reset_ahead=True), measured, 0.01) == few.rate
-    assert corrected(few, TWO, measured, 0.0) == few.rate
+    assert speed_of(few, TWO, replace(measured, episode_steps=100)) == pytest.approx(100 / 0.15)
+    assert speed_of(few, TWO, measured, 0.0) == few.rate
+
+
+def test_resets_that_a_batch_waited_for_count_as_long_as_the_setting_s_own_took():
+    measured = measured_of(end_share=0.01, reset_median_s=0.1)
+    num_envs = TWO.num_envs
+    without = Turn(steps=100, seconds=0.1)
+    lump = Turn(steps=100, seconds=0.1 + 0.06 * num_envs, resets=num_envs, reset_wait_s=0.06 * num_envs)
+    for turn in (without, lump):  # one reset in 100 steps, which keeps all waiting for 0.06 s
+        assert speed_of(turn, TWO, measured, own_turns=[without, lump]) == pytest.approx(100 / 0.16)
+    # A step that takes long is no reset: a reset alone took 0.1 s.
+    slow = Turn(steps=100, seconds=9.1, resets=num_envs, reset_wait_s=9.0)
+    assert speed_of(slow, TWO, measured) == pytest.approx(100 / (9.1 - 0.2 * num_envs + 0.2))
+
+
+def test_resets_ahead_need_the_processors_that_steps_need():
+    ahead, turn = replace(TWO, reset_ahead=True), Turn(steps=100, seconds=0.1)
+    measured = measured_of(end_share=0.01, reset_median_s=0.1, cpu_per_step_s=0.002, step_mean_s=0.002)
+    assert speed_of(turn, ahead, measured, cores=8) == turn.rate
+    # In more processes than processors, resets take twice as long.
+    assert speed_of(turn, ahead, measured, cores=2) == pytest.approx(100 / ((100 * 0.002 + 0.2) / 2))
+    enough = ahead.num_processes
+    assert speed_of(replace(turn, seconds=0.01), ahead, measured, cores=enough) == pytest.approx(100 / (0.3 / enough))
+    waiting = replace(measured, step_mean_s=1.0, step_median_s=1.0)
+    assert speed_of(turn, ahead, waiting, cores=2) == pytest.approx(100 / ((100 * 0.002 + 0.2 * 0.002) / 2))
 
 
 def test_how_often_episodes_end_is_what_most_ends_say():
