@@ -366,8 +366,8 @@ class Search:
             whole = self._whole.get(setting)
             return whole or corrected(turn, setting, measured, end_share, turns[setting], cores)
 
-        rounds = [{setting: speed(setting, turn) for setting, turn in one.items()} for one in self._turns]
-        return [*rounds, self._whole] if self._whole else rounds
+        last = [self._whole] if self._whole else []
+        return [*({setting: speed(setting, turn) for setting, turn in one.items()} for one in self._turns), *last]
 
     # ---- what came of it ---------------------------------------------------------------------
 
