@@ -195,6 +195,8 @@ def test_the_caller_is_woken_once_for_the_answers_that_it_waits_for():
     rung = []
 
     def answer():
+        while not side.counts["ring_at"].all():  # until the caller waits
+            time.sleep(0.001)
         for env_id in range(6):
             time.sleep(0.002)
             side.words.reply_seq[env_id] = side.words.command_seq[env_id]
