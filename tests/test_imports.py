@@ -73,6 +73,7 @@ ALLOWED = {
     "benchmarks/startup.py": {"stable_baselines3", "torchrl"},
     "benchmarks/peers.py": {"envpool", "pufferlib", "ray", "stable_baselines3", "tianshou", "torchrl"},
     "benchmarks/plots.py": {"matplotlib"},
+    "benchmarks/curves.py": {"matplotlib"},
     "benchmarks/cores.py": {"matplotlib"},
 }
 #: The parts of each layer, packages and single modules: each imports only itself and what stands before it.
