@@ -114,7 +114,7 @@ class Writer:
 
     def _cast(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         cast = array.astype(dtype)
-        if dtype.kind in "iub" and array.dtype.kind not in "iub" and not (cast == array).all():
+        if dtype.kind in "iub" and array.dtype != dtype and not (cast == array).all():
             first = array[cast != array].flat[0]
             raise ActionError(f"step failed: expected {dtype} actions, got {array.dtype} {first}. No env was stepped.")
         return cast

@@ -175,6 +175,29 @@ def test_fractions_are_no_discrete_actions():
     env.close()
 
 
+class CountsEnv(gymnasium.Env):
+    """Takes int32, so that what SB3 or a script gives as int64 may not fit."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(-100, 100, (1,), np.int32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), float(action[0]), False, False, {}
+
+
+def test_integers_that_do_not_fit_are_refused_and_do_not_wrap_around():
+    env = TWO_WORKERS([CountsEnv, CountsEnv])
+    env.reset()
+    with pytest.raises(ActionError, match=str(2**32 + 5)):
+        env.step(np.array([[1], [2**32 + 5]]))
+    assert env.step(np.array([[1], [-7]]))[1].tolist() == [1.0, -7.0]
+    env.close()
+
+
 def test_what_an_env_raises_reaches_the_caller():
     env = DummyVecEnv([FailingEnv])
     env.reset()
