@@ -563,7 +563,8 @@ class Flights:
         idle = np.flatnonzero(~self.states.under_way)
         limits = [s for s in (options.step_timeout_s, options.reset_timeout_s) if s is not None]
         pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
-        pool.outcome.losses.update(pool.outcome.hand_out(idle).losses)
+        losses = pool.outcome.hand_out(idle).losses  # which has the pool's own emptied
+        pool.outcome.losses.update(losses)
         self.losses.accept()
         self.positions.mark_lost(np.unique(np.concatenate(broken_off)))
         self.current = None

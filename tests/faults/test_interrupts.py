@@ -21,8 +21,9 @@ from tensordict import TensorDict
 
 import envherd.executor
 import envherd.workers.messages
-from envherd.executor import AsyncCollector, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
+from envherd.executor import AsyncCollector, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
 from envherd.workers.testing import CountingEnv
+from envherd.workers.testing.faults import FaultyEnv
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -318,6 +319,29 @@ def test_an_interrupt_while_a_successor_is_put_into_service():
             after = env.step(actions())["next"]
             assert after["observation"][:, 1].tolist() == env.get("num_steps") == [2, 1, 2], f"interrupted at {line}"
     assert line > 15
+
+
+@pytest.mark.broken_pool
+def test_a_worker_that_is_lost_while_an_interrupt_is_got_over():
+    """The interrupted call is about one env of the worker: the row of the other must say that it has to be reset."""
+    factories = [CountingEnv, functools.partial(FaultyEnv, "slow", at="reset", episode=1), CountingEnv]
+    with ParallelEnv(NUM_ENVS, factories, num_workers=2, seed=0) as env:
+        assert env._pool.worker_of.tolist() == [0, 0, 1]
+        env.reset()
+        press = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        kill = threading.Timer(0.15, os.kill, (env._pool.pid_of(0), signal.SIGKILL))
+        press.start()
+        kill.start()
+        with pytest.raises(KeyboardInterrupt):  # once the reset, which takes 0.3 s, is over
+            env.reset(only(1))
+        press.join()
+        kill.join()
+        assert _ended(env) == [0, 1]
+        with pytest.raises(ResetNeeded) as caught:
+            env.step(actions())
+        assert caught.value.env_ids == (0, 1)
+        with pytest.raises(WorkerLost):
+            env.reset(only(0, 1))
 
 
 class Late(Exception):
