@@ -28,9 +28,6 @@ _MANY_RESETS = 20
 _LEAST_PART = 0.2
 #: Of a reset in the probe, which was alone, the most for which one of several together keeps a batch waiting.
 _MOST_OF_RESET = 2.0
-#: By how much resets take longer that are made all at once in more processes than there are processors. Measured: 1.8
-#: and 1.9 over whole episodes of two Melting Pot envs, 8 envs on 2 processors (docs/sizing.md has the sweeps).
-_CROWDED = 2.0
 
 #: The speeds of one round, env-steps per second.
 Round = Mapping[Setting, float]
@@ -112,8 +109,7 @@ def corrected(
         return turn.rate
     ends = end_share * turn.steps
     if setting.reset_ahead:
-        reset_s = measured.reset_median_s * (_CROWDED if setting.num_processes > cores else 1.0)
-        computed_s = turn.steps * measured.cpu_per_step_s + ends * reset_s * (1 - measured.waits_share)
+        computed_s = turn.steps * measured.cpu_per_step_s + ends * measured.reset_median_s * (1 - measured.waits_share)
         return turn.steps / max(turn.seconds, computed_s / cores)
     resets = sum(one.resets for one in own_turns)
     waited_s = sum(one.reset_wait_s for one in own_turns)

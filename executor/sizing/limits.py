@@ -1,4 +1,4 @@
-"""What a setting takes, and what does not fit: memory with headroom, open files, processes, GPU memory."""
+"""What a setting takes, and what does not fit: memory with headroom, files, processes, GPU memory, processors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.measurement import Measurement, slab_bytes
-from envherd.executor.sizing.settings import Goal, Setting, counted
+from envherd.executor.sizing.settings import WAITS, Goal, Setting, counted
 from envherd.workers.errors import EnvherdError
 
 #: Descriptors the executor keeps open, in all and for each worker.
@@ -23,7 +23,7 @@ class Refusal:
     """Why a setting is not tried.
 
     Attributes:
-        kind: "memory", "open files", "processes", "GPU memory", "start", "failure" or "budget".
+        kind: "memory", "open files", "processes", "GPU memory", "processors", "start", "failure" or "budget".
         text: with the numbers.
     """
 
@@ -94,6 +94,9 @@ class Limits:
         if rooms and needed > sum(rooms):
             text = f"takes {needed / _MIB:,.0f} MiB of GPU memory, {sum(rooms) / _MIB:,.0f} are free"
             return Refusal("GPU memory", text)
+        if setting.reset_ahead and setting.num_envs > machine.cores and one.waits_share <= WAITS:
+            text = f"has a process and a spare for each env, on {machine.cores:g} processors: first-K keeps them busy"
+            return Refusal("processors", text)
         return None
 
     def fitted(self, setting: Setting) -> Setting | None:
