@@ -74,21 +74,25 @@ class LatestColumn:
         key: of the leaf, the same in all groups.
         num_rows: see `Column`.
         shape: see `Column`.
+
+    Attributes:
+        after: the leaf of "next".
+        fresh: the leaf of "root", where an env is after a reset.
     """
 
     def __init__(self, positions: Positions, key: Key, num_rows: int, shape: tuple[int, ...]) -> None:
         self._positions = positions
         self._repeats = num_rows // positions.slab.plan.num_envs
         keys = [key] * len(positions.slab.groups)
-        self._after, self._fresh = (
+        self.after, self.fresh = (
             Column(positions.slab, section, keys, num_rows, shape) for section in ("next", "root")
         )
 
     def read(self) -> np.ndarray:
         """Return all rows, copied."""
         positions = self._positions
-        rows = self._after.read_each(positions.columns)
+        rows = self.after.read_each(positions.columns)
         if positions.in_root.any():
             is_fresh = np.repeat(positions.in_root, self._repeats)
-            rows[is_fresh] = self._fresh.read_each(positions.columns)[is_fresh]
+            rows[is_fresh] = self.fresh.read_each(positions.columns)[is_fresh]
         return rows

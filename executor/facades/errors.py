@@ -10,12 +10,24 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from envherd.workers.errors import EnvherdError
+from envherd.workers.errors import EnvError, EnvherdError, FactoryError, RemoteTraceback
 
 _kinds: dict[tuple[type[EnvherdError], type[Exception]], type[EnvherdError] | None] = {}
 
 
-def find_type(module: str, name: str) -> type[Exception] | None:
+def as_raised(error: EnvherdError) -> EnvherdError:
+    """Return an error that is also of the type that an env or a factory has raised, or the error itself."""
+    if not isinstance(error, (EnvError, FactoryError)):
+        return error
+    cause = error.__cause__
+    if isinstance(cause, Exception) and not isinstance(cause, RemoteTraceback):  # raised in this process
+        native: type[Exception] | None = type(cause)
+    else:
+        native = _find_type(error.context.get("type_module", ""), error.context.get("type_name", ""))
+    return error if native is None or isinstance(error, native) else twin(error, native)
+
+
+def _find_type(module: str, name: str) -> type[Exception] | None:
     """Return the exception class of that name, if this process has imported it."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):

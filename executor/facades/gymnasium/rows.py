@@ -6,15 +6,15 @@ shapes and nesting of `gymnasium.vector.utils.concatenate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
+from envherd.executor.facades.columns import Column, LatestColumn
 from envherd.executor.protocol.engine import Engine
-from envherd.workers.adapters.hosts.gymnasium_native import FIXED, builder, leaf_spaces, loads
+from envherd.workers.adapters.hosts.gymnasium_native import FIXED, builder, flattener, leaf_spaces, loads
 
 Space = spaces.Space[Any]
 
@@ -39,8 +39,8 @@ class Actions:
         self._targets: list[np.ndarray] | None = None
         if all(isinstance(leaf, FIXED) for leaf in leaves):
             self._targets = [inputs["input", "action", str(index)] for index in range(len(leaves))]
+            self._flatten = flattener(single_space)
         self._is_bare = isinstance(single_space, FIXED)
-        self._leaves = _splitter(single_space)
 
     def take(self, actions: Any) -> None:
         """Hand a batch of actions to the envs.
@@ -64,10 +64,12 @@ class Actions:
         return True
 
     def _split(self, actions: Any) -> list[Any] | None:
+        values: list[Any] = []
         try:
-            return list(self._leaves(actions))
+            self._flatten(actions, values)
         except (TypeError, LookupError):
             return None
+        return values
 
     def _take_objects(self, actions: Any) -> None:
         given = tuple(iterate(self._space, actions))
@@ -75,23 +77,6 @@ class Actions:
         if len(given) != num_envs:
             raise ValueError(f"step failed: expected {num_envs} actions, one for each env, got {len(given)}.")
         self._engine.ask("each", list(range(num_envs)), name="give", args=given)
-
-
-def _splitter(space: Space) -> Callable[[Any], Iterator[Any]]:
-    """Return the function that yields the leaves of a batch, which is nested as the single space is."""
-    if isinstance(space, spaces.Dict):
-        return _entries([(key, _splitter(sub)) for key, sub in space.spaces.items()])
-    if isinstance(space, spaces.Tuple):
-        return _entries([(index, _splitter(sub)) for index, sub in enumerate(space.spaces)])
-    return lambda batch: iter((batch,))
-
-
-def _entries(parts: list[tuple[Any, Callable[[Any], Iterator[Any]]]]) -> Callable[[Any], Iterator[Any]]:
-    def split(batch: Any) -> Iterator[Any]:
-        for key, part in parts:
-            yield from part(batch[key])
-
-    return split
 
 
 class Observations:
@@ -107,18 +92,13 @@ class Observations:
         self._positions, self._side = engine.positions, engine.side
         self._ids = engine.all_ids
         self._is_copy = is_copy
-        batch = engine.batches.groups[0]
-        is_bare = isinstance(single_space, FIXED)
-        self._num_leaves = len(leaf_spaces(single_space))
-        keys = [("observation", str(index)) for index in range(self._num_leaves)]
-        self._next = [batch.next_arrays[batch.next_keys.index(key)] if key in batch.next_keys else None for key in keys]
-        self._root = [batch.root_arrays[batch.root_keys.index(key)] if key in batch.root_keys else None for key in keys]
+        leaves = engine.pool.slab.groups[0].spec.observation
+        self._columns = [
+            None if leaf.is_side else LatestColumn(engine.positions, leaf.key, engine.num_envs, leaf.shape)
+            for leaf in leaves
+        ]
         self._join = builder(single_space)
-        self._only_next: list[np.ndarray] | None = None
-        self._only_root: list[np.ndarray] = []
-        after, fresh = self._next[0], self._root[0]
-        if is_bare and after is not None and fresh is not None:
-            self._only_next, self._only_root = list(after), list(fresh)
+        self._only = self._columns[0] if isinstance(single_space, FIXED) else None
 
     def after(self, column: int, reset_ids: np.ndarray | None) -> Any:
         """Return what a step of all envs gave, from a ring column; where some were reset, their new observations.
@@ -130,46 +110,34 @@ class Observations:
         Returns:
             A copy; without resets perhaps a view of the ring.
         """
-        if self._only_next is None:
+        if self._only is None:
             return self._at(column) if reset_ids is None else self.now()
-        rows = self._only_next[column]
         if reset_ids is None:
-            return rows.copy() if self._is_copy else rows
-        rows = rows.copy()
-        rows[reset_ids] = self._only_root[column][reset_ids]
+            return self._read(self._only.after, column)
+        rows = self._only.after.read(column)
+        rows[reset_ids] = self._only.fresh.look(column)[reset_ids]
         return rows
+
+    def _read(self, leaf: Column, column: int) -> np.ndarray:
+        return leaf.read(column) if self._is_copy else leaf.look(column)
 
     def _at(self, column: int) -> Any:
         leaves = [
-            self._objects(index) if array is None else array[column].copy() if self._is_copy else array[column]
-            for index, array in enumerate(self._next)
+            self._objects(index) if leaf is None else self._read(leaf.after, column)
+            for index, leaf in enumerate(self._columns)
         ]
         return self._join(iter(leaves))
 
     def now(self) -> Any:
         """Return where the envs are, wherever that is kept: memory of the caller's own."""
-        columns, in_root = self._positions.columns, self._positions.in_root
-        column = columns[0]
-        is_level = bool((columns == column).all())
-        leaves: list[Any] = []
-        for index, (after, fresh) in enumerate(zip(self._next, self._root, strict=True)):
-            if after is None or fresh is None:
-                leaves.append(self._objects(index))
-                continue
-            if is_level:
-                leaf = after[column].copy()
-                leaf[in_root] = fresh[column][in_root]
-            else:
-                leaf = after[columns, self._ids]
-                leaf[in_root] = fresh[columns[in_root], self._ids[in_root]]
-            leaves.append(leaf)
+        leaves = [self._objects(index) if leaf is None else leaf.read() for index, leaf in enumerate(self._columns)]
         return self._join(iter(leaves))
 
     def last_of(self, env_id: int, column: int) -> Any:
         """Return the observation that one env's latest step gave, not batched: memory of the caller's own."""
         leaves = [
-            loads(self._side.next[env_id][index]) if array is None else array[column, env_id].copy()
-            for index, array in enumerate(self._next)
+            loads(self._side.next[env_id][index]) if leaf is None else leaf.after.look(column)[env_id].copy()
+            for index, leaf in enumerate(self._columns)
         ]
         return self._join(iter(leaves))
 

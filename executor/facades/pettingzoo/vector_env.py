@@ -18,6 +18,7 @@ from gymnasium.vector.utils import create_empty_array
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import LatestColumn
+from envherd.executor.facades.fitting import fitted
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.gymnasium.errors import as_gymnasium
 from envherd.executor.facades.gymnasium.spaces import Description
@@ -220,7 +221,9 @@ class ParallelVectorEnv:
         for agent in self.possible_agents:
             space = self._actions[agent]
             if agent in actions:
-                complete[agent] = _fitted(actions[agent], self.action_space(agent), agent)
+                given, batched = actions[agent], self.action_space(agent)
+                is_array = not isinstance(given, (Mapping, tuple)) and batched.dtype and batched.shape is not None
+                complete[agent] = fitted(given, batched.shape, batched.dtype, f" of {agent}") if is_array else given
             elif self.active[agent].any():
                 raise ActionError(
                     f"step failed: expected actions of each agent that is present, got none of {agent}. "
@@ -263,22 +266,3 @@ class ParallelVectorEnv:
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
-
-
-def _fitted(given: Any, space: Space, agent: Any) -> Any:
-    """Return the actions of one agent as an array of its space's dtype where that loses nothing."""
-    if isinstance(given, (Mapping, tuple)) or space.dtype is None or space.shape is None:
-        return given
-    array = np.asarray(given)
-    if array.dtype == space.dtype and array.shape == space.shape:
-        return array
-    if array.size != np.prod(space.shape, dtype=int) or array.shape[:1] != space.shape[:1]:
-        raise ActionError(
-            f"step failed: {agent} expected actions of shape {space.shape}, got {array.shape}. No env was stepped."
-        )
-    cast = array.reshape(space.shape).astype(space.dtype)
-    if space.dtype.kind in "iub" and not (cast == array.reshape(space.shape)).all():
-        raise ActionError(
-            f"step failed: {agent} expected {space.dtype} actions, got {array.dtype} that are none. No env was stepped."
-        )
-    return cast

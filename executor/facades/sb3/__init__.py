@@ -2,10 +2,9 @@
 
 from envherd.executor.facades.sb3.vec_env import (
     DummyVecEnv,
-    EnvAttributeError,
     ExecutorVecEnv,
     SubprocVecEnv,
     installed,
 )
 
-__all__ = ["DummyVecEnv", "EnvAttributeError", "ExecutorVecEnv", "SubprocVecEnv", "installed"]
+__all__ = ["DummyVecEnv", "ExecutorVecEnv", "SubprocVecEnv", "installed"]

@@ -14,11 +14,11 @@ import numpy as np
 from gymnasium import spaces
 
 from envherd.executor.facades.columns import Column
+from envherd.executor.facades.fitting import fitted
 from envherd.executor.facades.sb3.spaces import observed_leaves
 from envherd.shm.slab import Slab
 from envherd.shm.specs import Discrete, LeafSpec, MultiDiscrete
 from envherd.workers.adapters.hosts.leaf_spaces import Space
-from envherd.workers.errors import ActionError
 
 
 class Reader:
@@ -61,7 +61,7 @@ class Writer:
 
     def __init__(self, slab: Slab, space: Space, num_agents: int) -> None:
         self._space = space
-        self._num_rows = slab.plan.num_envs * num_agents
+        self._num_agents, self._num_rows = num_agents, slab.plan.num_envs * num_agents
         groups = slab.groups
         leaves = groups[0].spec.action
         side = next((leaf for group in groups for leaf in group.spec.action if leaf.is_side), None)
@@ -89,12 +89,8 @@ class Writer:
             ActionError: the wrong number of them, or values that the space's dtype cannot hold.
         """
         if self._is_single and actions.__class__ is np.ndarray and actions.shape == self._shape:
-            if actions.dtype != self._only.dtype:
-                actions = self._cast(actions, self._only.dtype)
-            self._only[...] = actions
+            self._only[...] = fitted(actions, self._shape, self._only.dtype)
             return
-        if len(actions) != self._num_rows:
-            raise ActionError(f"step failed: expected {self._num_rows} actions, got {len(actions)}. Give one per row.")
         leaves = _split(self._space, actions)
         checked = [self._fit(i, leaf) for i, leaf in enumerate(leaves)]
         for targets, values in zip(self._targets, checked, strict=True):
@@ -104,20 +100,9 @@ class Writer:
     def _fit(self, index: int, values: Any) -> np.ndarray:
         """Return the values of one leaf, one row per env."""
         target, start = self._targets[index][0][1], self._starts[index]
-        array = np.asarray(values)
-        num_envs = sum(len(env_ids) for env_ids, _ in self._targets[index])
-        shape = (num_envs, *target.shape[1:])
-        if array.size != int(np.prod(shape)):
-            raise ActionError(f"step failed: expected actions of shape {shape}, got {array.shape}.")
-        array = array.reshape(shape)
-        return self._cast(array if start is None else array - start, target.dtype)
-
-    def _cast(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        cast = array.astype(dtype)
-        if dtype.kind in "iub" and array.dtype != dtype and not (cast == array).all():
-            first = array[cast != array].flat[0]
-            raise ActionError(f"step failed: expected {dtype} actions, got {array.dtype} {first}. No env was stepped.")
-        return cast
+        rest = target.shape[1:] if self._num_agents == 1 else target.shape[2:]
+        array = np.asarray(values) if start is None else np.asarray(values) - start
+        return fitted(array, (self._num_rows, *rest), target.dtype).reshape(-1, *target.shape[1:])
 
 
 def _start(leaf: LeafSpec) -> np.ndarray | None:

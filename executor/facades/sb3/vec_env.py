@@ -31,6 +31,7 @@ from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.episode_columns import EpisodeColumns
+from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.installing import replaced
 from envherd.executor.facades.sb3.masks import ActionMasks
 from envherd.executor.facades.sb3.rows import Reader, Writer
@@ -58,10 +59,6 @@ _SAME_INSTANCE = (
     "e.g. DummyVecEnv([lambda: gymnasium.make('CartPole-v1')] * 4)."
 )
 _NO_PICTURES = "The render mode is {mode}, but this method assumes it is `rgb_array` to obtain images."
-
-
-class EnvAttributeError(EnvError, AttributeError):
-    """An env has no such attribute, or its method met one that was missing."""
 
 
 class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
@@ -154,7 +151,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """Wait for the step and return observations, rewards float32 `[N]`, dones bool `[N]`, and infos.
 
         Raises:
-            EnvError: an env raised; the others were stepped. WorkerLost, WorkerTimeout.
+            EnvError: an env raised, and the others were stepped; also of the type that it raised.
+            WorkerLost, WorkerTimeout: see `BatchedEnv.step`.
             RuntimeError: no step was begun.
         """
         if not self.waiting:
@@ -241,7 +239,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         return self._engine.side.infos["root"]
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:
-        raise error
+        raise as_raised(error) from error.__cause__
 
     def close(self) -> None:
         """Close the envs, and end the processes if there are any. Idempotent."""
@@ -331,11 +329,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         try:
             return self.executor.ask(what, env_ids, **question)
         except EnvError as error:
-            if error.context.get("type_name") != "AttributeError":
-                raise
-            raise EnvAttributeError(
-                error.message, remote_traceback=error.remote_traceback, **error.context
-            ) from error.__cause__
+            raise as_raised(error) from error.__cause__
 
 
 class SubprocVecEnv(ExecutorVecEnv):
@@ -426,7 +420,7 @@ class DummyVecEnv(ExecutorVecEnv):
     def _raise_for_env(self, error: EnvError) -> NoReturn:
         own = self._adapters[error.env_ids[0]].error if self._adapters else None
         if own is None:
-            raise error
+            super()._raise_for_env(error)
         raise own
 
     def _ask(self, what: str, env_ids: list[int], **question: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from torchrl.envs import EnvBase, EnvCreator
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.grad_mode import without_grad
-from envherd.executor.facades.errors import find_type, twin
+from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, NotStarted
 from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import LocalCrew, ProcessCrew, WorkerHandle
@@ -47,7 +47,7 @@ _REFUSED = {
 
 
 class BuildFailed(FactoryError, RuntimeError):
-    """The factory raised, or its env was refused; also what the factory raised, if that is python's own.
+    """The factory raised, or its env was refused; also of the type that the factory raised.
 
     TorchRL builds an env in the caller's process, so programs expect such errors as they are.
     """
@@ -55,9 +55,7 @@ class BuildFailed(FactoryError, RuntimeError):
 
 def build_failed(error: FactoryError) -> EnvherdError:
     """Return the error for a factory that failed: a `BuildFailed` that is also a ValueError, if it raised one."""
-    failed = BuildFailed(error.message, remote_traceback=error.remote_traceback, **error.context)
-    raised = find_type("builtins", error.context.get("type_name", ""))
-    return failed if raised is None or isinstance(failed, raised) else twin(failed, raised)
+    return as_raised(BuildFailed(error.message, remote_traceback=error.remote_traceback, **error.context))
 
 
 class BatchedFacade(BatchedData):

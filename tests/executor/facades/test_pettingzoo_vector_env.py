@@ -198,8 +198,8 @@ def test_actions_may_be_tensors_and_lists_and_absent_agents_need_none():
         assert rewards["wolf_0"].tolist() == [2.0, 3.0]
         assert rewards["dog"].tolist() == [1.5, 1.25]
         for wrong, message in (
-            ({"dog": np.zeros((3, 2))}, "expected actions of shape"),
-            ({"sheep_0": [0.5, 1]}, "expected int64 actions"),
+            ({"dog": np.zeros((3, 2))}, r"expected actions of dog of shape \(2, 2\), got \(3, 2\)"),
+            ({"sheep_0": [0.5, 1]}, "expected int64 actions of sheep_0, got float64 0.5"),
         ):
             with pytest.raises(ActionError, match=message):
                 envs.step({**actions, **wrong})

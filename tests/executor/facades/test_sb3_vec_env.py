@@ -215,6 +215,7 @@ def test_a_worker_goes_on_after_its_env_has_raised():
     env.step(ZEROS[:2])
     with pytest.raises(EnvError, match="the third step") as caught:
         env.step(ZEROS[:2])
+    assert isinstance(caught.value, LookupError)
     assert caught.value.env_ids == (1,)
     with pytest.raises(ResetNeeded):
         env.step(ZEROS[:2])

@@ -1,0 +1,38 @@
+"""Actions that users of a host library give, as arrays for shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from envherd.workers.errors import ActionError
+
+
+def fitted(values: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of_agent: str = "") -> np.ndarray:
+    """Return actions as an array of a shape and dtype; the same array if it is one.
+
+    Args:
+        values: array, tensor or lists, with one item for each row.
+        shape: that is wanted, rows first.
+        dtype: that is wanted.
+        of_agent: for messages, e.g. " of wolf_0".
+
+    Raises:
+        ActionError: another number of them, or values that an integer or bool dtype cannot hold.
+    """
+    array = np.asarray(values)
+    if array.dtype == dtype and array.shape == shape:
+        return array
+    if array.shape[:1] != shape[:1] or array.size != np.prod(shape, dtype=int):
+        raise ActionError(
+            f"step failed: expected actions{of_agent} of shape {shape}, got {array.shape}. No env was stepped."
+        )
+    array = array.reshape(shape)
+    cast = array.astype(dtype)
+    if dtype.kind in "iub" and not (cast == array).all():
+        wrong = array[cast != array].flat[0]
+        raise ActionError(
+            f"step failed: expected {dtype} actions{of_agent}, got {array.dtype} {wrong}. No env was stepped."
+        )
+    return cast
