@@ -36,6 +36,7 @@ from envherd.executor import ExecutorOptions, MeltingPotFactory
 from envherd.executor.cli.env_names import factory_for
 from envherd.executor.machine.machine import read_machine
 from envherd.executor.sizing.driving import Runner
+from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.opening import Opener, helper, subject_of
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import Goal, Setting
@@ -137,7 +138,8 @@ def run_one(name: str, num_rounds: int, span_s: float) -> dict[str, Any]:
     grid = [Setting(num_envs=NUM_ENVS, num_workers=count) for count in range(min(NUM_ENVS, 2 * cores) + 1)]
     first_k = [replace(one, mode="first-k") for one in grid if one.num_workers in (cores, max(1, chosen.num_workers))]
     least_steps = 2 * _HORIZON * NUM_ENVS if isinstance(factory, MeltingPotFactory) else 0
-    rates = sweep(factory, list(dict.fromkeys([*grid, *first_k, chosen])), num_rounds, span_s, least_steps)
+    settings = list(dict.fromkeys([*grid, *first_k, chosen]))
+    rates = sweep(factory, settings, sizing.measured, num_rounds, span_s, least_steps)
     typical = {setting: float(np.median(values)) for setting, values in rates.items()}
     return {
         "env": name,
@@ -152,13 +154,19 @@ def run_one(name: str, num_rounds: int, span_s: float) -> dict[str, Any]:
 
 
 def sweep(
-    factory: Any, settings: Sequence[Setting], num_rounds: int, span_s: float, least_steps: int = 0
+    factory: Any,
+    settings: Sequence[Setting],
+    measured: Measurement,
+    num_rounds: int,
+    span_s: float,
+    least_steps: int = 0,
 ) -> dict[Setting, list[float]]:
     """Run settings in rounds, all alive together; return the env-steps per second of each, by round.
 
     Args:
         factory: of the env.
         settings: to compare.
+        measured: of the env; a turn of whole episodes has as many steps as its steps and resets are work for.
         num_rounds: in each, every setting has one turn.
         span_s: seconds of a turn.
         least_steps: env-steps of a turn, at least: two whole episodes, where resets take long and come together.
@@ -176,7 +184,9 @@ def sweep(
                 runners[_key(one)] = stack.enter_context(contextlib.closing(opener.open(one, _PATIENCE_S)))
         for _ in range(num_rounds):
             for setting in order.sample(list(settings), len(settings)):
-                rates[setting].append(runners[_key(setting)].turn(setting.mode, least_steps).rate)
+                turn = runners[_key(setting)].turn(setting.mode, least_steps)
+                steps = measured.whole_steps(turn.steps, turn.resets) if least_steps else turn.steps
+                rates[setting].append(steps / turn.seconds)
                 time.sleep(_SETTLE_S if setting.reset_ahead else 0)  # envs that are reset ahead still
     return rates
 

@@ -17,6 +17,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -85,7 +86,7 @@ def make_collector(
     env: ParallelEnv, policy: PerPlayer, num_steps: int, *, is_asynchronous: bool
 ) -> Collector | AsyncCollector:
     """Return what gives batches `[4, 100]`; the asynchronous one collects while the caller learns."""
-    batches = {"frames_per_batch": NUM_ENVS * NUM_STEPS, "total_frames": num_steps, "close_env": False}
+    batches: dict[str, Any] = {"frames_per_batch": NUM_ENVS * NUM_STEPS, "total_frames": num_steps, "close_env": False}
     if is_asynchronous:
         return AsyncCollector(env, policy, steps_per_row=NUM_STEPS, in_background=1, **batches)
     return Collector(env, policy, **batches)

@@ -201,7 +201,8 @@ def _helper_of(request: pytest.FixtureRequest) -> Iterator[Callable[[tuple[str, 
 
     def helper_of(modules: tuple[str, ...] | None) -> Any:
         if modules not in made:
-            marked = {item.module.__name__ for item in request.session.items if _preloads(item.parent) == modules}
+            items: list[Any] = request.session.items
+            marked = {item.module.__name__ for item in items if _preloads(item.parent) == modules}
             more = () if modules is None else (*modules, *sorted(marked))
             stack.enter_context(preloaded(*_PRELOADED, *more))
             made[modules] = preloading._innermost.pop()  # modules put it back for themselves

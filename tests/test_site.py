@@ -84,8 +84,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     """Serves the site, the driver, and takes its report."""
 
     driver = ""
-    report: dict
-    has_reported: threading.Event
+    report: ClassVar[dict]
+    has_reported: ClassVar[threading.Event]
 
     def do_GET(self):
         if self.path != "/driver":

@@ -131,16 +131,22 @@ class Driver:
             batch()
         before = self._counters()
         steps, seconds, reset_wait_s = self._run(batch, least_steps)
-        resets, busy_s, reset_s = (after - first for after, first in zip(self._counters(), before, strict=True))
-        if mode == "first-k":
+        if mode == "first-k" and least_steps:  # resets under way belong to whole episodes
             began = time.perf_counter()
-            received = self._env.recv(with_root=False)
-            self._root = self._env.current()
-            if least_steps:  # resets under way belong to whole episodes
-                steps, seconds = steps + len(received), seconds + time.perf_counter() - began
+            steps += self._receive_rest()
+            seconds += time.perf_counter() - began
+        resets, busy_s, reset_s = (after - first for after, first in zip(self._counters(), before, strict=True))
+        if mode == "first-k" and not least_steps:
+            self._receive_rest()
         return Turn(
             steps=steps, seconds=seconds, resets=int(resets), busy_s=busy_s, reset_s=reset_s, reset_wait_s=reset_wait_s
         )
+
+    def _receive_rest(self) -> int:
+        """Wait for the envs that step, and return how many these were."""
+        received = self._env.recv(with_root=False)
+        self._root = self._env.current()
+        return len(received)
 
     def _run(self, batch: Callable[[], int], least_steps: int) -> tuple[int, float, float]:
         """Return steps, the seconds that they took, and those for which batches waited for resets."""

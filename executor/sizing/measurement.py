@@ -92,6 +92,12 @@ class Measurement:
         resets_s = self.end_share * self.reset_median_s
         return resets_s / (self.step_mean_s + resets_s) if resets_s else 0.0
 
+    def whole_steps(self, steps: int, resets: int) -> float:
+        """Return the steps, each with its share of a reset, that are as much work as so many steps and resets."""
+        return (steps * self.step_mean_s + resets * self.reset_median_s) / (
+            self.step_mean_s + self.end_share * self.reset_median_s
+        )
+
     def to_plain(self) -> dict[str, Any]:
         """Return the figures as documented in docs/sizing.md."""
         left_out = ("spec", "reset_samples", "step_samples", "imported")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from envherd.executor.sizing.choosing import choose, corrected, is_sure, share_o
 from envherd.executor.sizing.driving import Figures, Runner, Turn
 from envherd.executor.sizing.limits import Limits, Refusal
 from envherd.executor.sizing.settings import (
+    WAITS,
     Goal,
     Setting,
     ladder,
@@ -145,11 +146,19 @@ class Search:
         """
         try:
             alive = self._start_all()
-            share = 1.0 if self._goal.num_envs is not None else _FIRST_SHARE
-            alive = self._rounds(alive, time.monotonic() + share * self._left)
-            if self._goal.num_envs is None:
+            is_free, is_waiting = self._goal.num_envs is None, self._limits.measured.waits_share > WAITS
+            if not (is_free or is_waiting):  # else it is not known yet which settings are the fastest of their kinds
+                self._run_whole_episodes(alive)
+                alive = [one for one in alive if self._considered[one] is None]
+            if not alive or any(one not in self._whole for one in alive):
+                share = _FIRST_SHARE if is_free else 1.0
+                alive = self._rounds(alive, time.monotonic() + share * self._left)
+            if is_free:
                 self._vary_envs(alive)
-            self._run_whole_episodes()
+            if is_free or is_waiting:
+                rates = speeds(self._speeds())
+                ran = [one for one in rates if self._considered[one] is None]
+                self._run_whole_episodes(sorted(ran, key=rates.__getitem__, reverse=True))
             return self._found()
         finally:
             with contextlib.ExitStack() as stack:  # closes all of them, whatever one raises
@@ -209,18 +218,19 @@ class Search:
         candidates = [setting, *(one for one in fewer if one not in self._considered)]
         for one in candidates:
             must_start = not alive and one is candidates[-1]
-            refusal = self._refusal_now(one, must_start=must_start) or self._start(one)
+            _, kept_s = self._whole_episodes(alive)
+            refusal = self._refusal_now(one, kept_s, must_start=must_start) or self._start(one)
             self._considered[one] = refusal
             if refusal is None:
                 alive.append(one)
             if refusal is None or refusal.kind != "start":
                 return
 
-    def _refusal_now(self, setting: Setting, *, must_start: bool) -> Refusal | None:
-        """Return why a setting that fits the machine cannot be started next to the others."""
+    def _refusal_now(self, setting: Setting, kept_s: float, *, must_start: bool) -> Refusal | None:
+        """Return why a setting that fits the machine cannot be started next to the others, with seconds to be kept."""
         if (refusal := self._limits.refusal(setting)) is not None or _key(setting) in self._runners:
             return refusal
-        start_s, most_s = self._limits.start_s(setting), _START_SHARE * self._left
+        start_s, most_s = self._limits.start_s(setting), _START_SHARE * (self._left - kept_s)
         taken_bytes = sum(self._taken_bytes.values()) + self._needed_bytes(setting)
         if taken_bytes > self._most_bytes and not must_start:
             return Refusal("start", "does not fit the memory next to the others")
@@ -326,33 +336,45 @@ class Search:
             others = [one for one in alive if one != best]
             self._rounds([*started, *others], self._end)
 
-    def _run_whole_episodes(self) -> None:
-        """Run the fastest setting of each kind for an episode of each env, where resets take long and there is time.
+    def _whole_episodes(self, settings: Iterable[Setting]) -> tuple[list[Setting], float]:
+        """Return the settings to run for whole episodes, the first of each kind, and the seconds that this takes.
 
         What resets ahead take from steps is seen only while they are made, and envs whose episodes have one length are
-        reset together: turns are too short to see it.
+        reset together: where resets take long, turns are too short to see it.
         """
-        rates, measured = speeds(self._speeds()), self._limits.measured
+        one = self._limits.measured
         kinds: dict[tuple[str, bool], Setting] = {}
-        for setting in sorted((one for one in rates if self._considered[one] is None), key=rates.__getitem__):
-            kinds[setting.mode, setting.reset_ahead] = setting
-        if measured.reset_share < _LONG_RESETS or len(kinds) == 1:
-            return
-        best = sorted(kinds.values(), key=lambda one: one.reset_ahead)  # last: it goes on with resets after its turn
-        steps = {one: math.ceil(one.num_envs / measured.end_share) for one in best}
-        needed_s = sum(steps[one] / rates[one] + one.most_per_worker * measured.reset_median_s for one in best)
+        for setting in settings:
+            kinds.setdefault((setting.mode, setting.reset_ahead), setting)
+        if one.reset_share < _LONG_RESETS or len(kinds) == 1:
+            return [], 0.0
+
+        def seconds(setting: Setting) -> float:
+            """Return how long a reset of each env, an episode, and its end take."""
+            busy = max(1.0, min(setting.num_workers, self._limits.machine.cores))
+            return setting.num_envs * (2 * one.reset_median_s + one.step_mean_s / one.end_share) / busy
+
+        needed_s = sum(map(seconds, kinds.values()))
         if needed_s > self._left:
+            return [], 0.0
+        # resets ahead go on after their turn, so it is the last
+        return sorted(kinds.values(), key=lambda one: one.reset_ahead), needed_s
+
+    def _run_whole_episodes(self, settings: Sequence[Setting]) -> None:
+        """Run the first setting of each kind for an episode of each env, where resets take long and there is time."""
+        chosen, _ = self._whole_episodes(settings)
+        if not chosen:
             return
-        alive = [*best]
+        alive = [*chosen]
         self._turns.append({})
-        for setting in best:
+        for setting in chosen:
             if setting in alive:
-                self._run_turn(setting, alive, steps[setting])
-        self._whole = {one: turn.rate for one, turn in self._turns.pop().items()}
+                self._run_turn(setting, alive, math.ceil(setting.num_envs / self._limits.measured.end_share))
+        self._whole = {
+            one: self._limits.measured.whole_steps(turn.steps, turn.resets) / turn.seconds
+            for one, turn in self._turns[-1].items()
+        }
         self._turns = [one for one in self._turns if one]
-        if not self._turns:
-            assert self._error is not None
-            raise self._error
 
     def _speeds(self) -> list[Mapping[Setting, float]]:
         """Return the table of speeds, resets at their usual number."""
@@ -366,8 +388,7 @@ class Search:
             whole = self._whole.get(setting)
             return whole or corrected(turn, setting, measured, end_share, turns[setting], cores)
 
-        last = [self._whole] if self._whole else []
-        return [*({setting: speed(setting, turn) for setting, turn in one.items()} for one in self._turns), *last]
+        return [{setting: speed(setting, turn) for setting, turn in one.items()} for one in self._turns]
 
     # ---- what came of it ---------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from envherd.executor.sizing.measurement import Measurement
 Mode = Literal["sync", "first-k"]
 MODES: tuple[Mode, ...] = ("sync", "first-k")
 
-#: Seconds of a step from which `SerialEnv` is not tried on several cores: workers cost less than a tenth of that.
+#: Seconds of a step, its share of a reset included, from which `SerialEnv` is not tried on several cores: workers cost
+#: less than a tenth of that.
 _TOO_LONG_FOR_SERIAL_S = 0.5e-3
 #: An env waits if the processor is free for more than this share of its steps.
 WAITS = 0.2
@@ -158,7 +159,7 @@ def smaller(setting: Setting) -> Iterator[Setting]:
 
 def tries_serial(measured: Measurement, cores: float, goal: Goal) -> bool:
     """Return whether `SerialEnv` can be the best: on one core, with one env, or where steps are short."""
-    is_short = measured.step_mean_s < _TOO_LONG_FOR_SERIAL_S
+    is_short = measured.step_mean_s + measured.end_share * measured.reset_median_s < _TOO_LONG_FOR_SERIAL_S
     is_possible = goal.has_serial and goal.num_workers is None and not (measured.is_alone and goal.num_envs != 1)
     return is_possible and (cores <= 1 or goal.num_envs == 1 or is_short)
 

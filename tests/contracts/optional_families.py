@@ -63,7 +63,7 @@ def nethack() -> Any:
     import gymnasium
     import nle.env  # noqa: F401  # registers it
 
-    env = gymnasium.make("NetHackScore-v0", max_episode_steps=_MAX_STEPS)
+    env: Any = gymnasium.make("NetHackScore-v0", max_episode_steps=_MAX_STEPS)
     return _seeded(env, lambda seed: env.unwrapped.seed(core=seed, disp=seed, reseed=False))
 
 
@@ -72,7 +72,7 @@ def metaworld_reach() -> Any:
     import gymnasium
     import metaworld  # noqa: F401  # registers it
 
-    env = gymnasium.make("Meta-World/MT1", env_name="reach-v3", seed=3, max_episode_steps=_MAX_STEPS)
+    env: Any = gymnasium.make("Meta-World/MT1", env_name="reach-v3", seed=3, max_episode_steps=_MAX_STEPS)
     return _seeded(env, env.unwrapped.seed)
 
 

@@ -182,3 +182,24 @@ class LonelyEnv(CountingEnv):
 
 def make_failing():
     raise RuntimeError("no licence")
+
+
+class LongEpisodesEnv(CountingEnv):
+    """Computes for 60 ms in a reset, and for 1 ms in each of the 40 steps of an episode."""
+
+    def __init__(self):
+        super().__init__(40)
+
+    def reset(self, seed, options=None):
+        _compute(0.06)
+        return super().reset(seed, options)
+
+    def step(self, action):
+        _compute(0.001)
+        return super().step(action)
+
+
+def _compute(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass

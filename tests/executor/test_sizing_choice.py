@@ -244,6 +244,14 @@ def test_resets_ahead_need_the_processors_that_steps_need():
     assert speed_of(turn, ahead, waiting, cores=2) == pytest.approx(100 / ((100 * 0.002 + 0.1 * 0.002) / 2))
 
 
+def test_whole_episodes_count_by_the_work_that_was_done():
+    measured = measured_of(step_mean_s=0.001, reset_median_s=0.1, end_share=0.01)  # 2 ms a step, resets included
+    assert measured.whole_steps(100, 1) == pytest.approx(100)
+    assert measured.whole_steps(100, 0) == pytest.approx(50)
+    assert measured.whole_steps(100, 3) == pytest.approx(200)
+    assert replace(measured, end_share=0.0, reset_median_s=0.0).whole_steps(100, 0) == pytest.approx(100)
+
+
 def test_how_often_episodes_end_is_what_most_ends_say():
     few, many = [Turn(steps=100, seconds=1.0, resets=5)], [Turn(steps=100, seconds=1.0, resets=5)] * 10
     assert share_of_ends(many, measured_of(end_share=0.5)) == 0.5  # 500 ends in the probe

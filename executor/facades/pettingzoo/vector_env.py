@@ -222,8 +222,10 @@ class ParallelVectorEnv:
             space = self._actions[agent]
             if agent in actions:
                 given, batched = actions[agent], self.action_space(agent)
-                is_array = not isinstance(given, (Mapping, tuple)) and batched.dtype and batched.shape is not None
-                complete[agent] = fitted(given, batched.shape, batched.dtype, f" of {agent}") if is_array else given
+                if isinstance(given, (Mapping, tuple)) or batched.dtype is None or batched.shape is None:
+                    complete[agent] = given
+                else:
+                    complete[agent] = fitted(given, batched.shape, batched.dtype, f" of {agent}")
             elif self.active[agent].any():
                 raise ActionError(
                     f"step failed: expected actions of each agent that is present, got none of {agent}. "
