@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from envherd.executor.machine.machine import Machine
@@ -105,14 +106,14 @@ class Limits:
             return setting
         if setting.reset_ahead or not setting.num_workers:
             return None
-        each = 1 if self._goal.num_envs is None else 0
         fewest = 1 if self._goal.num_workers is None else setting.num_workers
-        for workers in range(setting.num_workers, fewest - 1, -1):
-            num_envs = workers * each or setting.num_envs
-            fitting = replace(setting, num_workers=workers, num_envs=num_envs)
-            if self.refusal(fitting) is None:
-                return self._filled(fitting, setting.most_per_worker)
-        return None
+
+        def fewer(workers: int) -> Setting:
+            return replace(setting, num_workers=workers, num_envs=self._goal.num_envs or workers)
+
+        counts = range(fewest, setting.num_workers + 1)
+        num_fitting = bisect_left(counts, 1, key=lambda workers: self.refusal(fewer(workers)) is not None)
+        return self._filled(fewer(counts[num_fitting - 1]), setting.most_per_worker) if num_fitting else None
 
     def _filled(self, setting: Setting, most_each: int) -> Setting:
         """Return a setting with as many envs for each worker as fit, where their number is not fixed."""

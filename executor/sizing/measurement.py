@@ -15,6 +15,8 @@ from envherd.shm.specs import EnvSpec
 _BLOCKING_SHARE = 0.2
 #: Bytes that a process may take more for reasons of python's own.
 _NOISE_BYTES = 64 * 1024
+#: Envs up to which a slab is planned to the byte.
+_MANY_ENVS = 1024
 #: Squared coefficient of variation of episodes' lengths, where only one has ended.
 _VARIATION = 0.5
 
@@ -217,5 +219,9 @@ def row_bytes(spec: EnvSpec) -> int:
 
 
 def slab_bytes(spec: EnvSpec, num_envs: int, num_workers: int, num_frames: int) -> int:
-    """Return bytes of the memory that parent and workers share."""
-    return plan_slab([spec] * num_envs, max(1, num_workers), num_frames).nbytes
+    """Return bytes of the memory that parent and workers share; from `_MANY_ENVS` on they grow evenly."""
+    half, many = (
+        plan_slab([spec] * min(num_envs, count), max(1, num_workers), num_frames).nbytes
+        for count in (_MANY_ENVS // 2, _MANY_ENVS)
+    )
+    return many + max(0, num_envs - _MANY_ENVS) * (many - half) // (_MANY_ENVS // 2)

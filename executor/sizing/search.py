@@ -33,6 +33,8 @@ from envherd.workers.errors import WorkerTimeout
 #: Called with what is done now, and the share of the budget that is used up.
 Progress = Callable[[str, float], None]
 
+#: Seconds of a start that are worth a word.
+_LONG_START_S = 5.0
 #: Share of the time that is left which the start of one executor may take; and the starts of all, where the number of
 #: envs is free, so that fewer envs make starts quicker.
 _START_SHARE, _ALL_STARTS_SHARE = 0.4, 0.5
@@ -179,10 +181,13 @@ class Search:
         """Start what fits, and return it, the most promising first, since time or memory may not suffice for all."""
         limits, goal = self._limits, self._goal
         alive: list[Setting] = []
-        top = min(math.ceil(limits.machine.cores), worker_counts(limits.measured, limits.machine.cores, goal)[-1])
+        cores = limits.machine.cores
+        likely = min(math.ceil(cores), worker_counts(limits.measured, cores, goal)[-1])
+        if cores <= 1 and limits.measured.waits_share <= WAITS:
+            likely = 0  # `SerialEnv`
 
         def order(one: Setting) -> tuple[int, int]:
-            return (1 if one.reset_ahead else 0 if one.num_workers == top else 2), -one.num_workers
+            return (1 if one.reset_ahead else 0 if one.num_workers == likely else 2), -one.num_workers
 
         for setting in sorted(self._wanted(), key=order):
             fitting = limits.fitted(setting)
@@ -246,7 +251,8 @@ class Search:
         key = _key(setting)
         if key in self._runners:
             return None
-        self._show(f"starting {setting}")
+        start_s = self._limits.start_s(setting)
+        self._show(f"starting {setting}" + (f", about {start_s:,.0f} s" if start_s > _LONG_START_S else ""))
         try:
             self._runners[key] = self._opener.open(setting, self._patience_s(setting))
         except Exception as error:  # whatever keeps one setting from being run: the others are run

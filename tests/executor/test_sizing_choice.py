@@ -13,10 +13,12 @@ from envherd.executor.sizing.choosing import choose, corrected, is_sure, share_o
 from envherd.executor.sizing.driving import Figures, Turn
 from envherd.executor.sizing.limits import DoesNotFit, Limits, Refusal
 from envherd.executor.sizing.measurement import share_of_ends as share_in_probe
+from envherd.executor.sizing.measurement import slab_bytes
 from envherd.executor.sizing.recommending import decide
 from envherd.executor.sizing.scaling import Scale
 from envherd.executor.sizing.search import Found
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting, ladder, smaller
+from envherd.shm.slab import plan_slab
 from tests.executor.sizing_figures import GIB, MIB, SPEC, machine_of, measured_of, run_of
 
 SERIAL, ONE, TWO = (Setting(num_envs=8, num_workers=count) for count in range(3))
@@ -124,6 +126,20 @@ def test_the_largest_setting_that_fits_is_tried_instead():
     both = Limits(limits.measured, limits.machine, Goal(num_envs=8, num_workers=8))
     assert both.fitted(Setting(num_envs=8, num_workers=8)) is None
     assert limits.most_envs(2) == 17
+
+
+def test_machines_with_very_many_processors_are_planned_for_in_a_moment():
+    limits = Limits(measured_of(), machine_of(100_000, memory=1024 * GIB, limits={"nofile": 20_000}), Goal())
+    asked = Setting(num_envs=12_800_000, num_workers=100_000)
+    assert limits.refusal(asked).kind == "memory"
+    fitting = limits.fitted(asked)
+    assert fitting.num_workers == (20_000 - 10 - 6) // 3
+    assert limits.refusal(replace(fitting, num_workers=fitting.num_workers + 1)).kind == "open files"
+
+
+def test_bytes_of_many_envs_grow_evenly():
+    for count in (1, 600, 1024, 1500, 5000):
+        assert slab_bytes(SPEC, count, 3, 4) == pytest.approx(plan_slab([SPEC] * count, 3, 4).nbytes, rel=1e-2)
 
 
 def test_gpu_memory_of_processes():
