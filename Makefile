@@ -20,7 +20,7 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
 # An installed package that mypy can follow (it cannot follow the editable install's finder).
 
-.PHONY: help venv rollout test test-quick test-full test-python compat matrix faults soak mutants lint format types examples bench bench-quick docs docs-serve clean
+.PHONY: help venv rollout test test-quick test-full test-python test-oldest compat matrix faults soak mutants lint format types examples bench bench-quick docs docs-serve clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
@@ -28,6 +28,7 @@ help:
 	@echo "make rollout      run $(ROLLOUT_ENVS) Melting Pot envs in parallel; pictures and data go to rollouts/"
 	@echo "make test         run the test suite"
 	@echo "make test-python  run the tests of stepping without the C extension"
+	@echo "make test-oldest  run quick tests of the facades with the oldest TorchRL, Gymnasium and SB3 that may be installed"
 	@echo "make test-quick   run the tests that take no time"
 	@echo "make test-full    and its long sweeps, trainings and all Melting Pot substrates (an hour or two)"
 	@echo "make matrix       check every family of envs in full (or FAMILY=NAME), and write docs/families.md"
@@ -64,8 +65,12 @@ test: $(STAMP)
 
 # The tests of stepping again, without the C extension.
 test-python: $(STAMP)
-	ENVHERD_NATIVE=0 $(PYTEST) tests/executor/test_fast_step.py tests/executor/test_stepping.py tests/executor/test_exchange.py \
+	ENVHERD_NATIVE=0 $(PYTEST) -k "not facades" tests/executor/test_fast_step.py tests/executor/test_stepping.py tests/executor/test_exchange.py \
 		tests/executor/test_property.py tests/executor/test_reset_ahead.py tests/faults/test_interrupts.py tests/workers/test_loop.py
+
+# Quick tests of the facades with the oldest libraries that may be installed, above those of .venv; `make compat` runs more.
+test-oldest: $(STAMP)
+	$(BIN)/python -m tests.compat --above --jobs $(JOBS)
 
 test-quick: $(STAMP)
 	$(PYTEST) -m "not slow and not full"

@@ -2,6 +2,7 @@
 
     python -m tests.compat                       # every row: an hour or two; 6 GB of disk at a time
     python -m tests.compat --rows "3.12|0.13"    # rows whose name has one of these, added to the page
+    python -m tests.compat --above               # the oldest libraries above this environment: a minute; no page
 
 *Oldest* is the lower bound of every requirement in `pyproject.toml`, exactly; *newest* is what pip chooses within the
 bounds. Each is installed into an environment by itself, which is deleted afterwards (`--keep`). Rows with another name
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tomllib
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ EXTRAS = ("torchrl", "gymnasium", "sb3")
 #: Of the environment by itself that RLlib has, as it pins Gymnasium.
 RLLIB = "RLlib"
 RLLIB_EXTRAS = ("rllib", "pettingzoo", "meltingpot")
+#: Whose oldest versions run above any environment: what is compiled against them is their own.
+ABOVE = ("tensordict", "torchrl", "gymnasium", "stable-baselines3", "cloudpickle")
 #: Of the extra `dev`; the rest checks sources.
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-randomly", "hypothesis")
 #: Heading -> tests, as patterns below `tests/`.
@@ -60,6 +63,16 @@ GROUPS = {
     "TorchRL": ("executor/facades/test_torchrl_*.py", "workers/test_torchrl_*.py"),
     RLLIB: ("executor/facades/test_rllib.py",),
 }
+
+#: What `--above` runs, below `tests/`: the two ends differ most in TorchRL and Gymnasium.
+RUN_ABOVE = (
+    "executor/facades/test_torchrl_parallel.py",
+    "executor/facades/test_torchrl_serial.py",
+    "executor/facades/test_torchrl_private.py",
+    "executor/facades/test_gymnasium_equality.py",
+    "executor/facades/test_gymnasium_spaces.py",
+    "executor/facades/test_sb3_equality.py",
+)
 
 
 class Row(NamedTuple):
@@ -158,28 +171,33 @@ def run(row: Row, folder: Path, jobs: str) -> dict[str, Any]:
     python = make(folder / f"{row.python}-{row.end}", interpreter, wanted)
     path = [str(ROOT)]
     if row.on_top:
-        above = folder / row.name.replace(" ", "-")
-        shutil.rmtree(above, ignore_errors=True)
-        subprocess.run([*_pip(python), "--no-deps", "--target", above, *row.on_top], check=True)
-        path.insert(0, str(above))
+        path.insert(0, put_above(python, folder / row.name.replace(" ", "-"), row.on_top))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     report = folder / f"{row.name.replace(' ', '-')}.xml"
     files = [str(file) for group in row.groups for file in _files(group)]
-    command: list[Any] = [
-        python,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        jobs,
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={report}",
-        *files,
-    ]
-    subprocess.run(command, cwd=ROOT, env=env, check=False)
+    subprocess.run([*_pytest(python, jobs), f"--junitxml={report}", *files], cwd=ROOT, env=env, check=False)
     listing = subprocess.run([python, "-c", _VERSIONS], env=env, capture_output=True, text=True, check=True)
     return {**json.loads(listing.stdout), "groups": _counted(report)}
+
+
+def run_above(folder: Path, jobs: str) -> int:
+    """Run quick tests of the facades with the oldest libraries above this environment; return pytest's exit code."""
+    above = put_above(sys.executable, folder / "above", [oldest(one) for one in requirements() if one.name in ABOVE])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((above, str(ROOT)))}
+    files = [str(ROOT / "tests" / file) for file in RUN_ABOVE]
+    command = [*_pytest(sys.executable, jobs), "-m", "not slow", *files]
+    return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
+
+
+def put_above(python: Any, folder: Path, wanted: Sequence[str]) -> str:
+    """Install packages without their dependencies into a folder for PYTHONPATH, and return it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([*_pip(python), "--no-deps", "--target", folder, *wanted], check=True)
+    return str(folder)
+
+
+def _pytest(python: Any, jobs: str) -> list[Any]:
+    return [python, "-m", "pytest", "-q", "-n", jobs, "-p", "no:cacheprovider"]
 
 
 #: Prints the versions that tests import.
@@ -194,7 +212,7 @@ print(json.dumps({{"python": platform.python_version(), "versions": {{n: version
 """
 
 
-def _pip(python: Path) -> list[Any]:
+def _pip(python: Any) -> list[Any]:
     return [
         python,
         "-m",
@@ -237,6 +255,7 @@ Written by `make compat`, which makes an environment for each row, installs the 
 headings on the right there (`tests/compat.py` lists the files). *Oldest* has the lower bound of each requirement in
 `pyproject.toml`, *newest* what pip chose within the bounds; the other rows put a few versions on top of one of the two.
 Each minor version of TorchRL wants the TensorDict of the same. RLlib has an environment by itself: it pins Gymnasium.
+Continuous integration runs the newest end with `make test`, and quick tests of the oldest with `make test-oldest`.
 Numbers are of tests that passed; those of what a version lacks, and of other extras, are skipped. Tests with deadlines
 may fail on a machine that is busy.
 
@@ -289,11 +308,14 @@ def main() -> int:
     """Run rows and write the page; return 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", default="", help="regular expression: rows whose names it finds")
+    parser.add_argument("--above", action="store_true", help="the oldest libraries above this environment; no page")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "compat", help="where environments are made")
     parser.add_argument("--keep", action="store_true", help="leave the environments for the next run")
     parser.add_argument("--jobs", default="2", help="test files that run at the same time")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
+    if options.above:
+        return run_above(options.folder, options.jobs)
     chosen = [row for row in rows() if re.search(options.rows, row.name)]
     has_failed = False
     for index, row in enumerate(chosen):
