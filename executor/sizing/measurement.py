@@ -95,7 +95,7 @@ class Measurement:
         return resets_s / (self.step_mean_s + resets_s) if resets_s else 0.0
 
     def whole_steps(self, steps: int, resets: int) -> float:
-        """Return the steps, each with its share of a reset, that are as much work as so many steps and resets."""
+        """Return the steps, each with its share of a reset, that are as much work as these steps and resets."""
         return (steps * self.step_mean_s + resets * self.reset_median_s) / (
             self.step_mean_s + self.end_share * self.reset_median_s
         )

@@ -45,13 +45,14 @@ def test_costly_resets_get_reset_ahead():
         assert any("ExecutorOptions(reset_ahead=True), which takes 4 workers" in line for line in done.advice.why)
 
 
-@pytest.mark.parametrize("make_env", [sized_envs.LongEpisodesEnv, sized_envs.SlowResetEnv])
-def test_long_resets_are_seen_over_whole_episodes(make_env):
-    """Envs that compute run whole episodes first, and those that wait last, with the workers found for them by then."""
-    done = sized(make_env, num_envs=2 * CORES, num_workers=CORES, modes=MODES)
+def test_long_resets_are_seen_over_whole_episodes():
+    """One turn of whole episodes says more than rounds of short turns, which are left out."""
+    done = sized(sized_envs.LongEpisodesEnv, num_envs=CORES, num_workers=CORES, modes=MODES, has_reset_ahead=False)
     ran = {one.setting.mode: one for one in done.runs if one.refusal is None}
     assert set(ran) == set(MODES)
-    assert all(one.resets >= 2 * CORES for one in ran.values())
+    for one in ran.values():
+        assert one.rounds == 1
+        assert one.resets >= 1
 
 
 def test_cheap_envs_are_compared_with_serial():

@@ -17,9 +17,9 @@ PLACE = (0, 0)
 @pytest.mark.slow
 @pytest.mark.timeout(290)
 def test_no_row_is_wrong_and_nothing_hangs():
-    """One short case of each option set, as far as twenty seconds go."""
+    """One short case of each option set, as far as twelve seconds go."""
     command = [sys.executable, "-m", "tests.faults.fuzz", "--seed", "20", "--cases", "30", "--operations", "25"]
-    command += ["--skip", "torchrl", "--minutes", "0.33"]  # whose workers take seconds to start
+    command += ["--skip", "torchrl", "--minutes", "0.2"]  # whose workers take seconds to start
     env = {**os.environ, "ENVHERD_FUZZ_HANG_S": "60"}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout
