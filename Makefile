@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard workers/native/*.[ch]) constraints.
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python .ci/install_meltingpot.py -c constraints.txt
 	@echo "installing everything else, which takes some minutes"
-	$(PIP) install -qq --progress-bar off -c constraints.txt -e ".[all]"
+	$(PIP) install -qq --progress-bar off -c constraints.txt -e ".[all,dev]"
 	@$(BIN)/python -c "import sys; sys.version_info < (3, 13) or print('left out: dm-control, as labmaze has no wheel for it')"
 	@$(BIN)/python setup.py -q build_ext --inplace || echo "the C extension was not built; everything runs in Python" >&2
 	@touch $@

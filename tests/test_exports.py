@@ -106,11 +106,11 @@ def test_the_console_script_is_there():
 APART = {"highway", "robotics", "nle", "metaworld", "maniskill", "rllib"}
 
 
-def test_the_extra_all_has_every_other_extra_but_that_of_the_site():
+def test_the_extra_all_has_every_other_extra_but_those_of_developers():
     extras = PYPROJECT["project"]["optional-dependencies"]
     lines = [re.match(r"envherd\[(.*)\]", one) for one in extras["all"]]
     named = [name for line in lines if line is not None for name in line[1].split(",")]
-    assert sorted(named) == sorted(set(extras) - {"all", "docs"} - APART)
+    assert sorted(named) == sorted(set(extras) - {"all", "dev", "docs"} - APART)
 
 
 def test_constraints_are_pins_and_nothing_else():
