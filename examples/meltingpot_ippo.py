@@ -6,6 +6,7 @@ What it shows:
 - `policy.split(data)` gives each network the rows of its players, with which it is trained as in any PPO.
 - `--asynchronous` collects with an `AsyncCollector`: while the networks learn from a batch, the envs make the next one,
   and no env waits for another. The data are then a version older than the weights, which PPO's ratio accounts for.
+- `--sparse` is for games in which most steps have no reward: larger batches, from which more is learned.
 - `--checkpoint` makes the training resumable: run the same command again, and it continues.
 
 Run: python examples/meltingpot_ippo.py [--substrate commons_harvest__open] [--separate] [--asynchronous] [--seed 1]
@@ -17,6 +18,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,10 +36,9 @@ from envherd import (
     SmallPictures,
 )
 
-NUM_ENVS, NUM_STEPS = 4, 100
-EPOCHS, NUM_MINIBATCHES = 2, 4
-LEARNING_RATE, GAMMA, LAMBDA = 1e-3, 0.98, 0.95
-CLIP, VALUE_WEIGHT, ENTROPY_WEIGHT, MAX_GRAD_NORM = 0.2, 0.5, 0.02, 0.5
+LEARNING_RATE, LAMBDA, CLIP, VALUE_WEIGHT, MAX_GRAD_NORM = 1e-3, 0.95, 0.2, 0.5, 0.5
+USUAL = SimpleNamespace(num_envs=4, num_steps=100, epochs=2, num_minibatches=4, gamma=0.98, entropy_weight=0.02)
+SPARSE = SimpleNamespace(num_envs=16, num_steps=256, epochs=4, num_minibatches=8, gamma=0.99, entropy_weight=0.01)
 
 
 class Agent(nn.Module):
@@ -83,16 +84,17 @@ def make_policy(env: ParallelEnv, *, separate: bool) -> PerPlayer:
 
 
 def make_collector(
-    env: ParallelEnv, policy: PerPlayer, num_steps: int, *, is_asynchronous: bool
+    env: ParallelEnv, policy: PerPlayer, total: int, settings: SimpleNamespace, *, is_asynchronous: bool
 ) -> Collector | AsyncCollector:
-    """Return what gives batches `[4, 100]`; the asynchronous one collects while the caller learns."""
-    batches: dict[str, Any] = {"frames_per_batch": NUM_ENVS * NUM_STEPS, "total_frames": num_steps, "close_env": False}
+    """Return what gives batches `[num_envs, num_steps]`; the asynchronous one collects while the caller learns."""
+    frames = settings.num_envs * settings.num_steps
+    batches: dict[str, Any] = {"frames_per_batch": frames, "total_frames": total, "close_env": False}
     if is_asynchronous:
-        return AsyncCollector(env, policy, steps_per_row=NUM_STEPS, in_background=1, **batches)
+        return AsyncCollector(env, policy, steps_per_row=settings.num_steps, in_background=1, **batches)
     return Collector(env, policy, **batches)
 
 
-def advantages_of(agent: Agent, rows: TensorDictBase) -> Tensor:
+def advantages_of(agent: Agent, rows: TensorDictBase, gamma: float) -> Tensor:
     """Return generalised advantages `[N, T, p]`; an end by time (`truncated`) is worth what its last view is worth."""
     reward, done, terminated = (rows["next", key].squeeze(-1) for key in ("reward", "done", "terminated"))
     following = torch.cat([rows["value"][:, 1:], torch.zeros_like(rows["value"][:, :1])], 1)
@@ -100,28 +102,29 @@ def advantages_of(agent: Agent, rows: TensorDictBase) -> Tensor:
     is_cut[:, -1] = True  # the next row is not in this batch, or of another episode
     with torch.no_grad():
         following[is_cut] = agent.think(rows["next", "observation", "RGB"][is_cut])[1]
-    errors = reward.float() + GAMMA * following * ~terminated - rows["value"]
+    errors = reward.float() + gamma * following * ~terminated - rows["value"]
     advantages, later = torch.zeros_like(errors), torch.zeros_like(errors[:, 0])
     for step in reversed(range(errors.shape[1])):
-        later = errors[:, step] + GAMMA * LAMBDA * ~done[:, step] * later
+        later = errors[:, step] + gamma * LAMBDA * ~done[:, step] * later
         advantages[:, step] = later
     return advantages
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, rows: TensorDictBase) -> None:
+def update(agent: Agent, optimizer: torch.optim.Optimizer, rows: TensorDictBase, settings: SimpleNamespace) -> None:
     """Improve one network on the rows `[N, T, p]` of its players."""
-    advantages = advantages_of(agent, rows)
+    advantages = advantages_of(agent, rows, settings.gamma)
     targets = (advantages + rows["value"]).flatten()
     advantages = ((advantages - advantages.mean()) / (advantages.std() + 1e-8)).flatten()
     picture = rows["observation", "RGB"].flatten(0, 2)
     action, log_prob = rows["action"].flatten(), rows["log_prob"].flatten()
-    for _ in range(EPOCHS):
-        for chosen in torch.randperm(len(action)).chunk(NUM_MINIBATCHES):
+    for _ in range(settings.epochs):
+        for chosen in torch.randperm(len(action)).chunk(settings.num_minibatches):
             distribution, value = agent.think(picture[chosen])
             ratio, gain = (distribution.log_prob(action[chosen]) - log_prob[chosen]).exp(), advantages[chosen]
             policy_loss = -torch.min(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain).mean()
             value_loss = (value - targets[chosen]).square().mean()
-            loss = policy_loss + VALUE_WEIGHT * value_loss - ENTROPY_WEIGHT * distribution.entropy().mean()
+            loss = policy_loss + VALUE_WEIGHT * value_loss
+            loss = loss - settings.entropy_weight * distribution.entropy().mean()
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
@@ -132,15 +135,13 @@ def train(arguments: argparse.Namespace) -> None:
     """Train, print a line for each batch in which episodes ended, and save after it."""
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
-    logger, curve = EpisodeLogger(window=20), []
+    settings = SPARSE if arguments.sparse else USUAL
+    logger, curve, path = EpisodeLogger(window=20), [], arguments.checkpoint
     num_before, seconds_before, began = 0, 0.0, time.monotonic()
-    options = ExecutorOptions(episode_statistics=True)
-    with ParallelEnv(
-        NUM_ENVS, make_env(arguments.substrate, arguments.episode), seed=arguments.seed, options=options
-    ) as env:
+    make, options = make_env(arguments.substrate, arguments.episode), ExecutorOptions(episode_statistics=True)
+    with ParallelEnv(settings.num_envs, make, seed=arguments.seed, options=options) as env:
         policy = make_policy(env, separate=arguments.separate)
         optimizers = [torch.optim.Adam(part.policy.parameters(), LEARNING_RATE, eps=1e-5) for part in policy.parts]
-        path = arguments.checkpoint
         if path is not None and path.exists():
             kept = torch.load(path)
             policy.load_state_dict(kept["policy"])
@@ -152,10 +153,10 @@ def train(arguments: argparse.Namespace) -> None:
         total = arguments.steps - num_before
         if total <= 0:
             return
-        with make_collector(env, policy, total, is_asynchronous=arguments.asynchronous) as collector:
+        with make_collector(env, policy, total, settings, is_asynchronous=arguments.asynchronous) as collector:
             for data in collector:
                 for (part, rows), optimizer in zip(policy.split(data), optimizers, strict=True):
-                    update(part.policy, optimizer, rows)
+                    update(part.policy, optimizer, rows, settings)
                 if isinstance(collector, AsyncCollector):
                     collector.update_policy_()
                 if not logger.add(data):
@@ -186,6 +187,7 @@ def main() -> None:
     parser.add_argument("--substrate", default="commons_harvest__open")
     parser.add_argument("--separate", action="store_true", help="one network for each player")
     parser.add_argument("--asynchronous", action="store_true", help="collect while the networks learn")
+    parser.add_argument("--sparse", action="store_true", help="settings for rewards that come seldom")
     parser.add_argument("--episode", type=int, default=250, help="steps of an episode")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=300_000, help="env steps in all")

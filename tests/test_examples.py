@@ -77,6 +77,17 @@ def test_ippo_learns_to_harvest(run_example):
     assert returns[-1] > 1.5 * returns[0]
 
 
+@needs("meltingpot")
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ippo_learns_to_meet_in_a_game_of_two(run_example):
+    game = ("--substrate", "prisoners_dilemma_in_the_matrix__repeated", "--episode", "1000", "--sparse")
+    printed = run_example("meltingpot_ippo", *game, "--steps", "1500000", timeout_s=1100)
+    returns = [float(number) for number in re.findall(r"return per player +([\d.]+)", printed)]
+    assert returns[-1] > 5.0, "random actions give 1.5"
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_ppo_solves_cartpole(run_example):
