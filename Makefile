@@ -63,10 +63,11 @@ rollout: $(STAMP)
 test: $(STAMP)
 	$(PYTEST)
 
-# The tests of stepping again, without the C extension.
+# The tests of stepping again, without the C extension; LONG= leaves out those that take half of the time.
+LONG ?= tests/executor/test_property.py tests/executor/test_reset_ahead.py tests/faults/test_interrupts.py
 test-python: $(STAMP)
-	ENVHERD_NATIVE=0 $(PYTEST) -k "not facades" tests/executor/test_fast_step.py tests/executor/test_stepping.py tests/executor/test_exchange.py \
-		tests/executor/test_property.py tests/executor/test_reset_ahead.py tests/faults/test_interrupts.py tests/workers/test_loop.py
+	ENVHERD_NATIVE=0 $(PYTEST) -k "not facades" tests/executor/test_fast_step.py tests/executor/test_stepping.py \
+		tests/executor/test_exchange.py tests/workers/test_loop.py $(LONG)
 
 # Quick tests of the facades with the oldest libraries that may be installed, above those of .venv; `make compat` runs more.
 test-oldest: $(STAMP)

@@ -277,7 +277,9 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "60", "--
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["probe: step", "starting SerialEnv", "round 2"])
+@pytest.mark.parametrize(
+    "stage", [pytest.param("probe: step", marks=pytest.mark.full), "starting SerialEnv", "round 2"]
+)
 def test_ctrl_c_leaves_nothing_behind(stage):
     process = subprocess.Popen(
         [sys.executable, "-c", CTRL_C, stage], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -93,6 +93,7 @@ def test_a_setting_that_fails_is_struck_out_with_its_reason():
     assert all("Address already in use" in one.refusal.text for one in failed)
 
 
+@pytest.mark.full
 @pytest.mark.broken_pool
 def test_serial_that_hangs_is_struck_out_and_workers_are_compared(monkeypatch):
     """One that dies is in `test_sizing.py`, with a forked process."""
