@@ -220,8 +220,11 @@ def row_bytes(spec: EnvSpec) -> int:
 
 def slab_bytes(spec: EnvSpec, num_envs: int, num_workers: int, num_frames: int) -> int:
     """Return bytes of the memory that parent and workers share; from `_MANY_ENVS` on they grow evenly."""
-    half, many = (
-        plan_slab([spec] * min(num_envs, count), max(1, num_workers), num_frames).nbytes
-        for count in (_MANY_ENVS // 2, _MANY_ENVS)
-    )
-    return many + max(0, num_envs - _MANY_ENVS) * (many - half) // (_MANY_ENVS // 2)
+
+    def planned(count: int) -> int:
+        return plan_slab([spec] * count, max(1, num_workers), num_frames).nbytes
+
+    if num_envs <= _MANY_ENVS:
+        return planned(num_envs)
+    many, half = planned(_MANY_ENVS), planned(_MANY_ENVS // 2)
+    return many + (num_envs - _MANY_ENVS) * (many - half) // (_MANY_ENVS // 2)

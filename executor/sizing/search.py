@@ -33,7 +33,7 @@ from envherd.workers.errors import WorkerTimeout
 #: Called with what is done now, and the share of the budget that is used up.
 Progress = Callable[[str, float], None]
 
-#: Seconds of a start that are worth a word.
+#: A start that takes longer is announced with its seconds.
 _LONG_START_S = 5.0
 #: Share of the time that is left which the start of one executor may take; and the starts of all, where the number of
 #: envs is free, so that fewer envs make starts quicker.
