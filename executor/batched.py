@@ -25,6 +25,7 @@ from tensordict import TensorDictBase
 from envherd.executor.batches.actions import reset_mask
 from envherd.executor.batches.arguments import as_count, need_batch, need_seconds
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
+from envherd.executor.keywords import names_right_keyword
 from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
@@ -243,6 +244,7 @@ class BatchedEnv:
                 root.update(own)
         set_next(td, next_td)
 
+    @names_right_keyword
     def rollout(  # noqa: PLR0913  # the arguments of TorchRL's rollout
         self,
         max_steps: int,

@@ -1,4 +1,4 @@
-"""Keywords that a constructor does not have are refused with the one that is meant."""
+"""Keywords that a constructor or method does not have are refused with the one that is meant."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ _NAMES_ELSEWHERE = {
     "env_fns": "make_env",
     "env_makers": "make_env",
     "create_env_fn": "make_env",
+    "break_when_done": "break_when_any_done",
+    "n_processes": "num_workers",
+    "num_cpus": "num_workers",
     "create_env_kwargs": "env_kwargs",
     "env_args": "env_kwargs",
     "min_envs": "min_batch",
@@ -33,16 +36,18 @@ _NAMES_ELSEWHERE = {
 
 
 def names_right_keyword(call: Callable[P, T]) -> Callable[P, T]:
-    """Let a constructor refuse a keyword that it does not have with the one that is meant."""
+    """Let a constructor or method refuse a keyword that it does not have with the one that is meant."""
     names = [name for name in inspect.signature(call).parameters if name != "self"]
 
     @functools.wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
             if name not in names:
-                meant = _NAMES_ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, names)), None)
+                known = _NAMES_ELSEWHERE.get(name)
+                meant = known if known in names else next(iter(difflib.get_close_matches(name, names)), None)
                 advice = f"Did you mean {meant}?" if meant in names else f"It takes {', '.join(names)}."
-                raise TypeError(f"{type(args[0]).__name__} failed: it has no argument {name!r}. {advice}")
+                what = type(args[0]).__name__ if call.__name__ == "__init__" else call.__name__
+                raise TypeError(f"{what} failed: it has no argument {name!r}. {advice}")
         return call(*args, **kwargs)
 
     return checked

@@ -10,6 +10,7 @@ from envherd.executor.batches.transfer import as_device
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.orders import Report
 from envherd.executor.cluster.shares import bundles_for
+from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.agreement import check_agreement
 from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, checked_options, counted, draw
@@ -55,6 +56,7 @@ class RayParallelEnv(BatchedEnv):
         FactoryError, SpecError, WorkerLost, WorkerTimeout: as `ParallelEnv`.
     """
 
+    @names_right_keyword
     def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
         self,
         num_envs: int | Sequence[Factory],

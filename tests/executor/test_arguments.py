@@ -1,6 +1,7 @@
 """Wrong arguments are refused in the caller, with their name and what to write, before anything has happened."""
 
 import functools
+import importlib
 import logging
 import re
 from typing import Any
@@ -12,6 +13,7 @@ from tensordict import TensorDict
 
 from envherd import AsyncCollector, Collector, ExecutorOptions, FactoryError, ParallelEnv, SerialEnv
 from envherd.workers.testing import CountingEnv
+from tests.extras import needs
 
 
 def act(td):
@@ -176,6 +178,34 @@ def test_collectors_and_options_name_the_keyword_that_is_meant(kind, name, meant
     expected = f"{kind.__name__} failed: it has no argument '{name}'. Did you mean {meant}?"
     with pytest.raises(TypeError, match=re.escape(expected)):
         kind(**{name: 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("break_when_done", "Did you mean break_when_any_done?"), ("steps", "Did you mean max_steps?")],
+)
+def test_a_rollout_names_the_keyword_that_is_meant(env, name, advice):
+    rollout: Any = env.rollout
+    with pytest.raises(TypeError, match=re.escape(f"rollout failed: it has no argument '{name}'. {advice}")):
+        rollout(3, **{name: 1})
+
+
+@needs("sb3", "pettingzoo")
+@pytest.mark.parametrize(
+    ("path", "name", "meant"),
+    [
+        ("envherd.executor.facades.gymnasium.AsyncVectorEnv", "n_workers", "num_workers"),
+        ("envherd.executor.facades.gymnasium.SyncVectorEnv", "autoreset", "autoreset_mode"),
+        ("envherd.executor.facades.pettingzoo.ParallelVectorEnv", "num_cpus", "num_workers"),
+        ("envherd.executor.facades.pettingzoo.AgentRowsEnv", "option", "options"),
+        ("envherd.executor.facades.sb3.SubprocVecEnv", "n_processes", "num_workers"),
+        ("envherd.RayParallelEnv", "nodes", "num_nodes"),
+    ],
+)
+def test_facades_name_the_keyword_that_is_meant(path, name, meant):
+    module, _, kind = path.rpartition(".")
+    with pytest.raises(TypeError, match=rf"{kind} failed: it has no argument '{name}'. Did you mean {meant}\?"):
+        getattr(importlib.import_module(module), kind)([CountingEnv], **{name: 1})
 
 
 def test_a_start_reports_how_many_workers_are_ready(caplog):

@@ -24,6 +24,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
 from envherd.executor.facades.gymnasium.errors import CallTimeout, as_gymnasium
 from envherd.executor.facades.gymnasium.spaces import Description, has_custom
+from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.base import Pool
@@ -79,6 +80,7 @@ class AsyncVectorEnv(HostedVectorEnv):
     #: Makes an adapter of each env; called with the user's factory and `keeps_final`.
     _factory: ClassVar[Callable[..., Callable[[], Adapter]]] = NativeFactory
 
+    @names_right_keyword
     def __init__(  # noqa: PLR0913, PLR0917  # Gymnasium's signature
         self,
         env_fns: EnvFns,
@@ -305,6 +307,7 @@ class SyncVectorEnv(HostedVectorEnv):
         FactoryError: an env could not be built; also of the type that was raised.
     """
 
+    @names_right_keyword
     def __init__(
         self,
         env_fns: EnvFns,

@@ -15,6 +15,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from envherd.executor.facades.pettingzoo.vector_env import ByAgent, ParallelVectorEnv
+from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.adapters.hosts.pettingzoo_one_group import OneGroupFactory
 
@@ -43,6 +44,7 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         ValueError: agents have unlike spaces.
     """
 
+    @names_right_keyword
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],

@@ -22,6 +22,7 @@ from envherd.executor.facades.fitting import fitted
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.gymnasium.errors import as_gymnasium
 from envherd.executor.facades.gymnasium.spaces import Description
+from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.workers.adapters.hosts.gymnasium_native import Space
@@ -83,6 +84,7 @@ class ParallelVectorEnv:
         FactoryError: an env could not be built; also of the type that was raised.
     """
 
+    @names_right_keyword
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],

@@ -36,6 +36,7 @@ from envherd.executor.facades.installing import replaced
 from envherd.executor.facades.sb3.masks import ActionMasks
 from envherd.executor.facades.sb3.rows import Reader, Writer
 from envherd.executor.facades.sb3.spaces import compose_for, num_agents, row_shapes, spaces_of
+from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.serial import SerialEnv
@@ -352,6 +353,7 @@ class SubprocVecEnv(ExecutorVecEnv):
         NotImplementedError: spaces that SB3 does not support.
     """
 
+    @names_right_keyword
     def __init__(
         self,
         env_fns: Sequence[EnvFn],
