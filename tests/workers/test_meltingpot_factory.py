@@ -19,7 +19,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from envherd.workers.adapters.meltingpot import ordered_lua as meltingpot_lua
+from envherd.workers.adapters.meltingpot import lua_tree as meltingpot_lua
 from envherd.workers.adapters.meltingpot.adapter import MeltingPotAdapter
 from envherd.workers.adapters.meltingpot.factory import (
     MeltingPotFactory,
@@ -291,7 +291,7 @@ def test_a_damaged_copy_is_replaced(cache: Path) -> None:
 
 @pytest.mark.slow
 def test_many_processes_may_make_the_copy_at_once(cache: Path) -> None:
-    program = "from envherd.workers.adapters.meltingpot.ordered_lua import ordered_lua_root as root; print(root())"
+    program = "from envherd.workers.adapters.meltingpot.lua_tree import ordered_lua_root as root; print(root())"
     started = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(8)]
     roots = {process.communicate(timeout=60)[0].strip() for process in started}
     assert [process.returncode for process in started] == [0] * 8

@@ -30,7 +30,7 @@ from dmlab2d import runfiles_helper
 from envherd.workers.adapters.common.generators import seeded_random
 from envherd.workers.adapters.meltingpot.episodes import spaced_seeds
 from envherd.workers.adapters.meltingpot.light_import import install_lazy_import
-from envherd.workers.adapters.meltingpot.ordered_lua import ordered_lua_root
+from envherd.workers.adapters.meltingpot.lua_tree import ordered_lua_root
 from envherd.workers.errors import FactoryError, SpecError
 
 install_lazy_import()
