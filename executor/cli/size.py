@@ -37,7 +37,7 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
         str | None, typer.Option(metavar="SIZE", help="Plan for this much available memory, e.g. 256GiB.")
     ] = None,
     gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Plan for a GPU with this much memory.")] = None,
-    budget: Annotated[float, typer.Option(min=0.5, help="Seconds to measure for, at most.")] = 15.0,
+    budget: Annotated[float, typer.Option(min=0.5, help="Seconds to measure for, at most.")] = 20.0,
     probe_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory that measuring may take; most of what is available.")
     ] = None,

@@ -260,38 +260,57 @@ def test_nothing_is_built_before_the_first_reset() -> None:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    meltingpot_lua.ordered_lua_root.cache_clear()
+    meltingpot_lua.lua_root.cache_clear()
     yield tmp_path / "envherd"
-    meltingpot_lua.ordered_lua_root.cache_clear()
+    meltingpot_lua.lua_root.cache_clear()
 
 
-def test_the_copy_differs_in_one_line_of_one_file(cache: Path) -> None:
-    root = Path(meltingpot_lua.ordered_lua_root())
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_the_copy_differs_in_its_first_line_and_lacks_logs(cache: Path, is_ordered: bool) -> None:  # noqa: FBT001
+    root = Path(meltingpot_lua.lua_root(is_ordered=is_ordered) or "")
     assert root.parent == cache
     installed = meltingpot_lua._installed_lua()
     names = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
     copied = root / "meltingpot" / "lua"
     assert names == {path.relative_to(copied) for path in copied.rglob("*") if path.is_file()}
-    different = [name for name in names if (copied / name).read_bytes() != (installed / name).read_bytes()]
-    assert [str(name) for name in different] == ["modules/api_factory.lua"]
-    before, after = ((tree / different[0]).read_text().splitlines() for tree in (installed, copied))
-    assert before[1:] == after[1:]
-    assert after[0].endswith(before[0])
+    lost = []
+    for name in names:
+        before, after = ((tree / name).read_text().splitlines() for tree in (installed, copied))
+        if str(name) == "modules/api_factory.lua":
+            assert after[0].endswith(before[0])
+            assert ("ordered" in after[0]) is is_ordered
+            before[0] = after[0]
+        assert len(before) == len(after)
+        different = [(was, now) for was, now in zip(before, after, strict=True) if was != now]
+        assert {now for _, now in different} <= {""}
+        lost += [was.strip() for was, _ in different]
+    assert all(line.startswith("log.v(") for line in lost)
+    assert "log.v(1, 'World Config: ' .. helpers.tostring(config))" in lost
+
+
+def test_without_a_cache_the_installed_code_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    meltingpot_lua.lua_root.cache_clear()
+    assert meltingpot_lua.lua_root(is_ordered=False) is None
+    settings = _adapter("coins")._episodes.wrapper.settings
+    assert str(meltingpot_lua._installed_lua()).startswith(settings["levelDirectory"])
+    meltingpot_lua.lua_root.cache_clear()
 
 
 def test_a_damaged_copy_is_replaced(cache: Path) -> None:
-    root = meltingpot_lua.ordered_lua_root()
+    root = meltingpot_lua.lua_root(is_ordered=True)
     victim = Path(root, "meltingpot", "lua", "modules", "game_object.lua")
     victim.write_text("nonsense")
-    meltingpot_lua.ordered_lua_root.cache_clear()
-    assert meltingpot_lua.ordered_lua_root() == root
+    meltingpot_lua.lua_root.cache_clear()
+    assert meltingpot_lua.lua_root(is_ordered=True) == root
     assert victim.read_text() != "nonsense"
     assert [path.name for path in cache.iterdir()] == [Path(root).name]  # nothing else is left behind
 
 
 @pytest.mark.slow
 def test_many_processes_may_make_the_copy_at_once(cache: Path) -> None:
-    program = "from envherd.workers.adapters.meltingpot.lua_tree import ordered_lua_root as root; print(root())"
+    program = "from envherd.workers.adapters.meltingpot.lua_tree import lua_root; print(lua_root(is_ordered=True))"
     started = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(8)]
     roots = {process.communicate(timeout=60)[0].strip() for process in started}
     assert [process.returncode for process in started] == [0] * 8
@@ -301,6 +320,6 @@ def test_many_processes_may_make_the_copy_at_once(cache: Path) -> None:
 def test_an_unwritable_cache_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    meltingpot_lua.ordered_lua_root.cache_clear()
+    meltingpot_lua.lua_root.cache_clear()
     with pytest.raises(FactoryError, match="Set XDG_CACHE_HOME"):
-        meltingpot_lua.ordered_lua_root()
+        meltingpot_lua.lua_root(is_ordered=True)
