@@ -15,11 +15,13 @@ from tests.extras import needs
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TESTED = {
     "async_rollout",
+    "benchmarl_meltingpot",  # run by tests/executor/facades/test_benchmarl.py
     "ctypes_env",
     "custom_env",
     "gymnasium_vector_env",
     "meltingpot_ippo",
     "meltingpot_rollout",
+    "meltingpot_torchrl",
     "ppo_cartpole",
     "ray_async",
     "ray_rollouts",
@@ -86,6 +88,19 @@ def test_ippo_learns_to_meet_in_a_game_of_two(run_example):
     printed = run_example("meltingpot_ippo", *game, "--steps", "1500000", timeout_s=1100)
     returns = [float(number) for number in re.findall(r"return per player +([\d.]+)", printed)]
     assert returns[-1] > 5.0, "random actions give 1.5"
+
+
+@needs("meltingpot", "torchrl")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "steps", [800, pytest.param(40_000, marks=[pytest.mark.full, pytest.mark.timeout(1200)])], ids=str
+)
+def test_torchrls_losses_train_on_melting_pot(run_example, steps):
+    printed = run_example("meltingpot_torchrl", "--steps", str(steps), "--episode", "200", timeout_s=1100)
+    found = re.findall(r"steps +(\d+)  return per player +([\d.]+)", printed)
+    assert found[-1][0] == str(steps)
+    if steps > 800:
+        assert float(found[-1][1]) > 1.5 * float(found[0][1])
 
 
 @pytest.mark.full

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import warnings
@@ -48,3 +50,15 @@ def test_the_name_comes_back_after_an_error() -> None:
     with pytest.raises(KeyError), installed():
         raise KeyError
     assert benchmarl.experiment.experiment.ParallelEnv is usual
+
+
+@pytest.mark.slow
+@needs("meltingpot", "all")
+def test_the_example_trains(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).parents[3] / "examples" / "benchmarl_meltingpot.py")]
+    short = ("--steps", "800", "--episode", "100", "--curve", "curve.json")
+    done = subprocess.run([*command, *short], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = [int(number) for number in re.findall(r"steps +(\d+)  return per player", done.stdout)]
+    assert steps == [400, 800]
+    assert [point[0] for point in json.loads((tmp_path / "curve.json").read_text())] == steps

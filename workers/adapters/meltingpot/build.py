@@ -20,6 +20,7 @@ import copy
 import itertools
 import os
 import random
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -329,7 +330,8 @@ def _models_missing(scenario: str, missing: list[str], root: str) -> FactoryErro
     shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     return FactoryError(
         f"building {scenario} failed: expected the saved models of its bots in {root}, got none for {shown}. "
-        f"dm-meltingpot downloads them (meltingpot-assets) while pip builds it: reinstall it with network access, "
+        f"dm-meltingpot downloads them while pip builds it, unless meltingpot-assets-2.3.0.tar.gz is in "
+        f"{tempfile.gettempdir()}: with network access or that file, "
         f"`pip install --force-reinstall --no-deps --no-cache-dir dm-meltingpot`. Without them, put policies in "
         f"the bots' places: MeltingPotFactory({scenario!r}, bots=False), or evaluate(..., background=policy)."
     )
