@@ -34,6 +34,7 @@ from envherd.executor.pools.fast_commands import (
     exchange_natively,
     native_caller,
 )
+from envherd.executor.pools.overdue import Overdue
 from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
@@ -113,6 +114,7 @@ class WorkerPool(SlabPool):
         self._found = np.empty(self.num_envs, np.int64)  # what `Caller.first` finds
         self._caller = self._make_caller()
         self.supervisor = self._make_supervisor()
+        self._overdue = self._make_overdue()
         self._questions = Questions(self.crew, self.supervisor, self.worker_of, self.options)
         self.crew.hand_over(self.plan, segment, self.knock)
 
@@ -122,6 +124,12 @@ class WorkerPool(SlabPool):
     def _make_caller(self) -> Any:
         """Return what gives commands in C and waits for them; None where Python must do it."""
         return native_caller(self._words, self._go, self._done, self.slab.words, self.worker_of, self._hailed)
+
+    def _make_overdue(self) -> Overdue | None:
+        limits = self.options.step_timeout_s, self.options.reset_timeout_s
+        return (
+            None if limits == (None, None) else Overdue(*limits, self.phase_of, self._words.command_seq, self.worker_of)
+        )
 
     def _make_supervisor(self) -> Supervisor:
         return Supervisor(self, self.crew, self.options)
@@ -366,7 +374,11 @@ class WorkerPool(SlabPool):
         self._looked_at = time.monotonic()
         self.place()
         self.supervisor.advance()
-        self._is_reading = self.supervisor.look(self._owing())
+        owing = self._owing()
+        self._is_reading = self.supervisor.look(owing)
+        if self._overdue is not None:
+            for worker_id, limit_s in self._overdue.look(owing):
+                self.supervisor.give_up_late([worker_id], limit_s)
 
     def place(self) -> None:
         """See where workers run, if it is time to."""

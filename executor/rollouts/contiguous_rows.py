@@ -80,7 +80,9 @@ class ContiguousRows:
         env_ids = env_ids[self._at[env_ids] > 0]
         slots, at = torch.from_numpy(self._slots[env_ids]), torch.from_numpy(self._at[env_ids] - 1)
         for key, leaf in self._leaves.items():
-            if key[0] == "next" and key[-1] in ("done", "truncated"):
+            if key[0] == "next" and key[-1] == "done":
+                truncated = self._leaves[*key[:-1], "truncated"]
+                truncated[slots, at] |= ~leaf[slots, at]  # what had ended by itself is not cut
                 leaf[slots, at] = True
 
     def _add_rows(self) -> None:

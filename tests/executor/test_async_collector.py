@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -343,6 +344,36 @@ def test_a_lost_worker_gives_an_interrupted_row(tmp_path):
         for data in batches:
             follows = (data["next", "observation"][:, :-1] == data["observation"][:, 1:]).all(-1)
             assert (follows | data["next", "done"][:, :-1, 0]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+@pytest.mark.parametrize("deadline_s", [None, 0.002])
+def test_an_env_that_hangs_is_given_up_while_others_answer(tmp_path, deadline_s):
+    make = [functools.partial(FaultyEnv, "sleep", step=3, flag=str(tmp_path / "hung")), MakeEnv]
+    options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=0.3)
+    with ParallelEnv(2, make, num_workers=2, options=options) as env:
+        with AsyncCollector(env, policy, frames_per_batch=20, deadline_s=deadline_s) as collector:
+            end = time.monotonic() + 60
+            while not any(data["next", "interrupted"].any() for data in [collector.collect()]):
+                assert time.monotonic() < end, "the env that hangs was never given up"
+            assert env.statistics().worker_losses == 1
+
+
+@pytest.mark.slow
+def test_what_has_ended_by_itself_is_not_cut_by_a_loss_after_it(tmp_path):
+    flag = str(tmp_path / "raised")
+    make = functools.partial(FaultyEnv, "value_error", step=1, episode=1, flag=flag, length=LENGTH)
+    with (
+        ParallelEnv(1, make, seed=0) as env,
+        AsyncCollector(env, policy, frames_per_batch=4 * LENGTH, steps_per_row=4 * LENGTH) as collector,
+    ):
+        with pytest.raises(EnvError):
+            collector.collect()
+        (data,) = collector.collect()
+        ends = data["next", "done"].flatten().nonzero().flatten().tolist()
+        assert data["step"][ends[0] : ends[0] + 2].tolist() == [LENGTH - 1, LENGTH + 1]
+        assert not (data["next", "terminated"] & data["next", "truncated"]).any()
 
 
 @pytest.mark.slow

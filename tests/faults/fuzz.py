@@ -22,12 +22,12 @@ from pathlib import Path
 #: Before numpy is imported: a process that is to fork should have one thread. Cases start threads themselves.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-from tests.faults import fuzz_interrupts, fuzz_restart, fuzzing  # see above
+from tests.faults import fuzz_collector, fuzz_interrupts, fuzz_restart, fuzzing  # see above
 
 #: Seconds for a case as a whole.
 CASE_S = 4 * fuzzing.HANG_S
 TAIL = 25
-FUZZERS = {"restart": fuzz_restart, "interrupts": fuzz_interrupts}
+FUZZERS = {"restart": fuzz_restart, "interrupts": fuzz_interrupts, "collector": fuzz_collector}
 
 
 def run_case(fuzzer: str, variant: str, seed: int, operations: int, log: Path) -> str:
