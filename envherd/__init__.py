@@ -6,8 +6,8 @@ with ParallelEnv(8, make_env, seed=0) as env:
     data = env.rollout(200, policy)
 
 All public names are here; each is imported when it is first used. The facades, which stand for the classes of other
-libraries, are in `envherd.executor.facades.{torchrl,sb3,gymnasium}`; what checks an env of your own is in
-`envherd.workers.testing`.
+libraries, are in `envherd.executor.facades`: torchrl, sb3, gymnasium, pettingzoo, rllib, cleanrl and benchmarl. The
+checks for custom envs are in `envherd.workers.testing`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from envherd.executor.per_player import PerPlayer, RandomPlayer
     from envherd.executor.policy import swapped_parameters, uncopied
     from envherd.executor.pools.preloading import preloaded
+    from envherd.executor.progress import progress
     from envherd.executor.serial import SerialEnv
     from envherd.executor.sizing.recommending import recommend
     from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, MultiDiscrete, OneHot, Unbounded
@@ -109,6 +110,7 @@ _HOMES = {
     "evaluate": "envherd.executor.evaluation.evaluate",
     "plot_evaluations": "envherd.executor.evaluation.chart",
     "preloaded": "envherd.executor.pools.preloading",
+    "progress": "envherd.executor.progress",
     "recommend": "envherd.executor.sizing.recommending",
     "register": "envherd.workers.adapters.registry",
     "scenario_names": "envherd.workers.adapters.meltingpot.factory",
@@ -169,6 +171,7 @@ __all__ = [
     "evaluate",
     "plot_evaluations",
     "preloaded",
+    "progress",
     "recommend",
     "register",
     "scenario_names",

@@ -53,7 +53,7 @@ class Curve(Callback):  # type: ignore[misc]  # untyped
         print(f"steps {self._num_steps:8d}  return per player {mean:7.2f}  {rate:5.0f} steps/s", flush=True)
 
 
-def settings(num_steps: int, folder: str) -> ExperimentConfig:
+def settings(num_steps: int, lr: float, folder: str) -> ExperimentConfig:
     """Return BenchMARL's settings: small batches, as the examples with other losses have them."""
     config = ExperimentConfig.get_from_yaml()
     config.parallel_collection = True  # else BenchMARL steps its envs one after another
@@ -62,7 +62,7 @@ def settings(num_steps: int, folder: str) -> ExperimentConfig:
     config.on_policy_minibatch_size = NUM_ENVS * NUM_STEPS // NUM_MINIBATCHES
     config.on_policy_n_minibatch_iters = EPOCHS
     config.max_n_iters, config.max_n_frames = None, num_steps
-    config.lr, config.gamma = 1e-3, 0.98
+    config.lr, config.gamma = lr, 0.98
     config.evaluation = config.render = config.create_json = False
     config.loggers, config.save_folder = [], folder
     return config
@@ -82,11 +82,11 @@ def network() -> CnnConfig:
     return config
 
 
-def train(substrate: str, algorithm: str, seed: int, num_steps: int, episode: int) -> list[tuple[int, float, float]]:
+def train(arguments: argparse.Namespace) -> list[tuple[int, float, float]]:
     """Train; return steps, return per player and seconds for each batch in which episodes ended."""
-    task = MeltingPotTask[substrate.upper()].get_from_yaml()
-    task.config["max_steps"] = episode
-    learner = ALGORITHMS[algorithm].get_from_yaml()
+    task = MeltingPotTask[arguments.substrate.upper()].get_from_yaml()
+    task.config["max_steps"] = arguments.episode
+    learner = ALGORITHMS[arguments.algorithm].get_from_yaml()
     learner.entropy_coef, learner.lmbda = 0.02, 0.95
     curve = Curve()
     with tempfile.TemporaryDirectory() as folder:
@@ -96,8 +96,8 @@ def train(substrate: str, algorithm: str, seed: int, num_steps: int, episode: in
                 algorithm_config=learner,
                 model_config=network(),
                 critic_model_config=network(),
-                seed=seed,
-                config=settings(num_steps, folder),
+                seed=arguments.seed,
+                config=settings(arguments.steps, arguments.lr, folder),
                 callbacks=[curve],
             )
         experiment.run()
@@ -111,10 +111,13 @@ def main() -> None:
     parser.add_argument("--algorithm", choices=sorted(ALGORITHMS), default="ippo")
     parser.add_argument("--episode", type=int, default=250, help="steps of an episode")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--lr", type=float, default=1e-4, help="learning rate; BenchMARL's pictures are not scaled to 0..1"
+    )
     parser.add_argument("--steps", type=int, default=120_000, help="env steps in all")
     parser.add_argument("--curve", type=Path, help="write steps, return per player and seconds to this JSON file")
     arguments = parser.parse_args()
-    points = train(arguments.substrate, arguments.algorithm, arguments.seed, arguments.steps, arguments.episode)
+    points = train(arguments)
     if arguments.curve is not None:
         arguments.curve.write_text(json.dumps(points))
 

@@ -28,6 +28,7 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.transfer import Lane, to_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.policy import Placed, Policy
+from envherd.executor.progress import showing
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_leaves
 from envherd.workers.errors import Closed, EnvError, WorkerLost, WorkerTimeout
@@ -215,8 +216,11 @@ class AsyncCollector:
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Collect until `total_frames` are there; a loop that was left goes on where it was."""
-        while self.total_frames < 0 or self.num_frames < self.total_frames:
-            yield self.collect()
+        with showing("frames collected", self.total_frames, done=self.num_frames) as shown:
+            while self.total_frames < 0 or self.num_frames < self.total_frames:
+                data = self.collect()
+                shown.update(self.frames_per_batch)
+                yield data
 
     def collect(self) -> TensorDictBase:
         """Return the next batch, `[B, T]` with time last or `[B]`, in memory of the caller's own.

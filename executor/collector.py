@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from envherd.executor.batches.arguments import as_count, need_bools, need_callables
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.policy import Placed, Policy
+from envherd.executor.progress import showing
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.shm.specs import EnvSpec
 
@@ -134,8 +135,11 @@ class Collector:
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Collect until `total_frames` are reached; a second loop continues where the first was left."""
-        while self.total_frames < 0 or self.num_frames < self.total_frames:
-            yield self.collect()
+        with showing("frames collected", self.total_frames, done=self.num_frames) as shown:
+            while self.total_frames < 0 or self.num_frames < self.total_frames:
+                data = self.collect()
+                shown.update(self.frames_per_batch)
+                yield data
 
     def __len__(self) -> int:
         """Return the number of batches in all, which progress bars show.

@@ -178,7 +178,7 @@ def _dmlab2d() -> Iterator[Finding]:
 def _meltingpot() -> Iterator[Finding]:
     version = version_of("dm-meltingpot")
     if version is None:
-        yield Finding("meltingpot", "ok", "not installed", "python .ci/install_meltingpot.py, if it is wanted")
+        yield Finding("meltingpot", "ok", "not installed", 'pip install "envherd[meltingpot]", if it is wanted')
         return
     substrates, scenarios = len(substrate_names()), len(scenario_names())
     level: Level = "ok" if substrates else "fail"
@@ -187,7 +187,10 @@ def _meltingpot() -> Iterator[Finding]:
     if models:
         yield Finding("scenarios", "ok", f"{scenarios} scenarios, models of {models} bots")
     else:
-        fix = "run python .ci/install_meltingpot.py where its archive can be downloaded"
+        fix = (
+            "pip install --force-reinstall --no-deps --no-cache-dir dm-meltingpot, where its archive can be downloaded "
+            "or meltingpot-assets-2.3.0.tar.gz is in the temporary directory"
+        )
         found = f"the models of the bots are not installed: {scenarios} scenarios cannot run"
         yield Finding("scenarios", "warn", found, fix)
 

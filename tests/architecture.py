@@ -78,8 +78,11 @@ BOXES = {
     ),
     "executor/batches/": Box(("executor/batches/*",), "actions to rows, rows to TensorDicts", 9, (1, 1)),
     "executor/machine/": Box(("executor/machine/*",), "processors and memory to use", 9, (0, 0)),
-    "executor/{options,keywords}.py": Box(
-        ("executor/options.py", "executor/keywords.py"), "ExecutorOptions, names of arguments", 8, (1, 1)
+    "executor/{options,keywords,progress}.py": Box(
+        ("executor/options.py", "executor/keywords.py", "executor/progress.py"),
+        "ExecutorOptions, names of arguments, bars",
+        8,
+        (1, 1),
     ),
     "workers/process/": Box(("workers/process/*",), "helper process, start, loop", 7, (2, 2)),
     "workers/testing/": Box(("workers/testing/*",), "contract tests for any env", 6, (3, 3)),

@@ -31,6 +31,7 @@ PACKAGES = {
     "nle": ("nle",),
     "old-gym": ("gym",),
     "pettingzoo": ("pettingzoo", "mpe2"),
+    "progress": ("tqdm",),
     "ray": ("ray",),
     "rllib": ("ray", "tree", "lz4", "ormsgpack", "tensorboardX"),
     "robotics": ("gymnasium_robotics",),

@@ -54,6 +54,7 @@ ALLOWED = {
     "executor/cli/recording.py": {"imageio", "imageio_ffmpeg"},
     "executor/cli/config.py": {"yaml"},
     "executor/evaluation/chart.py": {"matplotlib"},
+    "executor/progress.py": {"tqdm"},
     "executor/sizing/plotting.py": {"matplotlib"},
     "executor/cluster/*.py": {"ray", "cloudpickle"},
     "executor/facades/gymnasium/*": {"gymnasium"},
@@ -100,7 +101,7 @@ ORDER = {
         *("native", "block", "build", "adapters.hosts", "probing", "process", "testing"),
     ),
     "executor": (
-        *("keywords", "options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),
+        *("keywords", "progress", "options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),
         *(
             "batched",
             "exporting",

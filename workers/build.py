@@ -12,6 +12,7 @@ import functools
 import inspect
 import pickle
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -61,6 +62,10 @@ def pickle_factory(factory: Factory) -> bytes:
         FactoryError: it cannot be pickled; the message names the captured variable and the object.
     """
     check_factory(factory)
+    # In a child of multiprocessing, the script is a module of this name, which workers do not have.
+    script = sys.modules.get("__mp_main__")
+    if script is not None and script is sys.modules.get("__main__"):
+        cloudpickle.register_pickle_by_value(script)
     try:
         return cloudpickle.dumps(factory)
     except Exception as error:

@@ -23,8 +23,9 @@ _STREAM = 2**32 - 2  # spawn_key of the sampler's generator: apart from those of
 class ActionSampler:
     """Draws action batches for a list of envs."""
 
-    def __init__(self, specs: Sequence[EnvSpec], seed: int) -> None:
-        self._rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(_STREAM,)))
+    def __init__(self, specs: Sequence[EnvSpec], seed: int, first_env_id: int = 0) -> None:
+        share = (first_env_id,) if first_env_id else ()  # executors that run shares of one batch draw other actions
+        self._rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(_STREAM, *share)))
         self._specs = specs
         #: The first env whose spec each env shares, and what draws for it.
         self._kinds = [specs.index(spec) for spec in specs]

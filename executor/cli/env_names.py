@@ -38,6 +38,8 @@ from envherd.workers.adapters.named import (
     gymnasium_ids,
     named_callable,
     pettingzoo_ids,
+    plug_in_ids,
+    registered_by_plug_ins,
     vmas_scenarios,
 )
 from envherd.workers.adapters.named_batches import EnvPoolFactory, GymnasiumVectorFactory, envpool_tasks
@@ -129,6 +131,11 @@ def _with_family(name: str) -> str:
     module, _, rest = name.partition(":")
     if rest.replace(".", "").isidentifier() and _is_there(module):
         return f"python:{name}"
+    with contextlib.suppress(ImportError):
+        found = plug_in_ids()
+        if name in found:
+            return f"gymnasium:{found[name]}:{name}"
+        known += found
     raise FactoryError(_no_family(name, known))
 
 
@@ -165,6 +172,9 @@ def _no_family(name: str, known: list[str]) -> str:
     family, colon, rest = name.partition(":")
     if family in ("", *FAMILIES):
         hint = ""
+    elif family == "atari":
+        name_there = rest if "/" in rest else f"ALE/{rest}"
+        hint = f" Did you mean gymnasium:ale_py:{name_there if '-v' in rest else f'{name_there}-v5'}?"
     elif meant := _NAMES_ELSEWHERE.get(family):
         hint = f" Did you mean {meant}:{rest}?"
     else:
@@ -178,6 +188,10 @@ def _gymnasium(env_id: str) -> Factory:
     if module:
         _import_named(module, f"gymnasium:{env_id}")
     known = gymnasium_ids()
+    if not module:
+        plug_in = (registered_by_plug_ins() if bare_id in known else plug_in_ids()).get(bare_id)
+        if plug_in is not None:
+            return GymnasiumFactory(f"{plug_in}:{bare_id}")  # so that workers import it
     if bare_id not in known:
         raise FactoryError(
             f"'gymnasium:{env_id}' failed: expected an env that Gymnasium knows, got {bare_id!r}."
@@ -337,12 +351,12 @@ FAMILIES = {
         has_slash=True,
         limit="max_cycles",
     ),
-    "vmas": Family("vmas:SCENARIO", _vmas, _names_of("vmas", vmas_scenarios), limit="max_steps"),
+    "vmas": Family("vmas:SCENARIO[:ROWS]", _vmas, _names_of("vmas", vmas_scenarios), limit="max_steps"),
     "torchrl": Family("torchrl:MODULE:CALLABLE", _torchrl),
     "python": Family("python:MODULE:CALLABLE", _python),
 }
 #: What a family is called elsewhere -> its name here.
-_NAMES_ELSEWHERE = {"gym": "gymnasium", "atari": "gymnasium:ale_py", "dmc": "dm_control", "dm-control": "dm_control"}
+_NAMES_ELSEWHERE = {"gym": "gymnasium", "dmc": "dm_control", "dm-control": "dm_control"}
 FORMS = tuple(family.form for family in FAMILIES.values())
 #: The families whose envs have names, in the order in which they are asked.
 LISTED = tuple(name for name, family in FAMILIES.items() if family.names is not tuple)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +76,23 @@ class Figures:
         done = self.statistics
         return self.env_steps_per_s * (done.agent_steps / done.env_steps if done.env_steps else 1)
 
+    @property
+    def is_serial(self) -> bool:
+        """Whether the envs are in this process, whose memory is theirs."""
+        return any(worker.pid == os.getpid() for worker in self.statistics.workers)
+
+    @property
+    def all_uss_bytes(self) -> int:
+        """Memory that the processes have for themselves, each counted once."""
+        workers = 0 if self.is_serial else sum(worker.uss_bytes for worker in self.statistics.workers)
+        return workers + self.parent_uss_bytes
+
+    @property
+    def all_pss_bytes(self) -> int:
+        """The same with their parts of what they share."""
+        workers = 0 if self.is_serial else sum(worker.pss_bytes for worker in self.statistics.workers)
+        return workers + self.parent_pss_bytes
+
     def to_plain(self) -> dict[str, Any]:
         """Return the figures as documented in docs/cli.md, ready for `json.dump`."""
         done = self.statistics
@@ -112,8 +130,8 @@ class Figures:
                 for worker in done.workers
             ],
             "memory": {
-                "workers_uss_bytes": sum(worker.uss_bytes for worker in done.workers),
-                "workers_pss_bytes": sum(worker.pss_bytes for worker in done.workers),
+                "workers_uss_bytes": self.all_uss_bytes - self.parent_uss_bytes,
+                "workers_pss_bytes": self.all_pss_bytes - self.parent_pss_bytes,
                 "parent_uss_bytes": self.parent_uss_bytes,
                 "parent_pss_bytes": self.parent_pss_bytes,
             },
@@ -164,8 +182,7 @@ def _troubles(done: Statistics) -> list[tuple[str, int]]:
 
 def _workers(figures: Figures) -> Table:
     workers = figures.statistics.workers
-    own = sum(worker.uss_bytes for worker in workers) + figures.parent_uss_bytes
-    fair = sum(worker.pss_bytes for worker in workers) + figures.parent_pss_bytes
+    own, fair = figures.all_uss_bytes, figures.all_pss_bytes
     busy = sum(worker.busy_share for worker in workers) / max(1, len(workers))
     grid = Table(box=box.ROUNDED, show_footer=True)
     grid.add_column("process", "all", no_wrap=True)
@@ -174,7 +191,8 @@ def _workers(figures: Figures) -> Table:
     grid.add_column("own memory (USS)", _mib(own), justify="right")
     grid.add_column("with shared part (PSS)", _mib(fair), justify="right")
     for worker in workers:
-        cells = (f"{worker.busy_share:.0%}", _mib(worker.uss_bytes), _mib(worker.pss_bytes))
+        memory = ("", "") if figures.is_serial else (_mib(worker.uss_bytes), _mib(worker.pss_bytes))
+        cells = (f"{worker.busy_share:.0%}", *memory)
         grid.add_row(f"worker {worker.worker_id}", _ids(worker.env_ids), *cells)
     grid.add_row("parent", "", "", _mib(figures.parent_uss_bytes), _mib(figures.parent_pss_bytes), style="dim")
     return grid

@@ -9,7 +9,10 @@ import typer
 
 def list_envs(
     family: Annotated[
-        str | None, typer.Argument(help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; without it, all.")
+        str | None,
+        typer.Argument(
+            metavar="FAMILY", help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; without it, all."
+        ),
     ] = None,
     part: Annotated[str | None, typer.Argument(metavar="FILTER", help="Only names that contain this.")] = None,
 ) -> None:
@@ -19,6 +22,7 @@ def list_envs(
     """
     from envherd.executor.cli.env_names import LISTED, known_names
     from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
+    from envherd.workers.adapters.named import plug_in_ids
     from envherd.workers.build import closest
     from envherd.workers.errors import FactoryError
 
@@ -36,9 +40,12 @@ def list_envs(
             if family is not None:
                 raise typer.Exit(EXIT_USAGE) from None
             continue
+        if one == "gymnasium":
+            names += tuple(f"{plug_in}:{env_id}" for env_id, plug_in in plug_in_ids().items() if env_id not in names)
         for name in names:
             if part is None or part.lower() in name.lower():
                 typer.echo(f"{one}:{name}")
                 is_empty = False
     if is_empty:
+        typer.echo(f"list failed: expected names that contain {part!r}, got none.", err=True)
         raise typer.Exit(EXIT_FAILED)

@@ -62,6 +62,9 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
     from envherd.executor.cli.running import Request, run
 
     is_serial, options = settings(context)
+    source = context.get_parameter_source("workers")
+    if source is not None and source.name == "COMMANDLINE":
+        is_serial = False  # what is written on the command line takes precedence over --config
     request = Request(
         is_serial=is_serial,
         options=options,

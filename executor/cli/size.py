@@ -27,7 +27,7 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
     ] = None,
     policy_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of the policy for each batch.")] = 0.0,
     target_steps_per_s: Annotated[
-        float | None, typer.Option(min=0.0, help="Take the smallest setting that makes this many env-steps per second.")
+        float | None, typer.Option(min=0.0, help="Recommend the smallest setting with this many env-steps per second.")
     ] = None,
     episode_steps: Annotated[
         int | None, typer.Option(min=1, help="Length of an episode, where the probe is too short to see one end.")
@@ -39,13 +39,16 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
     gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Plan for a GPU with this much memory.")] = None,
     budget: Annotated[float, typer.Option(min=0.5, help="Seconds to measure for, at most.")] = 20.0,
     probe_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory that measuring may take; most of what is available.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory limit of the measurement (default: most of the available memory)."),
     ] = None,
-    headroom: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the memory to leave alone.")] = 0.2,
+    headroom: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the memory that stays free.")] = 0.2,
     verify: Annotated[bool, typer.Option("--verify", hidden=True)] = False,
     env_kwargs: EnvKwargs = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Draw it (PNG).")] = None,
-    json: Annotated[str | None, typer.Option(metavar="PATH", help="Write it as JSON; - prints it.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")
+    ] = None,
+    json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the report as JSON; - prints it.")] = None,
     yaml: Annotated[str | None, typer.Option(metavar="PATH", help="Write the setting as YAML; - prints it.")] = None,
 ) -> None:
     """Run settings of ENV on this machine and recommend workers, envs and a way to step them, with reasons.

@@ -77,7 +77,7 @@ def as_kwargs(num_envs: int, env_kwargs: EnvKwargs) -> tuple[dict[str, Any], ...
     return tuple(dict(kwargs) for kwargs in env_kwargs)
 
 
-def checked_options(options: ExecutorOptions | None, *, copy: Any) -> ExecutorOptions:
+def checked_options(options: ExecutorOptions | None, *, copy: Any = True) -> ExecutorOptions:
     """Return the options, or the default ones; refuse what are none, and a `copy` that is no switch."""
     if not (options is None or isinstance(options, ExecutorOptions)):
         raise TypeError(f"options failed: expected an ExecutorOptions, got {options!r}. Write ExecutorOptions(...).")
@@ -91,12 +91,12 @@ def spread(num_envs: int, num_workers: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(block.tolist()) for block in np.array_split(np.arange(num_envs), num_workers))
 
 
-def choose_workers(num_envs: int, num_workers: int | None) -> int:
+def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_workers") -> int:
     """Return how many workers to use: as asked, or one per usable core; never more than envs."""
     if num_workers is None:
         return min(num_envs, usable_cores())
     if isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1:
-        raise ValueError(f"num_workers failed: expected an int of at least 1 or None, got {num_workers!r}.")
+        raise ValueError(f"{name} failed: expected an int of at least 1 or None, got {num_workers!r}.")
     return min(num_envs, int(num_workers))
 
 

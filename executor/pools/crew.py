@@ -23,6 +23,7 @@ from envherd.executor.pools.error_messages import Frame, factory_error, log, log
 from envherd.executor.pools.preloading import find_helper
 from envherd.executor.pools.worker_process import WorkerProcess, check_descriptors, worker_config
 from envherd.executor.pools.zygote import Zygote
+from envherd.executor.progress import showing
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
@@ -104,9 +105,11 @@ class Crew:
         for worker_id in range(len(self.blueprint.blocks)):
             self.workers.append(self._launch(worker_id, generation=0))
         specs = []
-        for worker_id in range(len(self.workers)):
-            specs += self.collect_specs(worker_id)
-            self._log_ready(worker_id + 1)
+        with showing("workers ready", len(self.workers)) as shown:
+            for worker_id in range(len(self.workers)):
+                specs += self.collect_specs(worker_id)
+                self._log_ready(worker_id + 1)
+                shown.update()
         return specs
 
     def _launch(self, worker_id: int, generation: int) -> WorkerProcess:

@@ -14,6 +14,9 @@ from typing import Protocol
 
 from envherd.workers.errors import Busy, Closed, EnvherdError
 
+#: Modules whose functions stand around methods.
+_WRAPPERS = ("envherd.executor.keywords", "envherd.executor.batches.grad_mode")
+
 _guards: weakref.WeakSet[CallGuard] = weakref.WeakSet()
 
 
@@ -23,6 +26,20 @@ def _disown_in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_in_fork)
+
+
+def call_name() -> str:
+    """Return which method of the executor or of a facade was called from outside of these, for an error's message."""
+    name: str = "the call"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module, own = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if not module.startswith("envherd.executor.") or module.startswith("envherd.executor.cli."):
+            break
+        if not own.startswith(("_", "<")) and module not in _WRAPPERS:
+            name = own
+        frame = frame.f_back
+    return name
 
 
 class Guarded(Protocol):
@@ -71,9 +88,9 @@ class CallGuard:
     def check(self) -> None:
         """Raise `Closed` unless the executor can be used from here."""
         if self.is_closed:
-            raise Closed("the call failed: this executor is closed. Make a new one.")
+            raise Closed(f"{call_name()} failed: this executor is closed. Make a new one.")
         if self.is_foreign:
-            raise Closed("the call failed: this executor belongs to the process that made it. Make one here.")
+            raise Closed(f"{call_name()} failed: this executor belongs to the process that made it. Make one here.")
 
     def __enter__(self) -> None:
         frame = sys._getframe(1)
@@ -100,10 +117,12 @@ class CallGuard:
         if _is_below(holder, frame):
             if self._engine.is_rolling:
                 return False
-            raise Busy("the call failed: it was made inside another call of this executor (by a signal handler?).")
+            raise Busy(
+                f"{call_name()} failed: it was made inside another call of this executor (by a signal handler?)."
+            )
         tops = sys._current_frames()  # noqa: SLF001  # the documented way to the stacks of all threads
         if any(_is_below(holder, top) for top in tops.values()):
-            raise Busy("the call failed: another thread is using this executor. One caller at a time.")
+            raise Busy(f"{call_name()} failed: another thread is using this executor. One caller at a time.")
         self._engine.is_dirty = True
         self._holder["call"] = frame
         return True
@@ -131,7 +150,7 @@ class CallGuard:
                 self._engine.is_dirty = True
             self.release()
         if self.is_closed and isinstance(error, Exception) and not isinstance(error, Closed):
-            raise Closed("the call failed: this executor was closed while it waited. Make a new one.") from error
+            raise Closed(f"{call_name()} failed: this executor was closed while it waited. Make a new one.") from error
 
 
 def _is_below(frame: FrameType, top: FrameType) -> bool:

@@ -29,7 +29,7 @@ from envherd.executor.monitor.memory_log import MemoryLog
 from envherd.executor.monitor.statistics import Statistics, Tally, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.protocol.call_guard import CallGuard
+from envherd.executor.protocol.call_guard import CallGuard, call_name
 from envherd.executor.protocol.env_batches import Draft, EnvBatches
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.flight import Flight, Flights
@@ -136,7 +136,9 @@ class Engine:
     def refuse_rolling(self) -> None:
         """Raise `Busy` inside a rollout."""
         if self.is_rolling:
-            raise Busy("the call failed: a rollout is in progress. Its policy and callback cannot step or reset envs.")
+            raise Busy(
+                f"{call_name()} failed: a rollout is in progress. Its policy and callback cannot step or reset envs."
+            )
 
     def rolling(self) -> Rolling:
         """Let the policy or callback of a rollout run, which must not step envs: `with engine.rolling(): ...`."""
@@ -328,7 +330,7 @@ class Engine:
     def use_seed(self, seed: int | None) -> None:
         """Draw random actions from a root seed."""
         self.seed = as_root_seed(seed, "set_seed")
-        self.sampler = ActionSampler(self.specs, self.seed)
+        self.sampler = ActionSampler(self.specs, self.seed, self.options.first_env_id)
 
     def set_seed(self, seed: int | None, episodes: Sequence[int] | None = None) -> None:
         """Use a new root seed everywhere; see `Pool.seed`."""

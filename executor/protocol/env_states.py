@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from envherd.executor.protocol.call_guard import call_name
 from envherd.workers.errors import Busy, EnvherdError, ResetNeeded
 from envherd.workers.protocol import Op
 
@@ -173,7 +174,7 @@ class EnvStates:
         assert event in COMMANDS, f"{Event(event).name} cannot happen to envs in {self.values[refused].tolist()}"
         busy = tuple(refused[self.values[refused] >= _FIRST_UNDER_WAY].tolist())
         if busy:
-            raise Busy(f"the call failed: envs {[*busy]} still owe an answer. recv() them first.", env_ids=busy)
+            raise Busy(f"{call_name()} failed: envs {[*busy]} still owe an answer. recv() them first.", env_ids=busy)
         ended = tuple(refused.tolist())
         raise ResetNeeded(
             f"step failed: expected running envs, got envs {[*ended]} that have ended or were never reset. Reset them "

@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.fast_tensordict import get_leaf, maker, set_leaf, set_next
+from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.received import Received, num_writes
 from envherd.workers.protocol import Flag, Op
@@ -68,7 +69,7 @@ class Exchange:
             return np.flatnonzero(ids)
         if ids.dtype.kind not in "iu" and ids.size:
             raise ValueError(
-                f"the call failed: expected env ids as integers, or as a bool mask of shape {(num_envs,)}, got "
+                f"{call_name()} failed: expected env ids as integers, or as a bool mask of shape {(num_envs,)}, got "
                 f"{ids.dtype} of shape {ids.shape}."
             )
         ids = ids.astype(np.int64)
@@ -76,7 +77,9 @@ class Exchange:
             ids = ids.reshape(len(ids), -1)[:, 0]
         distinct = set(ids.tolist())
         if distinct and (min(distinct) < 0 or max(distinct) >= num_envs or len(distinct) != len(ids)):
-            raise ValueError(f"the call failed: expected different env ids in 0..{num_envs - 1}, got {ids.tolist()}.")
+            raise ValueError(
+                f"{call_name()} failed: expected different env ids in 0..{num_envs - 1}, got {ids.tolist()}."
+            )
         return ids
 
     def recall(self, env_ids: Any) -> TensorDictBase | None:
@@ -119,6 +122,8 @@ class Exchange:
             raise ValueError(f"recv failed: expected envs that were sent, got envs {idle} that were not.")
         least = len(sent) if min_envs is None else min_envs
         most = least if max_envs is None else min(max_envs, len(sent))
+        if not len(sent):
+            raise ValueError("recv failed: expected envs that were sent, got none. Call send(...) first.")
         if not 0 < least <= len(sent):
             raise ValueError(f"recv failed: expected 1 to {len(sent)} envs (as many as were sent), got {least}.")
         if max_envs is not None and max_envs < least:

@@ -24,6 +24,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.error_messages import Frame, env_error, first_fault
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.env_states import EnvStates, Event
 from envherd.executor.protocol.losses import Losses
 from envherd.executor.protocol.positions import Positions
@@ -265,7 +266,7 @@ class Flights:
         """Wait for a flight and deal with all that happened; see `Flight.land`."""
         if flight.is_parked:
             if not self.states.under_way[flight.ids].all():
-                raise ResetNeeded("the call failed: what it waits for was broken off. Reset the envs.")
+                raise ResetNeeded(f"{call_name()} failed: what it waits for was broken off. Reset the envs.")
             flight.is_parked, flight.outer, self.current = False, self.current, flight
         self._wait(flight, timeout_s)
         if self.pool.outcome or self._recycler is not None:
@@ -302,7 +303,7 @@ class Flights:
         if not has_all and pool.outcome.losses and self._options.on_worker_loss != "restart":
             raise next(iter(pool.outcome.losses.values()))  # the flight is open: the next call waits for the others
         if not has_all:
-            raise TimeoutError(f"the call failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them.")
+            raise TimeoutError(f"{call_name()} failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them.")
 
     def _close(self, flight: Flight, event: Event | None = None) -> None:
         """End a flight; its envs' states follow from an event, or have been noted."""

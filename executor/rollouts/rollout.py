@@ -20,6 +20,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from envherd.executor.batches.arguments import as_count, need_batch, need_bools, need_callables
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import stack_groups
+from envherd.executor.progress import counted
 from envherd.executor.protocol.columns import storage_columns
 from envherd.executor.protocol.fast_step import compile_command
 from envherd.executor.rollouts.policy_state import Carried, check_acted, leaf_keys
@@ -219,7 +220,7 @@ class _Run:
     def go(self, num_steps: int) -> int:
         """Step until the end; return how many steps were made."""
         positions, side, flights = self._positions, self._side, self._engine.flights
-        for step in range(num_steps):
+        for step in counted(num_steps, "rollout"):
             is_last = step == num_steps - 1
             if side.has_values:
                 self._side_roots.append(side.latest(positions.in_root))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.progress import counted
 from envherd.executor.rollouts.policy_state import Carried, check_acted, leaf_keys
 from envherd.shm.specs import Key
 from envherd.workers.errors import EnvherdError
@@ -57,7 +58,7 @@ class StepwiseRun:
         engine = self._engine
         fresh, cut = engine.reset_for_rollout(auto_reset=auto_reset)
         root = engine.batches.current(engine.all_ids)
-        for step in range(max_steps):
+        for step in counted(max_steps, "rollout"):
             self._carried.hand_over(root, fresh)
             is_last = step == max_steps - 1
             root = self._step(root, Op.STEP if is_last or self._breaks else Op.STEP_RESET, cut)

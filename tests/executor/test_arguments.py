@@ -11,7 +11,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd import AsyncCollector, Collector, ExecutorOptions, FactoryError, ParallelEnv, SerialEnv
+from envherd import (
+    AsyncCollector,
+    Closed,
+    Collector,
+    ExecutorOptions,
+    FactoryError,
+    ParallelEnv,
+    SerialEnv,
+    progress,
+)
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
 
@@ -206,6 +215,68 @@ def test_facades_name_the_keyword_that_is_meant(path, name, meant):
     module, _, kind = path.rpartition(".")
     with pytest.raises(TypeError, match=rf"{kind} failed: it has no argument '{name}'. Did you mean {meant}\?"):
         getattr(importlib.import_module(module), kind)([CountingEnv], **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("reset", lambda env: env.reset()),
+        ("rollout", lambda env: env.rollout(1)),
+        ("recv", lambda env: env.recv()),
+        ("statistics", lambda env: env.statistics()),
+        ("collect", lambda env: Collector(env, frames_per_batch=4, close_env=False).collect()),
+    ],
+)
+def test_an_error_names_the_method_that_was_called(name, call):
+    env = SerialEnv(1, CountingEnv)
+    env.close()
+    with pytest.raises(Closed, match=f"{name} failed: this executor is closed"):
+        call(env)
+
+
+def test_nothing_to_receive(env):
+    env.reset()
+    with pytest.raises(ValueError, match="recv failed: expected envs that were sent, got none"):
+        env.recv()
+
+
+def test_executors_of_one_large_batch_draw_different_random_actions():
+    drawn = []
+    for first in (0, 0, 8):
+        with SerialEnv(8, CountingEnv, seed=0, options=ExecutorOptions(first_env_id=first)) as env:
+            drawn.append(env.rand_action()["action"].tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@needs("progress")
+def test_bars_are_shown_for_what_takes_long(capsys):
+    with progress(after_s=0), ParallelEnv(2, CountingEnv, num_workers=1) as env:
+        for _ in Collector(env, frames_per_batch=4, total_frames=8, close_env=False):
+            pass
+    shown = capsys.readouterr().err
+    for what in ("workers ready", "rollout", "frames collected"):
+        assert what in shown
+    with SerialEnv(1, CountingEnv) as env:
+        env.rollout(3)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ValueError, match="progress failed"), progress(after_s=-1):
+        pass
+
+
+@needs("sb3", "torchrl")
+@pytest.mark.parametrize(
+    "path",
+    [
+        "envherd.executor.facades.gymnasium.AsyncVectorEnv",
+        "envherd.executor.facades.gymnasium.SyncVectorEnv",
+        "envherd.executor.facades.sb3.SubprocVecEnv",
+        "envherd.executor.facades.torchrl.AsyncEnvPool",
+    ],
+)
+def test_facades_refuse_options_of_another_type(path):
+    module, _, kind = path.rpartition(".")
+    with pytest.raises(TypeError, match="options failed: expected an ExecutorOptions"):
+        getattr(importlib.import_module(module), kind)([CountingEnv], options={"poison": True})
 
 
 def test_a_start_reports_how_many_workers_are_ready(caplog):

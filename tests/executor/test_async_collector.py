@@ -352,12 +352,14 @@ def test_a_lost_worker_gives_an_interrupted_row(tmp_path):
 def test_an_env_that_hangs_is_given_up_while_others_answer(tmp_path, deadline_s):
     make = [functools.partial(FaultyEnv, "sleep", step=3, flag=str(tmp_path / "hung")), MakeEnv]
     options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=0.3)
-    with ParallelEnv(2, make, num_workers=2, options=options) as env:
-        with AsyncCollector(env, policy, frames_per_batch=20, deadline_s=deadline_s) as collector:
-            end = time.monotonic() + 60
-            while not any(data["next", "interrupted"].any() for data in [collector.collect()]):
-                assert time.monotonic() < end, "the env that hangs was never given up"
-            assert env.statistics().worker_losses == 1
+    with (
+        ParallelEnv(2, make, num_workers=2, options=options) as env,
+        AsyncCollector(env, policy, frames_per_batch=20, deadline_s=deadline_s) as collector,
+    ):
+        end = time.monotonic() + 60
+        while not collector.collect()["next", "interrupted"].any():
+            assert time.monotonic() < end, "the env that hangs was never given up"
+        assert env.statistics().worker_losses == 1
 
 
 @pytest.mark.slow

@@ -87,6 +87,11 @@ def test_a_config_file_has_the_defaults_of_options(tmp_path):
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert [figures[name] for name in ("num_envs", "num_workers", "steps", "seed")] == [3, 0, 4, 5]
+    memory = figures["memory"]
+    assert memory["workers_uss_bytes"] == 0, "the envs are in this process, whose memory is counted once"
+    assert memory["parent_uss_bytes"] > 0
+    result = envherd("rollout", COUNTING, "--config", config, "--steps", 4, "--workers", 2, "--json", "-")
+    assert json.loads(result.stdout)["num_workers"] == 2
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ UNKNOWN = {
     "torchrl:torchrl.envs:GymEnvv": ["GymEnv"],
     "gym:CartPole-v1": ["Did you mean gymnasium:CartPole-v1?", *FORMS],
     "atari:ALE/Pong-v5": ["Did you mean gymnasium:ale_py:ALE/Pong-v5?"],
+    "atari:Pong": ["Did you mean gymnasium:ale_py:ALE/Pong-v5?"],
     "gymnasum:CartPole-v1": ["Did you mean gymnasium:"],
     "clean_pu": ["Did you mean clean_up"],
     "CartPole-v9": ["Did you mean CartPole-v1", *FORMS],
@@ -135,9 +136,25 @@ def test_names_are_listed():
     assert "gymnasium:CartPole-v1" in done.output.split()
     assert all(factory_for(name) for name in done.output.split() if "phys2d" not in name)
     assert runner.invoke(app, ["list", "gymnasium", "no such name"]).exit_code == 1
+    assert "expected names that contain 'no such name'" in runner.invoke(app, ["list", "vmas", "no such name"]).output
     done = runner.invoke(app, ["list", "gymnasim"])
     assert done.exit_code == 2
     assert "gymnasium" in done.output
+
+
+@needs("atari", "minigrid")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ALE/Pong-v5", "gymnasium:ale_py:ALE/Pong-v5"),
+        ("gymnasium:ALE/Pong-v5", "gymnasium:ale_py:ALE/Pong-v5"),
+        ("MiniGrid-Empty-5x5-v0", "gymnasium:minigrid:MiniGrid-Empty-5x5-v0"),
+    ],
+)
+def test_envs_that_other_packages_register_are_found(name, expected):
+    assert factory_for(name) == factory_for(expected)
+    assert factory_for(name)().unwrapped.spec.id == expected.rpartition(":")[2]
 
 
 @pytest.mark.parametrize("name", _cases(list(UNKNOWN)))

@@ -2,6 +2,8 @@
 
 import functools
 import re
+import subprocess
+import sys
 import threading
 
 import gymnasium
@@ -241,3 +243,34 @@ class TestWhatIsGivenFirst:
     def test_what_is_no_seed_is_refused_before_anything_starts(self, kind, seed):
         with pytest.raises(ValueError, match="seed failed: expected an integer of at least 0, or None, got "):
             kind(1, CountingEnv, seed=seed)
+
+
+SCRIPT = """
+import multiprocessing
+import gymnasium
+from envherd import ParallelEnv
+
+def make():
+    return gymnasium.make("CartPole-v1")
+
+def work(numbers):
+    with ParallelEnv(2, make, num_workers=1, seed=0) as env:
+        numbers.put(env.rollout(3).numel())
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    numbers = spawn.SimpleQueue()
+    child = spawn.Process(target=work, args=(numbers,))
+    child.start()
+    child.join(60)
+    print("collected", numbers.get() if child.exitcode == 0 else child.exitcode)
+"""
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+def test_a_factory_of_the_script_in_a_child_of_multiprocessing(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "collected 6\n", done.stderr

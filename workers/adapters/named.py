@@ -9,8 +9,12 @@ Making a factory checks nothing; `gymnasium_ids`, `pettingzoo_ids`, `vmas_scenar
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import importlib.util
+import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -225,6 +229,29 @@ def gymnasium_ids() -> list[str]:
     import gymnasium
 
     return sorted(gymnasium.registry)
+
+
+#: Packages that register envs with Gymnasium when they are imported.
+GYMNASIUM_PLUG_INS = ("ale_py", "minigrid", "highway_env", "gymnasium_robotics", "metaworld")
+
+
+def plug_in_ids() -> dict[str, str]:
+    """Import the plug-ins of Gymnasium that are installed; return id -> plug-in, for `PLUG_IN:ID`."""
+    for name in GYMNASIUM_PLUG_INS:
+        if importlib.util.find_spec(name) is not None:
+            # One that is broken has no ids.
+            with contextlib.suppress(Exception), contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(name)
+    return registered_by_plug_ins()
+
+
+def registered_by_plug_ins() -> dict[str, str]:
+    """Return id -> plug-in of the envs that the plug-ins imported so far have registered."""
+    import gymnasium
+
+    makers = {env_id: re.split("[.:]", str(spec.entry_point))[0] for env_id, spec in gymnasium.registry.items()}
+    return {env_id: maker for env_id, maker in sorted(makers.items()) if maker in GYMNASIUM_PLUG_INS}
 
 
 def pettingzoo_ids() -> list[str]:

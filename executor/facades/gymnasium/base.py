@@ -27,6 +27,7 @@ from envherd.executor.facades.gymnasium.errors import as_gymnasium
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import Description, batch, check_mode, describe_all
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.blueprint import checked_options
 from envherd.executor.protocol.flight import Flight
 from envherd.workers.adapters.hosts.gymnasium_native import FINAL_OBSERVATION
 from envherd.workers.build import check_factory
@@ -62,7 +63,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _options(self, options: ExecutorOptions | None) -> ExecutorOptions:
         """Return options with what Gymnasium's behaviour needs: all infos, and the envs' own seeding."""
-        return replace(options or ExecutorOptions(), infos="pickle", info_keys=None, episode_seeds=False)
+        return replace(checked_options(options), infos="pickle", info_keys=None, episode_seeds=False)
 
     def _host(self, executor: BatchedEnv, check: Callable[[Description], None] = lambda _: None) -> None:
         """Take over an executor; closes it if its envs do not fit together."""
@@ -86,7 +87,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._guard = engine.guard
         self._actions = Actions(engine, first.action_space, self.action_space)
         self._observations = Observations(engine, first.observation_space, is_copy=self.copy)
-        self._episodes = EpisodeColumns.of(engine.pool.slab)
+        self._episodes = EpisodeColumns.of(engine.pool.slab, self._num_returns(descriptions))
         self._flight: Flight | None = None
         engine.allow_steps()  # Gymnasium leaves it to the env whether it may be stepped before a reset
         group = engine.pool.slab.groups[0].columns
@@ -97,6 +98,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
         self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
         self._resetting = engine.all_ids  # the envs that are being reset
+
+    def _num_returns(self, descriptions: list[Description]) -> int:  # noqa: ARG002  # of agents, in a subclass
+        """Return how many returns an episode has."""
+        return 1
 
     @property
     def np_random_seed(self) -> Any:
@@ -218,8 +223,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         is_over = np.zeros(self.num_envs, bool)
         is_over[ended] = True
         returns, lengths, seconds = episodes.read(column)
-        figures = {"r": returns[:, 0], "l": lengths, "t": seconds}
-        return {"episode": {name: np.where(is_over, value, 0) for name, value in figures.items()}, "_episode": is_over}
+        returns = np.where(is_over[:, None], returns, 0)
+        figures = {name: np.where(is_over, value, 0) for name, value in (("l", lengths), ("t", seconds))}
+        return {"episode": {"r": returns[:, 0] if returns.shape[1] == 1 else returns, **figures}, "_episode": is_over}
 
     def _note_failed_step(self) -> None:
         """Note which envs the next step has to reset, after a step that some envs did not survive."""

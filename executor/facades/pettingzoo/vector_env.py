@@ -45,6 +45,9 @@ class AgentDictEnv(AsyncVectorEnv):
         positions, size = self._engine.positions, self._agent_rewards.shape[-1]
         self._active = LatestColumn(positions, ACTIVE, self.num_envs, (size,))
 
+    def _num_returns(self, descriptions: list[Description]) -> int:
+        return len(descriptions[0].observation_space.spaces)
+
     def _fail(self, error: EnvherdError) -> EnvherdError:
         return as_gymnasium(error)
 

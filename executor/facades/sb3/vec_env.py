@@ -39,6 +39,8 @@ from envherd.executor.facades.sb3.spaces import compose_for, num_agents, row_sha
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.parallel import ParallelEnv
+from envherd.executor.pools.blueprint import checked_options
+from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.serial import SerialEnv
 from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.hosts.leaf_spaces import Space
@@ -275,7 +277,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """Call a method of each env asked for, on whatever wrapper, and return what it returned."""
         if method_name == _ACTION_MASKS and self._masks is not None:
             if self.waiting:
-                raise Busy("the call failed: a step is under way. Call step_wait() first.")
+                raise Busy(f"{call_name()} failed: a step is under way. Call step_wait() first.")
             masks = self._masks.read()
             return [masks[row] for row in self._rows_of(indices)]
         return self._by_row("call", indices, name=method_name, args=method_args, kwargs=method_kwargs)
@@ -326,7 +328,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
 
     def _ask(self, what: str, env_ids: list[int], **question: Any) -> list[Any]:
         if self.waiting:
-            raise Busy("the call failed: a step is under way. Call step_wait() first.")
+            raise Busy(f"{call_name()} failed: a step is under way. Call step_wait() first.")
         try:
             return self.executor.ask(what, env_ids, **question)
         except EnvError as error:
@@ -363,7 +365,7 @@ class SubprocVecEnv(ExecutorVecEnv):
         options: ExecutorOptions | None = None,
         executor: Callable[..., BatchedEnv] = ParallelEnv,
     ) -> None:
-        options = _as_sb3(options or ExecutorOptions(), start_method)
+        options = _as_sb3(checked_options(options), start_method)
         for env_fn in env_fns:
             check_factory(env_fn)
         factories = [Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)]

@@ -41,7 +41,7 @@ from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import ProcessCrew
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pools.blueprint import as_kwargs
+from envherd.executor.pools.blueprint import as_kwargs, checked_options
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.flight import Flight
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps
@@ -113,7 +113,8 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
         self.envs_per_worker, self.worker_affinity = envs_per_worker, worker_affinity
         self.create_env_kwargs = as_kwargs(self.num_envs, create_env_kwargs)
         self.num_workers = -(-self.num_envs // envs_per_worker)
-        options = options or ExecutorOptions(check_actions="off", affinity=_affinity(worker_affinity, self.num_workers))
+        usual = ExecutorOptions(check_actions="off", affinity=_affinity(worker_affinity, self.num_workers))
+        options = checked_options(usual if options is None else options)
         self._begin(replace(options, episode_seeds=False, env_threads=envs_per_worker > 1 or options.env_threads))
 
     # ---- lifecycle ---------------------------------------------------------------------------

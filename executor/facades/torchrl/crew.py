@@ -74,10 +74,18 @@ class ProcessCrew:
         by_id = {id(factory): _guest_factory(factory, options, is_crossing=is_crossing) for factory in factories}
         guests = [by_id[id(factory)] for factory in factories]
         if make_executor is None:
-            self._start_here(guests, list(env_kwargs), choose_workers(self.num_envs, num_processes), options)
+            self._start_here(
+                guests, list(env_kwargs), choose_workers(self.num_envs, num_processes, "num_processes"), options
+            )
         else:
             self.executor = make_executor(
-                self.num_envs, guests, env_kwargs=list(env_kwargs), num_workers=num_processes, options=options
+                self.num_envs,
+                guests,
+                env_kwargs=list(env_kwargs),
+                num_workers=None
+                if num_processes is None
+                else choose_workers(self.num_envs, num_processes, "num_processes"),
+                options=options,
             )
             self._finalizer = weakref.finalize(self, self.executor.close)
             self._engine = self.executor.engine

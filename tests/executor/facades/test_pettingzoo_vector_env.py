@@ -98,6 +98,21 @@ def draw(envs):
     return {agent: envs.action_space(agent).sample() for agent in envs.possible_agents}
 
 
+def test_statistics_of_episodes_have_a_return_for_each_agent():
+    options = ExecutorOptions(episode_statistics=True)
+    with ParallelVectorEnv([Village] * 2, num_workers=1, options=options) as envs:
+        envs.reset(seed=0)
+        total = np.zeros((2, len(AGENTS)))
+        for _ in range(2 * LENGTH):
+            _, rewards, *_, infos = envs.step(draw(envs))
+            total += np.stack([rewards[agent] for agent in AGENTS], 1)
+            if "episode" in infos:
+                break
+    assert infos["_episode"].all()
+    assert infos["episode"]["l"].tolist() == [LENGTH] * 2
+    np.testing.assert_allclose(infos["episode"]["r"], total, rtol=1e-6)
+
+
 def of_env(values, env_id):
     if isinstance(values, dict):
         return {key: of_env(value, env_id) for key, value in values.items()}

@@ -1,0 +1,90 @@
+"""Progress bars for what takes long: starts, rollouts and the loops of collectors.
+
+Guarantees: without `progress()` nothing is imported and nothing is shown. Bars are tqdm's, of any number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+#: Seconds after which a bar appears, of the blocks that are open; the last one counts.
+_after_s: list[float] = []
+
+
+class Bar(Protocol):
+    """A progress bar."""
+
+    def update(self, count: float = 1) -> object:
+        """Note that `count` more are done."""
+        ...
+
+
+class _Nothing:
+    def update(self, count: float = 1) -> None:
+        """Show nothing."""
+
+
+_NOTHING = _Nothing()
+
+
+@contextlib.contextmanager
+def progress(*, after_s: float = 2.0) -> Iterator[None]:
+    """Show a progress bar for each start, rollout and collector loop in a `with` block that takes long.
+
+    Bars are those of tqdm, in terminals and in notebooks: `pip install "envherd[progress]"`.
+
+    Args:
+        after_s: seconds until a bar appears; what is done by then has none.
+
+    Raises:
+        ImportError: tqdm is not installed.
+        ValueError: `after_s` is negative.
+    """
+    if not after_s >= 0:
+        raise ValueError(f"progress failed: expected after_s of at least 0, got {after_s!r}.")
+    _tqdm()
+    _after_s.append(after_s)
+    try:
+        yield
+    finally:
+        _after_s.remove(after_s)
+
+
+@contextlib.contextmanager
+def showing(what: str, total: int, *, done: int = 0) -> Iterator[Bar]:
+    """Give a block a bar to update, which is shown in a block of `progress`.
+
+    Args:
+        what: is done.
+        total: in the end; below 0 if there is none.
+        done: of it already.
+    """
+    if not _after_s:
+        yield _NOTHING
+        return
+    with _tqdm()(total=total if total >= 0 else None, initial=done, desc=what, delay=_after_s[-1], leave=False) as bar:
+        yield bar
+
+
+def counted(count: int, what: str) -> Iterable[int]:
+    """Return `range(count)`, with a bar in a block of `progress`."""
+    if not _after_s:
+        return range(count)
+    bar: Iterable[int] = _tqdm()(range(count), desc=what, delay=_after_s[-1], leave=False)
+    return bar
+
+
+def _tqdm() -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        raise ImportError('progress failed: tqdm is not installed. pip install "envherd[progress]"') from None
+
+    class Quiet(tqdm):  # type: ignore[misc, valid-type]  # untyped
+        """A bar without tqdm's thread."""
+
+        monitor_interval = 0
+
+    return Quiet
