@@ -70,6 +70,8 @@ def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
             name: row["episodes"] for name, row in workload["contenders"].items() if row.get("episodes") is not None
         }
         note += "Episodes that ended: " + ", ".join(f"{name} {count}" for name, count in ends.items()) + "."
+    if "measured_on" in workload:
+        note += f" Measured on another machine: {workload['measured_on']}."
     return Sheet(workload["title"], columns, rows, note.strip())
 
 

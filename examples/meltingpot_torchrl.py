@@ -3,7 +3,7 @@
 A batch is a TensorDict with the keys of TorchRL's `MeltingpotEnv`, so TorchRL's modules read it as it is. One network
 acts for all players, and another one values what each sees. `meltingpot_ippo.py` is the same with a loss written out.
 
-Run: python examples/meltingpot_torchrl.py [--substrate commons_harvest__open] [--seed 1] [--steps 300000]
+Run: python examples/meltingpot_torchrl.py [--substrate commons_harvest__open] [--seed 1] [--steps 60000]
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--substrate", default="commons_harvest__open")
     parser.add_argument("--episode", type=int, default=250, help="steps of an episode")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=300_000, help="env steps in all")
+    parser.add_argument("--steps", type=int, default=60_000, help="env steps in all")
     parser.add_argument("--curve", type=Path, help="write steps, return per player and seconds to this JSON file")
     arguments = parser.parse_args()
     curve = train(arguments.substrate, arguments.seed, arguments.steps, arguments.episode)

@@ -82,7 +82,7 @@ def _tqdm() -> Any:
     except ImportError:
         raise ImportError('progress failed: tqdm is not installed. pip install "envherd[progress]"') from None
 
-    class Quiet(tqdm):  # type: ignore[misc, valid-type]  # untyped
+    class Quiet(tqdm):  # type: ignore[misc]  # untyped
         """A bar without tqdm's thread."""
 
         monitor_interval = 0

@@ -48,7 +48,7 @@ BOXES = {
     "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 17, (3, 3)),
     "executor/evaluation/": Box(("executor/evaluation/*",), "whole episodes, and a chart", 17, (2, 2)),
     "executor/facades/": Box(
-        ("executor/facades/*",), "interfaces of Gymnasium, SB3, PettingZoo, TorchRL, RLlib", 17, (4, 4)
+        ("executor/facades/*",), "classes of other libraries", 17, (4, 4)
     ),
     "executor/cluster/": Box(("executor/cluster/*",), "a pool of pools on Ray nodes", 16, (1, 1)),
     "executor/parallel.py": Box(
@@ -80,7 +80,7 @@ BOXES = {
     "executor/machine/": Box(("executor/machine/*",), "processors and memory to use", 9, (0, 0)),
     "executor/{options,keywords,progress}.py": Box(
         ("executor/options.py", "executor/keywords.py", "executor/progress.py"),
-        "ExecutorOptions, names of arguments, bars",
+        "options, arguments, bars",
         8,
         (1, 1),
     ),

@@ -87,7 +87,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._guard = engine.guard
         self._actions = Actions(engine, first.action_space, self.action_space)
         self._observations = Observations(engine, first.observation_space, is_copy=self.copy)
-        self._episodes = EpisodeColumns.of(engine.pool.slab, self._num_returns(descriptions))
+        self._episodes = EpisodeColumns.of(engine.pool.slab, self._num_returns())
         self._flight: Flight | None = None
         engine.allow_steps()  # Gymnasium leaves it to the env whether it may be stepped before a reset
         group = engine.pool.slab.groups[0].columns
@@ -99,8 +99,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
         self._resetting = engine.all_ids  # the envs that are being reset
 
-    def _num_returns(self, descriptions: list[Description]) -> int:  # noqa: ARG002  # of agents, in a subclass
-        """Return how many returns an episode has."""
+    def _num_returns(self) -> int:
+        """Return how many returns an episode has: one, or one for each agent."""
         return 1
 
     @property

@@ -45,8 +45,8 @@ class AgentDictEnv(AsyncVectorEnv):
         positions, size = self._engine.positions, self._agent_rewards.shape[-1]
         self._active = LatestColumn(positions, ACTIVE, self.num_envs, (size,))
 
-    def _num_returns(self, descriptions: list[Description]) -> int:
-        return len(descriptions[0].observation_space.spaces)
+    def _num_returns(self) -> int:
+        return int(self.executor.engine.pool.slab.groups[0].columns["next", *REWARD].shape[-1])
 
     def _fail(self, error: EnvherdError) -> EnvherdError:
         return as_gymnasium(error)
