@@ -31,14 +31,14 @@ help:
 	@echo "make test-oldest  run quick tests of the facades with the oldest TorchRL, Gymnasium and SB3 that may be installed"
 	@echo "make test-quick   run the tests that take no time"
 	@echo "make test-full    and its long sweeps, trainings and all Melting Pot substrates (an hour or two)"
-	@echo "make matrix       check every family of envs in full (or FAMILY=NAME), and write docs/families.md"
-	@echo "make compat       run the tests with the oldest and newest versions (or ROWS=PATTERN), and write docs/versions.md"
-	@echo "make faults       break envs, workers and the machine in every way and state, and write docs/faults.md"
-	@echo "make soak         $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/soak.md"
+	@echo "make matrix       check every family of envs in full (or FAMILY=NAME), and write docs/reports/families.md"
+	@echo "make compat       run the tests with the oldest and newest versions (or ROWS=PATTERN), and write docs/reports/versions.md"
+	@echo "make faults       break envs, workers and the machine in every way and state, and write docs/reports/faults.md"
+	@echo "make soak         $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/reports/soak.md"
 	@echo "make mutants      change one place of the core at a time, and see whether a test fails (docs/contributing.md)"
 	@echo "make fuzz         MINUTES minutes (default 10) of random operations, deaths and interrupts, with fresh seeds"
 	@echo "make venv         only make $(VENV)/, with everything installed"
-	@echo "make bench        envherd compared with other libraries (most of an hour, on a quiet machine); writes docs/benchmarks.md"
+	@echo "make bench        envherd compared with other libraries (most of an hour, on a quiet machine); writes docs/reports/benchmarks.md"
 	@echo "make bench-quick  the same with less of everything, in a minute"
 	@echo "make docs         build the documentation site into build/site; any warning is an error (make docs-serve shows it)"
 	@echo "make lint types examples"
@@ -81,7 +81,7 @@ test-full: $(STAMP)
 
 FAMILY ?= test_family
 matrix: $(STAMP)
-	ENVHERD_MATRIX=docs/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k "test_family and ($(FAMILY))" \
+	ENVHERD_MATRIX=docs/reports/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k "test_family and ($(FAMILY))" \
 		-o faulthandler_timeout=0
 
 # An hour or two, and 12 GB of disk; `python -m tests.compat --help`. Rows that are not run stay as they are.

@@ -1,4 +1,4 @@
-"""From what `cluster.py` measured to its part of docs/scaling.md and the plot there."""
+"""From what `cluster.py` measured to its part of docs/reports/scaling.md and the plot there."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from envherd.benchmarks import ROOT
 from envherd.benchmarks import cluster_model as model
 from envherd.benchmarks.parts import write_part
 
-PAGE = ROOT / "docs" / "scaling.md"
-PLOT = PAGE.parent / "images" / "scaling_cluster.png"
+PAGE = ROOT / "docs" / "reports" / "scaling.md"
+PLOT = PAGE.parents[1] / "images" / "scaling_cluster.png"
 NODES = (1, 10, 100, 1000)
 
 
@@ -80,7 +80,7 @@ def _row(name: str, way: str, shares: list[float], limit: str, at: str) -> str:
 def write(results: dict[str, Any]) -> None:
     """Write the plot, and this script's part of the page."""
     draw(results)
-    picture = f"![share of the nodes' speed that is left, by nodes](images/{PLOT.name})"
+    picture = f"![share of the nodes' speed that is left, by nodes](../images/{PLOT.name})"
     write_part(PAGE, "benchmarks/cluster.py", [*measured_lines(results), "", *model_lines(results), "", picture])
 
 

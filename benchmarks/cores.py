@@ -1,6 +1,6 @@
 """What a machine with 128 processors would do, by `cores_model`, checked against what was measured on this one.
 
-    python -m envherd.benchmarks.cores --write      # from benchmarks/results/bench.json to docs/scaling.md
+    python -m envherd.benchmarks.cores --write      # from benchmarks/results/bench.json to docs/reports/scaling.md
 
 The costs come from the suite's growth laws ("growth"), the check from its workloads: `envherd bench` measures them.
 """
@@ -164,7 +164,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
 def main() -> None:
     """Print the part of the page, or write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/scaling.md's part and its plot")
+    parser.add_argument("--write", action="store_true", help="write docs/reports/scaling.md's part and its plot")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())
@@ -173,8 +173,8 @@ def main() -> None:
     if arguments.write:
         docs = ROOT / "docs"
         draw(results, docs / "images" / PLOT)
-        picture = f"![share of the workers' own speed that is left, by processors](images/{PLOT})"
-        write_part(docs / "scaling.md", "benchmarks/cores.py", [*found, "", picture])
+        picture = f"![share of the workers' own speed that is left, by processors](../images/{PLOT})"
+        write_part(docs / "reports" / "scaling.md", "benchmarks/cores.py", [*found, "", picture])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Every case runs in a process of its own, whose orphans this one adopts and count
 the deadline that envherd is given where an env hangs (the others have none, or one of hours) and TorchRL's
 start method.
 
-Run: python -m envherd.benchmarks.faults [--write]    (--write: into docs/faults.md)
+Run: python -m envherd.benchmarks.faults [--write]    (--write: into docs/reports/faults.md)
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def as_table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def write(table: str) -> None:
-    """Put the table into docs/faults.md."""
+    """Put the table into docs/reports/faults.md."""
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     title = "## Other executors"
     text = (
@@ -284,7 +284,7 @@ def write(table: str) -> None:
         f"had built and reset its env). *Hangs* means that nothing came within {LIMIT_S:g} s. "
         "*Left* is counted 2 s after the process that had the executor ended.\n\n" + table + "\n"
     )
-    page = ROOT / "docs" / "faults.md"
+    page = ROOT / "docs" / "reports" / "faults.md"
     old = page.read_text() if page.exists() else "# Faults\n\n"
     page.write_text(old.split(title)[0].rstrip("\n") + "\n\n" + text)
 
@@ -300,7 +300,7 @@ def _be_alone_in_shm() -> None:
 def main() -> None:
     """Run from the shell."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/faults.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reports/faults.md")
     parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS), help="these faults")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     _be_alone_in_shm()

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, its pictures and the README's table, from the results and nothing else.
+"""docs/reports/benchmarks.md, its pictures and the README's table, from the results and nothing else.
 
 python -m envherd.benchmarks.page --write      # from benchmarks/results/bench.json
 
@@ -20,7 +20,7 @@ from envherd.benchmarks.targets import ratio_of
 
 RESULTS = ROOT / "benchmarks/results/bench.json"
 #: Where `--write` puts it, from the root of the repository.
-PAGE, PICTURES, README = Path("docs/benchmarks.md"), Path("docs/images"), Path("README.md")
+PAGE, PICTURES, README = Path("docs/reports/benchmarks.md"), Path("docs/images"), Path("README.md")
 
 #: Workload -> what the summary calls it.
 _TITLES = {
@@ -49,7 +49,7 @@ The facades compared with the classes that they replace: 8 CartPoles whose episo
 as `envherd size` recommends for envs this cheap, unless the row names another number."""
 
 _HEAD = (
-    "Written by `make bench`; do not edit. How to run and read them: [benchmarks/README.md](../benchmarks/README.md)."
+    "Written by `make bench`; do not edit. How to run and read them: [benchmarks/README.md](../../benchmarks/README.md)."
 )
 _MACHINE = "**Machine.** {cpu}, {usable_cores} usable cores, Linux {kernel}, Python {python}; {packages}."
 _METHOD = """\
@@ -177,7 +177,7 @@ def write(results: Mapping[str, Any], root: Path) -> list[Path]:
 
     pictures = draw_all(results, root / PICTURES)
     page = root / PAGE
-    page.write_text(render(results, [f"images/{path.name}" for path in pictures if path.name not in THEMES]))
+    page.write_text(render(results, [f"../images/{path.name}" for path in pictures if path.name not in THEMES]))
     short = sheet_of_others(results, _README_WORKLOADS, _OTHERS[:3])
     write_part(root / README, "envherd bench", to_markdown(short).split("\n"))
     return [page, root / README, *pictures]

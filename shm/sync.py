@@ -34,7 +34,7 @@ BRIEF_SPIN_S = 8e-6
 #: both sides with cold caches, more so on virtual machines, where a processor that idles is handed back to the
 #: host: one worker of 8 CartPoles made a batch in 559 us with 100 us here and in 285 us with 500, for no more
 #: processor time in all (2 cores, one run); two workers, 442 and 392 us for a fifth more. Since a yield reaches the
-#: workers (see `workers.zygote`), 100, 250 and 1,000 us give the same within the noise (docs/performance.md).
+#: workers (see `workers.zygote`), 100, 250 and 1,000 us give the same within the noise (docs/reports/performance.md).
 LONG_SPIN_S = 500e-6
 #: Seconds; a blocked wait below it counts as short.
 SHORT_WAIT_S = 600e-6

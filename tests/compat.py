@@ -1,4 +1,4 @@
-"""Run the tests with the oldest and the newest versions of what this package builds on, and write docs/versions.md.
+"""Run the tests with the oldest and the newest versions of what this package builds on, and write docs/reports/versions.md.
 
     python -m tests.compat                       # every row: an hour or two; 6 GB of disk at a time
     python -m tests.compat --rows "3.12|0.13"    # rows whose name has one of these, added to the page
@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "reports" / "versions.md"
 PYTHONS = ("3.11", "3.12", "3.13")
 #: Distribution -> its name in the table.
 SHOWN = {
@@ -267,7 +267,7 @@ Outcomes = dict[str, tuple[str, list[str]]]
 
 
 def page(outcomes: Outcomes) -> str:
-    """Return the text of docs/versions.md."""
+    """Return the text of docs/reports/versions.md."""
     heads = ["Python", "", *SHOWN.values(), *(f"tests: {group}" for group in GROUPS)]
     lines = [_line(heads), _line(["---"] * len(heads))]
     names = [row.name for row in rows() if row.name in outcomes]
@@ -277,7 +277,7 @@ def page(outcomes: Outcomes) -> str:
 
 
 def read_page() -> Outcomes:
-    """Return the rows of docs/versions.md."""
+    """Return the rows of docs/reports/versions.md."""
     found: Outcomes = {}
     for line in PAGE.read_text().splitlines():
         if match := re.match(r"\| (\d+\.\d+)\.\d+ \| ([^|]+) \|", line):

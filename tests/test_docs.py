@@ -271,6 +271,6 @@ def test_the_readmes_first_screen_has_the_ratios_of_its_table():
     assert len(ratios) == 4
     assert melting_pot == f"{ratios['Melting', 'TorchRL ParallelEnv']:.2g}"
     assert gymnasium == f"{ratios['200', 'Gymnasium AsyncVectorEnv']:.1f}"
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "reports" / "benchmarks.md").read_text()
     row = re.search(r"^\| no-op envs, 4 floats \| Gymnasium AsyncVectorEnv \|.*?\| (\d+)x ", page, re.MULTILINE)
     assert tiny == row.group(1)

@@ -1,4 +1,4 @@
-"""The bounds of pyproject.toml are those of the versions that docs/versions.md has rows of."""
+"""The bounds of pyproject.toml are those of the versions that docs/reports/versions.md has rows of."""
 
 from __future__ import annotations
 

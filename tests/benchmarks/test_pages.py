@@ -6,5 +6,5 @@ from envherd.benchmarks import ROOT, cluster_page, page
 def test_pages_are_in_the_checkout():
     assert (ROOT / "pyproject.toml").exists()
     assert cluster_page.PAGE.exists()
-    for name in (page.PAGE, "docs/faults.md", "docs/scaling.md", "docs/sizing.md"):
+    for name in (page.PAGE, "docs/reports/faults.md", "docs/reports/scaling.md", "docs/sizing.md"):
         assert (ROOT / name).exists(), name

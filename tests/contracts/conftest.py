@@ -1,4 +1,4 @@
-"""Writes `docs/families.md` where `ENVHERD_MATRIX` names it: see `make matrix`."""
+"""Writes `docs/reports/families.md` where `ENVHERD_MATRIX` names it: see `make matrix`."""
 
 from __future__ import annotations
 

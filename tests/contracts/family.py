@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.contracts.plain_loops import Plain
 
-#: Whether the matrix is made in full, as `docs/families.md` has it.
+#: Whether the matrix is made in full, as `docs/reports/families.md` has it.
 IS_FULL = "ENVHERD_MATRIX" in os.environ
 
 

@@ -1,4 +1,4 @@
-"""From the outcomes of `test_matrix` to the page `docs/families.md`."""
+"""From the outcomes of `test_matrix` to the page `docs/reports/families.md`."""
 
 from __future__ import annotations
 

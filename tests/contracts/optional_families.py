@@ -1,6 +1,6 @@
 """Families whose packages no ordinary environment has, as they pin versions of others: an extra each.
 
-Their rows of `docs/families.md` are made with `make matrix FAMILY=NAME` where the extra is installed.
+Their rows of `docs/reports/families.md` are made with `make matrix FAMILY=NAME` where the extra is installed.
 """
 
 from __future__ import annotations

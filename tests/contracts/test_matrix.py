@@ -1,4 +1,4 @@
-"""The matrix family x check that is `docs/families.md`: `make matrix` runs it in full and writes that page.
+"""The matrix family x check that is `docs/reports/families.md`: `make matrix` runs it in full and writes that page.
 
 An ordinary run of the tests makes the same checks with fewer steps, in this process.
 """
@@ -31,7 +31,7 @@ NUM_COUNTED_AT_ONCE = 10
 ROOT_SEED = 11
 #: Transitions: of the plain-loop and async checks, and of the count of those that no env has made.
 NUM_COMPARED, NUM_COUNTED = (400, 10_000) if IS_FULL else (48, 0)
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reports" / "families.md"
 
 Cell = Callable[[str, str], None]
 

@@ -1,7 +1,7 @@
 """The matrix fault x state of the protocol, as a table, and how one cell of it is driven.
 
 Every cell breaks one env of three in the state named, and says what the caller saw, in how long, whether the
-other envs went on, and what was left after `close`. `tests.faults.page` makes `docs/faults.md` of that.
+other envs went on, and what was left after `close`. `tests.faults.page` makes `docs/reports/faults.md` of that.
 """
 
 from __future__ import annotations

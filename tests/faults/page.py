@@ -1,4 +1,4 @@
-"""From what the tests of the matrix recorded to the page `docs/faults.md`: `python -m tests.faults.page`.
+"""From what the tests of the matrix recorded to the page `docs/reports/faults.md`: `python -m tests.faults.page`.
 
 Recordings are lines of JSON in the file that ENVHERD_FAULTS names, one per test; of one name the last counts, so
 that the tests may be run in parts. The part of the page from benchmarks/faults.py stays as it is.
@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.faults.matrix import CELLS, FAULTS, STATES, Cell
 
-PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reports" / "faults.md"
 #: What the page says of all cells once.
 USUAL = ("go on", "go on, all", "go on; all after a reset")
 PEERS = "## Other executors"

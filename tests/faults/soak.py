@@ -199,7 +199,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def write(report: Report) -> None:
-    """Write docs/soak.md with its plot."""
+    """Write docs/reports/soak.md with its plot."""
     draw(report, DOCS / "images" / "soak.png")
     before, after = report.before, report.after
     assert before is not None
@@ -209,7 +209,7 @@ def write(report: Report) -> None:
     held = ["| held with every executor closed | before | after |", "|---|---|---|"]
     names = ("rss_mb", "descriptors", "threads", "children", "shm_names")
     held += [f"| {name} | {getattr(before, name):.0f} | {getattr(after, name):.0f} |" for name in names]
-    (DOCS / "soak.md").write_text(
+    (DOCS / "reports" / "soak.md").write_text(
         "# Soak\n\n"
         f"Written by `make soak`: {after.at_s / 60:.0f} minutes, seed {report.seed}. Executors of {NUM_ENVS} envs on "
         "one to three workers are opened, used in every way, broken (killed, crashed, stopped at random instants) and "
@@ -220,7 +220,7 @@ def write(report: Report) -> None:
         + "\n\n"
         + "\n".join(held)
         + "\n\nWhile it ran (the numbers rise and fall with the executors that are open):\n\n"
-        "![memory, descriptors, threads and children over time](images/soak.png)\n"
+        "![memory, descriptors, threads and children over time](../images/soak.png)\n"
     )
 
 
@@ -229,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="write docs/soak.md and its plot")
+    parser.add_argument("--write", action="store_true", help="write docs/reports/soak.md and its plot")
     arguments = parser.parse_args()
     report = Soak(arguments.seed).run(60 * arguments.minutes)
     print(json.dumps({"done": report.done, "samples": len(report.samples)}, indent=1))  # noqa: T201  # a report
