@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument(
         "--lr", type=float, default=1e-4, help="learning rate; BenchMARL's pictures are not scaled to 0..1"
     )
-    parser.add_argument("--steps", type=int, default=120_000, help="env steps in all")
+    parser.add_argument("--steps", type=int, default=20_000, help="env steps in all")
     parser.add_argument("--curve", type=Path, help="write steps, return per player and seconds to this JSON file")
     arguments = parser.parse_args()
     points = train(arguments)
