@@ -81,8 +81,9 @@ class ContiguousRows:
         slots, at = torch.from_numpy(self._slots[env_ids]), torch.from_numpy(self._at[env_ids] - 1)
         for key, leaf in self._leaves.items():
             if key[0] == "next" and key[-1] == "done":
-                truncated = self._leaves[*key[:-1], "truncated"]
-                truncated[slots, at] |= ~leaf[slots, at]  # what had ended by itself is not cut
+                truncated = self._leaves.get((*key[:-1], "truncated"))
+                if truncated is not None:  # an interrupt may have come before it was made
+                    truncated[slots, at] |= ~leaf[slots, at]  # what had ended by itself is not cut
                 leaf[slots, at] = True
 
     def _add_rows(self) -> None:
