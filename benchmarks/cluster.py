@@ -3,7 +3,7 @@
 All nodes are on this machine, so there is no network in the numbers, and the nodes share its processors: what is to be
 believed is the driver's own processor time, which is what the model of many nodes (`cluster_model.py`) is made of.
 
-Run: python -m envherd.benchmarks.cluster [--quick] [--write]    (--write: results/cluster.json, docs/reports/scaling.md)
+Run: python -m envherd.benchmarks.cluster [--quick] [--write]    (to results/cluster.json and docs/reports/scaling.md)
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def main() -> None:
     """Measure, print, and write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 rounds of 0.3 s slots instead of 12 of 1 s")
-    parser.add_argument("--write", action="store_true", help="write the results, and docs/reports/scaling.md with its plot")
+    parser.add_argument("--write", action="store_true", help="write results, docs/reports/scaling.md and its plot")
     arguments = parser.parse_args()
     plan = (3, 0.3) if arguments.quick else (12, 1.0)
     torch.set_num_threads(1)

@@ -49,7 +49,8 @@ The facades compared with the classes that they replace: 8 CartPoles whose episo
 as `envherd size` recommends for envs this cheap, unless the row names another number."""
 
 _HEAD = (
-    "Written by `make bench`; do not edit. How to run and read them: [benchmarks/README.md](../../benchmarks/README.md)."
+    "Written by `make bench`; do not edit. "
+    "How to run and read them: [benchmarks/README.md](../../benchmarks/README.md)."
 )
 _MACHINE = "**Machine.** {cpu}, {usable_cores} usable cores, Linux {kernel}, Python {python}; {packages}."
 _METHOD = """\

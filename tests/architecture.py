@@ -47,9 +47,7 @@ BOXES = {
     "executor/cli/": Box(("executor/cli/*",), "the commands, a file each", 18, (1, 3)),
     "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 17, (3, 3)),
     "executor/evaluation/": Box(("executor/evaluation/*",), "whole episodes, and a chart", 17, (2, 2)),
-    "executor/facades/": Box(
-        ("executor/facades/*",), "classes of other libraries", 17, (4, 4)
-    ),
+    "executor/facades/": Box(("executor/facades/*",), "classes of other libraries", 17, (4, 4)),
     "executor/cluster/": Box(("executor/cluster/*",), "a pool of pools on Ray nodes", 16, (1, 1)),
     "executor/parallel.py": Box(
         ("executor/parallel.py", "executor/__init__.py"), 'ParallelEnv, with "auto"', 16, (3, 3)

@@ -1,4 +1,4 @@
-"""Run the tests with the oldest and the newest versions of what this package builds on, and write docs/reports/versions.md.
+"""Run the tests with the oldest and newest versions of what this package builds on; write docs/reports/versions.md.
 
     python -m tests.compat                       # every row: an hour or two; 6 GB of disk at a time
     python -m tests.compat --rows "3.12|0.13"    # rows whose name has one of these, added to the page

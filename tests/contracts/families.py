@@ -1,4 +1,4 @@
-"""The families of envs, as the contract and the matrix (`docs/reports/families.md`) run them; one more is one more line."""
+"""The families of envs, as the contract and the matrix (docs/reports/families.md) run them: one line for each."""
 
 from __future__ import annotations
 
