@@ -50,7 +50,7 @@ _COLLECT_LATER = "collectgarbage('setpause', 400) collectgarbage('stop')"
 # `follow` skips keys removed during the walk, as the native one does.
 _ORDERED_PAIRS = """
 do
-  local raw, sort, kind, fetch = pairs, table.sort, type, rawget
+  local raw, sort, kind, fetch, after = pairs, table.sort, type, rawget, next
   local function follow(keys)
     local i, n, t = keys.i, keys.n, keys.t
     while i < n do
@@ -74,7 +74,9 @@ do
     return kind_of_a == 'number'
   end
   local function ordered(t)
-    if kind(t) ~= 'table' or is_ascending(t) then return raw(t) end
+    if kind(t) ~= 'table' then return raw(t) end
+    local length = #t
+    if length > 0 and after(t) == 1 and after(t, length) == nil or is_ascending(t) then return raw(t) end
     local keys, n, first, others, is_mixed = {}, 0, false, false, false
     for k in raw(t) do
       local kind_of_k = kind(k)
