@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,23 @@ class TestOrdinaryResets:
 
 
 class TestFaults:
+    def test_a_reset_that_takes_longer_than_a_step_may_is_waited_for(self):
+        class Slow(CountingEnv):
+            def reset(self, seed: int | None, options: Any = None) -> list[Any]:
+                time.sleep(0.4)
+                return super().reset(seed, options)
+
+        options = ExecutorOptions(reset_ahead=True, step_timeout_s=0.2)
+        with ahead(functools.partial(Slow, 2), options=options) as env:
+            env.rollout(6, break_when_any_done=False)
+            root = env.reset()
+            env.send(env.rand_action(root))
+            for _ in range(6):
+                td = env.recv(1)
+                env.send(env.rand_action(env.current(td["env_ids"])))
+            env.recv()
+            assert env.statistics().worker_losses == 0
+
     def test_what_a_prepared_reset_raised_is_raised_when_its_episode_is_asked_for(self):
         make = [functools.partial(BreakingEnv, "", (1, 3)), functools.partial(CountingEnv, 4)]
 
