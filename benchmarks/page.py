@@ -28,7 +28,7 @@ _TITLES = {
     "image": "no-op envs, 84x84x4 bytes",
     "w200": "200 µs a step",
     "spikes": "200 µs, 1 % of steps x 100 (envherd: first-K)",
-    "commons_harvest": "Melting Pot commons_harvest, with resets (envherd: first-K)",
+    "commons_harvest": "Melting Pot commons_harvest, with resets, on another machine (envherd: first-K)",
 }
 #: Those of the README, which has the first three of `_OTHERS` alone.
 _README_WORKLOADS = ("w200", "commons_harvest")
@@ -42,8 +42,7 @@ _FACADES = (
 )
 _ON_OTHERS = """\
 The other libraries use one process per env. envherd uses one worker per core (for no-op envs one worker in total, which
-is what `num_workers="auto"` chooses). Median and quartiles over the rounds. Melting Pot was measured on another
-machine."""
+is what `num_workers="auto"` chooses). Median and quartiles over the rounds."""
 _ON_FACADES = """\
 The facades compared with the classes that they replace: 8 CartPoles whose episodes last about nine steps; one worker,
 as `envherd size` recommends for envs this cheap, unless the row names another number."""

@@ -1,6 +1,6 @@
 """Progress bars for what takes long: starts, rollouts and the loops of collectors.
 
-Guarantees: without `progress()` nothing is imported and nothing is shown. Bars are tqdm's, of any number of threads.
+Guarantees: outside a block of `progress()` tqdm is not imported and nothing is shown.
 """
 
 from __future__ import annotations

@@ -298,6 +298,16 @@ def test_without_a_cache_the_installed_code_is_used(tmp_path: Path, monkeypatch:
     meltingpot_lua.lua_root.cache_clear()
 
 
+def test_without_a_home_folder_the_installed_code_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    meltingpot_lua.lua_root.cache_clear()
+    assert meltingpot_lua.lua_root(is_ordered=False) is None
+    meltingpot_lua.lua_root.cache_clear()
+
+
 def test_a_damaged_copy_is_replaced(cache: Path) -> None:
     root = meltingpot_lua.lua_root(is_ordered=True)
     victim = Path(root, "meltingpot", "lua", "modules", "game_object.lua")

@@ -114,16 +114,15 @@ def lua_root(*, is_ordered: bool) -> str | None:
         is_ordered: whether `pairs` has one order.
 
     Returns:
-        The folder. None if the copy is not ordered and cannot be made: the installed code does then, and is slower.
+        The folder. None if the copy is not ordered and cannot be made; the installed code, which is slower, runs then.
 
     Raises:
         FactoryError: with `is_ordered`: Melting Pot is absent or has another layout, or the cache folder cannot be
             written.
     """
     try:
-        files = _copied_files(_installed_lua(), is_ordered=is_ordered)
-        return _placed(files)
-    except FactoryError:
+        return _placed(_copied_files(_installed_lua(), is_ordered=is_ordered))
+    except (FactoryError, OSError, RuntimeError):  # RuntimeError: a user without a home folder
         if is_ordered:
             raise
         return None
