@@ -61,6 +61,7 @@ class Session:
             max_restarts=10_000,
             restart_window_s=0.001,
             step_timeout_s=_STEP_TIMEOUT_S,
+            reset_timeout_s=2.0,  # a worker that stops while another of its envs resets has this long
             stall_log_s=5.0,
             close_timeout_s=2.0,
             env_threads=asked.get("env_threads", False),
