@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
+from envherd.executor.cli.completion import complete_env
 from envherd.executor.cli.option_values import Chart, EnvKwargs, read_keyword_arguments
 
 _ENV_HELP = "gymnasium:ID, meltingpot:SUBSTRATE, or python:MODULE:CALLABLE (a callable that returns a Gymnasium env)."
 
 
 def compare(  # noqa: PLR0913  # the command line's options, read by typer
-    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)],
+    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False, autocompletion=complete_env)],
     *,
     envs: Annotated[int, typer.Option(min=1, help="Number of envs.")] = 8,
     workers: Annotated[

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import Chart, EnvKwargs, MaxSteps, Workers, read_keyword_arguments
+from envherd.executor.cli.option_values import Chart, Env, EnvKwargs, MaxSteps, Workers, read_keyword_arguments
 
 
 def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
-    env: Annotated[str, typer.Argument(metavar="ENV", help="As `envherd rollout` takes it.", show_default=False)],
+    env: Env,
     *,
     policy: Annotated[
         str | None,

@@ -6,12 +6,16 @@ from typing import Annotated
 
 import typer
 
+from envherd.executor.cli.completion import complete_family
+
 
 def list_envs(
     family: Annotated[
         str | None,
         typer.Argument(
-            metavar="FAMILY", help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; without it, all."
+            metavar="FAMILY",
+            help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; without it, all.",
+            autocompletion=complete_family,
         ),
     ] = None,
     part: Annotated[str | None, typer.Argument(metavar="FILTER", help="Only names that contain this.")] = None,

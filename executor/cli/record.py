@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import EnvKwargs, MaxSteps, picture, read_keyword_arguments
+from envherd.executor.cli.option_values import Env, EnvKwargs, MaxSteps, picture, read_keyword_arguments
 
 
 def record(  # noqa: PLR0913  # the command line's options, read by typer
-    env: Annotated[str, typer.Argument(metavar="ENV", help="As `envherd rollout` takes it.", show_default=False)],
+    env: Env,
     *,
     mp4: Annotated[
         Path | None, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Write a video (MP4).")

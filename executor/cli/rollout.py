@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from envherd.executor.cli.completion import complete_env
 from envherd.executor.cli.config import read_config, settings
 from envherd.executor.cli.option_values import EnvKwargs, MaxSteps, Workers, picture, read_keyword_arguments
 
@@ -19,7 +20,7 @@ _ENV_HELP = (
 
 def rollout(  # noqa: PLR0913  # the command line's options, read by typer
     context: typer.Context,
-    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)],
+    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False, autocompletion=complete_env)],
     *,
     envs: Annotated[int, typer.Option(min=1, help="Number of envs.")] = 4,
     workers: Workers = None,

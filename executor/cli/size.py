@@ -11,13 +11,11 @@ from typing import Annotated
 import typer
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
-from envherd.executor.cli.option_values import EnvKwargs, picture, read_keyword_arguments
-
-_ENV_HELP = "As `envherd rollout` takes it, e.g. meltingpot:NAME, gymnasium:ID or python:MODULE:CALLABLE."
+from envherd.executor.cli.option_values import Env, EnvKwargs, picture, read_keyword_arguments
 
 
 def size(  # noqa: PLR0913  # the command line's options, read by typer
-    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)],
+    env: Env,
     *,
     envs: Annotated[int | None, typer.Option(min=1, help="Fix the number of envs; chosen if not given.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Fix the number of workers; chosen if not given.")] = None,
