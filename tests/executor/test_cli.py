@@ -178,6 +178,33 @@ def test_the_same_seed_gives_the_same_rollout_for_any_number_of_workers():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
+def test_the_template_of_an_env_runs(monkeypatch):
+    done = CliRunner().invoke(app, ["init", "envs/my_sim.py"])
+    assert (done.exit_code, done.stdout) == (0, "envs/my_sim.py written. Next: envherd check envs.my_sim:make_env\n")
+    assert "envherd rollout envs.my_sim:make_env" in Path("envs/my_sim.py").read_text()
+    done = CliRunner().invoke(app, ["check", "envs.my_sim:make_env", "--env-kwargs", '{"goal": 3}'])
+    monkeypatch.delitem(sys.modules, "envs.my_sim", raising=False)
+    assert done.exit_code == 0, done.output
+    assert "keeps the contract" in done.stdout
+    assert rollout("envs.my_sim:make_env", "--workers", "1", "--steps", "20").exit_code == 0
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_template_replaces_no_file():
+    Path("my_env.py").write_text("mine")
+    done = CliRunner().invoke(app, ["init"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "expected a new file, got 'my_env.py', which exists" in done.stderr
+    assert Path("my_env.py").read_text() == "mine"
+    assert CliRunner().invoke(app, ["init", "--force"]).exit_code == 0
+    assert "class MyAdapter" in Path("my_env.py").read_text()
+    done = CliRunner().invoke(app, ["init", "my-env.py"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "expected the name of a Python module" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
 def test_a_policy_acts_and_what_it_adds_is_kept():
     assert rollout(COUNTING, "--steps", "6", "--policy", "my_envs:ones", "--out", "kept").exit_code == 0
     data = TensorDict.load_memmap("kept")
