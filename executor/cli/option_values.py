@@ -62,4 +62,5 @@ Env = Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=
 EnvKwargs = Annotated[str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=_ENV_KWARGS_HELP)]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help=_MAX_STEPS_HELP)]
 Workers = Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone, and what is written to -.")]
 Chart = Annotated[Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")]

@@ -9,7 +9,7 @@ import typer
 
 from envherd.executor.cli.completion import complete_env
 from envherd.executor.cli.config import read_config, settings
-from envherd.executor.cli.option_values import EnvKwargs, MaxSteps, Workers, picture, read_keyword_arguments
+from envherd.executor.cli.option_values import EnvKwargs, MaxSteps, Quiet, Workers, picture, read_keyword_arguments
 
 _ENV_HELP = (
     "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:ID-OR-MODULE, gymnasium_vec:ID[:ROWS], "
@@ -54,6 +54,7 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
         Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a contact sheet (PNG).")
     ] = None,
     json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the figures as JSON; - prints them.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run envs in parallel and report speed, returns and memory.
 
@@ -82,5 +83,6 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
         gif=gif,
         png=png,
         json_path=json,
+        is_quiet=quiet,
     )
     raise typer.Exit(run(request))

@@ -50,6 +50,7 @@ class Request:
     gif: Path | None = None
     png: Path | None = None
     json_path: str | None = None
+    is_quiet: bool = False
 
     @property
     def wants_frames(self) -> bool:
@@ -75,7 +76,7 @@ def _prepare(request: Request) -> tuple[Made, Any, RolloutStore | None]:
 
 def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | None) -> int:
     """Collect, write and report; return the exit code."""
-    console = Console(stderr=request.json_path == "-")
+    console = Console(stderr=request.json_path == "-", quiet=request.is_quiet)
     if make_policy is None:
         # Only copies are left to torch here, and threads for them would wait for cores that the workers use:
         # storing 440 MB took 7-16 s with two threads on two busy cores, 1 s with one.

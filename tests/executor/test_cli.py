@@ -205,6 +205,23 @@ def test_a_template_replaces_no_file():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
+def test_quiet_prints_what_was_asked_for_and_errors_alone():
+    done = rollout(COUNTING, "--workers", "1", "--steps", "5", "--out", "kept", "--quiet", "--json", "-")
+    assert figures_of(done)["steps_done"] == 5
+    assert done.stderr == ""
+    done = CliRunner().invoke(app, ["replay", "kept", "--workers", "1", "-q"])
+    assert (done.exit_code, done.output) == (0, "")
+    TensorDict.load_memmap("kept")["next", "reward"][0, 2] += 1
+    done = CliRunner().invoke(app, ["replay", "kept", "--workers", "1", "-q"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "next/reward of env 0 at step 2" in done.stderr
+    done = rollout("python:my_envs:Breaks", "--workers", "1", "--quiet")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "the axle broke" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
 def test_a_policy_acts_and_what_it_adds_is_kept():
     assert rollout(COUNTING, "--steps", "6", "--policy", "my_envs:ones", "--out", "kept").exit_code == 0
     data = TensorDict.load_memmap("kept")
