@@ -548,7 +548,13 @@ class BatchedEnv:
     def worker_output(self, worker_id: int) -> str:
         """Return what a worker has printed, as far as it is kept (empty unless output is captured)."""
         self._guard.check()
-        return self._pool.worker_output(worker_id)
+        worker_id = as_count("worker_output", "worker_id", worker_id, least=0)
+        try:
+            return self._pool.worker_output(worker_id)
+        except IndexError:
+            raise ValueError(
+                f"worker_output failed: expected worker_id below {self.num_workers}, got {worker_id}."
+            ) from None
 
     def close(self) -> None:
         """Close the envs and end the workers, within `options.close_timeout_s`. Idempotent, never raises."""

@@ -31,7 +31,7 @@ def init(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(_TEMPLATE.read_text().replace(f"{_TEMPLATE.stem}:make_env", name))
     except OSError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: accessing {error.filename} failed: {error.strerror}.", err=True)
         raise typer.Exit(EXIT_FAILED) from None
     typer.echo(f"{file} written. Next: envherd check {name}")
 

@@ -20,7 +20,7 @@ from envherd.executor.cli.commands import carry_out, complain, write_pictures, w
 from envherd.executor.cli.env_names import Factory, callable_at, factory_for, full_name, limited
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.figures import Figures, table
-from envherd.executor.cli.media import FrameLog, require_pillow
+from envherd.executor.cli.media import FrameLog, MediaError, require_pillow
 from envherd.executor.cli.storing import SCHEMA, RolloutStore
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
@@ -88,7 +88,12 @@ def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | N
         policy = None if make_policy is None else call_maker(make_policy, executor)
         collected = Collector(executor, request.steps, policy, frames, store).run(console)
         num_workers, seed = executor.num_workers, executor.seed
-    files = _write(request, collected, frames, (store, seed), console)
+    files: dict[str, str] = {}
+    unwritten: Exception | None = None
+    try:
+        files = _write(request, collected, frames, (store, seed), console)
+    except (MediaError, OSError) as error:  # what was measured is reported all the same
+        unwritten = error
     figures = Figures(
         env=request.env,
         num_envs=request.num_envs,
@@ -102,8 +107,9 @@ def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | N
     console.print(table(figures))
     if request.json_path is not None:
         write_text(request.json_path, json.dumps(figures.to_plain(), indent=2) + "\n")
-    if collected.failure is not None:
-        complain(Console(stderr=True), collected.failure)
+    for failure in filter(None, (collected.failure, unwritten)):
+        complain(Console(stderr=True), failure)
+    if collected.failure is not None or unwritten is not None:
         return EXIT_FAILED
     return EXIT_INTERRUPTED if collected.is_interrupted else 0
 

@@ -92,6 +92,11 @@ METHODS = {
     "call": (lambda env: env.call(3), TypeError, "call failed"),
     "get": (lambda env: env.get(None), TypeError, "get failed"),
     "set": (lambda env: env.set(3, 4), TypeError, "set failed"),
+    "worker_output": (
+        lambda env: env.worker_output(-1),
+        ValueError,
+        "expected worker_id as an int of at least 0, got -1",
+    ),
     "infos": (lambda env: env.infos("first"), ValueError, "infos failed"),
     "a state": (lambda env: env.load_state_dict(3), TypeError, "load_state_dict failed"),
     "frames_per_batch": (lambda env: collector(env, frames_per_batch="8"), ValueError, "frames_per_batch"),

@@ -203,6 +203,16 @@ def test_a_template_replaces_no_file():
     assert "expected the name of a Python module" in done.stderr
 
 
+@needs("gymnasium")
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_figures_are_printed_although_a_picture_cannot_be_written():
+    done = rollout("CartPole-v1", "--workers", "1", "--steps", "5", "--gif", "my_envs.py/film.gif", "--json", "-")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["steps_done"] == 5
+    assert "error: accessing my_envs.py failed" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_quiet_prints_what_was_asked_for_and_errors_alone():
