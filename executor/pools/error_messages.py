@@ -76,9 +76,9 @@ def worker_lost(
 
 
 def not_replaced(error: EnvherdError, options: ExecutorOptions) -> EnvherdError:
-    """Return the loss of a worker that is not replaced, as it was restarted too often; says so before its output."""
+    """Return the loss of a worker or node that is not replaced after too many restarts; says so before its output."""
     why = (
-        f"The worker is not replaced: ExecutorOptions.max_restarts={options.max_restarts} within "
+        f"It is not replaced: ExecutorOptions.max_restarts={options.max_restarts} within "
         f"restart_window_s={options.restart_window_s:g} allows no further restart."
     )
     if why in error.message:  # it was raised before
