@@ -26,8 +26,16 @@ from envherd.benchmarks.summary import summarise
 from envherd.benchmarks.workloads import ALL, PEERS, QUICK, QUICK_PEERS, WORKLOADS, Workload, calibrate, usable_cores
 
 SCHEMA = "envherd.bench/1"
-#: What is no workload, and the minutes that it takes on a quiet machine with two cores.
-STUDIES = {"startup": 9.0, "waiting": 2.0, "growth": 6.0, "handout": 0.2, "ahead": 2.5, "stages": 0.3, "starts": 4.0}
+#: What is no workload -> what it measures, and the minutes that it takes on a quiet machine with two cores.
+STUDIES = {
+    "startup": ("time until ready, time to close, and memory", 9.0),
+    "waiting": ("processor time of the workers while a policy computes", 2.0),
+    "growth": ("cost of a batch by number of envs, bytes and workers", 6.0),
+    "handout": ("time to hand finished rows to the caller", 0.2),
+    "ahead": ("resets ahead, where processors are not short", 2.5),
+    "stages": ("where the time of a batch goes", 0.3),
+    "starts": ("ten starts with Melting Pot envs, each compared with serial loops", 4.0),
+}
 NAMES = (*(one.name for one in WORKLOADS), *STUDIES)
 _QUICK_BUDGET_S = 35.0
 _REST_S = 4.2  # the kernel's account of pressure moves every two seconds
@@ -57,7 +65,7 @@ class Request:
         num_rounds: None for each workload's own.
         is_quick: at most a minute, for continuous integration.
         is_resumed: leave out what the file has.
-        path: of the JSON, which is written after each workload; what it has of others is kept.
+        path: of the JSON, which is written after each workload; what it has of others is kept. None writes nothing.
     """
 
     names: tuple[str, ...] = ()
@@ -65,7 +73,7 @@ class Request:
     num_rounds: int | None = None
     is_quick: bool = False
     is_resumed: bool = False
-    path: Path
+    path: Path | None
 
     def chooses(self, contender: str) -> bool:
         """Return whether a contender takes part in studies."""
@@ -112,8 +120,13 @@ def save(results: Mapping[str, Any], path: Path) -> None:
     """Write results so that a reader sees the old ones or the new ones."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(results, indent=1) + "\n")
+    draft.write_text(as_json(results))
     draft.replace(path)
+
+
+def as_json(results: Mapping[str, Any]) -> str:
+    """Return results as they are written."""
+    return json.dumps(results, indent=1) + "\n"
 
 
 class Suite:
@@ -144,14 +157,16 @@ class Suite:
                 prepare([peer for peer in PEERS if not request.peers or peer in request.peers])
                 self.results["calibration"], is_prepared = calibrate(), True
             self._measure(name)
-            save(self.results, request.path)
+            if request.path is not None:
+                save(self.results, request.path)
         self._console.print(to_rich(sheet_of_targets(self.results, has_all=False)))
-        self._console.print(f"written to {request.path}")
+        if request.path is not None:
+            self._console.print(f"written to {request.path}")
         return self.results
 
     def _begin(self) -> dict[str, Any]:
         fresh: dict[str, Any] = {"schema": SCHEMA, "machine": describe_machine(), "workloads": {}, "failed": {}}
-        if not self._request.path.exists():
+        if self._request.path is None or not self._request.path.exists():
             return fresh
         found = load(self._request.path)
         if found["machine"] == fresh["machine"]:

@@ -16,7 +16,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from tensordict import TensorDictBase
 from envherd.executor.batches.actions import reset_mask
 from envherd.executor.batches.arguments import as_count, need_batch, need_seconds
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
-from envherd.executor.keywords import names_right_keyword
+from envherd.executor.keywords import names_right_keyword, no_attribute
 from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
@@ -144,6 +144,12 @@ class BatchedEnv:
         """Refuse to be pickled or deep-copied."""
         raise TypeError(f"pickling failed: a live {type(self).__name__} holds processes. Pickle its factories instead.")
 
+    if not TYPE_CHECKING:  # to a type checker, unknown attributes remain unknown
+
+        def __getattr__(self, name: str) -> Any:
+            """Name what takes the place of an attribute that envs of other libraries have."""
+            raise no_attribute(self, name)
+
     # ---- reset and step ----------------------------------------------------------------------
 
     def reset(
@@ -176,18 +182,15 @@ class BatchedEnv:
             need_batch("reset", td)
         if list_of_kwargs is not None and not isinstance(list_of_kwargs, (list, tuple)):
             raise TypeError(f"reset failed: expected list_of_kwargs as a list of dicts, got {list_of_kwargs!r}.")
-        if isinstance(seed, str):
-            raise ValueError(f"reset failed: expected seed as an integer, a list of them or None, got {seed!r}.")  # noqa: TRY004
+        seeds, root_seed = _seeds_or_root(seed)
         with self._guard:
             engine.refuse_rolling()
             mask = reset_mask(td, tuple(self.batch_size))
             env_ids = engine.all_ids if mask is None else np.flatnonzero(mask.reshape(self.num_envs, -1).any(1))
             engine.refuse_under_way(env_ids)
-            if isinstance(seed, (int, np.integer)):
-                extras = engine.extras_of(env_ids, None, list_of_kwargs, kwargs)
-                engine.set_seed(int(seed))
-            else:
-                extras = engine.extras_of(env_ids, seed, list_of_kwargs, kwargs)
+            extras = engine.extras_of(env_ids, seeds, list_of_kwargs, kwargs)
+            if root_seed is not None:
+                engine.set_seed(root_seed)
             if len(env_ids):
                 engine.write_reset_masks(mask)
                 engine.reset_envs(env_ids, extras)
@@ -545,7 +548,13 @@ class BatchedEnv:
     def worker_output(self, worker_id: int) -> str:
         """Return what a worker has printed, as far as it is kept (empty unless output is captured)."""
         self._guard.check()
-        return self._pool.worker_output(worker_id)
+        worker_id = as_count("worker_output", "worker_id", worker_id, least=0)
+        try:
+            return self._pool.worker_output(worker_id)
+        except IndexError:
+            raise ValueError(
+                f"worker_output failed: expected worker_id below {self.num_workers}, got {worker_id}."
+            ) from None
 
     def close(self) -> None:
         """Close the envs and end the workers, within `options.close_timeout_s`. Idempotent, never raises."""
@@ -577,6 +586,15 @@ class BatchedEnv:
 def _close_pool(pool: Pool, owner: int) -> None:
     if os.getpid() == owner:
         pool.close()
+
+
+def _seeds_or_root(seed: Any) -> tuple[Any, int | None]:
+    """Return the seeds of all envs and the root seed that `reset` was given: one of them, or neither."""
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and seed >= 0:
+        return None, int(seed)
+    if seed is None or (hasattr(seed, "__len__") and not isinstance(seed, str)):
+        return seed, None
+    raise ValueError(f"reset failed: expected seed as an int of at least 0, a list of them or None, got {seed!r}.")
 
 
 def _need_name(call: str, name: Any) -> None:

@@ -69,6 +69,7 @@ def examine() -> Iterator[Finding]:
         ("shared memory", _shared_memory),
         *((f"start method {name}", _starter(name)) for name in get_args(StartMethod)),
         ("cores", lambda: cores(machine)),
+        ("torch threads", lambda: torch_threads(machine)),
         ("memory", lambda: memory(machine)),
         ("limits", lambda: limits(machine)),
         ("/dev/shm", lambda: dev_shm(machine)),
@@ -262,6 +263,19 @@ def cores(machine: Machine) -> Iterator[Finding]:
         yield Finding("load", "warn", f"something waited for a processor in {busy:.0%} of the last 10 s", fix)
     else:
         yield Finding("load", "ok", f"{machine.load:.2f} processes want a processor")
+
+
+def torch_threads(machine: Machine) -> Iterator[Finding]:
+    """Look at the threads that torch computes with in a process, compared with the processors that others leave."""
+    import torch
+
+    num_threads, free = torch.get_num_threads(), max(0.0, machine.cores - machine.load)
+    found = f"{num_threads}, with {free:.1f} of {machine.cores:g} processors free"
+    if num_threads > max(1.0, free + 0.5):  # a machine is never quite idle
+        fix = "export OMP_NUM_THREADS=1, or torch.set_num_threads(1) in your script: threads that wait for a processor "
+        yield Finding("torch threads", "warn", found, fix + "make small networks up to 10 times slower")
+    else:
+        yield Finding("torch threads", "ok", found)
 
 
 def memory(machine: Machine) -> Iterator[Finding]:

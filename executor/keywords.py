@@ -1,4 +1,4 @@
-"""Keywords that a constructor or method does not have are refused with the one that is meant."""
+"""Keywords and attributes that there are not are refused with those that are meant."""
 
 from __future__ import annotations
 
@@ -33,6 +33,35 @@ _NAMES_ELSEWHERE = {
     "n_steps": "frames_per_batch",
     "env_fn_kwargs": "env_kwargs",
 }
+_SPACES = "Spaces are attributes of AsyncVectorEnv of envherd.executor.facades.gymnasium."
+_ACTION_SPEC, _OBSERVATION_SPEC = f"Use action_spec. {_SPACES}", f"Use observation_spec. {_SPACES}"
+#: Attribute of envs of Gymnasium, SB3 and TorchRL -> what to use instead.
+_ATTRIBUTES_ELSEWHERE = {
+    "action_space": _ACTION_SPEC,
+    "single_action_space": _ACTION_SPEC,
+    "full_action_spec": "Use action_spec.",
+    "observation_space": _OBSERVATION_SPEC,
+    "single_observation_space": _OBSERVATION_SPEC,
+    "full_observation_spec": "Use observation_spec.",
+    "get_attr": "Use get(name).",
+    "get_wrapper_attr": "Use get(name).",
+    "set_attr": "Use set(name, value).",
+    "env_method": "Use call(name, ...).",
+    "envs": "Envs are reached by get(name), set(name, value) and call(name, ...).",
+    "unwrapped": 'Use get("unwrapped.NAME") or call("unwrapped.NAME", ...).',
+    "step_async": "Use send(td).",
+    "step_wait": "Use recv().",
+    "rand_step": "Use step(rand_action(td)).",
+    "get_images": "Use render().",
+    "n_envs": "Use num_envs.",
+}
+
+
+def no_attribute(owner: object, name: str) -> AttributeError:
+    """Return the error for an attribute that there is not; names what is used for what other libraries call so."""
+    advice = _ATTRIBUTES_ELSEWHERE.get(name)
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    return AttributeError(text if advice is None else f"{text}. {advice}", name=name, obj=owner)
 
 
 def names_right_keyword(call: Callable[P, T]) -> Callable[P, T]:

@@ -50,6 +50,7 @@ ALLOWED = {
     "executor/cli/bench.py": {"envherd.benchmarks"},
     "executor/cli/comparing.py": {"envherd.benchmarks", "matplotlib"},
     "executor/cli/filming.py": {"matplotlib"},
+    "executor/cli/env_template.py": {"envherd"},  # a file of the user
     "executor/cli/media.py": {"PIL"},
     "executor/cli/recording.py": {"imageio", "imageio_ffmpeg"},
     "executor/cli/config.py": {"yaml"},

@@ -252,5 +252,5 @@ def _type_name(value: Any) -> str:
 
 def closest(name: str, known: list[str]) -> str:
     """Return ` Did you mean ...?` for a misspelt name, or an empty string."""
-    matches = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    matches = difflib.get_close_matches(name, known, n=3)
     return f" Did you mean {', '.join(matches)}?" if matches else ""

@@ -28,7 +28,8 @@ def as_count(call: str, name: str, value: Any, *, least: int = 1, or_none: bool 
         found = least - 1
     if found < least:
         others = " or None" if or_none else ""
-        raise ValueError(f"{call} failed: expected {name} of at least {least}{others}, got {value!r}.")
+        kind = "" if type(value) is int else f"{type(value).__name__} "
+        raise ValueError(f"{call} failed: expected {name} as an int of at least {least}{others}, got {kind}{value!r}.")
     return found
 
 

@@ -12,6 +12,7 @@ from envherd.executor.cli.check import check
 from envherd.executor.cli.compare import compare
 from envherd.executor.cli.doctor import doctor
 from envherd.executor.cli.evaluate import evaluate
+from envherd.executor.cli.init import init
 from envherd.executor.cli.listing import list_envs
 from envherd.executor.cli.record import record
 from envherd.executor.cli.replay import replay
@@ -47,6 +48,7 @@ app.command()(rollout)
 app.command()(evaluate)
 app.command()(record)
 app.command()(replay)
+app.command()(init)
 app.command()(check)
 app.command()(compare)
 app.command()(size)

@@ -6,13 +6,11 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import EnvKwargs, read_keyword_arguments
-
-_ENV_HELP = "As `envherd rollout` takes it, e.g. gymnasium:ID or python:MODULE:CALLABLE."
+from envherd.executor.cli.option_values import Env, EnvKwargs, read_keyword_arguments
 
 
 def check(
-    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)],
+    env: Env,
     *,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each of two envs; episodes must end within them.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Root seed of the envs and of random actions.")] = 0,

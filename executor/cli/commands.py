@@ -49,7 +49,10 @@ def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int]) 
 
 def complain(console: Console, error: Exception) -> None:
     """Print an error as a reader needs it: the message, and where a worker failed, its traceback."""
-    console.print(Text("error: ", "bold red").append(str(error), "default"), soft_wrap=True)
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None and not isinstance(error, EnvherdError):
+        text = f"accessing {error.filename} failed: {error.strerror}."
+    console.print(Text("error: ", "bold red").append(text, "default"), soft_wrap=True)
     remote = getattr(error, "remote_traceback", None)
     is_refusal = remote and "envherd.workers.errors." in remote.rstrip().rpartition("\n")[2]
     if remote and not is_refusal:

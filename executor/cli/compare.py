@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import Chart, EnvKwargs, read_keyword_arguments
+from envherd.executor.cli.completion import complete_env
+from envherd.executor.cli.option_values import Chart, EnvKwargs, Quiet, read_keyword_arguments
 
 _ENV_HELP = "gymnasium:ID, meltingpot:SUBSTRATE, or python:MODULE:CALLABLE (a callable that returns a Gymnasium env)."
 
 
 def compare(  # noqa: PLR0913  # the command line's options, read by typer
-    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)],
+    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False, autocompletion=complete_env)],
     *,
     envs: Annotated[int, typer.Option(min=1, help="Number of envs.")] = 8,
     workers: Annotated[
@@ -23,6 +24,7 @@ def compare(  # noqa: PLR0913  # the command line's options, read by typer
     env_kwargs: EnvKwargs = None,
     plot: Chart = None,
     json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the figures as JSON; - prints them.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Compare the speed of your env under the installed libraries.
 
@@ -39,5 +41,6 @@ def compare(  # noqa: PLR0913  # the command line's options, read by typer
         env_kwargs=read_keyword_arguments(env_kwargs),
         plot=plot,
         json_path=json,
+        is_quiet=quiet,
     )
     raise typer.Exit(run(request))

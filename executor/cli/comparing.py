@@ -52,6 +52,7 @@ class Request:
     seconds: float = 1.0
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     plot: Path | None = None
+    is_quiet: bool = False
     json_path: str | None = None
 
 
@@ -62,7 +63,7 @@ def run(request: Request) -> int:
 
 def _compare(request: Request, job: Job) -> int:
     """Measure, draw and write; return the exit code."""
-    console = Console(stderr=request.json_path == "-")
+    console = Console(stderr=request.json_path == "-", quiet=request.is_quiet)
     with console.status("") as status:
         entries, _ = measure(
             [(one, job) for one in _contenders(job)],
@@ -73,7 +74,7 @@ def _compare(request: Request, job: Job) -> int:
     _add_ratios(entries, found)
     console.print(_table(request, job, found))
     for line in _failures(found):
-        console.print(line, style="red", soft_wrap=True, markup=False)
+        Console(stderr=console.stderr or request.is_quiet).print(line, style="red", soft_wrap=True, markup=False)
     if request.plot is not None:
         _draw(request.plot, request, found)
     write_text(request.json_path, _json(request, job, found))

@@ -8,8 +8,6 @@ from typing import Any
 
 import typer
 
-from envherd.workers.build import closest
-
 #: What `envherd size --yaml` calls it -> the option.
 _SYNONYMS = {"num_envs": "envs", "num_workers": "workers"}
 #: Entries that are no options of the command line: they are read by `settings`.
@@ -25,6 +23,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         import yaml
     except ImportError:
         raise typer.BadParameter("expected the package pyyaml: pip install 'envherd[cli]'.") from None
+    from envherd.workers.build import closest  # numpy takes a tenth of a second
+
     try:
         found = yaml.safe_load(path.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:

@@ -6,11 +6,19 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import Chart, EnvKwargs, MaxSteps, Workers, read_keyword_arguments
+from envherd.executor.cli.option_values import (
+    Chart,
+    Env,
+    EnvKwargs,
+    MaxSteps,
+    Quiet,
+    Workers,
+    read_keyword_arguments,
+)
 
 
 def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
-    env: Annotated[str, typer.Argument(metavar="ENV", help="As `envherd rollout` takes it.", show_default=False)],
+    env: Env,
     *,
     policy: Annotated[
         str | None,
@@ -38,6 +46,7 @@ def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
     env_kwargs: EnvKwargs = None,
     plot: Chart = None,
     json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the results as JSON; - prints them.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Evaluate policies: per-capita, collective and per-role returns, and equality, with 95 % confidence intervals."""
     from envherd.executor.cli.evaluating import Request, run
@@ -55,5 +64,6 @@ def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
         env_kwargs=read_keyword_arguments(env_kwargs),
         plot=plot,
         json_path=json,
+        is_quiet=quiet,
     )
     raise typer.Exit(run(request))

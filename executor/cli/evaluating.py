@@ -44,6 +44,7 @@ class Request:
     max_steps: int | None = None
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     plot: Path | None = None
+    is_quiet: bool = False
     json_path: str | None = None
 
 
@@ -59,7 +60,7 @@ def _prepare(request: Request) -> tuple[Made, Any, Any]:
 
 def _work(request: Request, made: Made, maker: Any, background_maker: Any) -> int:
     """Play, draw and report; return the exit code."""
-    console = Console(stderr=request.json_path == "-")
+    console = Console(stderr=request.json_path == "-", quiet=request.is_quiet)
     try:
         found = _evaluate(request, made, maker, background_maker, console)
     except ValueError as error:

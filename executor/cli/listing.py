@@ -6,12 +6,16 @@ from typing import Annotated
 
 import typer
 
+from envherd.executor.cli.completion import complete_family
+
 
 def list_envs(
     family: Annotated[
         str | None,
         typer.Argument(
-            metavar="FAMILY", help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; without it, all."
+            metavar="FAMILY",
+            help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; without it, all.",
+            autocompletion=complete_family,
         ),
     ] = None,
     part: Annotated[str | None, typer.Argument(metavar="FILTER", help="Only names that contain this.")] = None,
@@ -28,7 +32,8 @@ def list_envs(
 
     if family is not None and family not in LISTED:
         typer.echo(
-            f"list failed: expected one of {', '.join(LISTED)}, got {family!r}.{closest(family, [*LISTED])}", err=True
+            f"error: list failed: expected one of {', '.join(LISTED)}, got {family!r}.{closest(family, [*LISTED])}",
+            err=True,
         )
         raise typer.Exit(EXIT_USAGE)
     is_empty = True
@@ -36,7 +41,7 @@ def list_envs(
         try:
             names = known_names(one)
         except FactoryError as error:
-            typer.echo(str(error), err=True)
+            typer.echo(f"error: {error}", err=True)
             if family is not None:
                 raise typer.Exit(EXIT_USAGE) from None
             continue
@@ -47,5 +52,5 @@ def list_envs(
                 typer.echo(f"{one}:{name}")
                 is_empty = False
     if is_empty:
-        typer.echo(f"list failed: expected names that contain {part!r}, got none.", err=True)
+        typer.echo(f"error: list failed: expected names that contain {part!r}, got none.", err=True)
         raise typer.Exit(EXIT_FAILED)

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from envherd.executor.cli.completion import complete_env
+
 
 def picture(suffix: str) -> Callable[[Path | None], Path | None]:
     """Return the callback of an option that takes the path of a picture.
@@ -51,11 +53,14 @@ def _read(text: str) -> dict[str, Any]:
 
 # ---- options of several commands -------------------------------------------------------------------
 
+_ENV_HELP = "As `envherd rollout` takes it, e.g. meltingpot:NAME, gymnasium:ID or python:MODULE:CALLABLE."
 _ENV_KWARGS_HELP = "Keyword arguments of the env as a JSON object, e.g. '{\"max_episode_steps\": 50}'."
 _MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo, vmas)."
 _WORKERS_HELP = "Number of worker processes; default: one per usable core."
 
+Env = Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False, autocompletion=complete_env)]
 EnvKwargs = Annotated[str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=_ENV_KWARGS_HELP)]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help=_MAX_STEPS_HELP)]
 Workers = Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone, and what is written to -.")]
 Chart = Annotated[Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")]

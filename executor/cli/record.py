@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import EnvKwargs, MaxSteps, picture, read_keyword_arguments
+from envherd.executor.cli.option_values import Env, EnvKwargs, MaxSteps, Quiet, picture, read_keyword_arguments
 
 
 def record(  # noqa: PLR0913  # the command line's options, read by typer
-    env: Annotated[str, typer.Argument(metavar="ENV", help="As `envherd rollout` takes it.", show_default=False)],
+    env: Env,
     *,
     mp4: Annotated[
         Path | None, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Write a video (MP4).")
@@ -43,6 +43,7 @@ def record(  # noqa: PLR0913  # the command line's options, read by typer
     seed: Annotated[int | None, typer.Option(min=0, help="Root seed; default: drawn, and shown.")] = None,
     max_steps: MaxSteps = None,
     env_kwargs: EnvKwargs = None,
+    quiet: Quiet = False,
 ) -> None:
     """Record a video (MP4, GIF) of one env.
 
@@ -68,5 +69,6 @@ def record(  # noqa: PLR0913  # the command line's options, read by typer
         seed=seed,
         max_steps=max_steps,
         env_kwargs=read_keyword_arguments(env_kwargs),
+        is_quiet=quiet,
     )
     raise typer.Exit(run(request))

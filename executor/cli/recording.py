@@ -44,6 +44,7 @@ class Request:
     seed: int | None = None
     max_steps: int | None = None
     env_kwargs: dict[str, Any] = field(default_factory=dict)
+    is_quiet: bool = False
 
     @property
     def draws_world(self) -> bool:
@@ -68,7 +69,7 @@ def _prepare(request: Request) -> tuple[Made, Any]:
 
 def _record(request: Request, made: Made, maker: Any) -> int:
     """Step, write, and report; return the exit code."""
-    console = Console()
+    console = Console(quiet=request.is_quiet)
     options = with_display(ExecutorOptions(), is_drawn=request.draws_world)
     factory, kwargs = made
     num_steps = num_episodes = 0

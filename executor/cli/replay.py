@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import Workers, picture
+from envherd.executor.cli.option_values import Quiet, Workers, picture
 
 
 def replay(
@@ -23,6 +23,7 @@ def replay(
     png: Annotated[
         Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a contact sheet (PNG).")
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run the actions of a stored rollout again, from its seed, and compare what the envs return.
 
@@ -30,4 +31,4 @@ def replay(
     """
     from envherd.executor.cli.replaying import Request, run
 
-    raise typer.Exit(run(Request(directory=directory, num_workers=workers, gif=gif, png=png)))
+    raise typer.Exit(run(Request(directory=directory, num_workers=workers, gif=gif, png=png, is_quiet=quiet)))

@@ -31,6 +31,7 @@ class Request:
     num_workers: int | None = None
     gif: Path | None = None
     png: Path | None = None
+    is_quiet: bool = False
 
     @property
     def wants_frames(self) -> bool:
@@ -53,10 +54,11 @@ def _prepare(request: Request) -> tuple[TensorDictBase, dict[str, Any], Made]:
 
 def _report(request: Request, data: TensorDictBase, facts: dict[str, Any], made: Made) -> int:
     """Run the rollout again and report; return the exit code."""
-    console = Console()
+    console = Console(quiet=request.is_quiet)
     difference = _replay(request, data, facts, made, console)
     if difference:
-        console.print(Text(f"{facts['env']} differs: {difference}", "bold red"), soft_wrap=True)
+        text = Text(f"{facts['env']} differs: {difference}", "bold red")
+        Console(stderr=request.is_quiet).print(text, soft_wrap=True)
         return EXIT_FAILED
     same = f"{facts['env']}: {data.shape[1]} steps of {data.shape[0]} envs are equal to those stored."
     console.print(Text(same, "green"), soft_wrap=True)

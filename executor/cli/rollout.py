@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from envherd.executor.cli.completion import complete_env
 from envherd.executor.cli.config import read_config, settings
-from envherd.executor.cli.option_values import EnvKwargs, MaxSteps, Workers, picture, read_keyword_arguments
+from envherd.executor.cli.option_values import EnvKwargs, MaxSteps, Quiet, Workers, picture, read_keyword_arguments
 
 _ENV_HELP = (
     "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:ID-OR-MODULE, gymnasium_vec:ID[:ROWS], "
@@ -19,7 +20,7 @@ _ENV_HELP = (
 
 def rollout(  # noqa: PLR0913  # the command line's options, read by typer
     context: typer.Context,
-    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)],
+    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False, autocompletion=complete_env)],
     *,
     envs: Annotated[int, typer.Option(min=1, help="Number of envs.")] = 4,
     workers: Workers = None,
@@ -53,6 +54,7 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
         Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a contact sheet (PNG).")
     ] = None,
     json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the figures as JSON; - prints them.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run envs in parallel and report speed, returns and memory.
 
@@ -81,5 +83,6 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
         gif=gif,
         png=png,
         json_path=json,
+        is_quiet=quiet,
     )
     raise typer.Exit(run(request))

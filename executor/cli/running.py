@@ -20,7 +20,7 @@ from envherd.executor.cli.commands import carry_out, complain, write_pictures, w
 from envherd.executor.cli.env_names import Factory, callable_at, factory_for, full_name, limited
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.figures import Figures, table
-from envherd.executor.cli.media import FrameLog, require_pillow
+from envherd.executor.cli.media import FrameLog, MediaError, require_pillow
 from envherd.executor.cli.storing import SCHEMA, RolloutStore
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
@@ -50,6 +50,7 @@ class Request:
     gif: Path | None = None
     png: Path | None = None
     json_path: str | None = None
+    is_quiet: bool = False
 
     @property
     def wants_frames(self) -> bool:
@@ -75,7 +76,7 @@ def _prepare(request: Request) -> tuple[Made, Any, RolloutStore | None]:
 
 def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | None) -> int:
     """Collect, write and report; return the exit code."""
-    console = Console(stderr=request.json_path == "-")
+    console = Console(stderr=request.json_path == "-", quiet=request.is_quiet)
     if make_policy is None:
         # Only copies are left to torch here, and threads for them would wait for cores that the workers use:
         # storing 440 MB took 7-16 s with two threads on two busy cores, 1 s with one.
@@ -87,7 +88,12 @@ def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | N
         policy = None if make_policy is None else call_maker(make_policy, executor)
         collected = Collector(executor, request.steps, policy, frames, store).run(console)
         num_workers, seed = executor.num_workers, executor.seed
-    files = _write(request, collected, frames, (store, seed), console)
+    files: dict[str, str] = {}
+    unwritten: Exception | None = None
+    try:
+        files = _write(request, collected, frames, (store, seed), console)
+    except (MediaError, OSError) as error:  # what was measured is reported all the same
+        unwritten = error
     figures = Figures(
         env=request.env,
         num_envs=request.num_envs,
@@ -101,8 +107,9 @@ def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | N
     console.print(table(figures))
     if request.json_path is not None:
         write_text(request.json_path, json.dumps(figures.to_plain(), indent=2) + "\n")
-    if collected.failure is not None:
-        complain(Console(stderr=True), collected.failure)
+    for failure in filter(None, (collected.failure, unwritten)):
+        complain(Console(stderr=True), failure)
+    if collected.failure is not None or unwritten is not None:
         return EXIT_FAILED
     return EXIT_INTERRUPTED if collected.is_interrupted else 0
 

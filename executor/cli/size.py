@@ -11,13 +11,11 @@ from typing import Annotated
 import typer
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
-from envherd.executor.cli.option_values import EnvKwargs, picture, read_keyword_arguments
-
-_ENV_HELP = "As `envherd rollout` takes it, e.g. meltingpot:NAME, gymnasium:ID or python:MODULE:CALLABLE."
+from envherd.executor.cli.option_values import Env, EnvKwargs, Quiet, picture, read_keyword_arguments
 
 
 def size(  # noqa: PLR0913  # the command line's options, read by typer
-    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)],
+    env: Env,
     *,
     envs: Annotated[int | None, typer.Option(min=1, help="Fix the number of envs; chosen if not given.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Fix the number of workers; chosen if not given.")] = None,
@@ -50,6 +48,7 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
     ] = None,
     json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the report as JSON; - prints it.")] = None,
     yaml: Annotated[str | None, typer.Option(metavar="PATH", help="Write the setting as YAML; - prints it.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run settings of ENV on this machine and recommend workers, envs and a way to step them, with reasons.
 
@@ -59,7 +58,7 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
     from rich.console import Console
 
     try:
-        with Console(stderr=True).status("starting"), quick_imports():
+        with Console(stderr=True, quiet=quiet).status("starting"), quick_imports():
             from envherd.executor.cli.sizing import Request, run
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -83,6 +82,7 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
         plot=plot,
         json_path=json,
         yaml_path=yaml,
+        is_quiet=quiet,
     )
     raise typer.Exit(run(request))
 

@@ -64,6 +64,7 @@ class Request:
     plot: Path | None = None
     json_path: str | None = None
     yaml_path: str | None = None
+    is_quiet: bool = False
 
     @property
     def without_cluster(self) -> list[str]:
@@ -83,7 +84,7 @@ class Request:
 
 def run(request: Request) -> int:
     """Size an env and report it; return the exit code. Errors are printed, never raised."""
-    console = Console(stderr="-" in (request.json_path, request.yaml_path))
+    console = Console(stderr="-" in (request.json_path, request.yaml_path), quiet=request.is_quiet)
     return carry_out(lambda: _measure(request, console), lambda report: report())
 
 
@@ -119,7 +120,7 @@ def _measure(request: Request, console: Console) -> Callable[[], int]:
 
         plan = plan_with(factory, request.cluster, goal, (request.budget_s, most_bytes), console)
         return functools.partial(_report_cluster, request, plan, console)
-    sizing = _size(request, factory, goal, most_bytes, Console(stderr=True))
+    sizing = _size(request, factory, goal, most_bytes, Console(stderr=True, quiet=request.is_quiet))
     return functools.partial(_report, request, sizing, console)
 
 

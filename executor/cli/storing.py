@@ -113,8 +113,14 @@ def load_rollout(directory: Path) -> tuple[TensorDictBase, dict[str, Any]]:
         facts = json.loads((directory / _FACTS).read_text())
         data = TensorDict.load_memmap(directory, allow_pickle=False)
     except (OSError, ValueError) as error:
+        got = str(error)
+        if not directory.is_dir():
+            got = "a file" if directory.exists() else "no such folder"
+        elif not (directory / _FACTS).exists():
+            got = f"a folder without {_FACTS}"
         raise StoreError(
-            f"reading {directory} failed: expected what `envherd rollout --out {directory}` writes, got {error}."
+            f"reading {directory} failed: expected the folder of a stored rollout, got {got}. "
+            f"`envherd rollout ENV --out DIR` writes one."
         ) from None
     if facts.get("schema") != SCHEMA:
         raise StoreError(f"reading {directory} failed: expected {SCHEMA}, got {facts.get('schema')!r}.")

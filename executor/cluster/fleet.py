@@ -26,6 +26,7 @@ from envherd.executor.cluster.shares import Resources, divide
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import spread
 from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.error_messages import not_replaced
 from envherd.executor.pools.restarts import Restarts
 from envherd.executor.sizing.probing import ProbeLimits, Subject
 from envherd.workers.errors import EnvherdError, InternalError, WorkerLost
@@ -272,7 +273,7 @@ class Fleet:
             raise share.loss
         delay_s = self._restarts.next_delay_s(share.share_id)
         if delay_s is None:
-            raise share.loss
+            raise not_replaced(share.loss, self._options)
         if not delay_s and not share.home.begin_move():
             raise share.no_room()
         share.state = State.PAUSED if delay_s else State.SEARCHING

@@ -213,10 +213,10 @@ class RemoteShare:
 
     def _loss(self, why: str) -> WorkerLost:
         first, last = self.worker_ids[0], self.worker_ids[-1]
+        advice = " ExecutorOptions(on_worker_loss='restart') moves a lost node's envs to another."
         return WorkerLost(
             f"the call failed: {self.place} is lost with workers {first}-{last} (envs {self.env_ids[0]}-"
-            f"{self.env_ids[-1]}): {why}. "
-            f"ExecutorOptions(on_worker_loss='restart') moves a lost node's envs to another.",
+            f"{self.env_ids[-1]}): {why}." + ("" if self._plan.options.on_worker_loss == "restart" else advice),
             env_ids=tuple(self.env_ids.tolist()),
             worker_id=first,
             node_id=self.report.node_id,

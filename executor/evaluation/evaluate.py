@@ -78,6 +78,12 @@ def evaluate(  # noqa: PLR0913  # what is evaluated, against whom, and how much 
             raise ValueError(
                 f"evaluate failed: expected envs of one row, got {spec.family} envs of {[*spec.batch_shape]}."
             )
+        if not spec.groups:
+            raise ValueError(
+                f"evaluate failed: expected envs with players, as those of Melting Pot and PettingZoo, got "
+                f"{spec.family} envs of one agent. `envherd rollout` reports their returns, as does "
+                f"ExecutorOptions(episode_statistics=True)."
+            )
         everyone = PerPlayer({OTHERS: None}, spec)
         names, roles = everyone.names, everyone.roles
         is_focal = _focal(focal, spec.metadata.get("is_focal"), names)

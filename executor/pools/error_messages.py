@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.worker_process import WorkerProcess
 from envherd.workers.errors import EnvError, EnvherdError, FactoryError, WorkerLost, WorkerTimeout
 from envherd.workers.protocol import IDLE, describe_phase
@@ -35,6 +36,7 @@ numbering = Numbering()
 
 
 _REMEDY = "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
+_RESTART = "ExecutorOptions(on_worker_loss='restart') replaces lost workers."
 #: What a message adds about a worker that was killed, by where the kernel has killed for want of memory meanwhile.
 _KILLERS = {
     "group": f"The kernel killed it, or a process of its control group, for the memory limit of that group. {_REMEDY}",
@@ -44,27 +46,45 @@ _KILLERS = {
 }
 
 
-def worker_lost(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None = None) -> WorkerLost:
+def worker_lost(
+    worker: WorkerProcess,
+    env_ids: Sequence[int],
+    phase: str,
+    options: ExecutorOptions,
+    env_id: int | None = None,
+) -> WorkerLost:
     """Return the error for a worker that has ended.
 
     Args:
         worker: it; has exited, its log is still open.
         env_ids: the envs that went with it.
         phase: what it was doing.
+        options: of the executor.
         env_id: for which env, if that is known.
     """
     how = worker.exit_description()
     hint = " " + _KILLERS[worker.killed_for_memory()] if "SIGKILL" in how else ""
+    advice = "" if options.on_worker_loss == "restart" else f" {_RESTART}"
     lines = worker.last_lines()
     return WorkerLost(
         f"{_operation(phase)} failed: worker {_called(worker)} ended with {how} {_in_words(phase, env_id)} "
-        f"({_where(worker, env_ids)}).{hint} "
-        f"ExecutorOptions(on_worker_loss='restart') replaces lost workers."
-        + (f"\nIts last output:\n{lines}" if lines else ""),
+        f"({_where(worker, env_ids)}).{hint}{advice}" + (f"\nIts last output:\n{lines}" if lines else ""),
         remote_traceback=lines or None,
         exit_code=worker.exit_code(),
         **_context(worker, env_ids, phase, env_id),
     )
+
+
+def not_replaced(error: EnvherdError, options: ExecutorOptions) -> EnvherdError:
+    """Return the loss of a worker or node that is not replaced after too many restarts; says so before its output."""
+    why = (
+        f"It is not replaced: ExecutorOptions.max_restarts={options.max_restarts} within "
+        f"restart_window_s={options.restart_window_s:g} allows no further restart."
+    )
+    if why in error.message:  # it was raised before
+        return error
+    head, mark, output = error.message.partition("\nIt")
+    return type(error)(f"{head} {why}{mark}{output}", remote_traceback=error.remote_traceback, **error.context)
 
 
 def worker_late(

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.crew import Crew
-from envherd.executor.pools.error_messages import log, worker_late, worker_lost
+from envherd.executor.pools.error_messages import log, not_replaced, worker_late, worker_lost
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.restarts import Restarts
 from envherd.shm.specs import EnvSpec
@@ -186,7 +186,8 @@ class Supervisor:
     def death(self, worker_id: int) -> EnvherdError:
         """Return the error that describes the loss of a worker that has ended."""
         phase, env_id = self._pool.phase_of(worker_id)
-        return worker_lost(self._crew.workers[worker_id], self._crew.blueprint.blocks[worker_id], phase, env_id)
+        env_ids = self._crew.blueprint.blocks[worker_id]
+        return worker_lost(self._crew.workers[worker_id], env_ids, phase, self._options, env_id)
 
     def give_up_late(self, owing: Iterable[int], timeout_s: float) -> None:
         """Kill workers that have not answered in time; of those that are being replaced, the successors come.
@@ -213,7 +214,7 @@ class Supervisor:
         self._pool.outcome.losses.pop(worker_id, None)
         delay_s = self._restarts.next_delay_s(worker_id)
         if delay_s is None:
-            raise self.lost[worker_id]
+            raise not_replaced(self.lost[worker_id], self._options)
         self._leave(worker_id, delay_s)
         if not delay_s:
             self._succeed(worker_id)
@@ -303,6 +304,7 @@ class Supervisor:
         self._crew.workers[worker_id].kill()
         delay_s = self._restarts.next_delay_s(worker_id)
         if delay_s is None:
+            error = not_replaced(error, self._options)
             self._give_up_on(worker_id, error)
             raise error
         log.warning("%s Another process is started in its place.", error.message)

@@ -141,7 +141,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     path = folder / "bench.json"
     arguments = ("--quick", "--only", "spikes", "--peers", "gymnasium,sb3", "--rounds", "1")
-    done = envherd(*arguments, "--json", str(path), "--plot", str(folder))
+    done = envherd(*arguments, "--json", str(path), "--plots", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return done, path
 
@@ -217,15 +217,56 @@ def test_a_run_goes_on_where_it_was(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--only", "nothing"), "expected --only to be one of tiny,"),
+        (("--only", "tiny,nothing"), "expected --only to be one of tiny,"),
+        (("--only", "cartpol"), "Did you mean cartpole"),
         (("--peers", "gym"), "expected --peers to be one of gymnasium,"),
-        (("--render", "--json", "/nowhere.json"), "expected results in /nowhere.json"),
+        (("--render", "--json", "/nowhere.json"), "error: bench failed: expected results in /nowhere.json"),
+        (("--render", "--json", "-"), "expected a file as --json with --render, got '-'"),
+        (("--resume", "--json", "-"), "expected a file as --json with --resume, got '-'"),
+        (("--plots", __file__), "is a file"),
     ],
 )
 def test_wrong_wishes_are_refused(arguments, message):
-    done = CliRunner().invoke(app, ["bench", *arguments])
+    done = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "400"})
     assert done.exit_code == 2
     assert message in done.stderr
+
+
+@needs("bench")
+@pytest.mark.slow
+def test_results_can_be_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("envherd.benchmarks.suite.Suite._measure", _note)
+    done = CliRunner().invoke(app, ["bench", "--only", "tiny,spikes", "--only", "handout", "--json", "-"])
+    assert done.exit_code == 0, done.stderr
+    assert [*json.loads(done.stdout)["workloads"]] == ["tiny", "spikes", "handout"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs("bench")
+@pytest.mark.slow
+def test_what_was_measured_before_an_interrupt_is_printed(monkeypatch):
+    def interrupted(suite, name):
+        if name == "spikes":
+            raise KeyboardInterrupt
+        _note(suite, name)
+
+    monkeypatch.setattr("envherd.benchmarks.suite.Suite._measure", interrupted)
+    done = CliRunner().invoke(app, ["bench", "--only", "tiny,spikes", "--json", "-"])
+    assert done.exit_code == 130
+    assert [*json.loads(done.stdout)["workloads"]] == ["tiny"]
+
+
+def _note(suite, name):
+    suite.results["workloads"][name] = {"contenders": {}}
+
+
+@needs("bench")
+def test_the_list_explains_every_name():
+    done = CliRunner().invoke(app, ["bench", "--list"])
+    assert done.exit_code == 0
+    assert ".md" not in done.stdout  # an installed package has no such file
+    assert all(name in done.stdout for name in NAMES)
 
 
 def test_every_name_is_one_workload_or_study():

@@ -110,7 +110,7 @@ def test_a_share_that_is_lost_again_waits_longer_each_time_and_then_is_lost_for_
     assert waited[0] == 0
     assert 0.1 <= waited[1] < 0.2 <= waited[2] < 0.4, "within the pauses between questions"
     fleet.lose(share, loss)
-    with pytest.raises(WorkerLost, match="the host is gone"):
+    with pytest.raises(WorkerLost, match=r"the host is gone It is not replaced: ExecutorOptions\.max_restarts=3"):
         fleet.begin_move(share)
     assert share.is_out
 

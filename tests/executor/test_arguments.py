@@ -67,10 +67,20 @@ METHODS = {
     "rand_action": (lambda env: env.rand_action(3), TypeError, "rand_action failed"),
     "reset of an array": (lambda env: env.reset(np.ones(2, bool)), TypeError, "reset failed"),
     "seed of text": (lambda env: env.reset(seed="ab"), ValueError, "reset failed: expected seed"),
+    "a seed below 0": (
+        lambda env: env.reset(seed=-1),
+        ValueError,
+        "reset failed: expected seed as an int of at least 0",
+    ),
+    "a float as seed": (lambda env: env.reset(seed=2.5), ValueError, "reset failed: expected seed"),
     "list_of_kwargs": (lambda env: env.reset(list_of_kwargs=3), TypeError, "list_of_kwargs"),
     "policy first": (lambda env: env.rollout(act, 3), TypeError, r"Write \(200, policy\)"),
     "max_steps of text": (lambda env: env.rollout("3"), ValueError, "max_steps"),
-    "a float of max_steps": (lambda env: env.rollout(1.5), ValueError, "max_steps"),
+    "a float of max_steps": (
+        lambda env: env.rollout(1.5),
+        ValueError,
+        r"rollout failed: expected max_steps as an int of at least 1, got float 1\.5\.",
+    ),
     "policy of text": (lambda env: env.rollout(3, "act"), TypeError, "policy"),
     "callback": (lambda env: env.rollout(3, callback=3), TypeError, "callback"),
     "break_when_any_done": (lambda env: env.rollout(3, break_when_any_done="no"), ValueError, "break_when_any_done"),
@@ -82,6 +92,11 @@ METHODS = {
     "call": (lambda env: env.call(3), TypeError, "call failed"),
     "get": (lambda env: env.get(None), TypeError, "get failed"),
     "set": (lambda env: env.set(3, 4), TypeError, "set failed"),
+    "worker_output": (
+        lambda env: env.worker_output(-1),
+        ValueError,
+        "expected worker_id as an int of at least 0, got -1",
+    ),
     "infos": (lambda env: env.infos("first"), ValueError, "infos failed"),
     "a state": (lambda env: env.load_state_dict(3), TypeError, "load_state_dict failed"),
     "frames_per_batch": (lambda env: collector(env, frames_per_batch="8"), ValueError, "frames_per_batch"),
@@ -125,6 +140,27 @@ def test_numpy_integers_are_numbers():
 def test_an_executor_in_the_place_of_a_function_names_the_facades(env):
     with pytest.raises(TypeError, match=r"facades\.torchrl, SubprocVecEnv"):
         env()
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("action_space", "Use action_spec. Spaces are attributes of AsyncVectorEnv"),
+        ("get_attr", "Use get(name)."),
+        ("env_method", "Use call(name, ...)."),
+        ("step_async", "Use send(td)."),
+    ],
+)
+def test_an_attribute_of_other_libraries_is_named_as_it_is_here(env, name, instead):
+    with pytest.raises(AttributeError, match=re.escape(f"'SerialEnv' object has no attribute {name!r}. {instead}")):
+        getattr(env, name)
+
+
+def test_unknown_attributes_are_ordinary_errors(env):
+    assert not hasattr(env, "action_space")
+    with pytest.raises(AttributeError, match=r"^'SerialEnv' object has no attribute 'action_spek'$") as caught:
+        env.action_spek  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("action_spek", env)  # from which python suggests the right one
 
 
 def test_a_rollout_that_is_cut_short_says_so_once(caplog):

@@ -178,6 +178,60 @@ def test_the_same_seed_gives_the_same_rollout_for_any_number_of_workers():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
+def test_the_template_of_an_env_runs(monkeypatch):
+    done = CliRunner().invoke(app, ["init", "envs/my_sim.py"])
+    assert (done.exit_code, done.stdout) == (0, "envs/my_sim.py written. Next: envherd check envs.my_sim:make_env\n")
+    assert "envherd rollout envs.my_sim:make_env" in Path("envs/my_sim.py").read_text()
+    done = CliRunner().invoke(app, ["check", "envs.my_sim:make_env", "--env-kwargs", '{"goal": 3}'])
+    monkeypatch.delitem(sys.modules, "envs.my_sim", raising=False)
+    assert done.exit_code == 0, done.output
+    assert "keeps the contract" in done.stdout
+    assert rollout("envs.my_sim:make_env", "--workers", "1", "--steps", "20").exit_code == 0
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_template_replaces_no_file():
+    Path("my_env.py").write_text("mine")
+    done = CliRunner().invoke(app, ["init"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "expected a new file, got 'my_env.py', which exists" in done.stderr
+    assert Path("my_env.py").read_text() == "mine"
+    assert CliRunner().invoke(app, ["init", "--force"]).exit_code == 0
+    assert "class MyAdapter" in Path("my_env.py").read_text()
+    done = CliRunner().invoke(app, ["init", "my-env.py"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "expected the name of a Python module" in done.stderr
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_figures_are_printed_although_a_picture_cannot_be_written():
+    done = rollout("CartPole-v1", "--workers", "1", "--steps", "5", "--gif", "my_envs.py/film.gif", "--json", "-")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["steps_done"] == 5
+    assert "error: accessing my_envs.py failed" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_quiet_prints_what_was_asked_for_and_errors_alone():
+    done = rollout(COUNTING, "--workers", "1", "--steps", "5", "--out", "kept", "--quiet", "--json", "-")
+    assert figures_of(done)["steps_done"] == 5
+    assert done.stderr == ""
+    done = CliRunner().invoke(app, ["replay", "kept", "--workers", "1", "-q"])
+    assert (done.exit_code, done.output) == (0, "")
+    TensorDict.load_memmap("kept")["next", "reward"][0, 2] += 1
+    done = CliRunner().invoke(app, ["replay", "kept", "--workers", "1", "-q"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "next/reward of env 0 at step 2" in done.stderr
+    done = rollout("python:my_envs:Breaks", "--workers", "1", "--quiet")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "the axle broke" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
 def test_a_policy_acts_and_what_it_adds_is_kept():
     assert rollout(COUNTING, "--steps", "6", "--policy", "my_envs:ones", "--out", "kept").exit_code == 0
     data = TensorDict.load_memmap("kept")

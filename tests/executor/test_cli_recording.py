@@ -57,10 +57,23 @@ def test_a_replay_names_the_first_difference_and_draws(tmp_path):
     assert (tmp_path / "again.gif").stat().st_size > 100
 
 
-def test_a_folder_without_a_rollout_is_refused(tmp_path):
-    result = envherd("replay", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("none", "no such folder"),
+        (".", "a folder without envherd.json"),
+        ("file", "a file"),
+        ("broken", "Expecting value"),
+    ],
+)
+def test_a_folder_without_a_rollout_is_refused(tmp_path, name, got):
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/envherd.json").touch()
+    result = envherd("replay", tmp_path / name)
     assert result.exit_code == 2
-    assert "envherd rollout --out" in " ".join(result.output.split())
+    assert f"expected the folder of a stored rollout, got {got}" in result.stderr
+    assert "`envherd rollout ENV --out DIR` writes one" in result.stderr
 
 
 @needs("gymnasium")

@@ -49,6 +49,22 @@ def test_limits_that_are_too_low_are_said():
 
 
 @pytest.mark.parametrize(
+    ("threads", "load", "quota", "level"),
+    [
+        (4, 0.4, None, "ok"),
+        (4, 1.0, None, "warn"),  # others use what one of the threads would
+        (4, 0.0, 2.0, "warn"),
+        (1, 9.0, 0.5, "ok"),  # there are no fewer
+    ],
+)
+def test_more_torch_threads_than_free_processors_are_warned_of(monkeypatch, threads, load, quota, level):
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    machine = replace(read_machine(), cpus=(0, 1, 2, 3), load=load, cgroup=Cgroup(cpu_quota=quota))
+    (finding,) = doctor.torch_threads(machine)
+    assert (finding.level, "OMP_NUM_THREADS=1" in finding.fix) == (level, level == "warn")
+
+
+@pytest.mark.parametrize(
     ("switch", "module", "level", "found"),
     [
         pytest.param(

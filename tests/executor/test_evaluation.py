@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from envherd import ExecutorOptions, MeltingPotFactory, ParallelEnv, PerPlayer, SerialEnv, evaluate
 from envherd.executor.cli.app import app
 from envherd.executor.evaluation.results import Evaluation, equality_of, interval_of
+from envherd.workers.testing import CountingEnv
 from tests.executor.team_env import Team
 from tests.executor.test_per_player import Always, Counting
 from tests.extras import needs
@@ -123,6 +124,13 @@ def test_it_leaves_torchs_generator_alone():
 def test_what_cannot_be_is_refused(how, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         evaluate(Always(1), Team, **{"episodes": 1, "num_workers": 1, **how})
+
+
+def test_envs_of_one_agent_are_refused_with_what_reports_their_returns():
+    options = ExecutorOptions(episode_statistics=True)
+    message = r"expected envs with players, .* of one agent\. `envherd rollout` reports"
+    with SerialEnv(1, CountingEnv, options=options) as env, pytest.raises(ValueError, match=message):
+        evaluate(None, env, episodes=1)
 
 
 def test_results_become_json():

@@ -155,9 +155,13 @@ def test_a_crash_loop_ends_in_an_error():
         root = env.reset()
         for _ in range(2):
             root = env.step_and_maybe_reset(act(root))[1]
-        with pytest.raises(WorkerLost, match="SIGKILL"):
+        with pytest.raises(WorkerLost, match="SIGKILL") as caught:
             env.step_and_maybe_reset(act(root))
         assert env.statistics().worker_losses == 3
+    assert "is not replaced: ExecutorOptions.max_restarts=2 within restart_window_s=60 allows" in caught.value.message
+    assert "on_worker_loss='restart'" not in caught.value.message  # which it is
+    assert caught.value.context["exit_code"] == -9
+    assert caught.value.env_ids == (2, 3)
 
 
 def test_a_crash_loop_slows_down_while_the_others_go_on():

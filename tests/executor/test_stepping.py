@@ -179,7 +179,10 @@ def test_keyword_arguments_reach_the_envs_reset_unchanged(make):
         ({"seed": [123, "x", 3]}, r"expected an integer or None as seed, got 'x' \(env 1\)"),
         ({"seed": [123]}, "expected 3 items in seed, got 1"),
         ({"seed": 9, "list_of_kwargs": [{}]}, "expected 3 items in list_of_kwargs, got 1"),
-        ({"seed": -3, "level": 1}, "expected an integer of at least 0, or None, got -3"),
+        (
+            {"seed": -3, "level": 1},
+            "reset failed: expected seed as an int of at least 0, a list of them or None, got -3",
+        ),
     ],
 )
 def test_of_a_refused_reset_nothing_is_kept(make, refused, message):

@@ -1,0 +1,43 @@
+"""`envherd init FILE`: a template of an env, its adapter and its factory, which runs as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from envherd.executor.cli.exit_codes import EXIT_FAILED
+
+#: The file that is copied; its own name in it becomes that of the new module.
+_TEMPLATE = Path(__file__).with_name("env_template.py")
+
+
+def init(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The Python file to write.")] = Path("my_env.py"),
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+) -> None:
+    """Write a small env with its adapter and factory, to be changed into yours.
+
+    The file runs as it is: `envherd check my_env:make_env`.
+    """
+    if file.suffix != ".py" or not file.stem.isidentifier():
+        raise typer.BadParameter(f"expected the name of a Python module, e.g. my_env.py, got {str(file)!r}.")
+    if file.exists() and not force:
+        raise typer.BadParameter(f"expected a new file, got {str(file)!r}, which exists. --force replaces it.")
+    name = f"{_module(file)}:make_env"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_TEMPLATE.read_text().replace(f"{_TEMPLATE.stem}:make_env", name))
+    except OSError as error:
+        typer.echo(f"error: accessing {error.filename} failed: {error.strerror}.", err=True)
+        raise typer.Exit(EXIT_FAILED) from None
+    typer.echo(f"{file} written. Next: envherd check {name}")
+
+
+def _module(file: Path) -> str:
+    """Return the name by which a command in this folder imports a file below it; that of the file alone elsewhere."""
+    here, path = Path.cwd(), file.resolve()
+    is_below = path.is_relative_to(here) and all(part.isidentifier() for part in path.relative_to(here).parent.parts)
+    return ".".join(path.relative_to(here).with_suffix("").parts) if is_below else file.stem
