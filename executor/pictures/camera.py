@@ -8,8 +8,11 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.media import MediaError
 from envherd.shm.specs import EnvSpec, Key
+
+
+class MediaError(RuntimeError):
+    """A picture could not be made: a package is missing, or no env gave a frame."""
 
 
 class Camera:
