@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]
 NEEDED = {
     "README.md": ("meltingpot", "gymnasium"),
     "docs/custom_envs.md": ("gymnasium", "old-gym"),
+    "docs/faq.md": ("gymnasium", "media"),
     "docs/gymnasium.md": ("gymnasium",),
     "docs/meltingpot.md": ("meltingpot",),
     "docs/pettingzoo.md": ("pettingzoo",),

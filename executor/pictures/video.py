@@ -30,6 +30,10 @@ class Video:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Complete the file."""
         self._writer.close()
 
     def add(self, frame: np.ndarray | None) -> None:
