@@ -46,8 +46,8 @@ class Camera:
             MediaError: no env has one.
         """
         if self.key:
-            rows = td[self.key]
-            seen: list[Any] = list((rows if env_ids is None else rows[env_ids]).numpy(force=True))
+            rows = range(len(td)) if env_ids is None else env_ids
+            seen: list[Any] = [td[row][self.key].numpy(force=True) for row in rows]  # they may differ in shape
         else:
             seen = self._env.ask("render", env_ids)
         if not self._has_looked and all(frame is None for frame in seen):

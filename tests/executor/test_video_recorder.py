@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from tests.extras import needs, skip_without
 
 skip_without("media")
@@ -67,6 +69,15 @@ def test_a_loop_of_steps_can_be_recorded(films, tmp_path):
             td, root = env.step_and_maybe_reset(env.rand_action(root))
             recorder(env, td)
     assert films == {"env0_episode0": [40, 80, 120, 160], "env0_episode1": [0, 40]}
+
+
+def test_different_tasks_may_have_pictures_of_different_sizes(films, tmp_path):
+    with (
+        SerialEnv([pictured, functools.partial(Team, 3, 16)], seed=0) as env,
+        VideoRecorder(env, tmp_path, env_ids=(0, 1)) as recorder,
+    ):
+        env.rollout(4, break_when_any_done=False, callback=recorder)
+    assert films == {"env0_episode0": [40, 80, 120, 160], "env1_episode0": [40, 80, 120], "env1_episode1": [0, 40]}
 
 
 @needs("gymnasium")
