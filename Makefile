@@ -20,7 +20,7 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
 # An installed package that mypy can follow (it cannot follow the editable install's finder).
 
-.PHONY: help venv rollout test test-quick test-full test-python test-oldest compat matrix faults soak mutants lint format types examples bench bench-quick docs docs-serve clean
+.PHONY: help venv rollout test test-quick test-full test-python test-oldest compat matrix faults soak mutants lint format types examples bench bench-quick docs docs-serve dist clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
@@ -41,6 +41,7 @@ help:
 	@echo "make bench        envherd compared with other libraries (most of an hour, on a quiet machine); writes docs/reports/benchmarks.md"
 	@echo "make bench-quick  the same with less of everything, in a minute"
 	@echo "make docs         build the documentation site into build/site; any warning is an error (make docs-serve shows it)"
+	@echo "make dist         build the sdist and the wheel of this machine; URL=https://... makes their links absolute"
 	@echo "make lint types examples"
 
 venv: $(STAMP)
@@ -153,6 +154,14 @@ docs: $(SITE_STAMP)
 
 docs-serve: $(SITE_STAMP)
 	$(SITE)/bin/mkdocs serve
+
+# The wheel is built from the sdist, so that a file which the sdist lacks is noticed.
+URL ?=
+dist: export ENVHERD_URL = $(URL)
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python setup.py -q sdist
+	$(PIP) wheel -q --no-deps -w dist dist/*.tar.gz
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

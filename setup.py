@@ -1,12 +1,18 @@
-"""The optional C extension; everything else is in pyproject.toml.
+"""The optional C extension, and links for a package index; everything else is in pyproject.toml.
 
 Where there is no compiler, or it fails, the package is installed without it and runs in Python (`workers.native`).
+
+The environment variable `ENVHERD_URL` is the address of the repository, for a release: with it the metadata has the
+project's URLs, and README's links and pictures become absolute. Without it README is taken unchanged.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import sysconfig
+import tomllib
 import zlib
 from pathlib import Path
 
@@ -33,4 +39,48 @@ NATIVE = Extension(
     optional=True,
 )
 
-setup(ext_modules=[NATIVE] if IS_POSSIBLE else [], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+URL = os.environ.get("ENVHERD_URL", "").rstrip("/")
+#: Of a Markdown link or picture, or of a picture in HTML, without a scheme; an anchor alone is left.
+RELATIVE = re.compile(r"""(\]\(|src(?:set)?=")(?!\w+:|#)([^)"\s]+)""")
+
+
+def at_tag(path: str) -> str:
+    """Return the address of a file of this version; a picture's is that of its bytes."""
+    version = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    return f"{URL}/{'raw' if path.endswith('.png') else 'blob'}/v{version}/{path}"
+
+
+def description() -> str:
+    """Return README, whose links are absolute where the repository's address is known."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    if not URL:
+        return text
+    return RELATIVE.sub(lambda found: found[1] + at_tag(found[2]), text).replace("<this repository>", URL)
+
+
+def urls() -> dict[str, str]:
+    """Return the project's URLs; none where the repository's address is not known.
+
+    Raises:
+        ValueError: it is not an https URL.
+    """
+    if not URL:
+        return {}
+    if not re.fullmatch(r"https://[^\s/]+/\S+", URL):
+        raise ValueError(f"building failed: expected ENVHERD_URL as https://HOST/OWNER/NAME, got {URL!r}.")
+    return {
+        "Homepage": URL,
+        "Documentation": at_tag("docs/index.md"),
+        "Changelog": at_tag("CHANGELOG.md"),
+        "Issues": f"{URL}/issues",
+        "Source": URL,
+    }
+
+
+setup(
+    ext_modules=[NATIVE] if IS_POSSIBLE else [],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    project_urls=urls(),
+    long_description=description(),
+    long_description_content_type="text/markdown",
+)

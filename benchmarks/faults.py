@@ -1,8 +1,8 @@
 """The same faults under envherd and under other executors: when the caller knows, what is left, what still works.
 
-Every case runs in a process of its own, whose orphans this one adopts and counts. Executors are as they come, but for
-the deadline that envherd is given where an env hangs (the others have none, or one of hours) and TorchRL's
-start method.
+Every case runs in a separate process, whose orphans this one adopts and counts. Executors have their default settings,
+except for the deadline of envherd where an env hangs (the others have none, or one of hours) and TorchRL's start
+method.
 
 Run: python -m envherd.benchmarks.faults [--write]    (--write: into docs/reports/faults.md)
 """
@@ -277,12 +277,13 @@ def write(table: str) -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     title = "## Other executors"
     text = (
-        f"{title}\n\nThe same faults in the last of three envs, by `python -m envherd.benchmarks.faults` "
-        f"({versions}, Python {platform.python_version()}). Executors as they come, but TorchRL's workers "
-        "forked, which start sooner; envherd with a deadline of "
-        f'{DEADLINE_S:g} s and `on_worker_loss="restart"` (its seconds are those until the new worker '
-        f"had built and reset its env). *Hangs* means that nothing came within {LIMIT_S:g} s. "
-        "*Left* is counted 2 s after the process that had the executor ended.\n\n" + table + "\n"
+        f"{title}\n\n`python -m envherd.benchmarks.faults` causes the same faults in the last of three envs "
+        f"({versions}, Python {platform.python_version()}). All executors have their default settings, with two "
+        "exceptions. TorchRL's workers are forked, since they start sooner. envherd has a deadline of "
+        f"{DEADLINE_S:g} s and "
+        '`on_worker_loss="restart"`; its times include building and resetting the env in the new worker. *Hangs* means '
+        f"that the call did not return within {LIMIT_S:g} s. *Left* is counted 2 s after the process of the executor "
+        "has ended.\n\n" + table + "\n"
     )
     page = ROOT / "docs" / "reports" / "faults.md"
     old = page.read_text() if page.exists() else "# Faults\n\n"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
     from envherd.executor.per_player import PerPlayer, RandomPlayer
+    from envherd.executor.pictures.recorder import VideoRecorder
     from envherd.executor.policy import swapped_parameters, uncopied
     from envherd.executor.pools.preloading import preloaded
     from envherd.executor.progress import progress
@@ -103,6 +104,7 @@ _HOMES = {
     "SpecError": _ERRORS,
     "Statistics": "envherd.executor.monitor.statistics",
     "Unbounded": _SPECS,
+    "VideoRecorder": "envherd.executor.pictures.recorder",
     "VmasFactory": "envherd.workers.adapters.named",
     "WorkerLost": _ERRORS,
     "WorkerStatistics": "envherd.executor.monitor.statistics",
@@ -164,6 +166,7 @@ __all__ = [
     "SpecError",
     "Statistics",
     "Unbounded",
+    "VideoRecorder",
     "VmasFactory",
     "WorkerLost",
     "WorkerStatistics",

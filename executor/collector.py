@@ -29,13 +29,14 @@ class Rolls(Protocol):
     num_envs: int
     specs: tuple[EnvSpec, ...]
 
-    def rollout(
+    def rollout(  # noqa: PLR0913  # the arguments of TorchRL's rollout
         self,
         max_steps: int,
         policy: Policy | None = None,
         *,
         auto_reset: bool = True,
         break_when_any_done: bool = ...,
+        callback: Callable[[Any, TensorDictBase], Any] | None = None,
         tensordict: TensorDictBase | None = None,
         primer: TensorDictBase | None = None,
     ) -> TensorDictBase:
@@ -63,6 +64,7 @@ class Collector:
         reset_at_each_iter: reset all envs before every batch.
         primer: batch `[N]`, the policy's state at the beginning of an episode (a recurrent state).
         postproc: applied to every batch.
+        callback: called with the executor and each step's batch, as that of `rollout`.
         close_env: close the executor with the collector.
 
     Attributes:
@@ -88,6 +90,7 @@ class Collector:
         reset_at_each_iter: bool = False,
         primer: TensorDictBase | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        callback: Callable[[Any, TensorDictBase], Any] | None = None,
         close_env: bool = True,
     ) -> None:
         if not hasattr(env, "rollout"):
@@ -95,7 +98,7 @@ class Collector:
         frames_per_batch = as_count("Collector", "frames_per_batch", frames_per_batch)
         total_frames = as_count("Collector", "total_frames", total_frames, least=-1)
         init_random_frames = as_count("Collector", "init_random_frames", init_random_frames, least=0)
-        need_callables("Collector", policy=policy, policy_factory=policy_factory, postproc=postproc)
+        need_callables("Collector", policy=policy, policy_factory=policy_factory, postproc=postproc, callback=callback)
         need_bools("Collector", reset_at_each_iter=reset_at_each_iter, close_env=close_env)
         if policy is not None and policy_factory is not None:
             raise ValueError("Collector failed: expected a policy or a policy_factory, got both. Leave one out.")
@@ -111,7 +114,7 @@ class Collector:
         self._init_random_frames = init_random_frames
         self._resets_always = reset_at_each_iter
         self._primer = primer
-        self._postproc = postproc
+        self._postproc, self._callback = postproc, callback
         self._closes_env = close_env
         self._has_begun = False
         self._state: TensorDictBase | None = None
@@ -169,6 +172,7 @@ class Collector:
                 self._policy_now(),
                 auto_reset=self._resets_always or not self._has_begun,
                 break_when_any_done=False,
+                callback=self._callback,
                 tensordict=self._state,
                 primer=self._primer,
             )

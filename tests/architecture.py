@@ -62,6 +62,7 @@ BOXES = {
         15,
         (2, 3),
     ),
+    "executor/pictures/": Box(("executor/pictures/*",), "pictures of envs, videos", 15, (0, 0)),
     "executor/{batched,serial}.py": Box(
         ("executor/batched.py", "executor/serial.py"),
         "what users call: reset, step, send",

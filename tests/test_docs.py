@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]
 NEEDED = {
     "README.md": ("meltingpot", "gymnasium"),
     "docs/custom_envs.md": ("gymnasium", "old-gym"),
+    "docs/faq.md": ("gymnasium", "media"),
     "docs/gymnasium.md": ("gymnasium",),
     "docs/meltingpot.md": ("meltingpot",),
     "docs/pettingzoo.md": ("pettingzoo",),
@@ -248,8 +249,8 @@ def test_the_page_of_errors_has_the_whole_tree():
 
 
 def test_the_index_has_every_example():
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} <= set(
-        re.findall(r"\[(\w+\.py)\]", (DOCS / "index.md").read_text())
+    assert {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")} <= set(
+        re.findall(r"\[(\w+\.\w+)\]", (DOCS / "index.md").read_text())
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +21,7 @@ TESTED = {
     "benchmarl_meltingpot",  # run by tests/executor/facades/test_benchmarl.py
     "ctypes_env",
     "custom_env",
+    "first_steps",
     "gymnasium_vector_env",
     "meltingpot_ippo",
     "meltingpot_rollout",
@@ -36,7 +40,7 @@ TESTED = {
 
 
 def test_no_example_is_forgotten():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED
+    assert {path.stem for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")} == TESTED
 
 
 @needs("meltingpot")
@@ -191,6 +195,26 @@ def test_the_page_on_envs_of_ones_own_has_the_example_itself():
     assert len(blocks) == 2
     assert all(block.strip() in example for block in blocks)
     assert sum(len(block.strip().splitlines()) for block in blocks) < 60
+
+
+@needs("gymnasium", "media", "progress", "box2d")
+@pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="needs nbclient and ipykernel")
+@pytest.mark.slow
+def test_the_notebook_runs_in_a_kernel(tmp_path):
+    notebook = Path(shutil.copy(EXAMPLES / "first_steps.ipynb", tmp_path))
+    homes = {name: str(tmp_path / "jupyter") for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
+    code = "from nbclient.cli import main; main()"
+    command = [sys.executable, "-c", code, "--inplace", "--kernel_name=python3", "--timeout=120", str(notebook)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **homes}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, 1 + len(cells)))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    printed = "".join(text for output in outputs for text in output.get("text", ()) if output["name"] == "stdout")
+    assert re.search(r"^[1-9]\d* episodes, mean return \d+\.\d, mean length \d+\.\d$", printed, re.MULTILINE)
 
 
 @pytest.mark.slow

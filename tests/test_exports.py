@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from setuptools import find_packages
 
 import envherd
@@ -90,6 +91,13 @@ def test_every_folder_of_code_is_packaged():
 def test_the_package_links_to_the_folders(layer):
     assert (ROOT / "envherd" / layer).is_symlink()
     assert (ROOT / "envherd" / layer).samefile(ROOT / layer)
+
+
+def test_the_citation_has_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    for name in ("version", "license", "authors"):
+        assert citation[name] == PYPROJECT["project"][name]
 
 
 def test_types_are_shipped():

@@ -52,7 +52,7 @@ ALLOWED = {
     "executor/cli/filming.py": {"matplotlib"},
     "executor/cli/env_template.py": {"envherd"},  # a file of the user
     "executor/cli/media.py": {"PIL"},
-    "executor/cli/recording.py": {"imageio", "imageio_ffmpeg"},
+    "executor/pictures/video.py": {"imageio", "imageio_ffmpeg"},
     "executor/cli/config.py": {"yaml"},
     "executor/evaluation/chart.py": {"matplotlib"},
     "executor/progress.py": {"tqdm"},
@@ -107,6 +107,7 @@ ORDER = {
             "batched",
             "exporting",
             "episode_logger",
+            "pictures",
             "policy",
             "per_player",
             "collector",

@@ -16,12 +16,12 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.camera import Camera
 from envherd.executor.cli.interrupts import DeferredInterrupt
 from envherd.executor.cli.media import FrameLog
 from envherd.executor.cli.returns import ReturnMeter, ReturnSummary
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.monitor.statistics import Statistics
+from envherd.executor.pictures.camera import Camera
 from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import memory_of
 

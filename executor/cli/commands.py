@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from envherd.executor.cli.media import FrameLog, MediaError, write_contact_sheet, write_gif
+from envherd.executor.cli.media import FrameLog, write_contact_sheet, write_gif
 from envherd.executor.cli.storing import StoreError
 from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.pictures.camera import MediaError
 from envherd.workers.errors import EnvherdError
 
 Prepared = TypeVar("Prepared")

@@ -21,8 +21,8 @@ from envherd.benchmarks.summary import summarise
 from envherd.executor.cli.commands import carry_out, write_text
 from envherd.executor.cli.env_names import factory_for, full_name
 from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.media import MediaError
 from envherd.executor.machine.machine import usable_cores
+from envherd.executor.pictures.camera import MediaError
 from envherd.workers.errors import FactoryError
 
 SCHEMA = "envherd.compare/1"

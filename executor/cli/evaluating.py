@@ -14,7 +14,6 @@ from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out, write_text
 from envherd.executor.cli.env_names import callable_at
-from envherd.executor.cli.media import MediaError
 from envherd.executor.cli.running import Made, call_maker, make
 from envherd.executor.evaluation.chart import plot_evaluations
 from envherd.executor.evaluation.evaluate import evaluate
@@ -22,6 +21,7 @@ from envherd.executor.evaluation.results import Evaluation
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.per_player import OTHERS
+from envherd.executor.pictures.camera import MediaError
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.errors import FactoryError
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from envherd.executor.pictures.camera import MediaError
+
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
@@ -39,10 +41,6 @@ LAST_FRAME_MS = 1500
 MAX_GIF_ENVS = 16
 MAX_SHEET_ENVS = 8
 SHEET_COLUMNS = 5
-
-
-class MediaError(RuntimeError):
-    """A picture could not be made: a package is missing, or no env gave a frame."""
 
 
 @dataclass

@@ -12,19 +12,16 @@ import torch
 from rich.console import Console
 from tensordict import TensorDictBase
 
-from envherd.executor.cli.camera import Camera
 from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.env_names import callable_at
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
 from envherd.executor.cli.filming import Gif, Timeline, Views
-from envherd.executor.cli.media import MediaError
 from envherd.executor.cli.running import Made, call_maker, make, with_display
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
+from envherd.executor.pictures.camera import Camera
+from envherd.executor.pictures.video import Video, enlarged, require_imageio
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
-
-#: Sides of a frame below which pixels are enlarged by a whole factor.
-_SMALL_PX = 320
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +57,7 @@ def run(request: Request) -> int:
 def _prepare(request: Request) -> tuple[Made, Any]:
     """Refuse at once what cannot work; return the factory, and what makes the policy."""
     if request.mp4 is not None:
-        _require_imageio()
+        require_imageio()
     made = make(request.env, request.max_steps, request.env_kwargs, with_frames=request.draws_world)
     if request.timeline is not None and isinstance(made[0], MeltingPotFactory):
         made = replace(made[0], positions=True), made[1]
@@ -138,48 +135,3 @@ class Single:
 
     next = first
     """The same of a step."""
-
-
-class Video:
-    """Writes frames to an MP4 file, one by one.
-
-    Attributes:
-        size: width and height, once the first frame is there.
-    """
-
-    def __init__(self, path: Path, fps: float) -> None:
-        self._writer = _require_imageio().get_writer(
-            path, format="FFMPEG", mode="I", fps=fps, codec="libx264", macro_block_size=2, ffmpeg_log_level="error"
-        )
-        self.size = (0, 0)
-
-    def __enter__(self) -> Video:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._writer.close()
-
-    def add(self, frame: np.ndarray | None) -> None:
-        """Add a frame, uint8 `[H, W, 3]`."""
-        assert frame is not None  # `Camera` has refused envs without pictures
-        height, width = (side - side % 2 for side in frame.shape[:2])
-        self.size = (width, height)
-        self._writer.append_data(np.ascontiguousarray(frame[:height, :width]))
-
-
-def enlarged(frame: np.ndarray | None) -> np.ndarray | None:
-    """Return a frame whose pixels are enlarged by a whole factor if it is small."""
-    factor = 1 if frame is None else max(1, _SMALL_PX // max(frame.shape[:2]))
-    return frame if frame is None or factor == 1 else frame.repeat(factor, 0).repeat(factor, 1)
-
-
-def _require_imageio() -> Any:
-    try:
-        import imageio.v2 as imageio
-        import imageio_ffmpeg  # noqa: F401  # which imageio needs for MP4
-    except ImportError as error:
-        raise MediaError(
-            f"recording failed: expected the packages imageio and imageio-ffmpeg, got {error}. "
-            f"pip install 'envherd[media]'"
-        ) from None
-    return imageio

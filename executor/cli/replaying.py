@@ -13,7 +13,6 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.camera import Camera
 from envherd.executor.cli.commands import carry_out, write_pictures
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.media import FrameLog, require_pillow
@@ -21,6 +20,7 @@ from envherd.executor.cli.running import Made, make, with_display
 from envherd.executor.cli.storing import load_rollout
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
+from envherd.executor.pictures.camera import Camera
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,13 +94,14 @@ class RemoteRollouts:
 
     # ---- what users call ---------------------------------------------------------------------
 
-    def rollout(
+    def rollout(  # noqa: PLR0913  # the arguments of TorchRL's rollout
         self,
         max_steps: int,
         policy: Policy | None = None,
         *,
         auto_reset: bool = True,
         break_when_any_done: bool = False,
+        callback: Callable[[Any, TensorDictBase], Any] | None = None,
         tensordict: TensorDictBase | None = None,
         primer: TensorDictBase | None = None,
     ) -> TensorDictBase:
@@ -111,6 +112,7 @@ class RemoteRollouts:
             policy: takes a root batch `[n]` and returns it with the action; None draws random actions on the nodes.
             auto_reset: reset all envs first; False goes on, and resets those that have ended.
             break_when_any_done: must be False: nodes do not wait for each other's steps.
+            callback: must be None, for the same reason.
             tensordict: batch `[N]`, with the policy's own state before the first step.
             primer: batch `[N]`, the policy's state at the begin of an episode.
 
@@ -123,6 +125,8 @@ class RemoteRollouts:
         """
         if break_when_any_done:
             raise ValueError("rollout failed: expected break_when_any_done=False, got True: nodes roll on their own.")
+        if callback is not None:
+            raise ValueError("rollout failed: expected no callback, got one: nodes roll on their own.")
         with self._engine.guard:
             self._begin(policy)
             kwargs = {"auto_reset": auto_reset, "break_when_any_done": False}

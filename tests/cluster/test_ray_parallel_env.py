@@ -196,6 +196,8 @@ def test_a_policy_that_cannot_be_pickled_is_named(shared_env):
         shared_env.remote_rollouts().rollout(2, HeldCounter())
     with pytest.raises(ValueError, match="nodes roll on their own"):
         shared_env.remote_rollouts().rollout(2, break_when_any_done=True)
+    with pytest.raises(ValueError, match="nodes roll on their own"):
+        shared_env.remote_rollouts().rollout(2, callback=print)
 
 
 def test_refusals_touch_nothing(shared_env):

@@ -83,7 +83,7 @@ def pettingzoo_spread(*, draws: bool = False) -> Any:
 
 
 def pettingzoo_village() -> Any:
-    """Return an env whose agents leave and come back, have unlike spaces and action masks."""
+    """Return an env whose agents leave and return, have unlike spaces and action masks."""
     from tests.workers.pettingzoo_envs import Village
 
     return Village()
@@ -185,7 +185,7 @@ FAMILIES: dict[str, Family] = {
         extra="pettingzoo",
     ),
     "pettingzoo_village": Family(
-        "PettingZoo: agents leave and come back", pettingzoo_village, num_steps=30, extra="pettingzoo", draws=False
+        "PettingZoo: agents leave and return", pettingzoo_village, num_steps=30, extra="pettingzoo", draws=False
     ),
     "torchrl": Family(
         "TorchRL: GymEnv, StepCounter, 6 steps",
@@ -203,7 +203,7 @@ FAMILIES: dict[str, Family] = {
         is_slow=True,
     ),
     "own": Family(
-        "One's own: a C library, `register`",
+        "Custom: a C library, `register`",
         own_family.make_own,
         own_family.PlainOwn,
         150,

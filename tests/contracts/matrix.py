@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-#: Column -> what it says.
+#: Column -> what a cell of it says.
 COLUMNS = {
-    "contract": "the rules of `envherd.workers.testing`, for a bare block of envs, `SerialEnv` and `ParallelEnv` "
-    "(for `ParallelEnv` alone, where a process can have one env, or keeps what an env has left)",
-    "plain loop": "rollouts and single steps, compared bit for bit with the env driven by hand through its own API, "
-    "with the same seeds and actions",
-    "partial resets": "the same, with resets of random envs (or rows) by mask, in the middle of episodes and at their "
-    "ends",
-    "invalid transitions": "the number of collected transitions, and of those that the env driven by hand did not "
-    "make: steps that only reset, observations of the next episode as last ones, steps after an end",
-    "seeds": "the same seed gives the same data on one worker and on two, another seed gives others",
-    "rendering": "the size of a picture",
-    "async": "envs sent and received one by one, compared as above",
+    "contract": "the rules of `envherd.workers.testing` that hold: for a block of envs without an executor, for "
+    "`SerialEnv` and for `ParallelEnv`. Families of which a process can have only one env, or whose envs leave state "
+    "in their process, are checked with `ParallelEnv` only",
+    "plain loop": "the transitions of rollouts and single steps that equal, bit for bit, those of the env driven "
+    "directly through its own API, with the same seeds and actions",
+    "partial resets": "the resets of random envs (or rows) by mask, during and at the end of episodes. All transitions "
+    "are compared as in *plain loop*",
+    "invalid transitions": "the collected transitions that the env, driven directly, did not make: steps that only "
+    "reset, observations of the next episode as last ones, steps after an end",
+    "seeds": "whether the same seed gives the same data on one worker and on two, and another seed other data",
+    "rendering": "height and width of a picture",
+    "async": "the transitions of envs that were sent and received one by one, compared as in *plain loop*",
 }
 
 _HEAD = """# Families of envs
 
-What was checked for each, by `make matrix`, which writes this page from the outcomes of the tests
-(`tests/contracts/test_matrix.py`; an ordinary run of the tests makes the same checks with fewer steps). A dash: the
-check does not apply, because the env cannot be seeded or a plain loop would have to repeat the adapter.
+`make matrix` writes this page from the results of `tests/contracts/test_matrix.py`. An ordinary test run makes the same
+checks with fewer steps. A dash marks a check that does not apply: the env cannot be seeded, or driving it directly
+would repeat the code of its adapter.
 
 """
 

@@ -154,7 +154,7 @@ MEDDLING: dict[str, Callable[[], Any]] = {
     "closes descriptors 0 to 255": lambda: os.closerange(0, 256),
     "changes folder, variables and sys.path": _change_folder,
     "installs signal handlers": _install_handlers,
-    "starts threads that go on": _start_threads,
+    "starts threads that keep running": _start_threads,
     "starts processes": _start_processes,
     "forks": _fork,
     "lowers its limit on files": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)),

@@ -39,12 +39,12 @@ DEADLINE_S = 0.5
 #: State -> where the env breaks in it ("" for a signal from outside), and what it means.
 STATES: dict[str, tuple[str, str]] = {
     "build": ("construct", "in the factory"),
-    "idle": ("", "between two calls; seen by the next step"),
+    "idle": ("", "between two calls; the next step notices it"),
     "step": ("step", "in `step_and_maybe_reset`"),
-    "reset": ("reset", "in a `reset` of all"),
+    "reset": ("reset", "in a `reset` of all envs"),
     "sent": ("step", "between `send` and `recv`"),
     "rollout": ("step", "in a `rollout`"),
-    "render": ("render", "in a question: `render`, `call`, `get`"),
+    "render": ("render", "in a request: `render`, `call`, `get`"),
     "close": ("close", "in `close`"),
 }
 

@@ -22,22 +22,32 @@ PEERS = "## Other executors"
 
 _HEAD = """# Faults
 
-What happens when something breaks. This page is written by `make faults` from the records of its tests
-({machine}); an ordinary run makes part of them.
-All faults are real: the process is really killed, the GIL really held. After every one of them `close()` left no
-process, no descriptor and no name in /dev/shm.
+What the caller sees when an env, a worker or the machine fails. `make faults` writes this page from the results of its
+tests ({machine}); an ordinary test run makes some of them.
+The faults are real: processes are killed, and the GIL is held. After each fault, `close()` left no process, no
+descriptor and no name in `/dev/shm`.
 
-Seconds are from the call to the exception, of one run on a busy machine. Hangs were given a deadline of 0.5 s (4 s to
-build, 12 s if spawned; 2 s to reset and to render). A dash: there is no such thing.
+Times are from the call to the exception, of one run on a busy machine. Hangs had a deadline of 0.5 s (to build: 4 s, or
+12 s with `spawn`; to reset and to render: 2 s). A dash marks a combination that does not exist.
 
 """
 
 _INTERLUDE = """
-The worker runs two envs, one of which breaks; another worker runs a third. When an env raises, all other envs continue,
-including those in the same worker; the failed env can be reset. When a worker crashes, the envs of other workers
-continue (after a reset where a cell says so). Those of the crashed worker raise the error at every call, or, with
-`on_worker_loss="restart"`, are built anew:
+Two envs are in one worker, and one of them breaks. A third env is in another worker. If an env raises, all other envs
+continue, including the one in the same worker, and the failed env can be reset. If a worker crashes, the envs of other
+workers continue (after a reset if a cell says so). The envs of the crashed worker raise the error at every call. With
+`on_worker_loss="restart"` they are built again:
 
+"""
+
+_METHODS = "\n\nFaults for which the start method could matter, with the other methods:\n\n"
+
+_SURROUNDINGS = """## The caller and the machine
+
+The owner is the process that made the executor.
+
+| what | what the caller sees, and what is left |
+|---|---|
 """
 
 
@@ -84,8 +94,7 @@ def write(recorded: dict[str, dict[str, Any]], page: Path = PAGE) -> None:
     parts = [_HEAD.format(machine=machine), "## Envs and workers\n\n"]
     parts += [f"- **{state}**: {meaning}.\n" for state, (_, meaning) in STATES.items()]
     parts += ["\n", "\n".join(table(recorded, "raise")), "\n", _INTERLUDE, "\n".join(table(recorded, "restart"))]
-    parts += ["\n\nOther start methods, where they could matter:\n\n", "\n".join(methods(recorded)), "\n\n"]
-    parts += ["## The caller and the machine\n\n| what | what the caller sees, and what is left |\n|---|---|\n"]
+    parts += [_METHODS, "\n".join(methods(recorded)), "\n\n", _SURROUNDINGS]
     parts += [f"| {found['what']} | {found['seen']} |\n" for found in recorded.values() if "what" in found]
     old = page.read_text() if page.exists() else ""
     peers = old[old.index(PEERS) :] if PEERS in old else ""

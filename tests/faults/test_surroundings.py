@@ -84,7 +84,8 @@ def few_files() -> str:
             env.rollout(3)
         works(env)
     return (
-        "`OSError` (EMFILE) with the numbers before anything is started; a rollout without room is refused, steps go on"
+        "`OSError` (EMFILE) with the numbers before anything is started; a rollout without room is refused, and steps "
+        "work"
     )
 
 
@@ -105,7 +106,7 @@ def little_address_space() -> str:
         with pytest.raises(MemoryError, match="address space") as caught:
             env.rollout(2**23)
         works(env)
-    return said(caught.value) + " Steps go on"
+    return said(caught.value) + " Steps continue"
 
 
 def little_address_space_in_workers() -> str:
@@ -115,7 +116,7 @@ def little_address_space_in_workers() -> str:
         with pytest.raises(EnvError, match="MemoryError") as caught:
             env.step(actions())
         works(env)
-    return f"`{type(caught.value).__name__}` of that env; all go on"
+    return f"`{type(caught.value).__name__}` of that env; all continue"
 
 
 def killed_for_memory(flag: str) -> str:
@@ -292,7 +293,9 @@ def test_an_owner_that_raises_at_exit():
     assert done.stderr.count("Traceback") == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split())
     record(
-        "raises at exit", what="an exit handler of the owner raises", seen="nothing of ours in stderr; nothing is left"
+        "raises at exit",
+        what="an exit handler of the owner raises",
+        seen="stderr has nothing from envherd; nothing is left",
     )
 
 
@@ -335,7 +338,7 @@ def test_an_env_that_prints_megabytes(num_bytes):
             root = env.step_and_maybe_reset(root.update(actions()))[1]
         assert root["observation"][:, 1].tolist() == [70, 70]
         assert len(env.worker_output(0)) <= 66 * num_bytes  # and not 70 of them: a look at it every 64 steps
-    record("prints", what="an env prints 4 MB at every step", seen="nothing: what is kept of it is cut now and then")
+    record("prints", what="an env prints 4 MB at every step", seen="nothing: the oldest output is dropped")
 
 
 def test_an_env_that_is_nan_is_refused_where_that_is_asked_for():
@@ -345,7 +348,7 @@ def test_an_env_that_is_nan_is_refused_where_that_is_asked_for():
         with pytest.raises(EnvError, match=r"NaN|finite|nan") as caught:
             env.step(actions())
         assert caught.value.env_ids == (0,)
-    record("nan", what="an env gives NaN (`check_finite=True`)", seen="`EnvError` of that env; the others go on")
+    record("nan", what="an env returns NaN (`check_finite=True`)", seen="`EnvError` of that env; the others continue")
 
 
 # ---- callers -----------------------------------------------------------------------------------
@@ -392,8 +395,8 @@ def test_a_live_executor_that_is_pickled_forked_and_used_after_its_end():
     env.close()
     with pytest.raises(Closed):
         env.step(actions())
-    record("pickled", what="pickling a live executor", seen="`TypeError`; it goes on")
-    record("forked", what="using or closing it in a fork of the owner", seen="`Closed`; the owner's goes on")
+    record("pickled", what="pickling a live executor", seen="`TypeError`; the executor continues")
+    record("forked", what="using or closing it in a fork of the owner", seen="`Closed`; the owner's executor continues")
     record("closed", what="closing twice; using it after `close`", seen="nothing; `Closed`")
 
 
@@ -405,7 +408,9 @@ def test_ctrl_c_between_send_and_recv():
             signal.raise_signal(signal.SIGINT)
         assert env.recv()["next", "observation"][:, 1].tolist() == [1, 1]
         works(env)
-    record("ctrl-c", what="Ctrl-C between `send` and `recv`", seen="`KeyboardInterrupt`; `recv` still gives every row")
+    record(
+        "ctrl-c", what="Ctrl-C between `send` and `recv`", seen="`KeyboardInterrupt`; `recv` still returns every row"
+    )
 
 
 def test_two_executors_at_once():

@@ -8,8 +8,11 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.media import MediaError
 from envherd.shm.specs import EnvSpec, Key
+
+
+class MediaError(RuntimeError):
+    """A picture could not be made: a package is missing, or no env gave a frame."""
 
 
 class Camera:
@@ -32,16 +35,21 @@ class Camera:
         self.key: Any = tuple(found) if isinstance(found, list) else found
         self._has_looked = False
 
-    def look(self, td: TensorDictBase) -> list[np.ndarray | None]:
+    def look(self, td: TensorDictBase, env_ids: list[int] | None = None) -> list[np.ndarray | None]:
         """Return a picture of each env as a batch `[N]` shows it, uint8 `[H, W, 3]`; None where an env has none.
+
+        Args:
+            td: the batch.
+            env_ids: of these envs alone.
 
         Raises:
             MediaError: no env has one.
         """
         if self.key:
-            seen: list[Any] = list(td[self.key].numpy(force=True))
+            rows = range(len(td)) if env_ids is None else env_ids
+            seen: list[Any] = [td[row][self.key].numpy(force=True) for row in rows]  # they may differ in shape
         else:
-            seen = self._env.render()
+            seen = self._env.ask("render", env_ids)
         if not self._has_looked and all(frame is None for frame in seen):
             raise MediaError(f"drawing failed: {self._env.spec.family} envs like these have no picture of themselves.")
         self._has_looked = True
@@ -54,6 +62,6 @@ def _agents_key(spec: EnvSpec, agent: int) -> Key:
             is_picture = leaf.dtype == "uint8" and len(leaf.shape) == len(shape) + 3 and leaf.shape[-1] == 3
             if leaf.key[: len(group)] == group and is_picture:
                 if agent >= shape[-1]:
-                    raise MediaError(f"--agent failed: expected an agent in 0..{shape[-1] - 1}, got {agent}.")
+                    raise MediaError(f"drawing failed: expected an agent in 0..{shape[-1] - 1}, got {agent}.")
                 return leaf.key
-    raise MediaError(f"--agent failed: expected an env whose agents observe pictures, got {spec.family} without.")
+    raise MediaError(f"drawing failed: expected an env whose agents observe pictures, got {spec.family} without.")

@@ -1,0 +1,70 @@
+"""A release for a package index has links that work there; other builds need no address of the repository."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import LINK, ROOT
+
+URL = "https://git.example.org/owner/envherd"
+CODE = "from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel('.')"
+
+
+def build(folder: Path, url: str) -> subprocess.CompletedProcess[str]:
+    """Build the metadata with an address of the repository, in a folder that holds what it is made of."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    surroundings = {**os.environ, "ENVHERD_URL": url}
+    command = [sys.executable, "-c", CODE]
+    return subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
+
+
+def metadata(folder: Path, url: str) -> Message:
+    done = build(folder, url)
+    assert done.returncode == 0, done.stderr
+    (found,) = folder.glob("*.dist-info/METADATA")
+    return email.message_from_string(found.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_with_an_address_every_link_and_picture_is_absolute_and_there(tmp_path):
+    built = metadata(tmp_path, f"{URL}/")
+    version = built["Version"]
+    links = [link for link in LINK.findall(built.get_payload()) if not link.startswith("#")]
+    ours = [link for link in links if link.startswith(URL)]
+    assert {link for link in links if not link.startswith("https://")} == set()
+    for link in ours:
+        kind, tag, path = re.fullmatch(rf"{URL}/(raw|blob)/(v[^/]+)/([^#]+)(?:#.*)?", link).groups()
+        assert (kind == "raw", tag) == (path.endswith(".png"), f"v{version}")
+        assert (ROOT / path).is_file(), link
+    relative = [link for link in LINK.findall((ROOT / "README.md").read_text()) if not re.match(r"#|\w+:", link)]
+    assert len(ours) == len(relative)
+    assert any("speed_dark.png" in link for link in ours), "the srcset of a picture"
+    assert f"git clone {URL} " in built.get_payload()
+    named = dict(line.split(", ") for line in built.get_all("Project-URL"))
+    assert named.keys() == {"Homepage", "Documentation", "Changelog", "Issues", "Source"}
+    assert all(link.startswith(URL) for link in named.values())
+
+
+@pytest.mark.slow
+def test_without_an_address_the_readme_is_unchanged(tmp_path):
+    built = metadata(tmp_path, "")
+    assert built.get_payload() == (ROOT / "README.md").read_text()
+    assert built.get_all("Project-URL") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("url", ["http://git.example.org/owner/envherd", "git@example.org:owner/envherd", "https://"])
+def test_an_address_that_is_not_https_is_refused(tmp_path, url):
+    done = build(tmp_path, url)
+    assert done.returncode != 0
+    assert "building failed: expected ENVHERD_URL as https://HOST/OWNER/NAME, got" in done.stderr
