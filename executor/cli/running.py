@@ -20,10 +20,11 @@ from envherd.executor.cli.commands import carry_out, complain, write_pictures, w
 from envherd.executor.cli.env_names import Factory, callable_at, factory_for, full_name, limited
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.figures import Figures, table
-from envherd.executor.cli.media import FrameLog, MediaError, require_pillow
+from envherd.executor.cli.media import FrameLog, require_pillow
 from envherd.executor.cli.storing import SCHEMA, RolloutStore
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
+from envherd.executor.pictures.camera import MediaError
 from envherd.executor.serial import SerialEnv
 from envherd.workers.errors import FactoryError
 
