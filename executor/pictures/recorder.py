@@ -47,13 +47,14 @@ class VideoRecorder:
         folder: str | Path,
         *,
         every: int = 1,
-        env_ids: Iterable[int] = (0,),
+        env_ids: int | Iterable[int] = 0,
         agent: int | None = None,
         fps: float = 30.0,
     ) -> None:
         require_imageio()
         self._every = as_count("VideoRecorder", "every", every)
-        self._ids = [as_count("VideoRecorder", "env_ids", env_id, least=0) for env_id in env_ids]
+        wanted = [env_ids] if isinstance(env_ids, int) else env_ids
+        self._ids = [as_count("VideoRecorder", "env_ids", env_id, least=0) for env_id in wanted]
         if any(env_id >= env.num_envs for env_id in self._ids):
             raise ValueError(f"VideoRecorder failed: expected env_ids in 0..{env.num_envs - 1}, got {self._ids}.")
         if len(env.batch_size) > 1:
