@@ -18,8 +18,6 @@ Leaves = list[torch.Tensor]
 
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
 _data_ptr, _detach = torch.Tensor.data_ptr, torch.Tensor.detach
-#: Blocks of one shelf. A loop that holds the latest batch alone needs two.
-_NUM_BLOCKS = 3
 #: Bytes of a batch above which memory is not kept.
 _LARGEST_KEPT = 1 << 24
 #: Bytes of a leaf from which it has its own storage. Smaller leaves share one: to pickle one of them is to pickle all.
@@ -57,16 +55,19 @@ class ReusedMemory:
         split: buffer, uint8 `[nbytes]` -> arrays of the leaves (VIEWS).
     """
 
+    #: A loop that holds the latest batch alone needs two.
+    NUM_BLOCKS = 3
+
     def __init__(self, nbytes: int, split: Callable[[np.ndarray], Sequence[np.ndarray]]) -> None:
         self._nbytes, self._split = nbytes, split
-        self._blocks: list[_Block | None] = [None] * _NUM_BLOCKS
+        self._blocks: list[_Block | None] = [None] * self.NUM_BLOCKS
         self._at = 0
         self._is_used = _use_count is not None and 0 < nbytes <= _LARGEST_KEPT
 
     def take(self) -> tuple[np.ndarray, Leaves]:
         """Return memory for a batch, uint8 `[nbytes]`, and its leaves, whose values are undefined."""
         if self._is_used:
-            self._at = at = (self._at + 1) % _NUM_BLOCKS
+            self._at = at = (self._at + 1) % self.NUM_BLOCKS
             block = self._blocks[at]
             if block is None:
                 block = self._blocks[at] = self._make()

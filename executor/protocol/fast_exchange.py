@@ -30,8 +30,9 @@ from envherd.shm.slab import input_leaves, next_leaves, root_leaves
 from envherd.shm.specs import LeafSpec
 from envherd.workers.protocol import STEP, STEP_RESET
 
-#: Numbers of envs of whose batches memory is kept.
-_NUM_KEPT = 4
+#: Bytes of kept memory for batches of each layout, and numbers of envs of whose batches memory is always kept. Where
+#: receives take whoever is ready, these numbers vary from one to all envs.
+_KEPT_BYTES, _LEAST_KEPT = 1 << 24, 4
 
 
 class _Size(NamedTuple):
@@ -66,8 +67,8 @@ class _Sizes:
         next_memory, before_memory, root_memory: number of envs -> memory of these layouts.
     """
 
-    def __init__(self, batch: GroupBatch) -> None:
-        self._batch = batch
+    def __init__(self, batch: GroupBatch, num_envs: int) -> None:
+        self._batch, self._num_envs = batch, num_envs
         self.of = functools.cache(self._make)
         self.next_memory = self._kept(lambda size: size.next_layout)
         self.before_memory = self._kept(lambda size: size.before_layout)
@@ -94,7 +95,8 @@ class _Sizes:
             layout = layout_of(self.of(count))
             return ReusedMemory(layout.nbytes, splitter(layout.fields, layout.nbytes))
 
-        return functools.lru_cache(_NUM_KEPT)(make)
+        largest = ReusedMemory.NUM_BLOCKS * layout_of(self.of(self._num_envs)).nbytes
+        return functools.lru_cache(max(_LEAST_KEPT, 2 * _KEPT_BYTES // largest))(make)
 
 
 def _requests(section: str, leaves: Iterable[LeafSpec], count: int) -> list[tuple[Name, tuple[int, ...], str]]:
@@ -145,7 +147,7 @@ class FastExchange:
         self._engine, self._pool, self._guard = engine, engine.pool, engine.guard
         self._absent, self._must_look, self._give, self._wait, self._take, self._gather_roots = commands
         self._has_reports, self._begin_mixed = engine.flights.has_reports, engine.positions.begin_mixed
-        self._sizes = _Sizes(engine.batches.groups[0])
+        self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
         plain = engine.plain_intake
         self._plain = None if plain is None or plain.legal is None else plain
 

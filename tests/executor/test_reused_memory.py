@@ -123,7 +123,7 @@ def test_what_is_held_is_never_written_to(steps):
 def test_it_is_reused_once_nobody_holds_it():
     memory = ReusedMemory(NBYTES, split)
     first = {memory.take()[1][0].data_ptr() for _ in range(20)}
-    assert len(first) == reused_memory._NUM_BLOCKS
+    assert len(first) == reused_memory.ReusedMemory.NUM_BLOCKS
     kept = [memory.take()[1] for _ in range(5)]
     assert len({leaves[0].data_ptr() for leaves in kept}) == 5
     del kept
