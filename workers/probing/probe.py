@@ -59,7 +59,8 @@ class Run:
         steps: int64 `[3, most]`: wall, the thread's processor time, and waiting for a processor, of each step, in ns.
         num_steps: columns of it that are filled.
         resets: the same three of each reset.
-        episodes: steps of each ended episode. length: steps of the current one.
+        episodes: steps of each ended episode.
+        length: steps of the current one.
     """
 
     def __init__(self, message: Probe, env_id: int, builder: Builder, send: Send, steps: np.ndarray) -> None:

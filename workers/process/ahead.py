@@ -1,7 +1,8 @@
 """Reset-ahead: an env has two instances in two workers; one serves while the other is reset for the next episode.
 
-Guarantees: - A prepared episode is the one that an ordinary reset would have begun: it is used only if the requested
-reset has the same seed and no options. Otherwise the env is reset at that time.
+Guarantees:
+- A prepared episode is the one that an ordinary reset would have begun: it is used only if the requested
+  reset has the same seed and no options. Otherwise the env is reset at that time.
 - An exception of a prepared reset is raised when its episode is requested.
 - A worker carries out a command only while it serves the env, even if it is woken for another reason.
 Assumes: both instances differ from a newly built env only by `call`, `set` and `load_state_dict`, which reach both. An

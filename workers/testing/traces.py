@@ -26,7 +26,8 @@ class Event:
 
     Attributes:
         step, env_id: of the event.
-        next: the row of the step. root: the env's root after it.
+        next: the row of the step.
+        root: the env's root after it.
     """
 
     step: int

@@ -1,6 +1,6 @@
-"""How the rows of an `AsyncEnvPool` cross: through the slab, or as pickles where an env's leaves do not fit there.
+"""Transfer the rows of an `AsyncEnvPool` through the slab, or as pickles if an env's leaves do not fit there.
 
-Guarantees: what is kept of a row that was sent is a copy, so its caller may change it at once.
+Guarantees: sent rows are kept as copies, so the caller may change them at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.hosts.torchrl_guest import dense_leaves
 from envherd.workers.errors import ActionError
 
-#: What TorchRL's pools call the index of an env in a tensordict.
+#: TorchRL's key for the index of an env in a tensordict.
 ENV_INDEX = "env_index"
 
 
