@@ -1,4 +1,4 @@
-"""How many envs on how many workers: settings are run on this machine, and the smallest of the best is taken.
+"""Choose numbers of envs and workers: run settings on this machine, and take the smallest of the fastest ones.
 
 settings       which settings are compared
 probing        a probe worker builds, resets and steps one env: its figures are a `measurement`
