@@ -37,7 +37,7 @@ _WORLD = "WORLD."
 _WORLD_RGB = "WORLD.RGB"
 _COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
 _GROUP = "agents"
-#: A stack of at least so many dimensions holds images.
+#: A stack of at least this many dimensions holds images.
 _IMAGE = 3
 
 
