@@ -1,4 +1,4 @@
-"""How much of a sweep an ordinary test run makes: `make test` a part, `make test-full` (ENVHERD_FULL=1) all of it."""
+"""The size of sweeps: `make test` runs a part, `make test-full` (ENVHERD_FULL=1) all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bounds of pyproject.toml are those of the versions that docs/reports/versions.md has rows of."""
+"""The bounds in pyproject.toml are the versions of the rows in docs/reports/versions.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sweep of settings says of a choice."""
+"""The sweep's verdict on a choice."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The matrix family x check that is `docs/reports/families.md`: `make matrix` runs it in full and writes that page.
+"""The matrix family x check of `docs/reports/families.md`: `make matrix` runs it in full and writes that page.
 
-An ordinary run of the tests makes the same checks with fewer steps, in this process.
+An ordinary run makes the same checks with fewer steps, in this process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_ENVS = 2
 #: Envs, or rows of envs that are batches.
 NUM_COUNTED_AT_ONCE = 10
 ROOT_SEED = 11
-#: Transitions: of the plain-loop and async checks, and of the count of those that no env has made.
+#: Numbers of transitions: of the plain-loop and async checks, and of the check for invented transitions.
 NUM_COMPARED, NUM_COUNTED = (400, 10_000) if IS_FULL else (48, 0)
 PAGE = Path(__file__).parents[2] / "docs" / "reports" / "families.md"
 
@@ -92,7 +92,7 @@ def check_invalid(family: Family) -> str:
 
 
 def alike(env: Any, seed: int) -> Callable[[Any], Any]:
-    """Return a policy that gives every env the same random actions, however many there are."""
+    """Return a policy that gives every env the same random actions, for any number of envs."""
     sampler = ActionSampler([env.spec], seed)
     return lambda td: td.update(sampler.fill(None, torch.Size([1, *td.batch_size[1:]]), None).expand(td.batch_size))
 
@@ -128,7 +128,7 @@ def check_async(family: Family) -> str:
         return f"{batch.exchange(NUM_COMPARED):,} equal transitions"
 
 
-#: Column -> its check. What is drawn is drawn in workers, as a driver that fails may take the process with it.
+#: Column -> its check. Rendering runs in workers, because a failing driver may kill its process.
 CHECKS: dict[str, Callable[[Family], str]] = {
     "contract": check_contract,
     "rendering": check_rendering,
@@ -172,7 +172,7 @@ def test_every_column_is_checked() -> None:
 
 
 def test_the_page_has_every_family_and_nothing_failed() -> None:
-    """It is what `make matrix` wrote; run that again after a change of the families."""
+    """`make matrix` writes the page; run it again after a change of the families."""
     rows = read_page(PAGE)
     assert [row[0] for row in rows] == [family.title for family in FAMILIES.values()]
     assert not any("FAILED" in cell for row in rows for cell in row)

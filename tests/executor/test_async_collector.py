@@ -1,4 +1,4 @@
-"""The asynchronous collector: every step once and in order, whichever env is ready first."""
+"""The asynchronous collector returns every step once and in order, whichever env is ready first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MakeEnv = functools.partial(CountingEnv, LENGTH)
 
 
 def policy(root: Any) -> Any:
-    """Act on the env's own step, so that what it did does not depend on the order of the others."""
+    """Act on the env's own step, so that its data do not depend on the order of the others."""
     return root.set("action", (root["observation"][:, 1] + root["env_ids"]) % 4)
 
 
@@ -99,7 +99,7 @@ def test_the_policy_sees_batches_of_the_given_sizes_alone():
 
 
 class Recurrent(nn.Module):
-    """Counts its own steps in a hidden state, which it hands on to itself."""
+    """Counts its own steps in a hidden state."""
 
     def forward(self, root: Any) -> Any:
         hidden = root.get("hidden", None)
@@ -216,7 +216,7 @@ class Versioned(nn.Module):
 @pytest.mark.parametrize("in_background", [0, 1])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 def test_the_steps_of_an_env_are_those_of_a_serial_executor_with_the_same_versions(layout, in_background):
-    """What each env went through follows from the seed and the versions that acted, whichever env was ready first."""
+    """Each env's data depend only on the seed and the versions that acted, whichever env was ready first."""
     learner = Versioned()
     steps: list[dict[int, Any]] = [{} for _ in range(N)]
     with (
@@ -281,7 +281,7 @@ def test_no_more_batches_are_collected_ahead_than_asked_for(num_ahead):
     ):
         collector.collect()
         num_frames = -1
-        while num_frames != collector.statistics().frames:  # until nothing is collected any more
+        while num_frames != collector.statistics().frames:  # until collection stops
             num_frames = collector.statistics().frames
             threading.Event().wait(0.3)
         assert (1 + num_ahead) * frames <= num_frames <= (1 + num_ahead) * frames + N - 1

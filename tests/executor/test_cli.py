@@ -1,4 +1,4 @@
-"""The command line, run for real: what it prints, writes and returns."""
+"""The command line: its output, files and exit codes in real runs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ USER_MODULE = """
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Run in a folder of its own, which has a user's module in it."""
+    """Run in a temporary folder that contains a user's module."""
     (tmp_path / "my_envs.py").write_text(textwrap.dedent(USER_MODULE))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -167,7 +167,7 @@ def test_long_animations_leave_steps_out(tmp_path):
 @needs("meltingpot")
 @pytest.mark.slow
 def test_a_timeline_shows_where_an_agent_went_and_what_it_got(script_host, tmp_path):
-    """In a process of its own: matplotlib keeps its font files open."""
+    """In a separate process, because matplotlib keeps its font files open."""
     from PIL import Image
 
     name = "prisoners_dilemma_in_the_matrix__repeated"

@@ -1,4 +1,4 @@
-"""`Collector`: batches without a gap, policies as they are, state that passes through untouched."""
+"""`Collector`: batches without gaps, unchanged policies, and unchanged policy state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ones(td):
 
 
 class Holding(nn.Module):
-    """A policy that holds something that can neither be copied nor pickled."""
+    """A policy with an attribute that can be neither copied nor pickled."""
 
     def __init__(self, held):
         super().__init__()
@@ -256,7 +256,7 @@ def test_nothing_is_said_about_policies_that_may_stay(env, holding):
 
 
 def recurrent(td):
-    """Add up the steps of the episode, or of all time if nobody primes."""
+    """Count the steps of the episode, or of all episodes without a primer."""
     hidden = td.get("hidden", None)
     hidden = torch.zeros(td.shape[0], 2) if hidden is None else hidden
     td["next", "hidden"] = hidden + 1

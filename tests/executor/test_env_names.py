@@ -1,4 +1,4 @@
-"""Names of envs on the command line, and the factories they stand for."""
+"""Names of envs on the command line, and their factories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands to all envs in C and in Python: the same words, the same rings, the same answers to the same replies."""
+"""Commands to all envs in C and in Python write the same words, ring the same bells, and read answers alike."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Side:
         self.num_placed += 1
 
     def state(self) -> tuple[Any, ...]:
-        """Return all that commands may change; take the tokens."""
+        """Return all state that commands may change; take the tokens."""
         tokens = [_take_all(bell) for bell in (self.done, *self.go)]
         words = [getattr(self.words, name).tolist() for name in (*NAMES, "forfeited")]
         return tokens, words, self.words.number, self.has_waited, self.num_placed
@@ -232,13 +232,13 @@ def test_a_hail_ends_the_wait_for_some(is_before):
 
 
 class Alarm(Exception):
-    """What the handler raises."""
+    """Raised by the signal handler."""
 
 
 @pytest.mark.parametrize("delay_s", [0.0001, 0.004])
 @pytest.mark.parametrize("is_for_all", [True, False])
 def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
-    """While it spins, and while it blocks."""
+    """During the spin, and while it blocks."""
     monkeypatch.setattr(fast_commands, "LOOK_S", 30.0)
     side = Side(1, 1, in_c=True)
     side.give(1)

@@ -1,4 +1,4 @@
-"""Worker processes and their helper: what starting them can meet, and what is left of it."""
+"""Worker processes and their helper: failures during their start, and cleanup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from envherd.workers.testing import CountingEnv
 from tests.faults.children import in_child
 from tests.gates import wait_for
 
-#: Hangs where a variable says so: the pid of what it has started is written to the file of that name.
+#: Hangs if an environment variable is set, after writing the pid of its child to the file named by it.
 HANGING = """
 import os, subprocess, sys, time
 if "HANGS" in os.environ:

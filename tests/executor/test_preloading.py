@@ -1,4 +1,4 @@
-"""One helper for several executors: they start from it, end without a trace, and do not meet in it."""
+"""One helper for several executors: they start from it, leave nothing behind, and do not affect each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a loss, a fault or an interrupt: what is said about every env is true, and the executor goes on."""
+"""After a loss, a fault or an interrupt, the state of every env is correct, and the executor remains usable."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ class TestLosses:
 
     @pytest.mark.parametrize("fault", ["wrong_reward", "kill"])
     def test_the_last_true_observation_survives_what_was_sent_before(self, fault, tmp_path):
-        """Sends move an env to a ring column that the next step of all may write to."""
+        """Sends move an env to a ring column that the next step of all envs may overwrite."""
 
         class Breaks(FaultyEnv):
             def step(self, action: list[Any]) -> Any:

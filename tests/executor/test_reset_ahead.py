@@ -1,4 +1,4 @@
-"""Reset-ahead: the same data, from episodes begun before they are asked for; and what breaks harms no row."""
+"""Reset-ahead: the same data from episodes begun ahead; failures affect no row."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class TestData:
 
 class TestHandOver:
     def test_steps_go_on_while_an_episode_is_begun(self, tmp_path):
-        """The reset for episode 1 takes until the test lets it end; without reset-ahead nothing could be done then."""
+        """The reset for episode 1 waits for the test; without reset-ahead no step would be possible."""
         with ahead([functools.partial(GatedEnv, str(tmp_path)), ENDLESS]) as env:
             root = env.reset()
             Gate(tmp_path).await_somebody()
@@ -401,7 +401,7 @@ class TestLosses:
 
     @pytest.mark.parametrize("options", [AHEAD, RESTART], ids=["raise", "restart"])
     def test_of_a_spare_that_was_given_its_episode(self, options, tmp_path):
-        """It dies while the caller waits for it: the old instance resets in its stead."""
+        """It dies while the caller waits for it: the old instance resets instead."""
         make = [functools.partial(GatedEnv, str(tmp_path), 2), ENDLESS]
         with ahead(make, options=options) as env:
             root = env.step_and_maybe_reset(act(env.reset()))[1]
@@ -468,7 +468,7 @@ class TestLosses:
 
     @pytest.mark.parametrize("way", ["fused", "sent", "rollout"])
     def test_of_a_server_leaves_the_last_true_text_in_its_row(self, way):
-        """The instance that takes over has made steps of an earlier episode, whose text it still has."""
+        """The other instance has made steps of an earlier episode and still has their text."""
         make = functools.partial(TextEnv, 2)
         with ahead(make, 1, RESTART) as env:
             root = env.reset()

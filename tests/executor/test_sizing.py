@@ -1,4 +1,4 @@
-"""Sizing: the probe measures, and survives what envs do; `envherd size` and "auto" end to end."""
+"""Sizing: the probe measures, and survives failing envs; `envherd size` and "auto" end to end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.executor.sizing_figures import GIB, MIB, machine_of, measured_of, run
 
 @pytest.fixture(scope="module")
 def _fonts():
-    """Have matplotlib open its fonts, which it keeps open, before any test is asked what it leaves."""
+    """Make matplotlib open its fonts, which it keeps open, before the first leak check."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Sizing's search on real executors: what is chosen for envs of known costs, and what happens when they fail."""
+"""Sizing's search on real executors: the choice for envs with known costs, and failing envs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_costly_resets_get_reset_ahead():
 
 
 def test_long_resets_are_seen_over_whole_episodes():
-    """One turn of whole episodes says more than rounds of short turns, which are left out."""
+    """One turn of whole episodes replaces rounds of short turns."""
     done = sized(sized_envs.LongEpisodesEnv, num_envs=CORES, num_workers=CORES, modes=MODES, has_reset_ahead=False)
     ran = {one.setting.mode: one for one in done.runs if one.refusal is None}
     assert set(ran) == set(MODES)

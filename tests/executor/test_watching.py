@@ -1,4 +1,4 @@
-"""Running executors are found and read from outside; statistics go to what watches training."""
+"""Running executors are found and read from other processes; statistics are exported to monitoring tools."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_restarted_worker_is_seen(tmp_path):
 
 
 def test_nameplates_that_are_not_of_executors_are_left_out():
-    """Slabs of another version, of another process (a fork has its parent's), and what only has the label."""
+    """Slabs of another version, of another process (a fork holds its parent's), and segments with only the label."""
     plain = {"schema": "envherd.slab/1", "pid": os.getpid(), "namespace": "pid:[1]", "made_at": 0, "env": "x"}
     plain |= {"blocks": [], "words": {}, "nbytes": 0}
     contents = [plain, {**plain, "schema": "envherd.slab/2"}, {**plain, "pid": 1}, {}]

@@ -1,4 +1,4 @@
-"""Every fault in every state of the protocol: what the caller sees, what goes on, and that nothing is left.
+"""Every fault in every state of the protocol: the caller's error, the other envs, and no leftovers.
 
 `make faults` (or ENVHERD_FULL=1) drives the whole table; an ordinary run a part of it.
 """

@@ -1,4 +1,4 @@
-"""What the machine, the caller and odd envs do to an executor: said plainly, and nothing is left."""
+"""Faults caused by the machine, the caller and unusual envs are reported clearly, and nothing is left."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def actions(value: Any = 1, count: int = 2, dtype: Any = torch.int64) -> TensorD
 
 
 def works(env: Any) -> str:
-    """Demand that both envs take two steps, each following from the one before."""
+    """Require that both envs make two steps, each following from the previous one."""
     root = env.reset()
     for count in (1, 2):
         root = env.step_and_maybe_reset(root.update(actions()))[1]
@@ -186,7 +186,7 @@ def test_little_memory(body):
 
 
 def test_killed_for_the_memory_limit_of_a_control_group(tmp_path):
-    """The kernel takes the worker, with a third of the limit to its disadvantage: see `workers.entry`, `_OOM_SCORE`."""
+    """The kernel kills the worker, whose score is raised by a third of the limit: see `process.entry`, `_OOM_SCORE`."""
     if not can_limit_memory():
         pytest.skip("control groups of one's own are not allowed here")
     seen = in_child(killed_for_memory, str(tmp_path / "hungry"))
@@ -208,7 +208,7 @@ def test_full_temporary_folder(tmp_path):
 
 
 def _end(how: str, state: str, write: int) -> None:
-    """Be an owner that ends in a state, with a worker that hangs and a fork of its own that lives on."""
+    """Run as an owner that ends in a state, with a hanging worker and a fork that survives."""
     hung = functools.partial(FaultyEnv, "gil", at="construct" if state == "build" else "step", step=1)
     if state == "build":
         threading.Timer(1.0, functools.partial(_leave, how)).start()
@@ -245,7 +245,7 @@ QUICK_ENDS = [("is killed", "build"), ("exits", "sent")]
 
 @pytest.mark.parametrize(("how", "state"), ENDS if IS_FULL else QUICK_ENDS)
 def test_an_owner_that_ends(how, state):
-    """Its workers go with it, one stuck in C too, though a process that it had forked lives on."""
+    """Its workers end with it, also one stuck in C, although a process that it had forked survives."""
     before = _held()
     read, write = os.pipe()
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""A stand-in for IsaacLab, which needs a GPU and Isaac Sim: its published interface over physics of one line.
+"""A stand-in for IsaacLab, which needs a GPU and Isaac Sim: its published interface over one-line physics.
 
 It follows `isaaclab.envs.DirectRLEnv` and `ManagerBasedRLEnv` in all that an adapter can see: the order of things
 in `step` (physics, counters, ends, rewards, resets of the rows that ended through `_reset_idx`, then observations),
@@ -7,7 +7,7 @@ tensors that are returned and written again in place, `extras` as one dict for e
 direct envs without and of manager-based ones with `env_ids`, observation groups with histories, and one simulation
 context in a process. Written from IsaacLab's documentation and interface; none of its code is here.
 
-What it adds is a ledger: each row's every physics step, with what the row looked like before and after.
+In addition it has a ledger of each row's physics steps, with the row's state before and after.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gymnasium vector envs: the three modes, true last observations, and what is refused."""
+"""Gymnasium vector envs: the three modes, true last observations, and refusals."""
 
 from functools import partial
 from typing import ClassVar
@@ -125,7 +125,7 @@ def _spaces():
 
 
 class _Without(gym.vector.VectorWrapper):
-    """Leaves out the number of the episode, which outlives a seed; in last observations too."""
+    """Removes the episode number, which a seed does not reset, also from last observations."""
 
     def __init__(self, env):
         super().__init__(env)

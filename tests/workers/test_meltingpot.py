@@ -28,7 +28,7 @@ _STAY = np.zeros(2, np.int64)
 
 
 def _raw(name: str = _PRISONERS, **settings: Any) -> Any:
-    """Build a substrate as users do, with Melting Pot alone; `settings` replace those of its config."""
+    """Build a substrate with Melting Pot's own API; `settings` replace those of its config."""
     from meltingpot import substrate
 
     config = substrate.get_config(name).unlock()

@@ -1,4 +1,4 @@
-"""Channels carry complete frames and descriptors, whatever pieces the socket makes of them, and whatever interrupts."""
+"""Channels deliver complete frames and descriptors, for any split by the socket and any interrupt."""
 
 import os
 import signal

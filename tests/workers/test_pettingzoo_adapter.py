@@ -1,4 +1,4 @@
-"""The PettingZoo adapter, on real PettingZoo envs beside the same envs driven by hand, and on scripted ones."""
+"""The PettingZoo adapter on real PettingZoo envs, compared with the same envs driven by hand, and on scripted ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The TorchRL adapter, on real TorchRL envs beside the same envs driven with TorchRL alone."""
+"""The TorchRL adapter on real TorchRL envs, compared with the same envs driven by TorchRL alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_STEPS = 30
 
 @dataclass
 class Moment:
-    """What there is after a reset (no reward) or a step: `{key: value}`, and how the episode stands."""
+    """The values after a reset (no reward) or a step: `{key: value}`, and the episode's flags."""
 
     values: dict[Any, Any]
     done: np.ndarray
@@ -105,7 +105,7 @@ def play_torchrl(env: EnvBase, adapter: TorchRLAdapter, actions: list[TensorDict
 def play_adapter(
     adapter: TorchRLAdapter, actions: list[TensorDictBase], state: Callable[[LeafSpec, dict], Any]
 ) -> list[Moment]:
-    """Play with the adapter; other people draw from torch's generator all the time."""
+    """Play with the adapter, while other code draws from torch's generator."""
     spec = adapter.spec
     seed = 7
 

@@ -1,7 +1,7 @@
 """Two iterations of a BenchMARL experiment on Melting Pot, with evaluation and video, in the facade's workers.
 
-`python -m tests.executor.facades.benchmarl_training FOLDER ALGORITHM SUBSTRATE`. In a process by itself, as BenchMARL
-leaves shared memory and a thread behind.
+`python -m tests.executor.facades.benchmarl_training FOLDER ALGORITHM SUBSTRATE`. In a separate process, because
+BenchMARL leaves shared memory and a thread behind.
 """
 
 from __future__ import annotations

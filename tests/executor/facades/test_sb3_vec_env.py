@@ -1,4 +1,4 @@
-"""What the SB3 facade promises beside transitions: seeds, options, attributes, pictures, faults, ownership."""
+"""The SB3 facade's guarantees other than transitions: seeds, options, attributes, pictures, faults, ownership."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_fractions_are_no_discrete_actions():
 
 
 class CountsEnv(gymnasium.Env):
-    """Takes int32, so that what SB3 or a script gives as int64 may not fit."""
+    """Takes int32, so int64 values of SB3 or a script may not fit."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Box(-100, 100, (1,), np.int32)

@@ -66,7 +66,7 @@ def pool() -> Iterator[AsyncEnvPool]:
 
 @pytest.fixture
 def idle(pool: AsyncEnvPool) -> Iterator[AsyncEnvPool]:
-    """The pool with all envs reset, and its counts new."""
+    """The pool with all envs reset and its counts cleared."""
     pool.reset()
     pool.stats(reset=True)
     yield pool
@@ -230,7 +230,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def mixed(gate: Any) -> Iterator[AsyncEnvPool]:
-    """Env 0 raises where it is asked to; 1 waits for the gate; 2 has a text; 3 is a batch of another shape."""
+    """Env 0 raises on request; env 1 waits for the gate; env 2 has a text; env 3 is a batch of another shape."""
     makers = [Gated, Gated, own.CountingEnvWithString, own.NestedCountingEnv]
     kwargs: list[dict[str, Any]] = [{}, {"gate": str(gate)}, {}, {}]
     env = AsyncEnvPool(makers, stack="lazy", create_env_kwargs=kwargs, envs_per_worker=2)

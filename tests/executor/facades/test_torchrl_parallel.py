@@ -1,4 +1,4 @@
-"""The TorchRL facade's `ParallelEnv` over real workers, beside TorchRL's own classes."""
+"""The TorchRL facade's `ParallelEnv` over real workers, compared with TorchRL's own classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The TorchRL facade's `SerialEnv`, beside TorchRL's own: the data path that both facades share."""
+"""The TorchRL facade's `SerialEnv`, compared with TorchRL's own: the data path that both facades share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAMILIES: dict[str, Callable[[], EnvBase]] = {
 
 
 class Counter(own.CountingEnv):
-    """Counts its resets and keeps what they were given."""
+    """Counts its resets and keeps their arguments."""
 
     def __init__(self, max_steps: int = 3, start_val: int = 0) -> None:
         super().__init__(max_steps=max_steps, start_val=start_val)
