@@ -1,4 +1,4 @@
-"""What the shared bytes mean: control words, doorbells, and a ring of frames for each group of equal envs.
+"""The meaning of the shared bytes: control words, doorbells, and a ring of frames for each group of equal envs.
 
     words      per env and per worker, int64 each, one writer per word (see `WORDS`)
     bells      one `go` doorbell per worker, one `done` doorbell for the parent

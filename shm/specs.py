@@ -1,4 +1,4 @@
-"""What an env's arrays look like: leaves, their domains, and the spec of one env.
+"""The description of an env's arrays: leaves, their domains, and the spec of one env.
 
 Plain, immutable, picklable values; numpy only. A worker sends an `EnvSpec` to the parent as plain data (`to_plain` /
 `from_plain`). The parent knows nothing else about an env.
