@@ -38,7 +38,7 @@ class Batch(Protocol):
         """Use a new root seed: the next reset of every env begins its episode 0."""
 
     def reset(self, mask: np.ndarray | None) -> list[Row]:
-        """Reset the envs in `mask` (bool `[N, *batch_shape, 1]`; None for all) and return where ALL envs are now."""
+        """Reset the envs in `mask` (bool `[N, *batch_shape, 1]`; None for all); return the roots of ALL envs."""
 
     def step(self, actions: list[list[Any]], *, resets_ended: bool) -> tuple[list[Row], list[Row]]:
         """Step all envs; return `(next rows, root rows)`: the roots after the step (and reset)."""

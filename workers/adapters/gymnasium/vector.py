@@ -7,7 +7,7 @@ adapter does:
 mode       the vector env                             here
 =========  =========================================  ====================================================
 DISABLED   leaves it; `reset_mask` resets it          nothing to undo: `reset_mask`
-NEXT_STEP  resets it in place of its next step        `reset_mask` before that step, so it never comes to it
+NEXT_STEP  resets it in place of its next step        `reset_mask` before that step, which then steps it
 SAME_STEP  resets it at once, gives `final_obs`       `next` gets `final_obs`; the first observation that came
                                                       with it is kept until that row is reset
 =========  =========================================  ====================================================

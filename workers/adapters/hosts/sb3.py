@@ -31,7 +31,7 @@ class Sb3Adapter(GymnasiumAdapter):
 
     Attributes:
         step_info: the info of the last step (VIEW); a reset does not change it. `info` is that of the last command.
-        error: what the env raised last, or None.
+        error: the env's latest exception, or None.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:

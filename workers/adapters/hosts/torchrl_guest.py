@@ -255,7 +255,7 @@ class Guest:
             ) from error
 
     def look_up(self, path: tuple[str, ...]) -> tuple[str, Any]:
-        """Return what an attribute is: `("method", None)`, `("value", it)`, or `("object", None)`: cannot travel."""
+        """Return `("method", None)`, `("value", VALUE)`, or `("object", None)` if an attribute cannot be pickled."""
         found = self.find(path)
         if callable(found):
             return "method", None

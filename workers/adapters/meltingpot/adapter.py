@@ -155,7 +155,7 @@ class MeltingPotAdapter(Adapter):
         )
 
     def _take(self, timestep: Any) -> None:
-        """Copy what the players see into the stacks."""
+        """Copy the players' observations into the stacks."""
         observations = timestep.observation
         self._players.update(self._stacks)
         for name, stack in self._stacks.items():

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _WORLD_RGB = "WORLD.RGB"
 _COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
-#: What Melting Pot's component `LocationObserver` observes.
+#: Observations of Melting Pot's component `LocationObserver`.
 _POSITIONS = {
     "POSITION": dm_env.specs.Array((2,), np.int32),
     "ORIENTATION": dm_env.specs.Array((), np.int32),
@@ -160,7 +160,7 @@ class _Recipe:
                 self.settings = self._flatten()
                 self._is_per_seed = random.getstate() != before
         else:
-            # As Melting Pot does: what a config draws, it draws from the global generator, once.
+            # As in Melting Pot, configs draw from the global generator, once.
             self.settings = self._flatten()
             self._is_per_seed = False
 
