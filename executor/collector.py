@@ -67,7 +67,7 @@ class Collector:
 
     Attributes:
         num_frames: transitions collected so far.
-        policy: what is called, or None.
+        policy: the callable in use, or None.
 
     Raises:
         ValueError: `frames_per_batch` is below 1, or both a policy and a factory were passed.

@@ -29,7 +29,7 @@ class ExecutorOptions:
             (fast, memory shared); "spawn" executes a fresh interpreter for each worker; "fork"
             forks the helper without preloading anything.
         preload: modules that the helper imports before it forks. None: those that the factories
-            refer to and what the env family needs.
+            refer to and those of the env family.
         worker_threads: threads for OMP, MKL, OpenBLAS and torch in a worker; None does not set them.
         worker_output: "capture" keeps workers' output (errors quote its last lines, and `worker_output(worker_id)`
             returns it); "inherit" passes it to the console.
@@ -163,7 +163,7 @@ class ExecutorOptions:
 
     @property
     def recycles(self) -> bool:
-        """Whether workers are to be replaced between episodes."""
+        """Whether workers are replaced between episodes."""
         return self.recycle_after is not None or self.max_worker_memory is not None
 
     @property

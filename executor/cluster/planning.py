@@ -66,7 +66,7 @@ class NodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """What to run on a cluster.
+    """The plan for a cluster.
 
     Attributes:
         nodes: one per share, in the order of the envs.

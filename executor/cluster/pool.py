@@ -218,7 +218,7 @@ class ClusterPool(SlabPool):
                     raise self.lost[worker_id]
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:  # noqa: ARG002
-        """Wait for every outstanding answer and return True; what else happened is in `outcome`.
+        """Wait for every outstanding answer and return True; reports besides rows are in `outcome`.
 
         The hosts enforce the deadline.
         """

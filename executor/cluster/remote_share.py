@@ -45,7 +45,7 @@ class RemoteShare:
 
     Args:
         share_id: its place among the shares.
-        plan: what the host runs.
+        plan: of the host.
         home: its place, where a host has been started.
         report: the host's report on its node.
         node_timeout_s: seconds without a sign of life after which a host counts as lost.
@@ -122,7 +122,7 @@ class RemoteShare:
         return self.call("build", dataclasses.replace(self._plan, root_seed=self.root_seed, words=words))
 
     def take_built(self, built: Built) -> None:
-        """Note what the host has built."""
+        """Record the host's specs and workers."""
         self.state = State.SERVING
         self.specs = built.specs
         self.pids = built.pids

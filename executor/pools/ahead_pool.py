@@ -146,7 +146,7 @@ class AheadPool(WorkerPool):
             super().submit_later(env_ids[~is_served], op, target, columns[~is_served], flags)
 
     def nudge(self) -> None:
-        """Have every worker look for commands; an interrupt may have come between a turn and our own notes of it."""
+        """Make every worker look for commands; an interrupt may have come after a turn was written."""
         self.turns.read_again()
         super().nudge()
 

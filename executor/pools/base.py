@@ -172,7 +172,7 @@ class Pool(Protocol):
         ...
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
-        """As `submit`, for envs of a worker that is being replaced: its successor finds the commands. Never waits."""
+        """As `submit`, for envs of a worker that is being replaced: its successor gets the commands. Never waits."""
         ...
 
     def prepare(self, message: messages.Prepare) -> None:

@@ -60,7 +60,7 @@ class Crew:
     """The workers of one pool.
 
     Args:
-        blueprint: what the workers run.
+        blueprint: of the pool.
         options: of the executor.
         on_row_frame: called with each frame that belongs to rows (faults of steps and resets, side values).
 

@@ -50,7 +50,7 @@ def worker_lost(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_i
     Args:
         worker: has exited; its log is still open.
         env_ids: of its envs.
-        phase: what it was doing.
+        phase: of the worker.
         env_id: of the env that it worked on, if known.
     """
     how = worker.exit_description()
@@ -203,7 +203,7 @@ def _operation(phase: str) -> str:
 
 
 def _in_words(phase: str, env_id: int | None) -> str:
-    """Return what a worker was doing: "in step of env 0", "in build", "while idle"."""
+    """Return a phase in words: "in step of env 0", "in build", "while idle"."""
     if phase == IDLE:
         return "while idle"
     return f"in {phase}" if env_id is None else f"in {phase} of env {numbering.first_env_id + env_id}"

@@ -21,7 +21,7 @@ class Overdue:
     Args:
         step_s: seconds for a step; None: no limit.
         reset_s: seconds for a reset, in addition to those for a step; None: no limit.
-        phase_of: returns what a worker is doing, and for which env.
+        phase_of: returns the phase of a worker, and its env.
         command_seq: int64 `[N]`, the number of each env's latest command (VIEW of the slab).
         worker_of: int64 `[N]`, the worker of each env.
     """

@@ -148,7 +148,7 @@ class Placement:
         self._topology = read_topology()
 
     def look(self, pids: Sequence[int]) -> None:
-        """See where the workers are (by worker id), and ask those to move that share a processor and need not."""
+        """Check where the workers run, and ask those to move that share a processor unnecessarily."""
         before, now = self._before, Usage(time.monotonic(), time.thread_time(), {})
         is_busy = now.own - before.own >= _BUSY_CALLER * (now.at - before.at)
         caller = place_of("thread-self")[1] if is_busy else None

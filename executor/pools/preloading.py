@@ -88,7 +88,7 @@ def preloading(*modules: str, options: ExecutorOptions) -> Iterator[Zygote]:
 
 
 def find_helper(options: ExecutorOptions) -> Zygote | None:
-    """Return the helper of the innermost `preloaded` block that an executor can use, counted as used by it."""
+    """Return the helper of the innermost `preloaded` block that an executor can use, with the executor as a user."""
     if not _innermost or options.start_method != "zygote":
         return None
     surroundings = _surroundings(options)

@@ -336,7 +336,7 @@ class WorkerPool(SlabPool):
                 self._log_stalls(waited_s)
 
     def _give_up_late(self, deadline: Deadline, num_resets: np.ndarray) -> bool:
-        """Kill workers that are late, but those that reset for the first time; return whether these are waited for."""
+        """Kill late workers, except those that can get more time for resets; return whether there are such workers."""
         resetting = self._that_reset(num_resets) if deadline.excuses_resets else set()
         self.supervisor.give_up_late([w for w in self._owing() if w not in resetting], deadline.limit_s)
         if not resetting.intersection(self._owing()):

@@ -89,7 +89,7 @@ class Zygote:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                process_group=0,  # not another session: see `workers.zygote`
+                process_group=0,  # not another session: see `process.zygote`
             )
         except BaseException as error:
             self._release()
@@ -219,7 +219,7 @@ class Zygote:
         _zygotes.discard(self)
 
     def let_go(self) -> None:
-        """In a forked copy of the owner: close what would keep workers alive after the owner's death."""
+        """In a forked copy of the owner, close descriptors that would keep workers alive after the owner's death."""
         self._release()
         if "_process" in vars(self):
             self._process.returncode = 0  # not this process's child, so Popen must neither wait nor warn

@@ -38,7 +38,7 @@ class State(IntEnum):
 
 
 class Event(IntEnum):
-    """What happens to an env.
+    """An event of an env.
 
     STEP, STEP_RESET, RESET: it is given this command.
     ANSWERED: its row was taken, and it is in an episode: the same one, or one that the command has begun.

@@ -41,8 +41,8 @@ class Measurement:
         episode_steps: the length of episodes, if several ended and all had the same; else 0.
         contention: share of the time in which the probe waited for a processor.
         worker_bytes: memory of a worker without an env.
-        first_env_bytes: what the first env of a worker adds.
-        further_env_bytes: what each further one adds; `first_env_bytes` if there was none.
+        first_env_bytes: added by the first env of a worker.
+        further_env_bytes: added by each further one; `first_env_bytes` if there was none.
         shared_bytes: what exists once for all workers: the helper, and libraries.
         grown_per_reset_bytes, grown_per_1000_steps_bytes: of one env; small ones are noise.
         row_bytes: of one env in a batch: a transition, the next root and the action.
@@ -95,7 +95,7 @@ class Measurement:
         return resets_s / (self.step_mean_s + resets_s) if resets_s else 0.0
 
     def whole_steps(self, steps: int, resets: int) -> float:
-        """Return the steps, each with its share of a reset, that are as much work as these steps and resets."""
+        """Return the number of steps (each with its share of a reset) with the same work as these steps and resets."""
         return (steps * self.step_mean_s + resets * self.reset_median_s) / (
             self.step_mean_s + self.end_share * self.reset_median_s
         )

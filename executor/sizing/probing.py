@@ -236,7 +236,7 @@ class _Watch:
 
 
 def memory_of_alone(zygote_pid: int, worker_pid: int) -> dict[str, int]:
-    """Return what the helper holds, and shares with its workers: "pss" of both less what is the worker's alone."""
+    """Return the helper's memory, shared pages included: "pss" of both minus the worker's private memory."""
     both = memory_of(zygote_pid)  # the worker is its child
     worker = memory_of(worker_pid)
     return {"pss": max(0, both["pss"] - worker["uss"]), "uss": max(0, both["uss"] - worker["uss"])}

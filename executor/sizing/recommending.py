@@ -111,7 +111,7 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
     Args:
         make_env: builds one env; see `ParallelEnv`. It is called only in worker processes.
         env_kwargs: keyword arguments of the call.
-        goal: what is fixed and what is wanted; see `Goal`.
+        goal: fixed and wanted numbers; see `Goal`.
         budget_s: seconds of measurement; it may end earlier if the choice is clear, and a few seconds later if starts
             are slow.
         machine: to plan for; None for this one. Measurements are scaled to another machine.

@@ -106,7 +106,7 @@ def ladder(measured: Measurement, cores: float, goal: Goal, each: int | None = N
     Args:
         measured: of the env.
         cores: that may be used.
-        goal: what is fixed.
+        goal: with the fixed numbers.
         each: envs per worker, if their number is free; None for `most_envs_per_worker`.
     """
     top = math.ceil(cores)
@@ -140,7 +140,7 @@ def worker_counts(measured: Measurement, cores: float, goal: Goal) -> list[int]:
 
 
 def most_envs_per_worker(measured: Measurement) -> int:
-    """Return how many envs a worker gets at most: enough to hide what a batch costs, and 1 where envs must be alone."""
+    """Return the most envs per worker: enough to make a batch's cost negligible; 1 if envs must be alone."""
     if measured.is_alone or measured.spec.batch_shape:
         return 1
     needed = math.ceil(_HIDES_S / max(measured.step_mean_s, 1e-9))

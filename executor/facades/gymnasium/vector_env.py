@@ -44,7 +44,7 @@ _LOOK_S = 0.001
 
 
 class AsyncState(Enum):
-    """What an `AsyncVectorEnv` is waiting for."""
+    """The pending call of an `AsyncVectorEnv`."""
 
     DEFAULT = "default"
     WAITING_RESET = "reset"

@@ -375,7 +375,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
         return self.async_step_and_maybe_reset_recv(self.num_envs)
 
     def reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:  # noqa: ARG002  # TorchRL's
-        """Reset all envs, or what the masks of `tensordict` name, and wait for them."""
+        """Reset all envs, or those that the masks of `tensordict` select, and wait for them."""
         self.async_reset_send(tensordict, list(range(self.num_envs)))
         return self.async_reset_recv(self.num_envs)
 
