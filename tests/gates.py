@@ -57,7 +57,7 @@ def interrupt(gate: Gate, call: Callable[[], Any]) -> None:
     def kill() -> None:
         with contextlib.suppress(AssertionError):
             gate.await_somebody()
-        time.sleep(0.05)  # somebody may wait since before the call, which should have begun; it need not
+        time.sleep(0.05)  # an env may have waited before the call: give the call time to begin
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=kill)

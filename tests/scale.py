@@ -11,5 +11,5 @@ IS_FULL = os.environ.get("ENVHERD_FULL") == "1"
 
 
 def scaled(part: T, full: T) -> T:
-    """Return what an ordinary run uses, or what a full one does."""
+    """Return the value for an ordinary run, or for a full one."""
     return full if IS_FULL else part

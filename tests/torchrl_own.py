@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-#: What workers with TorchRL's envs import, in their order: Gym wrappers import SB3, which imports TensorBoard.
+#: Modules that workers with TorchRL's envs import, in order: Gym wrappers import SB3, which imports TensorBoard.
 PRELOADED = ("envherd.workers.adapters.hosts.light_tensorboard", "torchrl.envs", "stable_baselines3")
 
 _INSTALLED = importlib.metadata.version("torchrl")  # 0.10's own version string is wrong

@@ -1,6 +1,6 @@
 """Hosts with separate networks on this machine, a Ray node on each, and a driver whose network is cut.
 
-    python -m tests.cluster.apart ADDRESS IP     the driver: prints what runs on the host IP, waits for a line, then steps
+    python -m tests.cluster.apart ADDRESS IP    the driver: lists what runs on host IP, waits for a line, then steps
 
 The head and the driver are on the first host. Needs root and `ip netns`.
 """

@@ -104,7 +104,7 @@ def check_seeds(family: Family) -> str:
             policy = alike(env, seed) if family.is_alone else None
             data = env.rollout(NUM_COMPARED // 4, policy, break_when_any_done=False)
             keys = [leaf.key for leaf in (*env.spec.observation, *env.spec.reward) if not leaf.is_side]
-            # where each env has a worker of its own, there is one env on one worker
+            # if each env needs its own worker, there is one env on one worker
             seen.append([data[:1]["next", *key].contiguous().view(torch.uint8) for key in keys])
     assert all(map(torch.equal, seen[0], seen[1]))
     assert not all(map(torch.equal, seen[0], seen[2]))

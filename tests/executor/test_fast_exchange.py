@@ -36,7 +36,7 @@ pytestmark = [
 NUM_ENVS = 4
 ENVS: dict[str, Any] = {
     "numbers": functools.partial(CountingEnv, 3),
-    "pixels": functools.partial(CountingEnv, size=40),  # leaves that have a storage of their own
+    "pixels": functools.partial(CountingEnv, size=40),  # leaves with separate storages
     "agents": AgentsEnv,
     "switches": FlagsEnv,
     "floats": Driving,

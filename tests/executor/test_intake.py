@@ -69,7 +69,7 @@ def intake_of(
     num_envs: int = NUM_ENVS,
     present: Any = None,
 ) -> Any:
-    """Return an intake, and what is in its slab."""
+    """Return an intake, and the arrays of its slab."""
     spec = EnvSpec(observation=(LeafSpec(("observation",), (1,)),), action=action, state=state, family="plain")
     plan = plan_slab([spec] * num_envs, num_workers=1, num_frames=2)
     slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))

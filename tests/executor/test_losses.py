@@ -137,7 +137,7 @@ class TestBetweenRollouts:
             env.rollout(2, break_when_any_done=False)
             (tmp_path / "failed").unlink()
             kill(env, -1)
-            with contextlib.suppress(WorkerLost):  # which is known before the step
+            with contextlib.suppress(WorkerLost):  # already known before the step
                 env.get("num_steps")
             if fault == "kill":
                 data = env.rollout(1, auto_reset=False)

@@ -373,7 +373,7 @@ class TestFaults:
                 patched.setattr(Turns, "note_server", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     env.step_and_maybe_reset(act(root))
-            plain.step_and_maybe_reset(act(root))  # as what was broken off, which is finished
+            plain.step_and_maybe_reset(act(root))  # like the interrupted call, which is completed
             with pytest.raises(ResetNeeded):
                 env.step_and_maybe_reset(act(root))
             assert_equal(reset_by_hand(env, 7), reset_by_hand(plain, 7))
@@ -459,7 +459,7 @@ class TestLosses:
             plain.reset()
             assert root["observation"][0, 0] == plain.reset()["observation"][0, 0]
             counted = env.statistics()
-            assert counted.workers[0].pid == spare.pid  # nobody has waited for a worker to be built
+            assert counted.workers[0].pid == spare.pid  # no call has waited for a worker's build
             assert (counted.worker_losses, counted.interrupted, counted.resets_ahead) == (1, 1, 1)
             wait_for(lambda: are_built(env))
             env.rollout(2)

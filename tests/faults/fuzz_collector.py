@@ -188,7 +188,7 @@ class Session:
         self._steps[env_id] = step
         self._num_gaps += gap
         before = self._oracle.at[place]
-        # What was lost took an episode with it, or went on in it.
+        # After a lost step, its episode has ended or continues.
         if gap or (before is not None and root != before and self._num_errors):
             self._oracle.ended[place] |= root.t == 0
             if root.t != 0:

@@ -59,7 +59,7 @@ class When(IntEnum):
 
 
 class How(IntEnum):
-    """What a trap does."""
+    """The effect of a trap."""
 
     KILL = 0
     EXIT = 1
@@ -302,7 +302,7 @@ class FuzzAdapter(PlainAdapter):
 
     @property
     def info(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """What the env said in its last reset or step."""
+        """The env's info of its last reset or step."""
         info: Mapping[str, Any] = self.env.info
         return info
 

@@ -442,7 +442,7 @@ class TorchRLSession(FacadeSession):
 
 
 class _Below:
-    """What sessions ask of an executor, of the engine below the TorchRL facade."""
+    """The part of an executor that sessions use, over the engine of the TorchRL facade."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

@@ -103,7 +103,7 @@ class Interrupter:
         sender = threading.Thread(target=self._send, args=(how, delay_s), daemon=True)
         result, is_done = None, False
         error: Exception | None = None
-        try:  # one for each interrupt: what is put off until here comes in the midst of this
+        try:  # one for each interrupt: deferred ones arrive here
             try:
                 try:
                     sender.start()

@@ -192,7 +192,7 @@ class Protocol:
     # ---- workers -----------------------------------------------------------------------------
 
     def worker_moves(self, s: State, i: int) -> Iterator[tuple[Worker, int]]:
-        """Yield a worker after one step of its own, and the done tokens it rang."""
+        """Yield a worker after one of its steps, and the number of done tokens it rang."""
         w = s.workers[i]
         if w.at == DEAD:
             return

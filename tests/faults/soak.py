@@ -78,7 +78,7 @@ class Report:
 
 
 def look(began: float) -> Sample:
-    """Return what this process holds now."""
+    """Return this process's resources now."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     names = [name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")]  # those are other programs'
     return Sample(
@@ -103,7 +103,7 @@ class Soak:
 
     def run(self, seconds: float) -> Report:
         """Run for `seconds`, and return the report."""
-        self._session(time.monotonic())  # what is imported and allocated once is there afterwards
+        self._session(time.monotonic())  # so that one-time imports and allocations are done
         gc.collect()
         self.report.before = look(self._began)
         end = time.monotonic() + seconds

@@ -31,7 +31,7 @@ NUM_ENVS = 3
 EXECUTOR = str(Path(envherd.executor.__file__).parent)
 MESSAGES = envherd.workers.messages.__file__
 GRAD_MODE = str(torch.no_grad.__init__.__code__.co_filename)
-FINALIZERS = ("_come_back", "take_back", "__del__")  # python itself drops what is raised in them
+FINALIZERS = ("_come_back", "take_back", "__del__")  # Python drops exceptions raised in them
 
 
 class Interrupt:
@@ -114,7 +114,7 @@ def test_at_every_line_of_views(name):
 
 @pytest.mark.parametrize("name", ["fused", "send and receive"])
 def test_at_every_line_with_resets_ahead(name):
-    """Every step ends an episode, and the pool gives a reset of its own."""
+    """Every step ends an episode, and the pool itself gives a reset."""
     options = ExecutorOptions(reset_ahead=True)
     with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 1), seed=0, options=options) as env:
         interrupt_every_line(env, name)

@@ -1,4 +1,4 @@
-"""What docs/security.md says: nothing for another user to open, nothing to connect to, nothing unpickled from files."""
+"""The claims of docs/security.md: other users can open or connect to nothing, and no file is unpickled."""
 
 from __future__ import annotations
 

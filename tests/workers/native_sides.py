@@ -170,7 +170,7 @@ class Scripted(gymnasium.Env[Any, Any]):
 
 
 def sides(make: Callable[[], list[Adapter]], options: BlockOptions | None = None) -> tuple[Side, Side]:
-    """Return the two sides, with envs of their own: in Python, in C."""
+    """Return the two sides, with separate envs: in Python, in C."""
     return Side(make(), is_native=False, options=options), Side(make(), is_native=True, options=options)
 
 

@@ -43,7 +43,7 @@ def _digests(tmp_path: Path, hash_seed: int, *jobs: dict) -> list[list[str]]:
 
 def _compare(tmp_path: Path, *names: str, steps: int) -> None:
     jobs = [{"name": name, "steps": steps, "options": {"deterministic": True}} for name in names]
-    # The second process comes to the same episodes another way: in another order, and through Melting Pot's wrappers.
+    # The second process plays the same episodes in another order, and through Melting Pot's wrappers.
     found = _digests(tmp_path, 1, *({**job, "seeds": [0, 2**32 - 1]} for job in jobs))
     again = _digests(tmp_path, 2, *({**job, "seeds": [2**32 - 1, 0], "wrapped": True} for job in jobs))
     for name, (low, high), (high_again, low_again) in zip(names, found, again, strict=True):

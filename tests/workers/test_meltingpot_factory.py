@@ -1,4 +1,4 @@
-"""The factory's options, what it refuses, and the copy of the Lua tree."""
+"""The factory's options and refusals, and the copy of the Lua tree."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class AtBytecode:
 
 
 def interrupted(number: int, call) -> bool:
-    """Call something that is interrupted before its n-th bytecode; return whether there were so many."""
+    """Make a call, interrupted before its n-th bytecode; return whether it had that many."""
     trace = AtBytecode(number)
     sys.settrace(trace)
     try:

@@ -1,4 +1,4 @@
-"""The loop in C does what the loop in Python does: rows, words, messages and actions, bit for bit."""
+"""The loops in C and in Python are equivalent: rows, words, messages and actions, bit for bit."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_whatever_envs_return_and_parents_ask_both_ways_do_the_same(
 @pytest.mark.parametrize("target", [0, TARGET])
 @pytest.mark.parametrize("infos", ["drop", "pickle"])
 def test_every_result_of_every_space(observation, target, infos):
-    """One env per way of returning: its first step is watched, its second is C's, its third follows an odd one."""
+    """One env per kind of result: its first step is watched, C makes its second; its third follows an odd one."""
     names = list(RESULTS)
     scripts = [["plain", name, "plain"] for name in names]
     both = sides(adapters(OBSERVATIONS[observation], spaces.Discrete(5), scripts), BlockOptions(infos=infos))

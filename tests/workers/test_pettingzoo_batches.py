@@ -87,7 +87,7 @@ CASES = {
 
 
 def torchrl_env(env: Any, *, return_state: bool = True) -> Any:
-    """Return TorchRL's wrapper, told to go on until no agent is left, as envherd does."""
+    """Return TorchRL's wrapper, configured to continue until no agent is left, like envherd."""
     from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
     return PettingZooWrapper(env, return_state=return_state, use_mask=True, done_on_any=False)

@@ -108,7 +108,7 @@ def test_agents_that_differ_come_apart_leaf_by_leaf():
     assert [(leaf.key, leaf.shape) for leaf in spec.action] == [
         (("lazy", str(i), "action"), (3 - (i > 0),)) for i in range(3)
     ]
-    assert spec.groups == ()  # `lazy` holds agents of their own, so it has no batch of agents
+    assert spec.groups == ()  # `lazy` holds separate agents, so it has no batch of agents
     assert [leaf.shape for leaf in spec.reward] == [(3, 1)]
 
 

@@ -150,7 +150,7 @@ def test_a_step_in_two_halves(sampled):
         sampled.step_async(ZEROS)
     with pytest.raises(Busy, match="step_wait"):
         sampled.get_attr("length") if isinstance(sampled, SubprocVecEnv) else sampled.has_attr("length")
-    sampled.reset()  # the step that nobody waited for is dropped
+    sampled.reset()  # the pending step is dropped
     sampled.step(ZEROS)
     assert sampled.get_attr("num_steps") == [1, 1, 1]
     sampled.step_async(ZEROS)
