@@ -107,7 +107,7 @@ def ours(  # noqa: PLR0913  # what differs between the tables
     seconds: float,
     min_batch: int = 1,
 ) -> Any:
-    """Return our transitions per second, the workers' memory per env (PSS, MiB), seconds to start, and statistics."""
+    """Return envherd's transitions per second, memory per env (PSS, MiB), seconds to start, and statistics."""
     began = time.perf_counter()
     make = functools.partial(Waiting, step_s, reset_s)
     options = ExecutorOptions(env_threads=has_threads)

@@ -60,7 +60,7 @@ def measure(name: str, kind: str) -> dict[str, float]:
 
 
 def measured_apart(name: str, kind: str) -> dict[str, float]:
-    """Return what `measure` returns in a process by itself."""
+    """Call `measure` in a separate process."""
     surroundings = dict(os.environ)
     if kind == "installed code":
         surroundings["XDG_CACHE_HOME"] = os.devnull  # so that no copy can be made

@@ -219,7 +219,7 @@ def measure(num_envs: int, length: int, rounds: int, policy_s: float, waiting: C
 
 
 def show(console: Console, found: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Print what was measured."""
+    """Print the measurements."""
     scaled = " in a tenth of the times, waiting" if arguments.waiting else ""
     table = Table(
         title=f"{SUBSTRATE} x {arguments.envs}{scaled}, episodes of {arguments.length} steps and more, "

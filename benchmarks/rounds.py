@@ -17,7 +17,7 @@ BUILD_S, SLOT_GRACE_S = 300.0, 60.0
 
 
 class Plan(NamedTuple):
-    """How much to measure.
+    """The size of a measurement.
 
     Attributes:
         num_rounds: number of valid slots of each pool.

@@ -56,7 +56,7 @@ class Workload:
         return Plan(num_rounds or self.num_rounds, self.slot_s, 4, self.limit_s)
 
     def job(self, calibration: float, num_workers: int) -> Job:
-        """Return what to run."""
+        """Return the job for a number of workers."""
         return replace(self.make_job(calibration), num_workers=num_workers)
 
     def chosen(self, only_peers: tuple[str, ...], *, is_quick: bool) -> list[Contender]:
