@@ -179,7 +179,7 @@ class GroupIntake:
         return value
 
     def write(self, values: Sequence[np.ndarray], rows: np.ndarray | None) -> None:
-        """Write what `read` returned."""
+        """Write the result of `read`."""
         for target, value in zip(self._targets, values, strict=True):
             if rows is None:
                 target[...] = value

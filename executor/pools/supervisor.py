@@ -169,7 +169,7 @@ class Supervisor:
         Returns:
             Whether a worker is writing a message larger than its socket's buffer.
         """
-        if self.absent:  # an interrupt may have come between a loss and what it answers
+        if self.absent:  # an interrupt may have come between a loss and the answers to its commands
             self.answer_for_lost()
         is_reading = False
         for worker_id in owing:

@@ -33,7 +33,7 @@ class SmallPictures:
         grey: one channel, the luma (BT.601), in place of three.
         stack: number of the latest pictures that are stacked, oldest first, along the channels. After a reset the first
             picture is repeated.
-        keys: last names of the observations that are pictures to be made smaller; None for all but the world view.
+        keys: last part of the keys of the pictures to shrink; None for all but the world view.
 
     Raises:
         FactoryError: from the constructor: a number below 1. SpecError: from the worker: no such picture, or sides that
@@ -68,7 +68,7 @@ class SmallPictures:
 class PictureLeaves(Wrapping):
     """Another adapter, whose pictures are made smaller.
 
-    `reset` and `step` return them as fresh arrays, or as buffers that the next call overwrites.
+    `reset` and `step` return the pictures as fresh arrays, or as buffers that the next call overwrites.
 
     Args:
         inner: the adapter.
@@ -141,7 +141,7 @@ class PictureLeaves(Wrapping):
         return values, reward, terminated, truncated
 
     def _small(self, picture: Any) -> np.ndarray:
-        """Return pictures `[..., H, W, 3]` shrunk and in one or three channels; fresh memory where they differ."""
+        """Return pictures `[..., H, W, 3]` shrunk and in one or three channels; fresh memory if changed."""
         small = shrunk(np.asarray(picture), self._options.shrink)
         if not self._options.grey:
             return small
@@ -154,7 +154,7 @@ class PictureLeaves(Wrapping):
         return state if self._options.stack == 1 else {_PICTURES: [one.copy() for one in self._stacks], "env": state}
 
     def load_state_dict(self, state: Any) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore a state from `state_dict`."""
         if self._options.stack > 1:
             for stack, kept in zip(self._stacks, state[_PICTURES], strict=True):
                 stack[...] = kept

@@ -92,7 +92,7 @@ def _ended_with_owner(sock: socket.socket) -> Iterator[None]:
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC)
     poller = select.poll()
     poller.register(sock, select.POLLIN)
-    if poller.poll(0):  # it ended before that
+    if poller.poll(0):  # the owner ended earlier
         os._exit(1)
     yield
     fcntl.fcntl(fd, fcntl.F_SETFL, flags)
@@ -124,7 +124,7 @@ def _send(sock: socket.socket, request: dict[str, Any], answer: dict[str, Any]) 
 
 
 class Zygote:
-    """Forks workers, remembers how they ended, and kills what is left at the end."""
+    """Forks workers, records their exit codes, and kills remaining processes at the end."""
 
     def __init__(self, sock: socket.socket, log_fd: int, *, must_exec: bool) -> None:
         self._sock, self._log_fd = sock, log_fd
@@ -228,7 +228,7 @@ class Zygote:
                     self._alive.discard(pid)
                     self._statuses[pid] = os.waitstatus_to_exitcode(status)
                     with contextlib.suppress(OSError):
-                        os.killpg(pid, signal.SIGKILL)  # what its envs had started
+                        os.killpg(pid, signal.SIGKILL)  # its envs' processes
 
     def _kill_all(self) -> None:
         """Kill the workers with their process groups, then processes outside these, which this process adopts."""

@@ -1,4 +1,4 @@
-"""Run multi-agent envs for RLlib's env runners, which agents may enter and leave in any step.
+"""Run multi-agent envs, whose agents may enter and leave at any step, for RLlib's env runners.
 
 Guarantees:
 - an env gets only the actions of agents that had an observation in the previous row and have not ended.

@@ -1,4 +1,4 @@
-"""Read a TorchRL tensordict: leaves as python and numpy data, and how an episode ended.
+"""Read a TorchRL tensordict: leaves as Python and numpy data, and the end of an episode.
 
 Guarantees: arrays are VIEWS of CPU tensors; a missing leaf raises a `SpecError` that names it. This module uses only
 methods of tensors and tensordicts, so it imports neither torch nor TorchRL.
@@ -14,7 +14,7 @@ import numpy as np
 from envherd.workers.adapters.torchrl.specs import Member, Path, PlacedLeaf
 from envherd.workers.errors import SpecError
 
-#: From a tensordict to one value.
+#: Tensordict -> one value.
 Read = Callable[[Any], Any]
 
 #: The names of the root done keys.
