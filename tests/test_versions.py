@@ -13,7 +13,7 @@ REQUIREMENTS = [one for one in compat.requirements((*compat.EXTRAS, "rllib")) if
 
 
 def versions_of(requirement: Requirement) -> list[Version]:
-    """Return the versions of a requirement's package that tests were run with, by the Pythons that it is for."""
+    """Return the tested versions of a requirement's package, for the Pythons of its marker."""
     versions = []
     for line, _ in compat.read_page().values():
         row = dict(zip(HEADS, (cell.strip() for cell in line.strip("|").split("|")), strict=False))

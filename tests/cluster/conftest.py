@@ -26,7 +26,7 @@ _HEALTH_CHECKS = {
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 3,
 }
-#: Seconds for Ray to have ended a host that was killed, on a busy machine.
+#: Seconds for Ray to end a killed host on a busy machine.
 _GRACE_S = 20.0
 
 

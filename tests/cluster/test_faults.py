@@ -74,7 +74,7 @@ def test_what_is_lost_is_replaced_and_the_rest_goes_on(cluster):
             step(env)
             os.kill(env.statistics().workers[3].pid, signal.SIGKILL)
             check_loss(env, [False, False, False, True])
-            os.kill(env.nodes[0].pid, signal.SIGSTOP)  # silent, as behind a cut network
+            os.kill(env.nodes[0].pid, signal.SIGSTOP)  # silent, like a node behind a cut network
             stopped = env.nodes[0].pid
             check_loss(env, [True, True, False, False])
             assert env.nodes[0].pid != stopped

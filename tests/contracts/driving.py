@@ -87,7 +87,7 @@ class Driven:
                 was_there = mirror.is_at(_at(columns["root"], step))
                 was_made = mirror.makes(_at(columns["action"], step), _at(columns["next"], step))
                 num_invalid += 0 if was_there and was_made else mirror.num_rows
-                if mirror.done.any() and step + 1 < data.shape[1]:  # the next rollout begins with a reset of all
+                if mirror.done.any() and step + 1 < data.shape[1]:  # the next rollout begins by resetting all envs
                     mirror.reset(mirror.done)
         return data.numel(), num_invalid
 
@@ -170,7 +170,7 @@ def _random(env: Any, root: TensorDictBase) -> TensorDictBase:
 
 
 def _ids_of(td: TensorDictBase) -> torch.Tensor:
-    """Return the ids of the envs of a batch `[k]`, of which each row of an env has one."""
+    """Return the env ids of a batch `[k]`; each row of an env that is a batch has the id."""
     return td["env_ids"].reshape(td.shape[0], -1)[:, 0]
 
 

@@ -24,7 +24,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # what envs say is theirs
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # warnings of the envs
 @pytest.mark.parametrize(("name", "batch"), CASES)
 def test_every_rule_holds(name: str, batch: str) -> None:
     family = FAMILIES[name]

@@ -39,7 +39,7 @@ Cell = Callable[[str, str], None]
 @contextlib.contextmanager
 def opened(family: Family, *, seed: int = ROOT_SEED, num_workers: int = 2, num_envs: int = NUM_ENVS) -> Iterator[Any]:
     in_workers = IS_FULL or family.needs_worker
-    if family.is_alone:  # as many workers as envs, and in this process one env
+    if family.is_alone:  # one worker per env, and one env in this process
         num_envs = num_workers = min(num_envs, num_workers) if in_workers else 1
     kind: Any = partial(ParallelEnv, num_workers=num_workers) if in_workers else SerialEnv
     with kind(num_envs, family.make_env, seed=seed) as env:
@@ -66,7 +66,7 @@ def check_contract(family: Family) -> str:
 def check_plain_loop(family: Family) -> str:
     count = 0
     with opened(family) as env, driven(family, env) as batch:
-        for part in (3, 4):  # a rollout and single round trips, in turn, in the same envs
+        for part in (3, 4):  # alternate a rollout and single steps in the same envs
             num_made, num_invalid = batch.roll(NUM_COMPARED // (part * NUM_ENVS))
             assert num_invalid == 0
             count += num_made + batch.step_fused(NUM_COMPARED // (part * NUM_ENVS))
@@ -152,7 +152,7 @@ def columns_for(family: Family) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # what envs say is theirs
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # warnings of the envs
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str, record_property: Cell) -> None:
     family = FAMILIES[name]

@@ -43,7 +43,7 @@ class BreakingEnv(CountingEnv):
 
     Args:
         folder: records the tries; if empty, they break every time.
-        episodes: which.
+        episodes: in which they break.
         is_fatal: whether to kill.
     """
 
@@ -84,7 +84,7 @@ class LevelEnv(CountingEnv):
         return {**super().state_dict(), "level": self.level}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Put them back."""
+        """Restore them."""
         super().load_state_dict(state)
         self.level = state["level"]
 

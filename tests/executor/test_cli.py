@@ -365,7 +365,7 @@ def test_ctrl_c_ends_it_with_what_was_collected(tmp_path):
         while not mark.exists():
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to everyone
+        os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
         printed, complaints = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -50,7 +50,7 @@ def test_a_replay_names_the_first_difference_and_draws(tmp_path):
     envherd("rollout", COUNTING, "--envs", 2, "--steps", 12, "--seed", 4, "--out", tmp_path / "data")
     data, facts = load_rollout(tmp_path / "data")
     assert (facts["env"], facts["seed"]) == (COUNTING, 4)
-    data["next", "reward"][1, 7] += 1  # memory-mapped: changed on disk
+    data["next", "reward"][1, 7] += 1  # memory-mapped, so this changes the file
     again = envherd("replay", tmp_path / "data", "--gif", tmp_path / "again.gif")
     assert again.exit_code == 1
     assert "next/reward of env 1 at step 7" in " ".join(again.output.split())

@@ -181,7 +181,7 @@ def test_the_data_goes_to_the_policy():
     placed = Placed(OnMeta())
     placed.policy.register_forward_hook(lambda _module, args, _out: seen.append(args[0].device))
     assert placed.device == torch.device("meta")
-    with pytest.raises(NotImplementedError, match="meta"):  # values cannot come back from there: they were sent there
+    with pytest.raises(NotImplementedError, match="meta"):  # values cannot come back, so they were sent there
         placed(root)
     assert seen == [torch.device("meta")]
 
@@ -193,7 +193,7 @@ def test_what_a_policy_overwrites_comes_back_too():
 
     root = TensorDict({"observation": torch.zeros(2, 3), "hidden": torch.zeros(2)}, [2], device="cpu")
     observation = root["observation"]
-    acted = Placed(policy, "cpu:0")(root)  # another device by name, which is enough to move
+    acted = Placed(policy, "cpu:0")(root)  # another device name is enough to move
     assert acted["hidden"].tolist() == [1, 1]
     assert acted["action"].tolist() == [1, 1]
     assert acted["observation"] is observation
@@ -201,7 +201,7 @@ def test_what_a_policy_overwrites_comes_back_too():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_what_a_policy_changes_in_place_comes_back_too(monkeypatch, mode):
-    monkeypatch.setattr(TensorDict, "to", lambda td, *_, **__: td.clone())  # as between devices
+    monkeypatch.setattr(TensorDict, "to", lambda td, *_, **__: td.clone())  # as for another device
 
     def policy(td):
         td["hidden"].add_(1)

@@ -90,7 +90,7 @@ def test_wake_ups_that_nobody_waited_for_do_not_pile_up():
         env.reset()
         for _ in range(50):
             env.send(act(env))
-            time.sleep(0.002)  # all have answered before they are asked for
+            time.sleep(0.002)  # all have answered before `recv`
             env.recv()
         num_tokens = 0
         while env._pool._done.try_wait():
@@ -119,7 +119,7 @@ def test_closing_does_not_wait_for_what_was_sent():
     env.send(act(env))
     began = time.monotonic()
     env.close()
-    assert time.monotonic() - began < 2  # one step of 0.3 s, not four, and far from the five seconds allowed
+    assert time.monotonic() - began < 2  # one step of 0.3 s, not four, and far below the limit of five seconds
 
 
 @pytest.mark.parametrize("make", EXECUTORS)

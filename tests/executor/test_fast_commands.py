@@ -115,7 +115,7 @@ def test_answers_that_come_late_are_waited_for(in_c):
             side.words.reply_seq[env_id] = side.words.command_seq[env_id]
             side.done.ring()
 
-    worker = threading.Thread(target=answer)  # it runs: the wait gives the interpreter up
+    worker = threading.Thread(target=answer)  # it can run, because the wait releases the GIL
     worker.start()
     assert side.has_all()
     worker.join()
@@ -312,7 +312,7 @@ def test_it_keeps_its_memory_and_lets_go_of_it():
     gone = weakref.ref(side.buffer)
     side.words.command = side.words.command_seq = side.buffer = None
     del side, arrays
-    give(3)  # nothing that it writes to is gone
+    give(3)  # its memory still exists
     assert words.number == 1
     assert gone() is not None
     give = None

@@ -53,7 +53,7 @@ class Pair:
     """Two executors with the same calls; only one sends and receives in C.
 
     Attributes:
-        batches: the latest of each, for `current` and `send` to go on from.
+        batches: the latest of each, for the next `current` and `send`.
         held: batches of each that the caller keeps, with a copy.
     """
 
@@ -186,7 +186,7 @@ class Pair:
             if batch is None
             else [leaf for leaf in batch.values(include_nested=True, leaves_only=True) if leaf.dtype != torch.bool]
         )
-        self.held[side] = []  # which it may be among
+        self.held[side] = []  # it may be one of these
         if leaves:
             leaves[rng.integers(len(leaves))].zero_()
 

@@ -142,7 +142,7 @@ def assert_same(one: Any, other: Any) -> None:
         mine, theirs = one[key], other[key]
         if isinstance(mine, torch.Tensor):
             assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), key
-            assert mine.detach().numpy().tobytes() == theirs.detach().numpy().tobytes(), key  # NaN too
+            assert mine.detach().numpy().tobytes() == theirs.detach().numpy().tobytes(), key  # also for NaN
 
 
 class Pair:
@@ -173,7 +173,7 @@ class Pair:
         if isinstance(one, tuple) and isinstance(one[0], type):
             assert one == other
         else:
-            for mine, theirs in zip(*(held[-2:] for held in self.held), strict=True):  # views too are what they were
+            for mine, theirs in zip(*(held[-2:] for held in self.held), strict=True):  # views are also unchanged
                 if not (isinstance(mine, tuple) and isinstance(mine[0], type)):
                     assert_same(mine, theirs)
         assert state_of(self.envs[0]) == state_of(self.envs[1])
@@ -265,7 +265,7 @@ class Pair:
         return env.rollout(2, lambda td: env.step_and_maybe_reset(td.update(self._action(env, rng)))[0])
 
     def _ask(self, env: Any, rng: np.random.Generator) -> None:
-        env.call("reset", 4 + int(rng.integers(3)))  # what it answers differs by family; it must not disturb a step
+        env.call("reset", 4 + int(rng.integers(3)))  # its result depends on the family; it must not affect a step
 
 
 #: One call, and a number from which its arguments are drawn.
@@ -319,7 +319,7 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", params=["copies", "views"])
 def shared(request):
     with pytest.MonkeyPatch.context() as patch:
-        be_patient(patch)  # C keeps what it is built with
+        be_patient(patch)  # before compiling: C copies the constants
         env = slow_pair(copy=request.param == "copies")
     with env:
         yield env

@@ -146,7 +146,7 @@ def test_a_worker_that_is_started_while_another_thread_closes_is_ended(monkeypat
         return launched[-1]
 
     monkeypatch.setattr(Crew, "_launch", launch_late)
-    with preloaded("wave"):  # a helper that outlives the executor, and so ends no worker of it
+    with preloaded("wave"):  # a helper that outlives the executor does not end its workers
         env = ParallelEnv(1, CountingEnv)
         env.engine.pool.crew.replace(0)
         assert env.is_closed

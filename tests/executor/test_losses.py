@@ -174,7 +174,7 @@ class TestSuccessorsThatFail:
                 builds = tmp_path / "builds"
                 with builds.open("a") as file:
                     file.write("b")
-                if builds.stat().st_size == 3:  # the first successor of the two instances
+                if builds.stat().st_size == 3:  # only the first successor dies
                     os._exit(3)
 
         options = ExecutorOptions(on_worker_loss="restart", reset_ahead=True)
@@ -231,7 +231,7 @@ class TestRefusals:
     def test_no_worker_steps_an_env_that_was_never_reset(self):
         for make in (functools.partial(ParallelEnv, num_workers=1), SerialEnv):
             with make(2, ENDLESS) as env:
-                env.engine.states.move(env.engine.all_ids, Event.IS_ALLOWED)  # as a bug of the caller's side would
+                env.engine.states.move(env.engine.all_ids, Event.IS_ALLOWED)  # simulates a bug of the caller's side
                 with pytest.raises(InternalError, match=r"was never reset\. It was not stepped"):
                     env.step(act(env))
                 assert env.get("num_steps") == [0, 0]
@@ -330,7 +330,7 @@ class TestFaultsAndLosses:
             with pytest.raises(EnvError) as caught:
                 env.reset()
             assert caught.value.env_ids == (0,)
-            env.send(act(env)[1:], [1])  # it was reset by its successor
+            env.send(act(env)[1:], [1])  # its successor has reset it
             assert counters(env.recv()["next"]) == [1]
 
 

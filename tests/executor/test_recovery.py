@@ -54,7 +54,7 @@ def only(env: Any, *env_ids: int) -> TensorDict:
 def kill(env: Any, worker_id: int) -> None:
     pid = env.statistics().workers[worker_id].pid
     os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(OSError):  # it is gone as a file, or between the opening and the reading
+    with contextlib.suppress(OSError):  # the process ended before or during the read
         while Path(f"/proc/{pid}/cmdline").read_bytes():
             time.sleep(0.005)
 
@@ -278,7 +278,7 @@ class TestLosses:
 
         def let_through() -> None:
             gate.await_somebody()
-            time.sleep(0.4)  # for the loss to be noticed meanwhile; it need not be
+            time.sleep(0.4)  # usually the loss is noticed in this time
             gate.open()
 
         make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(WaitingEnv, tmp_path)]

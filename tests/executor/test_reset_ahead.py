@@ -55,7 +55,7 @@ def serial(make: Any, num_envs: int = 2, **kwargs: Any) -> SerialEnv:
 def assert_equal(got: list[Any], expected: list[Any]) -> None:
     assert len(got) == len(expected) > 0
     for one, other in zip(got, expected, strict=True):
-        assert (one == other).all()  # which raises where keys differ
+        assert (one == other).all()  # raises if keys differ
 
 
 def uninterrupted(rows: list[Any]) -> list[Any]:
@@ -81,7 +81,7 @@ def are_built(env: Any) -> bool:
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(OSError):  # it is gone as a file, or between the opening and the reading
+    with contextlib.suppress(OSError):  # the process ended before or during the read
         wait_for(lambda: not Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
@@ -472,7 +472,7 @@ class TestLosses:
         make = functools.partial(TextEnv, 2)
         with ahead(make, 1, RESTART) as env:
             root = env.reset()
-            for _ in range(5):  # three episodes: the other instance has served one
+            for _ in range(5):  # three episodes, one of them served by the other instance
                 root = env.step_and_maybe_reset(act(root))[1]
             wait_for(lambda: is_ready(env, 3))
             kill(env.statistics().workers[0].pid)

@@ -159,7 +159,7 @@ def test_policy_and_callback_can_ask_where_the_envs_are(make, breaks, tasks):
 
     with make(2, envs, seed=0) as env:
         env.reset()
-        for _ in range(2):  # the rollout begins where other steps have ended
+        for _ in range(2):  # the rollout continues after other steps
             env.step(ones_each(env.current()))
         env.rollout(
             7,

@@ -69,7 +69,7 @@ def test_a_budget_is_kept(num_envs):
     shares = []
     done = sized(CountingEnv, budget_s=0.05, num_envs=num_envs, progress=lambda _text, share: shares.append(share))
     assert all(0 <= share <= 1 for share in shares)
-    # All that is used up by the probe already: what must be started runs twice, on a very busy machine once.
+    # The probe uses up all of the budget: mandatory settings run twice, on a very busy machine once.
     assert {one.rounds for one in done.runs} <= {0, 1, 2}
     assert [one.refusal.kind for one in done.runs if not one.rounds].count("start") >= 1
     assert "a longer --budget allows for it" in next(one.refusal.text for one in done.runs if not one.rounds)

@@ -228,7 +228,7 @@ def traced(num_envs: int, make_env: Any, device: Any) -> list[Any]:
             out += [td, root, env.current()]
         td = env.step(env.rand_action())
         mask = td["next", "done"].clone()
-        mask[0, 0] |= make_env is simulators.Counter  # which can reset rows that have not ended
+        mask[0, 0] |= make_env is simulators.Counter  # it can reset rows that have not ended
         out += [td, env.reset(TensorDict({"_reset": mask}, env.batch_size))]
         env.send(env.rand_action()[:1], env_ids=[0])
         out += [env.recv(), env.current()]

@@ -137,7 +137,7 @@ def test_top_once_as_a_table_and_as_json():
     runner = CliRunner()
     with ParallelEnv(2, CountingEnv, num_workers=2, seed=0) as env:
         rolled(env)
-        own = ["--pid", str(os.getpid())]  # the first executor of the machine may be one of another test, and end now
+        own = ["--pid", str(os.getpid())]  # the machine's first executor may belong to another test and end now
         done = runner.invoke(app, ["top", "--once", "--interval", "0.1", "--stack", "0", *own], env={"COLUMNS": "200"})
         assert done.exit_code == 0
         assert f"process {os.getpid()}" in done.output

@@ -111,7 +111,7 @@ class Checked:
             root = env.reset(TensorDict({"_reset": mask}, [NUM_ENVS]))
         self.begin(root)
         if root["done"].any():
-            return  # bystanders of a death in that reset: the next deed resets them
+            return  # other envs of a worker that died in that reset: the next operation resets them
         getattr(self, "_" + deed)(root)
 
     def _reset(self, _: Any) -> None: ...
@@ -148,7 +148,7 @@ class Checked:
             left[env_id] -= 1
             now = self.env.current([env_id])
             if self.env._engine.states.needs_reset[env_id]:
-                left[env_id] = 0  # a bystander of a loss after its answer had come
+                left[env_id] = 0  # another env of a lost worker, after its answer had arrived
                 self.at[env_id] = now["observation"][0].tolist()
                 continue
             self.begin(now, [env_id])

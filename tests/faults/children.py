@@ -121,7 +121,7 @@ def be_bound_by_process_limits() -> None:
     """Change to a user to whom RLIMIT_NPROC applies: root is exempt."""
     if os.getuid():
         return
-    os.setresuid(NOBODY, 0, 0)  # the real user is counted; the effective one may still read python's files
+    os.setresuid(NOBODY, 0, 0)  # the real user counts; the effective one may still read Python's files
     libc = ctypes.CDLL(None, use_errno=True)
     for capability in (_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE):
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)

@@ -99,7 +99,7 @@ class Model:
             if event in self.follows[life.state]:
                 for is_parked in (False, True):
                     yield life._replace(state=self.moved(life, event), call="begun", is_parked=is_parked)
-        if life.state >= State.STEPPING:  # it was sent: a later call receives it
+        if life.state >= State.STEPPING:  # a sent env: a later call receives it
             yield life._replace(call="waits", is_parked=False)
         elif not life.is_alive:  # a call about something else notices it
             yield self._replaced(life._replace(state=self.moved(life, Event.IS_LOST)))

@@ -36,7 +36,7 @@ class Kind(IntEnum):
     STEP = 3
     TERMINATED = 4  # a step that ended the episode
     TRUNCATED = 5
-    WRONG = 6  # a step before any reset, or after an end
+    WRONG = 6  # a step before any reset or after an end
 
 
 RECORD = np.dtype(

@@ -224,7 +224,7 @@ class GymnasiumSession(FacadeSession):
         lost = infos.get("interrupted", np.zeros(self.num_envs, bool))
         for env_id, row in enumerate(_rows(observations)):
             place = (env_id, 0)
-            if self.resets_next[env_id]:  # its step was a reset
+            if self.resets_next[env_id]:  # the env's step was a reset
                 if rewards[env_id] or ends[env_id] or cuts[env_id]:
                     raise Violation(f"env {env_id}: a reset says {rewards[env_id]}, {ends[env_id]}, {cuts[env_id]}")
                 self.oracle.begin(place, row)

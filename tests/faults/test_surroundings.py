@@ -120,7 +120,7 @@ def little_address_space_in_workers() -> str:
 
 def killed_for_memory(flag: str) -> str:
     options = ExecutorOptions(on_worker_loss="restart")
-    with memory_group(1536 * 2**20):  # much more than this process has from before: the kernel takes who has most
+    with memory_group(1536 * 2**20):  # much more than this process uses: the kernel kills the largest process
         with make(2, [functools.partial(HungryEnv, flag), ENDLESS]) as env:
             env.reset()
             env.step(actions())
@@ -261,7 +261,7 @@ def test_an_owner_that_ends(how, state):
     os.waitpid(pid, 0)
     forked = [] if state == "build" else [int(p) for p in _held()[0] - before[0] if _is_copy_of_this(p)]
     for one in forked:
-        time.sleep(0.3)  # its owner has ended and it has not: what holds the workers' lifelines now is not there
+        time.sleep(0.3)  # its owner has ended: the fork must not hold the workers' lifelines
         assert {str(one)} >= _held()[0] - before[0]
         os.kill(one, signal.SIGKILL)
         os.waitpid(one, 0)
@@ -334,7 +334,7 @@ def test_an_env_that_prints_megabytes(num_bytes):
         for _ in range(70):
             root = env.step_and_maybe_reset(root.update(actions()))[1]
         assert root["observation"][:, 1].tolist() == [70, 70]
-        assert len(env.worker_output(0)) <= 66 * num_bytes  # and not 70 of them: a look at it every 64 steps
+        assert len(env.worker_output(0)) <= 66 * num_bytes  # not 70 of them: the log is trimmed every 64 steps
     record("prints", what="an env prints 4 MB at every step", seen="nothing: what is kept of it is cut now and then")
 
 

@@ -170,10 +170,10 @@ class Side(NamedTuple):
 
 class State(NamedTuple):
     at: int = 0  # of the parent's program
-    turn: tuple[int, int] = (0, 0)  # who serves, serial
+    turn: tuple[int, int] = (0, 0)  # serving worker, serial
     number: int = 0
     reply: int = 0
-    done: tuple[tuple[int, int], ...] = ()  # (command, by whom)
+    done: tuple[tuple[int, int], ...] = ()  # (command, worker)
     strays: int = 2
     sides: tuple[Side, Side] = (Side(), Side())
 

@@ -232,7 +232,7 @@ def test_several_rewards_of_a_reward_space():
 
 
 def test_several_rewards_without_a_reward_space_are_refused_with_how_to_say_it():
-    def make():  # as envs of several agents with Gymnasium's methods are (lbforaging, rware)
+    def make():  # like multi-agent envs with Gymnasium's methods (lbforaging, rware)
         return Scripted((np.zeros(2, np.float32), [0.5, 2], False, False, {}))
 
     adapter = GymnasiumAdapter(make())

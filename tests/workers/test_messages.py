@@ -188,7 +188,7 @@ def test_handlers_that_raise_are_put_off():
 
     before = signal.signal(signal.SIGALRM, raise_late)
     idle = threading.Event()
-    other = threading.Thread(target=idle.wait)  # a thread that takes the signals of the process as well
+    other = threading.Thread(target=idle.wait)  # another thread that may receive the process's signals
     other.start()
     reached = []
     try:

@@ -75,7 +75,7 @@ class Side:
         if not in_c:
             for sink in self.slot.sinks.values():
                 sink.step = python_step(self, sink)
-        self.slot.unwatched.clear()  # or the first step and reset would compile it again
+        self.slot.unwatched.clear()  # otherwise the first step and reset would compile it again
         self.block.execute(1, pack(3, RING, 0))
         if in_c:
             for sink in self.slot.sinks.values():

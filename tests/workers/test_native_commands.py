@@ -102,7 +102,7 @@ class Leave(BaseException):
 
 def raising(error: BaseException) -> Callable[[Any], Any]:
     def step(_result: Any) -> Any:
-        raise type(error)(*error.args)  # a new one: an exception keeps the tracebacks of all its raises
+        raise type(error)(*error.args)  # a new instance, because an exception keeps the tracebacks of all its raises
 
     return step
 
@@ -350,7 +350,7 @@ def test_resets_that_are_commands_are_made_in_c(target, has_seeds):
         side.serve()
     ends = int(side.words["ends"].sum()) - ends
     assert ends > 0
-    assert len(called) == (ends if target else 0)  # in a storage, a last observation is the next root: Python's
+    assert len(called) == (ends if target else 0)  # in a storage Python writes the root after an end
     both = sides(make, options)
     run_commands(
         both,

@@ -176,7 +176,7 @@ class Telling(gymnasium.Env[Any, Any]):
 
 
 def batches(make_env: Any, switch: str) -> tuple[TensorDictBase, int]:
-    """Return what an executor gives in rollouts and batches, one after the other, and the number of episodes."""
+    """Return an executor's data from rollouts and steps, concatenated, and the number of episodes."""
     options = ExecutorOptions(env_vars={native.SWITCH: switch})
     with ParallelEnv(4, make_env, num_workers=2, seed=3, options=options) as env:
         torch.manual_seed(0)

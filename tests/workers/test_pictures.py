@@ -122,7 +122,7 @@ def test_the_contract_holds_with_stacks():
 
 
 class Drawn(Team):
-    """Two to five steps, as the seed says."""
+    """Two to five steps, drawn from the seed."""
 
     def __init__(self):
         super().__init__(0, 8)

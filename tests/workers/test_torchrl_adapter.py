@@ -41,7 +41,7 @@ class Moment:
 
 
 def at(td: TensorDictBase, key: tuple[str, ...]) -> Any:
-    """Return what TorchRL has for a leaf of ours, as numpy or plain data."""
+    """Return TorchRL's value of one of our leaves, as numpy or plain data."""
     node: Any = td
     for name in key:
         if name.isdigit():
@@ -60,7 +60,7 @@ def seed_all(seed: int) -> None:
 
 
 def reset_torchrl(env: EnvBase, seed: int) -> TensorDictBase:
-    """Reset an env as the adapter documents that it does."""
+    """Reset an env as the adapter's documentation describes."""
     seed_all(seed)
     base = env.base_env if isinstance(env, TransformedEnv) else env
     if isinstance(base, GymEnv):
@@ -134,7 +134,7 @@ def play_adapter(
 
 
 def value_of(leaf: LeafSpec, value: Any) -> Any:
-    """Return an input as the worker's block hands it to an adapter."""
+    """Return an input in the form in which the worker's block passes it to an adapter."""
     return int(value) if not leaf.is_side and leaf.shape == () and leaf.dtype == "int64" else value
 
 

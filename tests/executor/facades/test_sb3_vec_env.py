@@ -92,7 +92,7 @@ def test_attributes_and_methods_with_indices(sampled):
     with pytest.raises(AttributeError, match="no_such"):
         sampled.get_attr("no_such")
     sampled.set_attr("colour", [1, 2, 3], indices=[0, 2])
-    assert sampled.get_attr("colour") == [[1, 2, 3], 0, [1, 2, 3]]  # of the outermost wrapper: Tagged's own
+    assert sampled.get_attr("colour") == [[1, 2, 3], 0, [1, 2, 3]]  # the attribute of the outermost wrapper, Tagged
     sampled.set_attr("colour", 4, 0)
     assert sampled.env_method("add", 1, indices=[1, 0], other=2) == [3, 7]
     assert sampled.env_method("add", 1, indices=-1) == [1]

@@ -296,7 +296,7 @@ def test_an_env_that_fails_while_another_is_received_loses_nothing(
         )
     answered = mixed._crew.pool.wait_some(np.array([0, 2]), 2, None)
     assert len(answered) == 2
-    with monkeypatch.context() as patch:  # env 2 was seen to be ready before env 0 has failed
+    with monkeypatch.context() as patch:  # env 2 was found ready before env 0 failed
         patch.setattr(mixed._sent, "wait", lambda *_: [2])
         assert mixed.async_step_recv(1)["env_index"] == [2]
     with pytest.raises(EnvError, match="too much"):

@@ -169,7 +169,7 @@ def test_workers_are_no_forks_of_the_caller_and_may_be_one_to_an_env(monkeypatch
         td["action"] = torch.full_like(env.full_action_spec["action"].zero(), 7)
         before = time.process_time()
         env.step(td)
-        assert time.process_time() - before < 0.5  # of a processor, not of the clock: TorchRL's polls all the time
+        assert time.process_time() - before < 0.5  # processor time: TorchRL's workers poll continuously
     assert OnlyOne.builder is None  # none was built here
 
 

@@ -64,7 +64,7 @@ def test_collector_and_its_checkpoint() -> None:
     assert "worker1" in state["env_state_dict"]
     collector.load_state_dict(state)
     second = next(batches)
-    assert (second["next", "observation"] == second["observation"] + 1).all()  # nothing is a step behind
+    assert (second["next", "observation"] == second["observation"] + 1).all()  # no row is a step behind
     collector.shutdown()
 
 
