@@ -1,6 +1,6 @@
 """dm_env: any `dm_env.Environment`, among them dm_control (suite, composer), raw dmlab2d and bsuite.
 
-Keys, shapes, dtypes: see `dm_env_specs`.
+Keys, shapes, dtypes: see `dm_env/specs.py`.
 
 Ends of episodes: LAST with a discount of 0 is `terminated`, LAST with a discount above
 0 is `truncated` (dm_control ends by its time limit with discount 1). Raw dmlab2d ends every episode with
