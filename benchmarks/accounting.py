@@ -1,7 +1,7 @@
-"""What a pool costs: processor time, time spent waiting for a processor, memory. From /proc, per process tree.
+"""Measure a pool's cost from /proc, per process tree: processor time, time spent waiting for a processor, memory.
 
-Guarantees: time is the scheduler's own (`schedstat`, nanoseconds), of every thread of every process that is named;
-a process that has gone counts nothing, and never raises.
+Guarantees: times are the scheduler's (`schedstat`, nanoseconds), of every thread of every given process; a process that
+has ended counts as 0 and does not raise.
 Platforms: Linux.
 """
 
@@ -24,19 +24,19 @@ class Usage(NamedTuple):
 
     Attributes:
         run_ns: spent running.
-        delay_ns: spent ready to run, while others had the processors.
+        delay_ns: spent ready to run, waiting for a processor.
     """
 
     run_ns: int
     delay_ns: int
 
     def since(self, before: Usage) -> Usage:
-        """Return what was added since an earlier reading; never negative (a thread that ended takes its time along)."""
+        """Return the increase since an earlier reading; never negative (the time of a thread that ended is gone)."""
         return Usage(max(0, self.run_ns - before.run_ns), max(0, self.delay_ns - before.delay_ns))
 
 
 def usage_of(pids: Iterable[int]) -> Usage:
-    """Return what some processes have used so far, all their threads together."""
+    """Return the usage of some processes so far, summed over all their threads."""
     run = delay = 0
     for pid in pids:
         for task in _tasks(pid):
@@ -47,10 +47,10 @@ def usage_of(pids: Iterable[int]) -> Usage:
 
 
 class Meter:
-    """Reads what some processes have used within microseconds, for intervals of a few milliseconds. Close it.
+    """Reads the usage of some processes within microseconds, for intervals of a few milliseconds. Must be closed.
 
     Args:
-        pids: their threads are those that are there now.
+        pids: of the processes, with their present threads.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
@@ -61,7 +61,7 @@ class Meter:
                     self._fds.append(os.open(f"/proc/{pid}/task/{task}/schedstat", os.O_RDONLY))
 
     def run_ns(self) -> int:
-        """Return the nanoseconds that they have run; of threads that have ended, nothing."""
+        """Return the nanoseconds that they have run, without threads that have ended."""
         total = 0
         for fd in self._fds:
             with contextlib.suppress(OSError, IndexError):
@@ -75,25 +75,25 @@ class Meter:
 
 
 def started_by(pid: int) -> list[int]:
-    """Return all living processes that a process has started, and those that they have."""
+    """Return all living descendants of a process."""
     return descendants(pid)[1:]
 
 
 def busy_ns() -> int:
-    """Return the nanoseconds that all processors have worked, for whomever, the hypervisor too (in steps of 10 ms)."""
+    """Return the nanoseconds that all processors were busy, also for the hypervisor (in steps of 10 ms)."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) * _NS_PER_TICK
 
 
 def pressure_line() -> str:
-    """Return the kernel's own account of how often something waited for a processor, or an empty string."""
+    """Return the kernel's pressure line for processors, or an empty string."""
     with contextlib.suppress(OSError):
         return Path("/proc/pressure/cpu").read_text().splitlines()[0]
     return ""
 
 
 def pressure_total_us(line: str) -> int | None:
-    """Return the microseconds in which something waited, from a line of /proc/pressure/cpu; None if it has none."""
+    """Return the microseconds in which some task waited, from a line of /proc/pressure/cpu; None if it has none."""
     for field in line.split():
         name, _, value = field.partition("=")
         if name == "total":
@@ -102,10 +102,10 @@ def pressure_total_us(line: str) -> int | None:
 
 
 def pressure_while_idle(seconds: float) -> float | None:
-    """Sleep, and return the share of that time in which something waited for a processor, 0..1.
+    """Sleep, and return the share of that time in which some task waited for a processor, 0..1.
 
-    The kernel brings its account up to date every two seconds; None if it keeps none. (Its avg10 would tell of our own
-    pools for half a minute after they were built.)
+    The kernel updates the value every two seconds; None if it has none. (Its avg10 would include our own pools for half
+    a minute after they were built.)
     """
     before, began = pressure_total_us(pressure_line()), time.monotonic()
     time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Envs that advance independently: what threads in a worker give, and ours next to TorchRL's.
+"""Envs that advance independently: the speed with threads in a worker, and envherd compared with TorchRL.
 
     python -m envherd.benchmarks.asynchronous threads      # envs that wait, one worker each and many threads in one
     python -m envherd.benchmarks.asynchronous pools        # send and recv next to TorchRL's AsyncEnvPool
@@ -25,14 +25,14 @@ from gymnasium.spaces import Box, Discrete
 
 from envherd.executor import AsyncCollector, ExecutorOptions, ParallelEnv
 
-#: Envs that cost nothing, and envs with steps of 1 ms whose reset takes 200 ms: number, seconds of a step, of a reset.
+#: No-op envs, and envs with steps of 1 ms and resets of 200 ms: number of envs, seconds of a step, of a reset.
 SERIES = {"free": (8, 0.0, 0.0), "slow resets": (32, 0.001, 0.2)}
-#: How many envs TorchRL has in a process.
+#: Number of envs in one of TorchRL's processes.
 ENVS_PER_WORKER = (1, 4)
 
 
 class Waiting(gymnasium.Env[np.ndarray, Any]):
-    """An env that sleeps in each step and reset, as one behind a socket does; episodes of 50 steps."""
+    """An env that sleeps in each step and reset, like one behind a socket; episodes of 50 steps."""
 
     observation_space = Box(-1.0, 1.0, (4,), np.float32)
     action_space = Discrete(2)
@@ -58,7 +58,7 @@ class Waiting(gymnasium.Env[np.ndarray, Any]):
 
 
 def _zeros(root: Any, delay_s: float = 0.0) -> Any:
-    """Act always alike, after a while."""
+    """Return constant actions after a delay."""
     if delay_s:
         time.sleep(delay_s)
     return root.set("action", torch.zeros(len(root), dtype=torch.int64))
@@ -74,7 +74,7 @@ def _rate(collect: Callable[[], int], seconds: float) -> float:
 
 
 def ceiling(num_envs: int, step_s: float, reset_s: float, seconds: float) -> float:
-    """Return the steps per second of envs that wait, each alone on a thread of this process."""
+    """Return the steps per second of waiting envs, each on its own thread of this process."""
     counts = [0] * num_envs
     began = threading.Barrier(num_envs)
 
@@ -107,7 +107,7 @@ def ours(  # noqa: PLR0913  # what differs between the tables
     seconds: float,
     min_batch: int = 1,
 ) -> Any:
-    """Return our transitions per second, the workers' memory per env (PSS, MiB), seconds to start, and statistics."""
+    """Return envherd's transitions per second, memory per env (PSS, MiB), seconds to start, and statistics."""
     began = time.perf_counter()
     make = functools.partial(Waiting, step_s, reset_s)
     options = ExecutorOptions(env_threads=has_threads)
@@ -196,7 +196,7 @@ def _wrapped(step_s: float, reset_s: float) -> Any:
 
 
 def threads(seconds: float) -> None:
-    """Print what threads in a worker give for envs that wait for 5 ms."""
+    """Print the speed with threads in a worker for envs that wait for 5 ms."""
     print("| envs | workers | threads | transitions/s | of the envs' limit | MiB per env | start s |")
     for num_envs in (64, 256):
         for num_workers, has_threads in ((num_envs, False), (1, True), (2, True)):
@@ -231,7 +231,7 @@ def pools(seconds: float) -> None:
 
 
 def collectors(seconds: float) -> None:
-    """Print our collector next to TorchRL's."""
+    """Compare our collector with TorchRL's."""
     print("| envs | alone | `AsyncCollector` | TorchRL's, 1 per worker | TorchRL's, 4 per worker |")
     for name, (num_envs, step_s, reset_s) in SERIES.items():
         case = (num_envs, step_s, reset_s)
@@ -247,7 +247,7 @@ def _print_rates(name: str, rates: list[float | None]) -> None:
 
 
 def policy(seconds: float) -> None:
-    """Print what a policy of 2 ms gives over 64 envs of 5 ms, and the limits."""
+    """Print the speed of a policy of 2 ms over 64 envs of 5 ms, and the limits."""
     num_envs, step_s, policy_s = 64, 0.005, 0.002
     print("| min_batch | transitions/s | envs a call | policy busy | answers wait, ms: median | 99 % |")
     for least in (1, 32, 64):

@@ -2,7 +2,7 @@
 
     python -m envherd.benchmarks.benchmarl
 
-Each experiment has a process by itself: IPPO with a CNN, the same config and seed. It needs BenchMARL 1.5, with TorchRL
+Each experiment runs in its own process: IPPO with a CNN, the same config and seed. It needs BenchMARL 1.5, with TorchRL
 0.11, and the extra of Melting Pot.
 """
 

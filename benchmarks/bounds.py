@@ -1,4 +1,4 @@
-"""What the machine could do at best, measured: a serial loop, free-running processes, and a bare signalling round."""
+"""Measured upper bounds of the machine: a serial loop, free-running processes, and a bare signalling round."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from envherd.benchmarks.watching import die_with_parent
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 
 IDEAL, SERIAL, ROUND = "measured ideal", "serial loop", "bare signalling round"
-#: Seconds that the measured ideal's owner sleeps at a time while its processes run.
+#: Seconds that the owner of free-running processes sleeps at a time.
 _NAP_S = 5e-3
 _NUM_DRAWN = 64
 
 
 def stepper(job: Job) -> Callable[[], bool]:
-    """Build one env, and return a function that steps it, resets it when it ends, and says whether it did."""
+    """Build one env, and return a function that steps it, resets it when it ends, and returns whether it ended."""
     env = job.make_env()
     env.reset()
     if job.family == "meltingpot":
@@ -57,7 +57,7 @@ def _dm_stepper(env: Any) -> Callable[[], bool]:
 
 
 def serial_loop(job: Job) -> Pool:
-    """Step the envs one after the other in this process: what a pool has to beat."""
+    """Step the envs one after the other in this process: the lower bound for a useful pool."""
     steppers = [stepper(job) for _ in range(job.num_envs)]
     ended = 0
 
@@ -73,7 +73,7 @@ def serial_loop(job: Job) -> Pool:
 
 
 def free_running(job: Job) -> Pool:
-    """Step the envs in `num_workers` processes that wait for nobody and tell nothing; stopped outside their slots."""
+    """Step the envs in `num_workers` processes without any communication; they are stopped outside their slots."""
     context = multiprocessing.get_context("fork")
     counts = multiprocessing.RawArray("q", 16 * 2 * job.num_workers)
     words: Any = np.frombuffer(counts, np.int64).reshape(job.num_workers, 2, 16)
@@ -129,7 +129,7 @@ def _run_freely(job: Job, words: Any, num_envs: int) -> None:
 
 
 def bare_round(job: Job) -> Pool:
-    """Wake `num_workers` processes and wait for their answers, with the executor's own doorbells and nothing else.
+    """Wake `num_workers` processes and wait for their answers, with only the executor's doorbells.
 
     One call counts as a batch of all envs, though none is stepped.
     """

@@ -1,7 +1,7 @@
-"""What a cluster costs: batches and remote rollouts over local nodes, TorchRL's Ray collector beside them, and a model.
+"""The cost of a cluster: batches and remote rollouts over local nodes, compared with TorchRL's Ray collector; a model.
 
-All nodes are on this machine, so there is no network in the numbers, and the nodes share its processors: what is to be
-believed is the driver's own processor time, which is what the model of many nodes (`cluster_model.py`) is made of.
+All nodes are on this machine, so the numbers include no network, and the nodes share its processors. Only the driver's
+processor time is meaningful; the model of many nodes (`cluster_model.py`) uses it.
 
 Run: python -m envherd.benchmarks.cluster [--quick] [--write]    (to results/cluster.json and docs/reports/scaling.md)
 """
@@ -47,21 +47,21 @@ WORKLOADS = {"tiny": 16, "image": 84 * 84 * 4}
 
 
 class Slot(NamedTuple):
-    """What one slot took: seconds of a call (median), and of this process's processors per call."""
+    """The times of one slot: seconds of a call (median), and processor seconds of this process per call."""
 
     wall_s: float
     cpu_s: float
 
 
 class Contender(NamedTuple):
-    """What is called, and how many env-steps a call makes."""
+    """A function to call, and the number of env-steps of a call."""
 
     call: Callable[[], Any]
     env_steps: int
 
 
 def echo(num_bytes: int) -> EchoFactory:
-    """Return a factory of envs that do nothing, with so large an observation."""
+    """Return a factory of no-op envs with an observation of `num_bytes` bytes."""
     leaf = LeafSpec(("observation",), (num_bytes,), "uint8")
     return EchoFactory(EnvSpec(observation=(leaf,), action=(action_leaf(),), family="plain").to_plain())
 
@@ -100,7 +100,7 @@ def two_nodes() -> Iterator[str]:
 
 
 def measure(contenders: dict[str, Contender], num_rounds: int, slot_s: float) -> dict[str, dict[str, Any]]:
-    """Let contenders take turns in random order; return medians over rounds."""
+    """Run contenders in turns in random order; return medians over rounds."""
     order, slots = random.Random(0), {name: list[Slot]() for name in contenders}
     for one in contenders.values():
         one.call()
@@ -119,7 +119,7 @@ def measure(contenders: dict[str, Contender], num_rounds: int, slot_s: float) ->
 
 
 def _run(call: Callable[[], Any], slot_s: float) -> Slot:
-    call()  # its processes have slept
+    call()  # wakes its processes
     walls: list[float] = []
     began, cpu = time.perf_counter(), time.process_time()
     while not walls or time.perf_counter() - began < slot_s:
@@ -141,7 +141,7 @@ def _stepping(env: Any) -> Contender:
 
 
 def batches(workload: str, num_rounds: int, slot_s: float) -> dict[str, dict[str, Any]]:
-    """Measure batches of envs that do nothing, and remote rollouts of them."""
+    """Measure batches and remote rollouts of no-op envs."""
     make_env = echo(WORKLOADS[workload])
     over = functools.partial(RayParallelEnv, NUM_ENVS, make_env, seed=0)
     with ExitStack() as stack:
@@ -205,7 +205,7 @@ def _torchrl_collector(policy: Policy, frames_per_batch: int) -> Any:
 
 
 def costs_of(results: dict[str, Any]) -> dict[str, float]:
-    """Return what the model needs, from what was measured; see `cluster_model.Costs`."""
+    """Return the model's costs from the measurements; see `cluster_model.Costs`."""
     tiny, image = results["tiny"], results["image"]
     more = (WORKLOADS["image"] - WORKLOADS["tiny"]) * NUM_ENVS
     byte_s = max(0.0, image[WHOLE]["driver_cpu_s"] - tiny[WHOLE]["driver_cpu_s"]) / (more * 2 * NUM_STEPS)
@@ -222,7 +222,7 @@ def costs_of(results: dict[str, Any]) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the numbers were measured on."""
+    """Return a description of the machine."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":", 1)[1].strip() for line in cpuinfo if "model name" in line), "?")
     names = ("envherd", "ray", "torch", "tensordict", "torchrl", "numpy")
@@ -232,7 +232,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure and print; write the results if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 rounds of 0.3 s slots instead of 12 of 1 s")
     parser.add_argument("--write", action="store_true", help="write results, docs/reports/scaling.md and its plot")

@@ -1,9 +1,9 @@
-"""What many nodes would do: pure arithmetic over what `cluster.py` measures on one machine.
+"""A model of many nodes: pure arithmetic over the measurements of `cluster.py` on one machine.
 
 Two ways to use a cluster (docs/cluster.md). Stepped as one batch, every step waits for the slowest node, a round trip,
-and the driver's own work for every node, one after the other. With remote rollouts the nodes run at their own speed;
-the driver takes what comes, and its processor, its network and the weights that go out are resources that fill up. The
-model says how much of the nodes' speed is left, and which resource is full first. The learner's own work is not in it.
+and the driver's sequential work for every node. With remote rollouts the nodes run at their own speed; the driver's
+processor and its network, also for sending weights, are the limited resources. The model computes the remaining share
+of the nodes' speed and the first saturated resource. It does not include the learner's work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What was measured. Seconds.
+    """The measured costs in seconds.
 
     Attributes:
         trip_s: of a batch on one node beyond the same batch without Ray.
@@ -22,7 +22,7 @@ class Costs:
         step_node_s: the same for each node.
         large_s: the same for each node whose rows are too large for Ray to send them with the answer itself.
         rollout_s: of the driver's processor for a remote rollout of one node.
-        byte_s: of the driver's processor for each byte of rows or rollouts.
+        byte_s: of the driver's processor per byte of rows or rollouts.
     """
 
     trip_s: float
@@ -33,18 +33,18 @@ class Costs:
     byte_s: float
 
 
-#: Bytes of an answer beyond which it goes through Ray's object store.
+#: Size of an answer in bytes above which it goes through Ray's object store.
 INLINE_BYTES = 100 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the nodes do; assumed, not measured.
+    """The nodes' work; assumed, not measured.
 
     Attributes:
         name: of the kind of envs.
         step_s: of one env.
-        row_bytes: of what one env observes; it crosses once, and is root and `next` of a rollout.
+        row_bytes: of one env's observation; sent once, and both root and `next` of a rollout.
         weights_bytes: of the policy.
     """
 
@@ -56,13 +56,13 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where they do it; assumed, not measured.
+    """The nodes; assumed, not measured.
 
     Attributes:
         workers: processes of a node.
         envs_per_worker: of each.
         network_bytes_s: of the driver's machine, in each direction.
-        rollout_steps: T of a remote rollout; every rollout is made with weights of its own.
+        rollout_steps: T of a remote rollout; every rollout gets new weights.
     """
 
     workers: int = 32
@@ -90,7 +90,7 @@ WORKS = (
 
 
 def batch_s(costs: Costs, work: Work, site: Site, num_nodes: int) -> float:
-    """Return the seconds of a step of all envs of so many nodes as one batch."""
+    """Return the seconds of a step of all envs of `num_nodes` nodes as one batch."""
     processor = costs.step_fixed_s + num_nodes * _node_s(costs, work, site)
     network = num_nodes * site.envs * work.row_bytes / site.network_bytes_s
     return site.envs_per_worker * work.step_s + costs.trip_s + max(processor, network)
@@ -102,12 +102,12 @@ def _node_s(costs: Costs, work: Work, site: Site) -> float:
 
 
 def step_efficiency(costs: Costs, work: Work, site: Site, num_nodes: int) -> float:
-    """Return the share of the nodes' own speed that is left when they are stepped as one batch, 0..1."""
+    """Return the remaining share of the nodes' own speed when they are stepped as one batch, 0..1."""
     return site.envs_per_worker * work.step_s / batch_s(costs, work, site, num_nodes)
 
 
 def step_limit(costs: Costs, work: Work, site: Site) -> str:
-    """Return what grows first with the nodes when they are stepped as one batch."""
+    """Return the bottleneck of many nodes when they are stepped as one batch."""
     is_network = site.envs * work.row_bytes / site.network_bytes_s > _node_s(costs, work, site)
     return NETWORK_IN if is_network else PROCESSOR
 
@@ -115,7 +115,7 @@ def step_limit(costs: Costs, work: Work, site: Site) -> str:
 def rollout_loads(costs: Costs, work: Work, site: Site) -> Mapping[str, float]:
     """Return the share of each of the driver's resources that one node's remote rollouts take."""
     rollouts_per_s = 1 / (site.rollout_steps * site.envs_per_worker * work.step_s)
-    num_bytes = site.envs * site.rollout_steps * work.row_bytes  # each observation crosses once, and is written twice
+    num_bytes = site.envs * site.rollout_steps * work.row_bytes  # each observation is sent once, and written twice
     return {
         PROCESSOR: rollouts_per_s * (costs.rollout_s + 2 * num_bytes * costs.byte_s),
         NETWORK_IN: rollouts_per_s * num_bytes / site.network_bytes_s,
@@ -124,14 +124,14 @@ def rollout_loads(costs: Costs, work: Work, site: Site) -> Mapping[str, float]:
 
 
 def rollout_limit(costs: Costs, work: Work, site: Site) -> tuple[str, float]:
-    """Return which resource of the driver remote rollouts fill first, and with how many nodes."""
+    """Return the driver's first saturated resource with remote rollouts, and the number of nodes that saturates it."""
     loads = rollout_loads(costs, work, site)
     name = max(loads, key=lambda one: loads[one])
     return name, 1 / loads[name]
 
 
 def rollout_efficiency(costs: Costs, work: Work, site: Site, num_nodes: int) -> float:
-    """Return the share of the nodes' own speed that is left with remote rollouts, 0..1."""
+    """Return the remaining share of the nodes' own speed with remote rollouts, 0..1."""
     return min(1.0, rollout_limit(costs, work, site)[1] / num_nodes)
 
 
@@ -141,7 +141,7 @@ def steps_per_s(work: Work, site: Site, num_nodes: int, efficiency: float) -> fl
 
 
 def half_nodes(costs: Costs, work: Work, site: Site) -> int:
-    """Return with how many nodes stepping as one batch has lost half of their speed; 0 if one has."""
+    """Return the number of nodes at which stepping as one batch has lost half of their speed; 0 if one node has."""
     low, high = 0, 1
     while step_efficiency(costs, work, site, high) > 0.5 and high < 10**6:
         low, high = high, 2 * high

@@ -1,4 +1,4 @@
-"""From what `cluster.py` measured to its part of docs/reports/scaling.md and the plot there."""
+"""Write the part of docs/reports/scaling.md for the measurements of `cluster.py`, and its plot."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def write(results: dict[str, Any]) -> None:
 
 
 def draw(results: dict[str, Any]) -> None:
-    """Draw the share of the nodes' speed that is left, from 1 to 1,000 nodes."""
+    """Draw the remaining share of the nodes' speed, from 1 to 1,000 nodes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

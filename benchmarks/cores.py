@@ -1,4 +1,4 @@
-"""What a machine with 128 processors would do, by `cores_model`, checked against what was measured on this one.
+"""Predict a machine with 128 processors by `cores_model`, and check the model against measurements on this machine.
 
     python -m envherd.benchmarks.cores --write      # from benchmarks/results/bench.json to docs/reports/scaling.md
 
@@ -31,7 +31,7 @@ WORKS = (
     Work(name="10 ms, 28 KB, lognormal", step_s=10e-3, law="lognormal", row_bytes=28_224),
     Work(name="10 ms, 28 KB, 1 % x 100", step_s=10e-3, law="spikes", row_bytes=28_224),
 )
-#: Workload of the suite -> what its envs do.
+#: Workload of the suite -> its envs' work.
 CHECKED = {
     "w200": Work(name="200 us", step_s=200e-6),
     "w1000": Work(name="1 ms", step_s=1e-3),
@@ -45,10 +45,9 @@ _COLORS: dict[Mode, str] = {"sync": "#3465a4", "first-K": "#c2185b", "two groups
 def costs_of(results: Mapping[str, Any]) -> Costs:
     """Return the model's costs, from the growth laws of a run.
 
-    The caller's slope with N, with W (up to the number of processors) and with bytes is what an env, a ring and a byte
-    cost it. What all processes pay for a further env in addition to that is the worker's. A wake-up is what is left of
-    a batch's time when all that is known to happen one after the other is taken away, halved: there is one on
-    each side.
+    The caller's slopes with N, with W (up to the number of processors) and with bytes are its costs of an env, a ring
+    and a byte. The remaining slope of all processes with N is the worker's cost of an env. A wake-up costs half of a
+    batch's time that the known sequential work does not explain, because there is one on each side.
     """
     growth = results["growth"]
     envs, workers, parts = growth["envs"][ours.OURS], growth["workers"][ours.OURS], growth["parts"][growth_laws.NARROW]
@@ -74,17 +73,17 @@ def costs_of(results: Mapping[str, Any]) -> Costs:
 
 
 def _slope_within(row: Mapping[str, Any], cores: int) -> float:
-    """Return what a further worker costs the caller, microseconds: from the points where each has a processor."""
+    """Return the caller's cost of a further worker in us, from the points at which each worker has a processor."""
     points = [(x, y) for x, y in zip(row["x"], row["caller_us"], strict=True) if x <= cores]
     (first, low), (last, high) = points[0], points[-1]
     return float((high - low) / (last - first)) if last > first else float(row["caller_fit"][1])
 
 
 def check(results: Mapping[str, Any]) -> Iterator[tuple[str, Mode, float, float]]:
-    """Yield what was measured, and what the model says: workload, mode, and two rates in env-steps/s.
+    """Yield workload, mode, and the measured and predicted rate in env-steps/s.
 
-    Envs take a fixed number of instructions and not of seconds, so what an env really took is read off the measured
-    ideal, in the same run.
+    Envs take a fixed number of instructions, not of seconds, so an env's time is read from the measured ideal of the
+    same run.
     """
     cores = results["machine"]["usable_cores"]
     costs = costs_of(results)
@@ -102,7 +101,7 @@ def check(results: Mapping[str, Any]) -> Iterator[tuple[str, Mode, float, float]
 
 
 def outcome(costs: Costs, work: Work, mode: Mode, cores: int) -> Outcome:
-    """Return what a machine of so many processors does with a worker on each but the caller's."""
+    """Return the outcome of a machine with `cores` processors and a worker on each but the caller's."""
     workers = max(1, cores - 1)
     return simulate(
         costs, work, Setting(mode=mode, num_workers=workers, envs_per_worker=ENVS_PER_WORKER, cores=cores), 20_000

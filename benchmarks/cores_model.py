@@ -1,12 +1,11 @@
-"""What one machine with many processors would do: a simulation of events, fed with costs measured on a small one.
+"""A model of one machine with many processors: an event simulation with costs measured on a small machine.
 
-A caller and W workers with n envs each. A worker runs the envs that were given a command one after the other, oldest
-command first. The caller is one process: what it does for a batch (a part for the batch, one for each env, one for each
-worker that it rings, one for each byte that it copies) is done by nobody else meanwhile, and then the policy takes its
-time. Three ways to run them: "sync" waits for all, "first-K" for the first half of the envs, "two groups" for
-one half of the envs while the other half steps.
+There are a caller and W workers with n envs each. A worker runs the envs with a command one after the other, oldest
+command first. The caller is one process. Its work for a batch is sequential (a part per batch, per env, per worker that
+it rings, and per byte that it copies), and then the policy runs. There are three modes: "sync" waits for all envs,
+"first-K" for the first half, "two groups" for one half while the other half steps.
 
-With fewer processors than processes, what the caller does is taken from a worker that was running.
+With fewer processors than processes, the caller's work delays a running worker.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from envherd.benchmarks.work import Law, drawn_iterations
 
 Mode = Literal["sync", "first-K", "two groups"]
 MODES: tuple[Mode, ...] = ("sync", "first-K", "two groups")
-_UNIT = 10_000  # iterations that the laws' mean is drawn with, to be scaled to seconds
+_UNIT = 10_000  # mean iterations of the drawn steps, which are scaled to seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What was measured. Seconds.
+    """The measured costs in seconds.
 
     Attributes:
         batch_s, env_s, byte_s, ring_s: of the caller's processor for a batch of all envs, for each env in it, for each
@@ -50,14 +49,14 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the envs do.
+    """The envs' work.
 
     Attributes:
         name: for tables.
         step_s: of an env, on average.
         law: how step times are spread.
         row_bytes: of a row.
-        policy_s: of the policy, for each batch, on no processor of these (a GPU's).
+        policy_s: of the policy for each batch, on another device.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How they are run.
+    """The setting of a run.
 
     Attributes:
         mode: see the module.
@@ -91,11 +90,11 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a simulation came to.
+    """The result of a simulation.
 
     Attributes:
         steps_per_s: env steps.
-        of_ideal: their share of what the workers would do if they ran by themselves.
+        of_ideal: relative to the speed of workers that run freely.
         caller_share: share of the time in which the caller's processor was busy.
     """
 
@@ -105,7 +104,7 @@ class Outcome:
 
 
 def simulate(costs: Costs, work: Work, setting: Setting, num_steps: int = 6000) -> Outcome:
-    """Run so many env steps (120 of each env at least, and a tenth as many before, unmeasured)."""
+    """Run `num_steps` env steps (at least 120 of each env), after a tenth as many unmeasured ones."""
     run, num_envs = _Run(costs, work, setting), setting.num_envs
     num_steps = max(num_steps, 120 * num_envs)
     groups = [list(range(num_envs))[half::2] for half in (0, 1)]
@@ -135,7 +134,7 @@ class _Run:
     Attributes:
         now: the caller's time.
         busy_s: of its processor so far.
-        steps: that the caller has taken.
+        steps: that the caller has received.
     """
 
     def __init__(self, costs: Costs, work: Work, setting: Setting) -> None:
@@ -147,7 +146,7 @@ class _Run:
         self._queues: list[deque[int]] = [deque() for _ in range(num_workers)]
         self._running: list[tuple[float, int] | None] = [None] * num_workers  # (end, env)
         self._free_at = [0.0] * num_workers
-        self._ends: list[tuple[float, int]] = []  # heap of (end, worker); stale ones are passed over
+        self._ends: list[tuple[float, int]] = []  # heap of (end, worker); stale entries are skipped
         self._done: deque[int] = deque()
         self._done_at: dict[int, float] = {}
         self._shares_cores, self._victim = setting.cores <= num_workers, 0
@@ -157,17 +156,17 @@ class _Run:
         self._at = [env * stride % len(self._lengths) for env in range(len(self._worker_of))]
 
     def batch_s(self, count: int) -> float:
-        """Return what a batch of all envs costs the caller."""
+        """Return the caller's cost of a batch of all envs."""
         costs = self._costs
         return costs.batch_s + count * (costs.env_s + costs.byte_s * self._work.row_bytes)
 
     def part_s(self, count: int) -> float:
-        """Return what receiving so many envs and sending them on costs the caller."""
+        """Return the caller's cost of receiving `count` envs and sending them on."""
         costs = self._costs
         return costs.part_s + count * (costs.part_env_s + costs.byte_s * self._work.row_bytes)
 
     def send(self, env_ids: Sequence[int], cost_s: float) -> None:
-        """Have the caller work for so long, wait for the policy, and ring the workers of some envs."""
+        """Let the caller work for `cost_s`, wait for the policy, and ring the workers of some envs."""
         self._spend(cost_s)
         self.now += self._work.policy_s
         fresh: dict[int, list[int]] = {}
@@ -189,7 +188,7 @@ class _Run:
         return wanted
 
     def take_first(self, count: int) -> list[int]:
-        """Wait for so many envs, whichever; take all that are there by then."""
+        """Wait for any `count` envs; take all that are ready by then."""
         self._advance(self.now)
         while len(self._done) < count:
             self._next_end()
@@ -206,7 +205,7 @@ class _Run:
         self.steps += len(env_ids)
 
     def _spend(self, seconds: float) -> None:
-        """Use the caller's processor; where there is none to spare, a running worker waits."""
+        """Use a processor for the caller; if none is free, a running worker waits."""
         self.busy_s += seconds
         if self._shares_cores:
             self._advance(self.now)
@@ -229,12 +228,12 @@ class _Run:
         heapq.heappush(self._ends, (end, worker))
 
     def _advance(self, to_s: float) -> None:
-        """Let the workers come to a time."""
+        """Advance the workers to a time."""
         while self._ends and self._ends[0][0] <= to_s:
             self._next_end()
 
     def _next_end(self) -> None:
-        """Let the next step end."""
+        """End the next step."""
         while True:
             end, worker = heapq.heappop(self._ends)
             found = self._running[worker]

@@ -1,4 +1,4 @@
-"""Draws the curves of trainings with several seeds: the mean over seeds, and a band from the least to the greatest.
+"""Draw learning curves of several seeds: the mean over seeds, and a band from minimum to maximum.
 
 Run: python -m envherd.benchmarks.curves PICTURE "LABEL=one.json,two.json,three.json" ... [--line "random actions=5.2"]
 
@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-#: Points at which curves are compared.
+#: Number of points at which curves are compared.
 _NUM_POINTS = 200
 
 

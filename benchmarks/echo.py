@@ -1,4 +1,4 @@
-"""An env of any spec that does nothing: what remains of a step is what the executor costs. Its episodes have no end."""
+"""A no-op env of any spec: the time of its step is the executor's cost. Its episodes do not end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EchoAdapter(Adapter):
         """See `Adapter.reset`."""
         return list(self._observation)
 
-    def step(self, action: list[Any]) -> StepValues:  # noqa: ARG002  # whatever it is
+    def step(self, action: list[Any]) -> StepValues:  # noqa: ARG002  # any action
         """See `Adapter.step`."""
         return list(self._observation), list(self._reward), self._flag, self._flag
 

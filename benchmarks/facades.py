@@ -1,4 +1,4 @@
-"""The facades beside the classes that they stand in for: `envherd bench --only cartpole`, with whatever options follow.
+"""Compare the facades with the classes that they replace: `envherd bench --only cartpole`, with further options.
 
 Run: python -m envherd.benchmarks.facades [--quick] [--rounds N] [--json PATH]
 """

@@ -1,8 +1,7 @@
-"""The same faults under envherd and under other executors: when the caller knows, what is left, what still works.
+"""Compare faults under envherd and other executors: when the caller knows, what is left, what still works.
 
 Every case runs in a separate process, whose orphans this one adopts and counts. Executors have their default settings,
-except for the deadline of envherd where an env hangs (the others have none, or one of hours) and TorchRL's start
-method.
+except for envherd's deadline if an env hangs (the others have none, or one of hours) and TorchRL's start method.
 
 Run: python -m envherd.benchmarks.faults [--write]    (--write: into docs/reports/faults.md)
 """
@@ -33,8 +32,8 @@ from gymnasium.spaces import Box, Discrete
 from envherd.benchmarks import ROOT
 
 NUM_ENVS, VICTIM, FAULT_STEP = 3, 2, 3
-LIMIT_S = 10.0  # for a call to return, before it is said to hang
-DEADLINE_S = 1.0  # that envherd is given
+LIMIT_S = 10.0  # for a call to return; later it counts as hanging
+DEADLINE_S = 1.0  # for envherd
 _PR_SET_CHILD_SUBREAPER = 36
 OURS = "envherd"
 
@@ -49,7 +48,7 @@ FAULTS = {
 
 
 class Faulty(gymnasium.Env[np.ndarray, Any]):
-    """Counts its steps in four floats, and breaks at one, having noted when."""
+    """Counts its steps in four floats; at one step it records the time and breaks."""
 
     observation_space = Box(-1e6, 1e6, (4,), np.float32)
     action_space = Discrete(2)
@@ -90,7 +89,7 @@ def _break(fault: str) -> None:
     lock(mutex)
 
 
-#: What ends a pool, what resets it, what steps it once.
+#: Functions that end a pool, reset it, and step it once.
 Pool = tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]
 
 
@@ -148,7 +147,7 @@ PACKAGES = ("gymnasium", "stable_baselines3", "torchrl")
 
 
 def run_case(executor: str, fault: str, folder: str) -> None:
-    """Be the process that a fault happens to: note what the caller sees, and when."""
+    """Run in the process with the fault: record what the caller sees, and when."""
     stamp = f"{folder}/stamp"
     say = functools.partial(_say, f"{folder}/said")
     breaking = functools.partial(Faulty, "gil" if fault == "owner" else fault, stamp)
@@ -184,7 +183,7 @@ def _say(path: str, **line: Any) -> None:
 
 
 def measure(executor: str, fault: str) -> dict[str, Any]:
-    """Run one case, and return what was seen, and what was left when its process had gone."""
+    """Run one case; return the observations, and what was left after its process had ended."""
     before = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as folder:
         pid = os.fork()
@@ -210,7 +209,7 @@ def measure(executor: str, fault: str) -> dict[str, Any]:
 
 
 def _follow(pid: int, folder: Path, fault: str) -> dict[str, Any]:
-    """Wait for a case to say what it sees, stage by stage; kill it where it hangs, or where that is the fault."""
+    """Read a case's reports stage by stage; kill it if it hangs, or if that is the fault."""
     heard: dict[str, Any] = {}
     limit = time.monotonic() + 60
     while True:
@@ -244,7 +243,7 @@ def _children() -> list[int]:
 
 
 def cell(heard: dict[str, Any], fault: str) -> str:
-    """Say in a few words what a case came to."""
+    """Return a short text for the outcome of a case."""
     left = f"{heard['processes']} processes" + (f" and {heard['names']} names in /dev/shm" if heard["names"] else "")
     left = "nothing left" if left == "0 processes" else f"**{left} left**"
     if fault == "owner":
@@ -291,7 +290,7 @@ def write(table: str) -> None:
 
 
 def _be_alone_in_shm() -> None:
-    """Run again with a /dev/shm of one's own, where that is allowed, so that only our own names are counted."""
+    """Run again with a private /dev/shm, if that is allowed, so that only our own names are counted."""
     if "--alone" in sys.argv or os.getuid() != 0:
         return
     program = 'mount -t tmpfs -o size=1g none /dev/shm && exec "$0" "$@"'

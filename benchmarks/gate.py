@@ -1,11 +1,11 @@
-"""Whether a slot may be believed: what else the machine did meanwhile. Pure decisions, and the probe that feeds them.
+"""Decide whether a slot is valid, from the other load on the machine. Pure decisions, and the probe that feeds them.
 
-A pool of eight processes on two cores delays itself, so the delays and the pressure of a slot say nothing about
-others: both are above any limit on a silent machine. Three readings that others alone can raise are used:
-- the probe: one process pinned to each core runs a fixed amount of work while all pools are asleep, right before and
-  right after a slot; its run-delay over its run time;
-- others' share: processor time that was used during the slot by nobody of the pool, over all there was;
-- the pressure at rest: the share of some seconds without any work of ours in which something waited.
+A pool of eight processes on two cores delays itself, so its own delays and pressure say nothing about other load: both
+exceed any limit even on a quiet machine. Three readings that only other load can raise are used:
+- the probe: one process pinned to each core does a fixed amount of work while all pools sleep, right before and right
+  after a slot; its run delay divided by its run time;
+- others' share: the share of all processor time during the slot that processes outside the pool used;
+- the pressure at rest: the share of some seconds without our own work in which some task waited.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any, NamedTuple
 from envherd.benchmarks.accounting import Usage, usage_of
 from envherd.benchmarks.work import compute
 
-#: Above these a slot is discarded.
+#: Limits above which a slot is discarded.
 MOST_DELAY, MOST_OTHERS, MOST_PRESSURE = 0.1, 0.1, 0.1
-#: Open rounds below which no wall-clock figure is given.
+#: Least number of open rounds for wall-clock figures.
 FEWEST_OPEN = 3
 _PROBE_ITERATIONS = 200_000  # about 10 ms
 
 
 class Reading(NamedTuple):
-    """What the machine did around one slot.
+    """The other load around one slot.
 
     Attributes:
-        delay: run-delay over run time of the probe, the higher of before and after.
-        others: share of all processors that was used by none of ours, 0..1.
+        delay: run delay divided by run time of the probe, the higher one of before and after.
+        others: share of all processors that other processes used, 0..1.
     """
 
     delay: float
@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 
 
 def reasons_to_discard(reading: Reading) -> list[str]:
-    """Return why a slot is not to be believed; nothing if it is."""
+    """Return the reasons why a slot is invalid; empty if it is valid."""
     found = []
     if reading.delay > MOST_DELAY:
         found.append("delay")
@@ -50,32 +50,32 @@ def reasons_to_discard(reading: Reading) -> list[str]:
 
 
 def delay_ratio(usages: Sequence[Usage]) -> float:
-    """Return run-delay over run time of some processes together; 0 if they did not run."""
+    """Return the run delay divided by the run time of some processes together; 0 if they did not run."""
     run = sum(one.run_ns for one in usages)
     return sum(one.delay_ns for one in usages) / run if run else 0.0
 
 
 def others_share(busy_ns: float, own_ns: float, wall_ns: float, num_cpus: int) -> float:
-    """Return what share of the machine was used by processes that are not ours."""
+    """Return the share of the machine that other processes used."""
     return min(1.0, max(0.0, (busy_ns - own_ns) / (wall_ns * num_cpus)))
 
 
 def tries_for(num_tries: int, opened: Sequence[bool]) -> int:
-    """Return how often a slot may be tried, given which of the latest slots were kept.
+    """Return the number of tries for a slot, depending on which of the latest slots were kept.
 
-    Where none of the latest six was, the gate does not open on this machine now, and trying again only costs time.
+    If none of the latest six was kept, the machine is too busy now, and further tries only cost time.
     """
     latest = opened[-6:]
     return 1 if len(latest) == 6 and not any(latest) else num_tries
 
 
 def is_judged_by_wall(num_open: int, pressure_at_rest: float | None) -> bool:
-    """Return whether wall-clock figures may be published, given the rounds in which both slots were kept."""
+    """Return whether wall-clock figures may be published, from the number of rounds in which both slots were kept."""
     return num_open >= FEWEST_OPEN and (pressure_at_rest is None or pressure_at_rest <= MOST_PRESSURE)
 
 
 class Probe:
-    """One pinned process for each usable core, which runs for some milliseconds when asked. Close it."""
+    """One pinned process for each usable core, which runs for some milliseconds on request. Must be closed."""
 
     def __init__(self) -> None:
         self._pipes: list[Any] = []
@@ -90,7 +90,7 @@ class Probe:
             self._processes.append(process)
 
     def read(self) -> float:
-        """Return run-delay over run time now, about 10 ms of all cores. Call it while nothing of ours runs."""
+        """Return the run delay divided by the run time of about 10 ms of work per core. Call it while no pool runs."""
         for pipe in self._pipes:
             pipe.send(None)
         return delay_ratio([Usage(*pipe.recv()) for pipe in self._pipes])

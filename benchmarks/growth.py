@@ -1,4 +1,4 @@
-"""How a batch's cost grows: with envs, with bytes, with workers. Straight lines through measured points."""
+"""The growth of a batch's cost with envs, bytes and workers: straight lines through measured points."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ NUM_ENVS, MANY_ENVS = (2, 8, 32), (2, 8, 32, 128)
 SIZES = (84 * 84, 84 * 84 * 4, 84 * 84 * 16)
 WORKERS = (1, 2, 4, 8)
 
-#: A series: contender, x, and what it runs there.
+#: A series: contender, x, and the job at x.
 Point = tuple[str, float, Job]
 
 
 def _memcpy(job: Job) -> Pool:
     """Copy each env's observation once, into storage as large as a rollout's, which has each observation twice.
 
-    Half of that may fit a cache: it took 0.4 of the time, after some rounds.
+    (With half of that, which may fit a cache, it took 0.4 of the time after some rounds.)
     """
     source = np.ones(job.make_env().observation_space.shape, np.uint8)
     num_columns = 2 * ours.ROLLOUT_STEPS
-    storage = np.ones((job.num_envs, num_columns, *source.shape), np.uint8)  # ones: its pages are there
+    storage = np.ones((job.num_envs, num_columns, *source.shape), np.uint8)  # ones, so its pages exist
     rows = [[storage[env, column] for env in range(job.num_envs)] for column in range(num_columns)]
     column = 0
 
@@ -117,7 +117,7 @@ def _lines(series: str, points: Sequence[Point], entries: dict[str, Entry]) -> d
     return found
 
 
-#: What is kept of a slot, microseconds for each env step.
+#: The figures of a slot, in microseconds per env step.
 _FIGURES: dict[str, Callable[[Slot], float]] = {
     "cpu": lambda slot: slot.cpu_us,
     "caller": lambda slot: slot.parent_run_ns / 1e3 / max(1, slot.steps),
@@ -126,5 +126,5 @@ _FIGURES: dict[str, Callable[[Slot], float]] = {
 
 
 def _num_steps(series: str, x: float, job: Job) -> float:
-    """Return how many env steps a series' figures are for."""
+    """Return the number of env steps that a series' figures cover."""
     return {"bytes": 1, "parts": min(x, job.num_envs)}.get(series, job.num_envs)

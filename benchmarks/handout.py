@@ -1,4 +1,4 @@
-"""What it takes to hand finished rows to the caller: a batch of five leaves under `next`, or the first that came."""
+"""Time the hand-out of finished rows to the caller: a batch of five leaves under `next`, or the first ready envs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def measure() -> dict[str, Any]:
     """Return microseconds of processor time of the caller's thread: the median of many measurements, and the lowest.
 
     Returns:
-        "views" and "own": what `step` does with rows of 8 envs that lie in the ring, for a batch of views or in memory
-        of its own. "first_k": `recv`, `current` and `send` of 4 of 8 envs that have answered, for each env step.
+        "views" and "own": the part of `step` after the rows of 8 envs are in the ring, for a batch of views or of
+        copies. "first_k": `recv`, `current` and `send` of 4 of 8 envs that have answered, for each env step.
     """
     return {"views": _measure(copy=False), "own": _measure(copy=True), "first_k": _measure_first_k()}
 
@@ -41,7 +41,7 @@ def _measure(*, copy: bool) -> dict[str, float]:
 
 
 def _measure_first_k() -> dict[str, float]:
-    wanted, clock = 4, time.perf_counter_ns  # a turn is short for the clock of a thread
+    wanted, clock = 4, time.perf_counter_ns  # the thread's clock is too coarse for one turn
     with ParallelEnv(8, SteadyFactory(), num_workers=1, seed=0) as env:
         env.send(env.rand_action(env.reset()))
         actions = env.rand_action()["action"]

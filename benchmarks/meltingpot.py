@@ -1,9 +1,9 @@
-"""What resets and steps of Melting Pot substrates take, with the installed Lua code and with our copy of it.
+"""Time resets and steps of Melting Pot substrates, with the installed Lua code and with our copy of it.
 
     python -m envherd.benchmarks.meltingpot commons_harvest__open clean_up [--rounds 3]
 
-Each env has a process by itself, and kinds take turns. Figures are processor time. `steps/s` is that of episodes of
-1,000 steps, with their resets, on one processor.
+Each env has its own process, and kinds take turns. Figures are processor time. `steps/s` is that of episodes of 1,000
+steps, with their resets, on one processor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(name: str, kind: str) -> dict[str, float]:
     adapter = MeltingPotAdapter(MeltingPotFactory(name, **KINDS[kind])())
     rng = np.random.default_rng(0)
     num_players, num_actions = adapter.spec.metadata["agent_count"], adapter.spec.metadata["num_actions"]
-    adapter.reset(0)  # which imports, and compiles Lua
+    adapter.reset(0)  # imports packages, and compiles Lua
     resets, steps = [], []
     for seed in range(1, 1 + NUM_RESETS):
         began = time.process_time()
@@ -60,10 +60,10 @@ def measure(name: str, kind: str) -> dict[str, float]:
 
 
 def measured_apart(name: str, kind: str) -> dict[str, float]:
-    """Return what `measure` returns in a process by itself."""
+    """Call `measure` in a separate process."""
     surroundings = dict(os.environ)
     if kind == "installed code":
-        surroundings["XDG_CACHE_HOME"] = os.devnull  # where no copy can be made
+        surroundings["XDG_CACHE_HOME"] = os.devnull  # so that no copy can be made
     command = [sys.executable, "-m", "envherd.benchmarks.meltingpot", name, "--one", kind]
     done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

@@ -27,7 +27,7 @@ def _open(job: Job, kind: Any = ParallelEnv, *, num_workers: int | str | None = 
 
 
 def drawn_actions(env: Any) -> list[tuple[Any, torch.Tensor]]:
-    """Return one batch of random actions, `(key, [N, ...])` for each leaf, to be given again and again."""
+    """Return one batch of random actions, `(key, [N, ...])` for each leaf, for repeated use."""
     td = env.rand_action()
     return [(leaf.key if len(leaf.key) > 1 else leaf.key[0], td[leaf.key]) for leaf in env.action_spec]
 
@@ -66,7 +66,7 @@ def _rollout(job: Job) -> Pool:
     data = None
 
     def collect() -> int:
-        nonlocal data  # filled again and again: fresh memory would cost its page faults
+        nonlocal data  # reused: fresh memory would cause page faults
         data = env.rollout(ROLLOUT_STEPS, policy, auto_reset=False, break_when_any_done=False, out=data)
         return job.num_envs * ROLLOUT_STEPS
 
@@ -74,7 +74,7 @@ def _rollout(job: Job) -> Pool:
 
 
 def _send_on(job: Job, env: Any, actions: list[tuple[Any, torch.Tensor]], env_ids: Any) -> None:
-    """Act, after the policy's time, on envs that were received."""
+    """Wait for the policy's time, then act for received envs."""
     root = env.current(env_ids)
     if job.policy_s:
         time.sleep(job.policy_s)
@@ -84,9 +84,9 @@ def _send_on(job: Job, env: Any, actions: list[tuple[Any, torch.Tensor]], env_id
 
 
 def first_k(job: Job, *, is_narrow: bool = False) -> Pool:
-    """Act on the first envs that are ready: on half of all, as `envherd size` runs it, or on one for each worker.
+    """Act for the first envs that are ready: for half of all, as in `envherd size`, or for one per worker.
 
-    As most peers do, it gives back what came of the steps; what was acted on is the caller's already.
+    Like most peers, it returns only the results of steps; the caller has the roots already.
     """
     env = _open(job)
     root = env.reset()
@@ -104,7 +104,7 @@ def first_k(job: Job, *, is_narrow: bool = False) -> Pool:
 
 
 def _two_groups(job: Job) -> Pool:
-    """Act on one half of the envs while the other half steps; each half has envs of every worker."""
+    """Act for one half of the envs while the other half steps; each half has envs of every worker."""
     env = _open(job)
     root = env.reset()
     actions = drawn_actions(env)
@@ -148,7 +148,7 @@ def _as_torchrl(job: Job) -> Pool:
 
 
 def _actions(space: Any, num_envs: int) -> np.ndarray:
-    """Return one action for each env; of more than one kind where they are numbers."""
+    """Return one action for each env; if they are numbers, several different ones."""
     if getattr(space, "n", 0) and not space.shape:
         return np.arange(num_envs) % min(2, int(space.n)) + int(getattr(space, "start", 0))
     space.seed(0)

@@ -1,8 +1,8 @@
-"""docs/reports/benchmarks.md, its pictures and the README's table, from the results and nothing else.
+"""Write docs/reports/benchmarks.md, its pictures and the README's table, from the results only.
 
 python -m envherd.benchmarks.page --write      # from benchmarks/results/bench.json
 
-Limits: of a checkout; an installed package has no page.
+Limits: works only in a checkout; an installed package has no page.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from envherd.benchmarks.report import Sheet, sheet_of_targets, sheet_of_workload
 from envherd.benchmarks.targets import ratio_of
 
 RESULTS = ROOT / "benchmarks/results/bench.json"
-#: Where `--write` puts it, from the root of the repository.
+#: Path of the page, from the root of the repository.
 PAGE, PICTURES, README = Path("docs/reports/benchmarks.md"), Path("docs/images"), Path("README.md")
 
-#: Workload -> what the summary calls it.
+#: Workload -> its name in the summary.
 _TITLES = {
     "tiny": "no-op envs, 4 floats",
     "image": "no-op envs, 84x84x4 bytes",
@@ -30,7 +30,7 @@ _TITLES = {
     "spikes": "200 µs, 1 % of steps x 100 (envherd: first-K)",
     "commons_harvest": "Melting Pot commons_harvest, with resets, on another machine (envherd: first-K)",
 }
-#: Those of the README, which has the first three of `_OTHERS` alone.
+#: Workloads of the README, which has only the first three of `_OTHERS`.
 _README_WORKLOADS = ("w200", "commons_harvest")
 _OTHERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU)
 _FACADES = (
@@ -110,7 +110,7 @@ def _slots(results: Mapping[str, Any]) -> str:
 
 
 def _gate_text(results: Mapping[str, Any]) -> str:
-    """Say how quiet the machine was."""
+    """Return a text on how quiet the machine was."""
     rows = [
         row
         for one in results.get("workloads", {}).values()
@@ -154,7 +154,7 @@ def sheet_of_others(
 
 
 def _batch_us(row: Mapping[str, Any]) -> float:
-    """Return the time of 8 env steps, so that executors that step fewer at a time can be compared."""
+    """Return the time of 8 env steps, to compare executors that step fewer at a time."""
     return 8e6 / float(row["steps_per_s"])
 
 

@@ -1,4 +1,4 @@
-"""Parts of pages of docs/ that a script writes, between two lines that name it; the rest of the page is left alone."""
+"""Write a script's part of a page of docs/, between two lines that name the script; leave the rest unchanged."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def write_part(page: Path, script: str, lines: Sequence[str]) -> None:
-    """Put lines in place of what the script has written before; at the page's end if it has not.
+    """Replace the script's part of a page; append it if there is none.
 
     Args:
-        page: of Markdown; made if it is not there.
-        script: what the lines that enclose the part name.
+        page: of Markdown; created if it does not exist.
+        script: its name, in the two enclosing lines.
         lines: without line ends.
     """
     begin, end = f"<!-- written by {script} -->", f"<!-- end of what {script} writes -->"

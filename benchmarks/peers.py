@@ -1,7 +1,6 @@
 """Other libraries' vector envs, each stepped in its own fastest documented loop. Their packages are optional.
 
-Those that can fork do: it changes how long they take to start (which is measured elsewhere, as they come) and
-nothing else.
+Those that can fork do: that changes only their start time (which is measured elsewhere, with their defaults).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def _sb3_subproc(job: Job) -> Pool:
 
 
 def torchrl_factory(job: Job) -> Any:
-    """Return what builds one of the envs as TorchRL has it: its own Melting Pot env, or its Gymnasium wrapper."""
+    """Return a factory of TorchRL's version of an env: its own Melting Pot env, or its Gymnasium wrapper."""
     if job.family == "meltingpot":
         from torchrl.envs import MeltingpotEnv
 
@@ -155,7 +154,7 @@ def _puffer(job: Job) -> Pool:
         env.step(actions)
         return job.num_envs
 
-    return stopped_in_between(Pool(step, env.close))  # its workers spin while they have nothing to do
+    return stopped_in_between(Pool(step, env.close))  # its idle workers spin
 
 
 def _envpool(job: Job) -> Pool:
@@ -173,7 +172,7 @@ class _Actor:
         self._env.reset()
 
     def step(self, action: int) -> Any:
-        """Step, and reset if that was the end."""
+        """Step, and reset if the episode ended."""
         answer = self._env.step(action)
         return (self._env.reset()[0], *answer[1:]) if answer[2] or answer[3] else answer
 

@@ -1,11 +1,11 @@
-"""How much a run's speed depends on where its workers happen to run: one start after the other, ways in turn.
+"""Measure how much a run's speed depends on its workers' placement: many starts, with different ways in turn.
 
     python -m envherd.benchmarks.placement --starts 10 --write
 
-Every start is a process that makes an executor, takes a fixed number of steps and ends. The ways take turns, so that a
-machine that changes its speed changes it for all of them. What is compared is the median batch of each start. A start
-during which others used more than a tenth of the machine is made again, twice at most. Where the workers are is looked
-at in all ways alike; only `default` acts on it.
+Every start is a process that creates an executor, makes a fixed number of steps and ends. The ways take turns, so
+changes of the machine's speed affect all of them. The median batch times of the starts are compared. A start during
+which other processes used more than a tenth of the machine is repeated, at most twice. All ways check where the workers
+run; only `default` moves them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _factory(run: str, calibration: float) -> tuple[Callable[[], Any], Literal["
 
 
 def start(run: str, way: str, calibration: float) -> dict[str, Any]:
-    """Make one start, and return microseconds a batch and where the workers were."""
+    """Make one start; return microseconds per batch and the workers' placement."""
     num_envs, num_steps = RUNS[run]
     make_env, family = _factory(run, calibration)
     if way == BOUND:
@@ -61,7 +61,7 @@ def start(run: str, way: str, calibration: float) -> dict[str, Any]:
     from envherd.executor.pools import placement
 
     if way != DEFAULT:
-        placement.room_between = lambda *_: {}  # none has room: it looks, and moves nobody
+        placement.room_between = lambda *_: {}  # no processor has room, so it checks and moves none
     options = ExecutorOptions(affinity=tuple(sorted(os.sched_getaffinity(0)))) if way == PINNED else None
     took: list[float] = []
     with ParallelEnv(num_envs, make_env, num_workers=_NUM_WORKERS, seed=0, options=options) as env:
@@ -88,7 +88,7 @@ def start(run: str, way: str, calibration: float) -> dict[str, Any]:
 
 
 class _Others:
-    """What others use of the machine from when it is made, until it is read."""
+    """The share of the machine that other processes use, from construction until it is read."""
 
     def __init__(self) -> None:
         self._before = time.perf_counter_ns(), busy_ns(), self._own_ns()
@@ -105,7 +105,7 @@ class _Others:
 
 
 def _start_loops(job: Job) -> dict[str, Any]:
-    """Step the same envs in as many processes that wait for nobody."""
+    """Step the same envs in as many free-running processes."""
     pool = bounds.free_running(job)
     pool.wake()
     others, rates, end = _Others(), [], time.perf_counter() + _FREE_S
@@ -119,7 +119,7 @@ def _start_loops(job: Job) -> dict[str, Any]:
 
 
 def measure(runs: list[str], ways: list[str], num_starts: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Return run -> way -> what each start found."""
+    """Return run -> way -> the results of each start."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {run: {way: [] for way in ways} for run in runs}
     calibration = iterations_per_us()
     for run in runs:
@@ -132,15 +132,15 @@ def measure(runs: list[str], ways: list[str], num_starts: int) -> dict[str, dict
 
 
 def study(num_starts: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Start commons_harvest__open again and again, in turn with serial loops.
+    """Start commons_harvest__open repeatedly, in turn with serial loops.
 
     Args:
         num_starts: of each.
-        say: told what is being done.
+        say: called with a text on the current activity.
 
     Returns:
-        run -> "medians_us" of the starts, and their "shares" of what as many serial loops as workers give, each of the
-        loops that ran in its turn.
+        run -> "medians_us" of the starts, and "shares": their speeds relative to as many serial loops as workers, which
+        ran in the same turn.
     """
     run, calibration = "commons_harvest", iterations_per_us()
     found: dict[str, list[float]] = {"medians_us": [], "shares": []}
@@ -165,7 +165,7 @@ def _start_apart(run: str, way: str, calibration: float) -> dict[str, Any]:
 
 
 def table(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
-    """Return the results as a table, with what the slowest start is of the fastest, and of the bound in its turn."""
+    """Return the results as a table, with the slowest start relative to the fastest, and to its turn's bound."""
     lines = [
         "| run | way | medians of the starts, us | slowest / fastest | p90, us | of serial loops | stacked | moves |",
         "|---|---|---|---|---|---|---|---|",

@@ -46,7 +46,7 @@ _COLORS = {
     bounds.IDEAL: "#555555",
     bounds.SERIAL: "#999999",
 }
-#: Workloads of the summary, and what it calls them.
+#: Workloads of the summary, and their names there.
 _SUMMARY = {
     "tiny": "envs that cost nothing",
     "cartpole": "CartPole",
@@ -65,7 +65,7 @@ _MOST_PANELS_WIDE = 3
 
 
 def draw_all(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw what the results have to PNG files in a folder; return their paths."""
+    """Draw all available results to PNG files in a folder; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for name, figure in (
@@ -93,7 +93,7 @@ def _figure(num_panels: int, height: float) -> tuple[Figure, list[Any]]:
 
 
 def summary(results: Mapping[str, Any], ink: str, fills: Sequence[str]) -> Figure | None:
-    """Bars: how many times the throughput of other libraries the reference has by the clock, for a few workloads.
+    """Bars: the reference's throughput as a multiple of other libraries', in wall time, for a few workloads.
 
     Args:
         results: of the suite.
@@ -137,7 +137,7 @@ def summary(results: Mapping[str, Any], ink: str, fills: Sequence[str]) -> Figur
 
 
 def _ratios(results: Mapping[str, Any]) -> Figure | None:
-    """Bars: how many times the throughput of each the reference has, by processor time and by the clock."""
+    """Bars: the reference's throughput as a multiple of each contender's, in processor time and in wall time."""
     shown = {
         name: [peer for peer in _PEERS if one["contenders"].get(peer, {}).get("cpu_ratio")]
         for name, one in results.get("workloads", {}).items()
@@ -169,7 +169,7 @@ def _ratios(results: Mapping[str, Any]) -> Figure | None:
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.axvline(1.0, color="black", linewidth=0.8)
         axes.set_yticks(range(len(found)), found, fontsize=8)
-        axes.set_ylim(most - 0.5, -0.5)  # bars are as thick in all panels
+        axes.set_ylim(most - 0.5, -0.5)  # bars are equally thick in all panels
         title = textwrap.fill(workload["title"], 44)
         axes.set_title(f"{title}\n1 = {workload['reference']}", fontsize=9)
         axes.tick_params(axis="x", labelsize=8)

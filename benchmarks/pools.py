@@ -1,4 +1,4 @@
-"""What is compared: pools of envs behind one small interface, so that one harness can drive them all."""
+"""Pools of envs behind one small interface, so that one harness can drive them all."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Kind = Literal["ours", "peer", "bound"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a pool is to run.
+    """The work of a pool.
 
     Attributes:
         make_env: builds one env, a Gymnasium one unless `family` says otherwise.
-        num_envs, num_workers: N, and the workers of pools that let one choose.
+        num_envs, num_workers: N, and the number of workers of pools with that choice.
         family: "gymnasium", or "meltingpot", whose `make_env` is a `MeltingPotFactory`.
-        policy_s: seconds that a policy (on another device: it sleeps) takes for each batch.
-        has_ends: whether episodes end, so that they are worth counting.
+        policy_s: seconds of the policy for each batch; it sleeps, as if it ran on another device.
+        has_ends: whether episodes end and are counted.
     """
 
     make_env: Callable[[], Any]
@@ -43,10 +43,10 @@ class Pool:
     """A running pool.
 
     Attributes:
-        step: one call, as its users make it; returns how many env steps it made.
+        step: one call, as users make it; returns the number of env steps.
         close: ends it.
-        episodes: how many episodes have ended so far; -1 if it cannot be told.
-        wake, rest: called before and after each slot, for pools that would work in between.
+        episodes: number of ended episodes so far; -1 if unknown.
+        wake, rest: called before and after each slot, for pools that would otherwise work in between.
     """
 
     step: Callable[[], int]
@@ -63,8 +63,8 @@ class Contender:
     Attributes:
         name: in tables.
         build: starts it.
-        kind: ours, a peer, or a bound: something that nobody can beat, or that costs no executor at all.
-        peer: what `--peers` calls it.
+        kind: ours, a peer, or a bound: a limit that no executor can exceed, or a loop without an executor.
+        peer: its name in `--peers`.
         package: that must be installed.
         families: of envs that it takes.
     """
@@ -78,7 +78,7 @@ class Contender:
 
     @property
     def is_installed(self) -> bool:
-        """Whether its package is there."""
+        """Whether its package is installed."""
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
 

@@ -1,4 +1,4 @@
-"""What is said of measured numbers: ratios within rounds, quartiles, straight lines. Pure functions."""
+"""Statistics of measured numbers: ratios within rounds, quartiles, straight lines. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Levels at which a distribution of batch times is kept.
+#: Quantile levels that are kept of a distribution of batch times.
 LEVELS = tuple(np.linspace(0.0, 1.0, 101).tolist())
 
 
 class Quartiles(NamedTuple):
-    """The middle of some numbers, and where the middle half of them lies."""
+    """The median and the quartiles of some numbers."""
 
     low: float
     mid: float
@@ -54,14 +54,14 @@ def per_round(
 def of_totals(
     ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]], *, num_draws: int = 400
 ) -> Quartiles | None:
-    """Return the ratio of two rates over all rounds together, and quartiles of it over redrawn rounds.
+    """Return the ratio of two rates over all rounds together, and its quartiles by bootstrap.
 
-    For work that comes in lumps (a reset in one slot of five): the median round has none of it.
+    For work that is unevenly spread (a reset in one slot of five), so that the median round has none of it.
 
     Args:
         ours: `(amount, seconds)` of each round.
         theirs: likewise.
-        num_draws: of as many rounds, with replacement.
+        num_draws: number of bootstrap samples.
     """
     if not ours or not theirs:
         return None
@@ -104,5 +104,5 @@ def levels_of(values: Sequence[float]) -> list[float]:
 
 
 def merged_levels(many: Sequence[Sequence[float]]) -> list[float]:
-    """Return `LEVELS` of several distributions together, each given by its own levels and weighing the same."""
+    """Return `LEVELS` of several distributions together, each described by its own levels, with equal weights."""
     return levels_of(np.concatenate([np.asarray(one, float) for one in many]).tolist())

@@ -107,7 +107,7 @@ def spread(values: Sequence[float] | None) -> str:
 
 
 def sheets_of_studies(results: Mapping[str, Any]) -> Iterable[Sheet]:
-    """Yield the tables of everything that is not a workload, as far as it was run."""
+    """Yield the tables of all studies that were run."""
     if "startup" in results:
         yield from _start_up(results["startup"])
     if "waiting" in results:
@@ -254,7 +254,7 @@ def _whole(value: float) -> str:
 
 
 def sheet_of_targets(results: Mapping[str, Any], *, has_all: bool = True) -> Sheet:
-    """Return every target with what was measured and whether it was met; or only those that something was run for."""
+    """Return every target with its measurement and whether it was met; without `has_all` only measured ones."""
     verdicts = [one for one in judge(results) if has_all or not one.measured.endswith("not run")]
     rows = [[one.text, one.measured, one.basis, _status(one)] for one in verdicts]
     return Sheet("Targets", ("target", "measured", "by", ""), rows)

@@ -1,12 +1,10 @@
-"""What does reset-ahead give? Melting Pot with resets and a policy that takes its time; and with more cores, modelled.
+"""The gain of reset-ahead: Melting Pot with resets and a slow policy; with more cores, by a model.
 
-Both executors are alive together, each env in a worker of its own, and take turns in short slots; what is compared is
-the ratio within a round. The policy sleeps, as one does that waits for a GPU: what processor time that leaves is what
-reset-ahead can use here. With more cores than envs there is more of it; `batch_s` says how much that would be, from the
-costs measured here.
+Both executors, with one worker per env, are alive together and take turns in short slots; the ratio within a round is
+reported. The policy sleeps, as if it waited for a GPU, and reset-ahead can use that processor time. With more cores
+than envs there is more of it; `batch_s` models that from the costs measured here.
 
-`--waiting` shows it without the cores: the same in a tenth of the times, with envs that wait where the substrate
-computes, so that processors are never short.
+`--waiting` simulates enough cores: the same with a tenth of the times, and with envs that wait instead of computing.
 
 Run: python -m envherd.benchmarks.reset_ahead [--quick] [--waiting] [--envs 4] [--length 60] [--policy-ms 20]
 """
@@ -39,12 +37,12 @@ STAGGER = 3
 
 @dataclass(frozen=True)
 class Costs:
-    """What a batch is made of, in seconds.
+    """The parts of a batch's time, in seconds.
 
     Attributes:
-        step_s: of one env, processor time: what it takes on a core of its own.
+        step_s: of one env, processor time.
         reset_s: of one env, likewise.
-        overhead_s: of the executor, for a batch; wall time of a quiet moment.
+        overhead_s: of the executor, for a batch; wall time on a quiet machine.
         hand_over_s: of a reset whose episode is ready, likewise.
         policy_s: for a batch.
     """
@@ -57,30 +55,30 @@ class Costs:
 
 
 def batch_s(costs: Costs, num_envs: int, length: float, cores: float, *, is_ahead: bool) -> float:
-    """Return seconds per batch, on average, where every env has a worker of its own.
+    """Return mean seconds per batch with one worker per env.
 
-    Episodes of `length` steps end independently of each other. A batch waits for its slowest env: without reset-ahead
-    for a reset, in every batch in which any episode has ended. With it, an episode that is not ready when the one
-    before it has ended is waited for; and in either case all the work must get done by the cores there are.
+    Episodes of `length` steps end independently of each other. A batch waits for its slowest env. Without reset-ahead,
+    every batch in which an episode has ended waits for a reset. With it, a batch waits only if the next episode is not
+    ready yet. In both cases the cores must do all the work.
 
     Args:
         costs: measured.
         num_envs: N.
         length: of an episode, in steps.
-        cores: that the workers have.
-        is_ahead: whether episodes are begun before they are asked for.
+        cores: for the workers.
+        is_ahead: whether episodes are prepared ahead.
     """
     any_ended = 1 - (1 - 1 / length) ** num_envs
     steps_s = costs.policy_s + costs.overhead_s + costs.step_s * max(1.0, num_envs / cores)
     if not is_ahead:
-        together = num_envs / length / any_ended  # resets in a batch that has any
+        together = num_envs / length / any_ended  # resets in a batch with at least one
         return steps_s + any_ended * costs.reset_s * max(1.0, together / cores)
-    work_s = num_envs * (costs.step_s + costs.reset_s / length) / cores  # resets fill what the policy leaves
+    work_s = num_envs * (costs.step_s + costs.reset_s / length) / cores  # resets use the time of the policy
     return max(steps_s + any_ended * costs.hand_over_s, costs.reset_s / length, work_s)
 
 
 class WaitingEnv(CountingEnv):
-    """Waits for as long as another env would compute."""
+    """Sleeps for the time that another env would compute."""
 
     def __init__(self, steps: int, step_s: float, reset_s: float) -> None:
         super().__init__(steps)
@@ -108,7 +106,7 @@ def lengths_of(num_envs: int, length: int) -> list[int]:
 
 
 def make(num_envs: int, length: int, options: ExecutorOptions, waiting: Costs | None = None) -> ParallelEnv:
-    """Build an executor and reset it; its envs are the substrate's, or wait for the times that are given."""
+    """Build an executor and reset it; its envs are substrates, or `WaitingEnv`s with given times."""
     lengths = lengths_of(num_envs, length)
     factories: list[Callable[[], Any]] = [MeltingPotFactory(SUBSTRATE, max_steps=steps) for steps in lengths]
     if waiting is not None:
@@ -119,7 +117,7 @@ def make(num_envs: int, length: int, options: ExecutorOptions, waiting: Costs | 
 
 
 def run_slot(env: ParallelEnv, num_steps: int, policy_s: float) -> dict[str, float]:
-    """Make some steps; return what they took."""
+    """Make some steps; return their times."""
     before, began = env.statistics(), time.perf_counter()
     root = env.current()
     for _ in range(num_steps):
@@ -143,7 +141,7 @@ def ran_s(pid: int) -> float:
 
 
 def measure_costs(num_envs: int, length: int, policy_s: float) -> Costs:
-    """Measure one env alone, and the executor with envs that cost nothing."""
+    """Measure one env alone, and the executor with no-op envs."""
     with make(1, length, ExecutorOptions()) as env:
         pid = env.statistics().workers[0].pid
         resets, steps = [], []
@@ -173,8 +171,8 @@ def study(num_rounds: int) -> dict[str, Any]:
     """Run both with 8 envs that wait, so that processors are not short.
 
     Returns:
-        "a tenth" and "the whole", of the times of the env and the policy -> "speedup", how many times the steps resets
-        ahead make, measured, and "modelled"; "measured": see `measure`. The executor takes its own time in either.
+        "a tenth" and "the whole", the fraction of the times of env and policy -> "speedup", the measured factor of
+        resets ahead, and "modelled"; "measured": see `measure`. The executor's own time is not scaled.
     """
     num_envs, length, policy_s = 8, 60, 20e-3
     costs = measure_costs(num_envs, length, policy_s)
@@ -190,7 +188,7 @@ def study(num_rounds: int) -> dict[str, Any]:
 
 
 def _modelled(waiting: Costs, num_envs: int, length: int) -> float:
-    """Return how many times the steps resets ahead make where processors are never short."""
+    """Return the modelled speed-up of resets ahead with enough processors."""
     plain, ahead = (batch_s(waiting, num_envs, length, 10**6, is_ahead=flag) for flag in (False, True))
     return plain / ahead
 
@@ -221,7 +219,7 @@ def measure(num_envs: int, length: int, rounds: int, policy_s: float, waiting: C
 
 
 def show(console: Console, found: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Print what was measured."""
+    """Print the measurements."""
     scaled = " in a tenth of the times, waiting" if arguments.waiting else ""
     table = Table(
         title=f"{SUBSTRATE} x {arguments.envs}{scaled}, episodes of {arguments.length} steps and more, "
@@ -245,7 +243,7 @@ def show(console: Console, found: dict[str, Any], arguments: argparse.Namespace)
 
 
 def show_model(console: Console, costs: Costs, length: int) -> list[dict[str, Any]]:
-    """Print what other machines would make of it."""
+    """Print the model's figures for other machines."""
     table = Table(
         title=f"modelled: step {costs.step_s * 1e3:.1f} ms, reset {costs.reset_s * 1e3:.0f} ms, hand-over "
         f"{costs.hand_over_s * 1e6:.0f} us, executor {costs.overhead_s * 1e6:.0f} us, episodes of {length} steps",

@@ -1,6 +1,6 @@
-"""RLlib's EnvRunners, where their packages are: `pip install --no-deps dm-tree lz4 ormsgpack pyarrow tensorboardX`.
+"""RLlib's EnvRunners. Their packages: `pip install --no-deps dm-tree lz4 ormsgpack pyarrow tensorboardX`.
 
-`ray[rllib]` itself asks for an older Gymnasium than the one that is tested here; its EnvRunners run with this one too.
+`ray[rllib]` itself requires an older Gymnasium than the one tested here; its EnvRunners also run with this one.
 
 `python -m envherd.benchmarks.rllib` compares the runners of `facades.rllib` with RLlib's own. It needs the extra
 `rllib` and those of Melting Pot and PettingZoo.
@@ -20,7 +20,7 @@ NEEDED = ("ormsgpack", "tree", "lz4", "pyarrow")
 
 
 def is_there() -> bool:
-    """Return whether EnvRunners can be made."""
+    """Return whether EnvRunners can be created."""
     return all(importlib.util.find_spec(name) is not None for name in NEEDED)
 
 
@@ -28,7 +28,8 @@ def start(num_runners: int, envs_per_runner: int, num_steps: int) -> tuple[Calla
     """Start EnvRunners with CartPoles and a policy like `cluster.Policy`.
 
     Returns:
-        What samples `num_steps` of each env and returns how many env steps it got, and what stops the runners.
+        A function that samples `num_steps` of each env and returns the number of env steps, and one that stops the
+        runners.
     """
     from ray.rllib.algorithms.ppo import PPOConfig
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
@@ -63,7 +64,7 @@ SUBSTRATE = "commons_harvest__open"
 
 
 def _substrate(_: Any) -> Any:
-    """Build a substrate as RLlib's own runner wants it."""
+    """Build a substrate for RLlib's own runner."""
     from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
 
     from envherd.executor import MeltingPotFactory

@@ -1,4 +1,4 @@
-"""Pools that are alive together and take turns, round by round, until enough rounds are made or time is up."""
+"""Run pools in turns, round by round, until there are enough rounds or the time is up."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from envherd.benchmarks.gate import Probe, Reading, reasons_to_discard, tries_fo
 from envherd.benchmarks.pools import Contender, Job
 from envherd.benchmarks.runner import PoolError, Runner, Slot
 
-#: Seconds for a pool to be built, and for a slot to end after it should have.
+#: Seconds for the build of a pool, and by which a slot may end late.
 BUILD_S, SLOT_GRACE_S = 300.0, 60.0
 
 
 class Plan(NamedTuple):
-    """How much to measure.
+    """The size of a measurement.
 
     Attributes:
-        num_rounds: slots of each pool that count.
+        num_rounds: number of valid slots of each pool.
         slot_s: seconds of one.
-        num_tries: of a slot whose reading says that others used the machine.
-        limit_s: seconds for all, pools being built included; at the end of a round it is looked at.
+        num_tries: of a slot during which other processes used the machine.
+        limit_s: seconds for everything, including the build of pools; checked at the end of each round.
     """
 
     num_rounds: int
@@ -33,11 +33,11 @@ class Plan(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One slot that was kept.
+    """One valid slot.
 
     Attributes:
-        slot: what it took.
-        is_open: whether it may be believed; else the quietest of its tries.
+        slot: its figures.
+        is_open: whether it is valid; otherwise it is the quietest of its tries.
         delay: run-delay over run time of the probe around it.
     """
 
@@ -51,11 +51,11 @@ class Entry:
     """One contender in a run.
 
     Attributes:
-        contender: who.
-        job: what it runs.
+        contender: of the run.
+        job: of the contender.
         turns: one per round.
-        discarded: reason -> slots that were thrown away for it.
-        failure: why it could not run (on), or an empty string.
+        discarded: reason -> number of slots discarded for it.
+        failure: why it could not run or continue, or an empty string.
         build_s: seconds until its pool was ready.
     """
 
@@ -68,12 +68,12 @@ class Entry:
 
 
 def measure(pairs: Sequence[tuple[Contender, Job]], plan: Plan, say: Callable[[str], None]) -> tuple[list[Entry], bool]:
-    """Start every pool, let them take turns in random order, and end them.
+    """Start every pool, run them in turns in random order, and end them.
 
     Args:
-        pairs: contenders, whose names differ, and what each is to run.
-        plan: how much.
-        say: told what is being done.
+        pairs: contenders with different names, and their jobs.
+        plan: of the measurement.
+        say: called with a text on the current activity.
 
     Returns:
         An entry for each contender, and whether all rounds were made.
@@ -120,7 +120,7 @@ def _start(entry: Entry, running: dict[str, Runner], limit_s: float) -> None:
 
 
 def _take_turn(entry: Entry, running: dict[str, Runner], plan: Plan, probe: Probe, opened: list[bool]) -> None:
-    """Run a slot, again while others use the machine and tries are left; keep the quietest."""
+    """Run a slot, repeated while other processes use the machine and tries are left; keep the quietest one."""
     tries: list[Turn] = []
     for _ in range(tries_for(plan.num_tries, opened)):
         before = probe.read()

@@ -1,8 +1,8 @@
-"""A process of its own for each pool, as a program has that uses one: it builds the pool, and runs slots when told.
+"""A runner: one process per pool, like a program that uses it; it builds the pool and runs slots on request.
 
-Guarantees: a pool that cannot be built, raises, or does not answer in time is an error of that pool alone; when the
-runner ends, all that it had started has ended. What pools print goes to a file, whose last lines are part of errors.
-Assumes: the process that starts runners has one thread when it does (it forks).
+Guarantees: if a pool cannot be built, raises, or does not answer in time, only that pool fails. When the runner ends,
+all its descendants have ended. Pools' output goes to a file, whose last lines are part of errors.
+Assumes: the process that starts runners has only one thread at that time (it forks).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from envherd.benchmarks.pools import Contender, Job, Pool
 from envherd.benchmarks.ratios import levels_of
 from envherd.benchmarks.watching import kill_tree, terminate_with_parent
 
-#: Share of a slot for which a pool runs before it is measured: its processes have slept for seconds.
+#: Share of a slot for a warm-up, because the pool's processes have slept for seconds.
 WARM_UP = 0.2
 _STOP_S = 15.0
 
@@ -39,17 +39,17 @@ class PoolError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """What one slot of one pool took.
+    """The figures of one slot of one pool.
 
     Attributes:
         steps: env steps that were made.
         wall_ns: nanoseconds that it lasted.
-        run_ns, parent_run_ns: nanoseconds of processors, of all processes and of the caller's alone.
-        delay_ns: nanoseconds for which they waited for processors, which they also took from each other.
-        others: share of the machine that was used by processes that are not ours, 0..1.
-        episodes: that ended; -1 if the pool does not tell.
+        run_ns, parent_run_ns: processor nanoseconds of all processes, and of the caller's.
+        delay_ns: nanoseconds for which they waited for processors, also for each other.
+        others: share of the machine that other processes used, 0..1.
+        episodes: ended episodes; -1 if unknown.
         batch_us: microseconds of a call, at `ratios.LEVELS`.
-        num_calls: that were made.
+        num_calls: number of calls.
         num_processes: of the pool, besides the caller's.
     """
 
@@ -71,12 +71,12 @@ class Slot:
 
     @property
     def cpu_us(self) -> float:
-        """Microseconds of processors per env step."""
+        """Processor microseconds per env step."""
         return self.run_ns / 1e3 / max(1, self.steps)
 
 
 def run_slot(pool: Pool, seconds: float) -> Slot:
-    """Let a pool run, and measure it after a warm-up; at least one call each."""
+    """Run a pool, and measure it after a warm-up; at least one call each."""
     clock, step = time.perf_counter_ns, pool.step
     pool.wake()
     pids = started_by(os.getpid())
@@ -115,7 +115,7 @@ def slot_of(pool: Pool, seconds: float) -> dict[str, Any]:
 
 
 class Runner:
-    """One pool in a process of its own. Start it, run slots, stop it.
+    """One pool in a separate process. Start it, run slots, stop it.
 
     Args:
         contender, job: what to build.
@@ -134,7 +134,7 @@ class Runner:
         """Start it, and wait until its pool is ready.
 
         Raises:
-            PoolError: it was not, within `limit_s` seconds.
+            PoolError: the pool was not ready within `limit_s` seconds.
         """
         self._process.start()
         self._theirs.close()
@@ -144,23 +144,23 @@ class Runner:
         """Run a slot.
 
         Raises:
-            PoolError: the pool raised, or did not answer within `limit_s` seconds; it is of no more use.
+            PoolError: the pool raised, or did not answer within `limit_s` seconds; it is no longer usable.
         """
         return Slot(**self.ask(slot_of, seconds, limit_s))
 
     def ask(self, measure: Measure, seconds: float, limit_s: float) -> dict[str, Any]:
-        """Have something else measured of the pool, beside it in its process; raises as `run`.
+        """Run another measurement of the pool in its process; raises as `run`.
 
         Args:
             measure: a function of a module, `(pool, seconds) -> plain data`.
-            seconds: that it is given.
+            seconds: its second argument.
             limit_s: seconds for it to answer.
         """
         self._pipe.send((measure, seconds))
         return self._hear("step", limit_s)
 
     def stop(self) -> None:
-        """End the pool and its process; kill what does not end in time. Idempotent."""
+        """End the pool and its process; kill processes that do not end in time. Idempotent."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -196,7 +196,7 @@ class Runner:
 
 
 def _kill_left(pids: list[int]) -> None:
-    """Kill processes of a pool that its own end did not end."""
+    """Kill processes of a pool that remain after its end."""
     end = time.monotonic() + 2.0
     while time.monotonic() < end and any(os.path.exists(f"/proc/{pid}") for pid in pids):
         time.sleep(0.02)
@@ -206,7 +206,7 @@ def _kill_left(pids: list[int]) -> None:
 
 
 def _host(contender: Contender, job: Job, pipe: Any, log: int) -> None:
-    """Be a runner's process."""
+    """Run in a runner's process."""
     terminate_with_parent()
     for fd in (1, 2):
         os.dup2(log, fd)

@@ -1,13 +1,13 @@
-"""Does `envherd size` choose well? The choice against an exhaustive sweep, for eight envs.
+"""Check the choices of `envherd size` against an exhaustive sweep, for eight envs.
 
 Each env is sized with a fixed number of envs. Then `SerialEnv`, every number of workers up to twice the cores, and
-first-K on the cores and on the chosen number run in rounds. Reported: what share of the sweep's best the choice makes
-(median and quartiles of the rounds), and how long sizing took.
+first-K on the cores and on the chosen number run in rounds. The result is the choice's speed relative to the sweep's
+best (median and quartiles of the rounds), and the time of sizing.
 
 Run: python -m envherd.benchmarks.sizing [--quick] [--env NAME ...] [--rounds N] [--render] [--write]
 
-Start it with fewer processors (`taskset -c 0`), or in a control group with a CPU quota, for the same under these: the
-results of each are kept apart.
+Start it with fewer processors (`taskset -c 0`), or in a control group with a CPU quota, to measure under that
+condition; the results of each condition are kept separately.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8
 #: Seconds that a call of an executor may take.
 _PATIENCE_S = 120.0
-#: Seconds for which envs that are reset ahead are left alone after a turn.
+#: Seconds of rest after a turn of envs that are reset ahead.
 _SETTLE_S = 3.0
 
 
 class Synthetic(gymnasium.Env[np.ndarray, Any]):
-    """An env whose step computes for a given time; an episode has 200 steps."""
+    """An env whose steps compute for a given time; an episode has 200 steps."""
 
     observation_space = Box(-1.0, 1.0, (16,), np.float32)
     action_space = Discrete(4)
@@ -67,7 +67,7 @@ class Synthetic(gymnasium.Env[np.ndarray, Any]):
         self._steps = 0
         return np.zeros(16, np.float32), {}
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:  # noqa: ARG002  # any will do
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:  # noqa: ARG002  # not used
         """Compute for a while."""
         seconds = 1e-3
         if self._kind == "tailed":
@@ -88,21 +88,21 @@ def even() -> Synthetic:
 
 
 def tailed() -> Synthetic:
-    """Return one of whose steps 3 % take 20 ms."""
+    """Return an env of which 3 % of the steps take 20 ms."""
     return Synthetic("tailed")
 
 
 def hog() -> Synthetic:
-    """Return one that has 64 MiB of its own."""
+    """Return an env with 64 MiB of private memory."""
     return Synthetic("hog")
 
 
 def threads() -> Synthetic:
-    """Return one that multiplies matrices, with as many threads as it is given."""
+    """Return an env that multiplies matrices, with as many threads as it may use."""
     return Synthetic("threads")
 
 
-#: Episodes short enough for a sweep to see many of their ends.
+#: Episode length for which a sweep sees many ends.
 _HORIZON = 200
 ENVS: dict[str, Any] = {
     "CartPole": factory_for("gymnasium:CartPole-v1"),
@@ -123,7 +123,7 @@ QUICK = ("CartPole", "1 ms", "heavy-tailed")
 
 
 def condition() -> str:
-    """Return what this process may use, in words."""
+    """Return a text on the resources of this process."""
     machine = read_machine()
     allowed = f"{len(machine.cpus)} of {os.cpu_count()} processors"
     return f"a CPU quota of {machine.cores:g}, {allowed}" if machine.is_throttled else allowed
@@ -166,10 +166,10 @@ def sweep(
     Args:
         factory: of the env.
         settings: to compare.
-        measured: of the env; a turn of whole episodes has as many steps as its steps and resets are work for.
+        measured: of the env; converts the steps and resets of a turn of whole episodes to an amount of work.
         num_rounds: in each, every setting has one turn.
         span_s: seconds of a turn.
-        least_steps: env-steps of a turn, at least: two whole episodes, where resets take long and come together.
+        least_steps: least env-steps of a turn: two whole episodes, if resets are long and simultaneous.
     """
     options, order = ExecutorOptions(), random.Random(0)
     subject = subject_of(factory, None, options)
@@ -187,7 +187,7 @@ def sweep(
                 turn = runners[_key(setting)].turn(setting.mode, least_steps)
                 steps = measured.whole_steps(turn.steps, turn.resets) if least_steps else turn.steps
                 rates[setting].append(steps / turn.seconds)
-                time.sleep(_SETTLE_S if setting.reset_ahead else 0)  # envs that are reset ahead still
+                time.sleep(_SETTLE_S if setting.reset_ahead else 0)  # for pending resets ahead
     return rates
 
 
@@ -196,9 +196,9 @@ def _key(setting: Setting) -> tuple[int, bool]:
 
 
 def shares_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> list[float]:
-    """Return the share that a setting makes of the best one, in each round.
+    """Return a setting's speed relative to the best one, in each round.
 
-    Of settings that are equally fast, the largest figure is some way above the others by chance. So the best is told by
+    Among equally fast settings the largest figure exceeds the others by chance. So the best setting is determined from
     all other rounds, and compared in this one.
 
     Args:

@@ -1,4 +1,4 @@
-"""Where the time of a batch goes: the caller's stages, the worker's share, warm and after a policy's pause."""
+"""Break down the time of a batch: the caller's stages and the worker's share, warm and after a policy's pause."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from envherd.executor import ParallelEnv
 from envherd.workers.adapters.named import GymnasiumFactory
 
 NUM_ENVS = 8
-#: What a case's time is divided into; "rest" is what is left of "batch".
+#: The stages of a case; "rest" is the remainder of "batch".
 STAGES = ("actions", "command", "TensorDicts", "waiting", "noting", "copying", "rest")
 _WARM_UP, _LEAST_TYPICAL = 50, 0.9
-#: Of what is timed alone and beside another process: turns, and seconds that the other takes to start, stop or go on.
+#: For timings alone and next to another process: number of turns, and seconds for that process to start, stop or
+#:     continue.
 _TURNS, _START_S, _SETTLE_S = 15, 2.0, 0.05
-#: As large as a rollout's storage: no cache holds it.
+#: As large as a rollout's storage, so no cache holds it.
 _COPY_BYTES, _COPY_PLACES = 100_000, 600
-#: What the other process runs.
+#: The program of the other process.
 _LOOPING = "while True: pass"
 _COPYING = f"""
 import numpy as np
@@ -39,13 +40,13 @@ while True:
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed.
+    """One timed case.
 
     Attributes:
         name: in the table.
         make_env: of each env.
         num_workers: that run them.
-        num_batches: that are timed.
+        num_batches: number of timed batches.
         pause_s: between batches, so that caches are cold.
         is_first_k: `recv` of half, `current` and `send`, instead of `step_and_maybe_reset`.
     """
@@ -59,7 +60,7 @@ class Case:
 
 
 def cases(calibration: float) -> tuple[Case, ...]:
-    """Return what is timed; `calibration` is iterations per microsecond of fixed work."""
+    """Return all cases; `calibration` is iterations per microsecond of fixed work."""
     tiny, cartpole = SteadyFactory(), GymnasiumFactory("CartPole-v1")
     return (
         Case("cost nothing, 1 worker", tiny, 1),
@@ -78,7 +79,7 @@ class _Clocks:
         self.spent_ns: dict[str, int] = dict.fromkeys((*STAGES, "waiting, CPU"), 0)
 
     def watch(self, owner: Any, name: str, stage: str) -> None:
-        """Add what calls of a method take to a stage; to "waiting, CPU" too, of processor time, if that is waiting."""
+        """Add the time of a method's calls to a stage; if it is waiting, also processor time to "waiting, CPU"."""
         setattr(owner, name, self.timed(getattr(owner, name), stage))
 
     def timed(self, inner: Callable[..., Any], stage: str) -> Callable[..., Any]:
@@ -125,7 +126,7 @@ def measure(calibration: float) -> dict[str, Any]:
 
 
 def _alone_and_beside(measure: Callable[[], float], program: str) -> tuple[float, float]:
-    """Return the median of what is measured, alone and while another process runs a Python program, by turns."""
+    """Return the medians of a measurement alone, and while another process runs a Python program, in turns."""
     other = subprocess.Popen([sys.executable, "-c", program])
     turns: dict[signal.Signals, list[float]] = {signal.SIGSTOP: [], signal.SIGCONT: []}
     try:
@@ -153,7 +154,7 @@ def _loop_us() -> float:
 
 
 def _copies() -> Callable[[], float]:
-    """Return what times the copy of 100,000 bytes to one after the other of many places, in microseconds."""
+    """Return a function that times copies of 100,000 bytes to successive places, in microseconds."""
     source = np.ones(_COPY_BYTES, np.uint8)
     places = [*np.ones((_COPY_PLACES, _COPY_BYTES), np.uint8)]
 
@@ -191,7 +192,7 @@ def _measure(case: Case) -> dict[str, float]:
 
 
 def _watched(env: ParallelEnv, *, is_first_k: bool) -> _Clocks:
-    """Return clocks that an executor's stages run."""
+    """Return clocks on an executor's stages."""
     engine, clocks = env.engine, _Clocks()
     if is_first_k:
         clocks.watch(engine, "write_inputs", "actions")

@@ -1,7 +1,7 @@
-"""How long a pool takes to start and to close, and what memory it takes: in scripts of their own, as users have them.
+"""Measure a pool's start time, close time and memory in separate scripts, like users' scripts.
 
-Each script builds a pool twice (the second finds everything in the page cache, and what the first left behind in its
-process), steps it, and says what it saw. Pools start as they come: their own default start methods.
+Each script builds a pool twice (the second time with a warm page cache and process), steps it, and reports its
+measurements. Pools use their default start methods.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ if __name__ == "__main__":
 _OURS = "return ParallelEnv({n}, {factory}, num_workers={n}, seed=0)"
 _ARRAYS = "import numpy\n        for _ in range(200):\n            env.step(numpy.zeros({n}, int))"
 _TENSORDICTS = "for _ in range({steps}):\n            _, root = env.step_and_maybe_reset(env.rand_action(root))"
-#: Contender -> its import, how it is built for `(n, factory)`, how it is stepped, and the pids of its workers.
+#: Contender -> code for its import, its build for `(n, factory)`, a step, and the pids of its workers.
 _WAYS: dict[str, tuple[str, str, str, str]] = {
     OURS: (
         "global ParallelEnv, MeltingPotFactory; from envherd.executor import MeltingPotFactory, ParallelEnv",
@@ -107,10 +107,10 @@ _FACTORIES = {
 
 
 def report_of(workers: list[int] | None) -> dict[str, Any]:
-    """Return the memory of all that this process has started; called inside a script.
+    """Return the memory of this process's descendants; called inside a script.
 
     Args:
-        workers: their pids; None takes the children that have most of their own.
+        workers: their pids; None takes the children with the most private memory.
 
     Returns:
         "uss_per_worker": median; "pss_total": of workers and helpers together; "pss_helpers"; "processes".
@@ -131,7 +131,7 @@ def report_of(workers: list[int] | None) -> dict[str, Any]:
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """Return `(uss, pss)` of one process in bytes; zeros if it has gone."""
+    """Return `(uss, pss)` of one process in bytes; zeros if it has ended."""
     uss = pss = 0
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -161,7 +161,7 @@ def script_of(name: str, env: str, *, imports_torch: bool, times: int) -> str:
 
 
 def run_script(text: str) -> list[dict[str, Any]] | str:
-    """Run a script; return what it reports, or why it did not."""
+    """Run a script; return its report, or why there is none."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(text)
@@ -187,7 +187,7 @@ def run_script(text: str) -> list[dict[str, Any]] | str:
 
 
 def env_build_s() -> float:
-    """Return how long a process that has numpy takes to import and build the tiny env: what every worker needs."""
+    """Return the seconds to import and build the tiny env in a process with numpy, as in every worker."""
     code = (
         "import time, numpy; began = time.perf_counter()\n"
         "from envherd.benchmarks.work import SteadyFactory\n"
@@ -214,7 +214,7 @@ def measure(num_times: int, chosen: Callable[[str], bool], say: Callable[[str], 
         cases: dict[str, Any] = {"status": "measured"}
         for case, imports_torch in (("plain", False), ("torch", True)):
             if env == CLEAN_UP and imports_torch:
-                continue  # the script's own imports are what `tiny` is about
+                continue  # only `tiny` compares the script's own imports
             say(f"{name}, {env}, {case}")
             repeats = num_times if env == TINY else max(1, num_times // 3)
             text = script_of(name, env, imports_torch=imports_torch, times=2)

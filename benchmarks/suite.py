@@ -1,4 +1,4 @@
-"""One run of the suite: what was asked for, one workload after the other, written down after each."""
+"""Run the suite: the requested workloads one after the other, saving the results after each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from envherd.benchmarks.summary import summarise
 from envherd.benchmarks.workloads import ALL, PEERS, QUICK, QUICK_PEERS, WORKLOADS, Workload, calibrate, usable_cores
 
 SCHEMA = "envherd.bench/1"
-#: What is no workload -> what it measures, and the minutes that it takes on a quiet machine with two cores.
+#: Study other than a workload -> what it measures, and its minutes on a quiet machine with two cores.
 STUDIES = {
     "startup": ("time until ready, time to close, and memory", 9.0),
     "waiting": ("processor time of the workers while a policy computes", 2.0),
@@ -38,7 +38,7 @@ STUDIES = {
 }
 NAMES = (*(one.name for one in WORKLOADS), *STUDIES)
 _QUICK_BUDGET_S = 35.0
-_REST_S = 4.2  # the kernel's account of pressure moves every two seconds
+_REST_S = 4.2  # the kernel updates its pressure every two seconds
 _PACKAGES = (
     "envherd",
     "torch",
@@ -57,15 +57,16 @@ _PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to run.
+    """The request of a run.
 
     Attributes:
         names: workloads and studies; empty for all (or those of a quick run).
-        peers: that take part; empty for all.
+        peers: to include; empty for all.
         num_rounds: None for each workload's own.
         is_quick: at most a minute, for continuous integration.
-        is_resumed: leave out what the file has.
-        path: of the JSON, which is written after each workload; what it has of others is kept. None writes nothing.
+        is_resumed: skip workloads that are in the file.
+        path: of the JSON, which is written after each workload; results of other workloads are kept. None writes
+            nothing.
     """
 
     names: tuple[str, ...] = ()
@@ -82,7 +83,7 @@ class Request:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what the numbers are measured on."""
+    """Return a description of the machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line for line in lines if "model name" in line), ": ?").split(":", 1)[1].strip()
     return {
@@ -102,10 +103,10 @@ def _version(package: str) -> str | None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return results that were written before.
+    """Return earlier results.
 
     Raises:
-        ValueError: it is no file of results.
+        ValueError: it is not a file of results.
     """
     try:
         found = json.loads(path.read_text())
@@ -117,7 +118,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def save(results: Mapping[str, Any], path: Path) -> None:
-    """Write results so that a reader sees the old ones or the new ones."""
+    """Write results atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     draft.write_text(as_json(results))
@@ -133,8 +134,8 @@ class Suite:
     """Runs a request and keeps the results.
 
     Args:
-        request: what to run.
-        console: to print tables to.
+        request: of the run.
+        console: for tables.
     """
 
     def __init__(self, request: Request, console: Console) -> None:
@@ -144,7 +145,7 @@ class Suite:
         self.results = self._begin()
 
     def run(self) -> dict[str, Any]:
-        """Measure everything that was asked for and return the results."""
+        """Measure everything in the request and return the results."""
         request, began, is_prepared = self._request, time.monotonic(), False
         for name in request.names or (QUICK if request.is_quick else NAMES):
             if request.is_resumed and self._has(name):
@@ -178,7 +179,7 @@ class Suite:
         return name in self.results["workloads"] or name in self.results
 
     def _measure(self, name: str) -> None:
-        """Run one workload or study; if it fails, say so and go on."""
+        """Run one workload or study; if it fails, report that and continue."""
         self.results["failed"].pop(name, None)
         self._console.rule(name)
         try:
@@ -191,7 +192,7 @@ class Suite:
                 workload = next(one for one in WORKLOADS if one.name == name)
                 self.results["workloads"][name] = self._workload(workload)
                 self._console.print(to_rich(sheet_of_workload(self.results["workloads"][name])))
-        except Exception as error:  # the next one may work: hours of measuring hang on it
+        except Exception as error:  # the next one may work, and hours of measurements must not be lost
             self.results["failed"][name] = f"{type(error).__name__}: {error}"
             self._console.print(f"{name} failed: {type(error).__name__}: {error}", style="red", markup=False)
 
@@ -237,17 +238,17 @@ class Suite:
         return Plan(request.num_rounds or 8, 0.25, 2, 300.0)
 
     def _say(self, text: str) -> None:
-        """Say what is being done, on a terminal: a line that the next one replaces."""
+        """On a terminal, print the current activity in a line that the next one replaces."""
         if self._console.is_terminal:
             self._console.print(f"{text:<100}", end="\r", style="dim", markup=False, highlight=False)
 
 
 def prepare(peers: list[str]) -> None:
-    """Import what pools need, so that their processes, which are forked from this one, have it.
+    """Import the pools' modules, which their processes, forked from this one, inherit.
 
-    Torch and numpy get one thread, here and in all that is forked.
+    Torch and numpy get one thread, here and in forked processes.
     """
-    warnings.simplefilter("ignore")  # of the peers, about themselves
+    warnings.simplefilter("ignore")  # warnings of the peers
     torch.set_num_threads(1)
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, "1")

@@ -1,4 +1,4 @@
-"""What a run came to, as plain data: medians over rounds, ratios within rounds, and what the clock may say."""
+"""Summarise a run as plain data: medians over rounds, ratios within rounds, and wall-clock figures if valid."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from envherd.benchmarks.rounds import Entry, Turn
 def summarise(
     entries: Sequence[Entry], reference: str, *, judged_by: str, pressure_at_rest: float | None
 ) -> dict[str, dict[str, Any]]:
-    """Return, per contender, what it did and how many times its throughput the reference has.
+    """Return, per contender, its figures and the reference's throughput as a multiple of its own.
 
     Args:
         entries: of one run.
-        reference: name of the contender that the ratios are with.
+        reference: name of the contender in the ratios' numerator.
         judged_by: "rounds" or "totals", see `Workload`.
         pressure_at_rest: see `gate`.
 
@@ -69,7 +69,7 @@ def _figures(entry: Entry) -> dict[str, Any]:
 def _ratios(
     base: Sequence[Turn], turns: Sequence[Turn], judged_by: str, pressure_at_rest: float | None
 ) -> dict[str, Any]:
-    """Return the reference's throughput over a contender's, by processor time and by the clock."""
+    """Return the reference's throughput divided by a contender's, in processor time and in wall time."""
     pairs = list(zip(base, turns, strict=False))
     are_open = [one.is_open and other.is_open for one, other in pairs]
     cpu: Quartiles | None

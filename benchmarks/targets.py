@@ -1,4 +1,4 @@
-"""What is promised, and whether a run kept it. Each target is looked up in the results and never argued about."""
+"""The performance targets, and whether a run met them, as computed from its results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Verdict:
     """One target, measured.
 
     Attributes:
-        text: what was wanted.
-        measured: what was found, with its unit; or why there is nothing.
-        basis: what it was measured by.
+        text: the target.
+        measured: the figure with its unit, or why there is none.
+        basis: of the measurement.
         status: whether it was met.
     """
 
@@ -42,7 +42,7 @@ def _rows(results: Results, workload: str) -> Mapping[str, Any]:
 
 
 def _missing(results: Results, workload: str, *names: str) -> str:
-    """Say why a figure of some contenders is not there, or return an empty string."""
+    """Return why a figure of some contenders is missing, or an empty string."""
     rows = _rows(results, workload)
     if not rows:
         return f"{workload} was not run"
@@ -55,7 +55,7 @@ def _missing(results: Results, workload: str, *names: str) -> str:
 
 
 def ratio_of(results: Results, workload: str, mine: str, theirs: str, *, by: str) -> float | None:
-    """Return how many times another's throughput one contender of a workload has; None if that is not known.
+    """Return one contender's throughput as a multiple of another's in a workload; None if unknown.
 
     Args:
         results: of a run.
@@ -128,7 +128,7 @@ def _starts(results: Results) -> list[Verdict]:
 
 
 def _figure(text: str, limit: float, unit: str, get: Callable[[], float], *, basis: str, scale: float = 1.0) -> Verdict:
-    """Judge a figure that must not be above a limit."""
+    """Return the verdict on a figure with an upper limit."""
     try:
         value = get() / scale
     except (KeyError, TypeError, IndexError):
@@ -256,7 +256,7 @@ def _others(results: Results) -> list[Verdict]:
 
 
 def judge(results: Results) -> list[Verdict]:
-    """Return what became of every target."""
+    """Return the verdict on every target."""
     cheap = [
         _faster(results, "tiny", peer, least, mine=ours.AUTO)
         for peer, least in (

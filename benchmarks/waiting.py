@@ -1,4 +1,4 @@
-"""What a pool burns while its caller does something else: while a policy thinks for 5 or 50 ms after each batch."""
+"""Measure a pool's processor use while its caller is busy: while a policy runs for 5 or 50 ms after each batch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NAMES = (
 
 
 def measure_gaps(pool: Pool, gap_s: float) -> dict[str, Any]:
-    """Step, sleep, and so on for about a second; say what the pool's processes used while this one slept.
+    """Alternate steps and sleeps for about a second; return the pool's processor use while this process slept.
 
     Returns:
         "worker_share": of a core, of each process of the pool, while the caller slept, 0..1;
-        "cpu_us_per_batch": of all processes, for a batch that finds cold caches, the gap after it included.
+        "cpu_us_per_batch": of all processes, for a batch with cold caches, including the gap after it.
     """
     pool.wake()
     pids = started_by(os.getpid())
@@ -42,7 +42,7 @@ def measure_gaps(pool: Pool, gap_s: float) -> dict[str, Any]:
     for _ in range(max(15, round(1.0 / gap_s))):
         before = everybody.run_ns()
         pool.step()
-        began, idle = time.perf_counter_ns(), theirs.run_ns()  # at once: some spin for a while before they sleep
+        began, idle = time.perf_counter_ns(), theirs.run_ns()  # at once, because some pools spin before they sleep
         time.sleep(gap_s)
         used, took = used + max(0, theirs.run_ns() - idle), took + time.perf_counter_ns() - began
         costs.append((everybody.run_ns() - before) / 1e3)

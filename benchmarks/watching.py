@@ -1,4 +1,4 @@
-"""Processes of a benchmark end with it, and with what they were started by."""
+"""End a benchmark's processes with the process that started them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the one that started it ends, however it does, and leave Ctrl-C to that one."""
+    """Make the kernel kill this process when its parent ends, in any way, and leave Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def terminate_with_parent() -> None:
-    """Have this process end itself, with what it has started, when the one that started it has ended."""
+    """Make this process end itself and its descendants when its parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -32,14 +32,14 @@ def _end(*_: object) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all that it has started."""
+    """Kill a process and all its descendants."""
     for one in (pid, *started_by(pid)):
         with contextlib.suppress(OSError):
             os.kill(one, signal.SIGKILL)
 
 
 def stopped_in_between(pool: Pool) -> Pool:
-    """Return a pool whose processes are stopped outside its slots; they must all be there by now."""
+    """Return a pool whose processes are stopped outside its slots; all of them must be running already."""
     pids = started_by(os.getpid())
 
     def signal_all(number: int) -> None:

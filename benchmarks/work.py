@@ -1,6 +1,6 @@
 """Work of a fixed number of instructions, and envs made of it.
 
-An env that spins until some time has passed turns being preempted into progress; one that counts does not.
+An env that spins for a given time makes progress while it is preempted; one that counts instructions does not.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-#: How step times are spread: all alike; lognormal with sigma 1; 1 % of them 100 times the others.
+#: Distribution of step times: constant; lognormal with sigma 1; 1 % of them 100 times the others.
 Law = Literal["even", "lognormal", "spikes"]
 _NUM_DRAWN = 4096
 _CALIBRATION_ITERATIONS = 50_000
 
 
 def compute(iterations: int) -> int:
-    """Run a fixed number of instructions; returns a number so that nothing of it can be left out."""
+    """Run a fixed number of instructions; the result depends on all of them."""
     x = 1
     for _ in range(iterations):
         x = (x * 1103515245 + 12345) & 0x7FFFFFFF
@@ -29,7 +29,7 @@ def compute(iterations: int) -> int:
 
 
 def iterations_per_us() -> float:
-    """Return how much of `compute` takes a microsecond of this machine's processor now, the best of some tries."""
+    """Return the iterations of `compute` per microsecond of this machine's processor now, the best of some tries."""
     best = float("inf")
     for _ in range(9):
         began = time.thread_time_ns()
@@ -39,7 +39,7 @@ def iterations_per_us() -> float:
 
 
 def drawn_iterations(law: Law, mean: float) -> np.ndarray:
-    """Return int64 `[4096]` step lengths that follow a law and have the mean; the same ones every time."""
+    """Return int64 `[4096]` step lengths with a law and a mean; always the same ones."""
     rng = np.random.default_rng(0)
     if law == "even":
         raw = np.ones(_NUM_DRAWN)
@@ -52,13 +52,13 @@ def drawn_iterations(law: Law, mean: float) -> np.ndarray:
 
 
 class Steady(gymnasium.Env[np.ndarray, Any]):
-    """Steps cost what the law says, observations never change, and no episode ends.
+    """Steps cost according to a law, observations are constant, and no episode ends.
 
     Args:
         shape, dtype: of the observation.
         mean: iterations of `compute` per step; 0 for none.
-        law: see `Law`. Each env begins elsewhere in the drawn lengths.
-        sleep_s: seconds to sleep in each step, as an env that waits for something.
+        law: see `Law`. Each env begins at a different place in the drawn lengths.
+        sleep_s: seconds to sleep in each step, like an env that waits.
     """
 
     action_space = Discrete(2)
@@ -78,7 +78,7 @@ class Steady(gymnasium.Env[np.ndarray, Any]):
         super().reset(seed=seed, options=options)
         return self._observation, {}
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:  # noqa: ARG002  # any will do
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:  # noqa: ARG002  # not used
         """Work, and return the observation."""
         if self._lengths:
             compute(self._lengths[self._next])

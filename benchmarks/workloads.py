@@ -1,4 +1,4 @@
-"""What is run: envs, how many of them, under whom, and for how long."""
+"""The workloads: envs, their number, the contenders, and the duration."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Workload:
 
     Attributes:
         name: for `--only`, and in the JSON.
-        title: above its table.
+        title: of its table.
         contenders: names, in the order of the table.
-        reference: ours that the ratios are with.
+        reference: our contender in the ratios.
         make_job: calibration (iterations per microsecond) -> what to run; the number of workers is filled in.
-        slot_s: seconds of a slot; twice as many rounds do not help where a slot has no episode end.
+        slot_s: seconds of a slot, long enough for episode ends.
         num_rounds: of a full run.
         limit_s: seconds for all in a full run.
-        judged_by: "rounds" takes the median over rounds, "totals" all rounds together: for work that comes in lumps.
+        judged_by: "rounds" takes the median over rounds, "totals" all rounds together, for unevenly spread work.
         minutes: that a full run takes on a quiet machine with two cores.
     """
 
@@ -50,17 +50,17 @@ class Workload:
     minutes: float = 2.0
 
     def plan(self, num_rounds: int | None, *, is_quick: bool) -> Plan:
-        """Return how much to measure."""
+        """Return the plan of the measurement."""
         if is_quick:
             return Plan(num_rounds or 3, min(0.15, self.slot_s), 1, 25.0)
         return Plan(num_rounds or self.num_rounds, self.slot_s, 4, self.limit_s)
 
     def job(self, calibration: float, num_workers: int) -> Job:
-        """Return what to run."""
+        """Return the job for a number of workers."""
         return replace(self.make_job(calibration), num_workers=num_workers)
 
     def chosen(self, only_peers: tuple[str, ...], *, is_quick: bool) -> list[Contender]:
-        """Return its contenders without the peers that are not asked for; a quick run has those of most interest."""
+        """Return its contenders without unrequested peers; a quick run has only the main ones."""
         peers_wanted = only_peers or (QUICK_PEERS if is_quick else PEERS)
         left_out = _QUICK_LEFT_OUT if is_quick and not only_peers else ()
         found = [ALL[name] for name in self.contenders if name not in left_out]

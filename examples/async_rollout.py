@@ -1,10 +1,10 @@
-"""Sending and receiving: go on with the envs that are ready instead of waiting for the slowest.
+"""Send and receive: continue with the envs that are ready instead of waiting for the slowest.
 
-What it shows: a synchronous step takes as long as the slowest env. With `send` and `recv(min_envs=K)`
-the first K answers are handed out while the other envs work on, so their workers are never idle.
-`recv` returns whole transitions with their `env_ids`; `env.current(td["env_ids"])` is where those envs
-are now, which is what a policy acts on next. It pays from about three envs per worker on; and envs that
-are fast are seen more often than envs that are slow, which a learner should know.
+What it shows: a synchronous step takes as long as the slowest env. With `send` and `recv(min_envs=K)` the caller gets
+the first K transitions while the other envs keep stepping, so no worker is idle. `recv` returns transitions with their
+`env_ids`; `env.current(td["env_ids"])` returns those envs' roots, on which the policy acts next. This is faster from
+about three envs per worker on. Fast envs appear more often in the data than slow ones, which a learner must take into
+account.
 
 Run: python examples/async_rollout.py
 """
@@ -39,7 +39,7 @@ class Uneven(gymnasium.Env[np.ndarray, Any]):
         return self._observation(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Take a while, then return a random observation; an episode lasts 100 steps on average."""
+        """Sleep, then return a random observation; an episode lasts 100 steps on average."""
         time.sleep(0.03 if self.np_random.random() < 0.05 else 0.001)
         return self._observation(), float(action), bool(self.np_random.random() < 0.01), False, {}
 
@@ -62,7 +62,7 @@ def collect_synchronously(env: ParallelEnv, num_transitions: int) -> float:
 
 
 def collect_as_they_come(env: ParallelEnv, num_transitions: int) -> tuple[float, torch.Tensor]:
-    """Act for the first `MIN_ENVS` that are ready; return transitions per second, and how many each env gave."""
+    """Act for the first `MIN_ENVS` envs that are ready; return transitions per second, and their number per env."""
     num_of_env = torch.zeros(NUM_ENVS, dtype=torch.int64)
     env.send(policy(env.reset()))
     began = time.perf_counter()
@@ -71,7 +71,7 @@ def collect_as_they_come(env: ParallelEnv, num_transitions: int) -> tuple[float,
         num_of_env[td["env_ids"]] += 1
         env.send(policy(env.current(td["env_ids"])))
     seconds = time.perf_counter() - began
-    env.recv()  # what is still under way, so that nobody owes an answer
+    env.recv()  # the pending envs, so that no env owes an answer
     return num_received / seconds, num_of_env
 
 

@@ -1,8 +1,8 @@
-"""BenchMARL on Melting Pot with envs in envherd's workers: two lines more than without it.
+"""BenchMARL on Melting Pot with envs in envherd's workers: two additional lines.
 
-BenchMARL builds its envs, networks and losses from its configs. `installed` puts our batched env in place of TorchRL's.
+BenchMARL builds its envs, networks and losses from its configs. `installed` replaces TorchRL's batched env by ours.
 
-Needs BenchMARL 1.5, which wants TorchRL 0.10 or 0.11:
+Needs BenchMARL 1.5, which requires TorchRL 0.10 or 0.11:
     pip install "envherd[meltingpot]" "benchmarl>=1.5,<1.6"
 
 Run: python examples/benchmarl_meltingpot.py [--substrate commons_harvest__open] [--algorithm ippo] [--seed 1]
@@ -54,7 +54,7 @@ class Curve(Callback):  # type: ignore[misc]  # untyped
 
 
 def settings(num_steps: int, lr: float, folder: str) -> ExperimentConfig:
-    """Return BenchMARL's settings: small batches, as the examples with other losses have them."""
+    """Return BenchMARL's settings: small batches, as in the other examples."""
     config = ExperimentConfig.get_from_yaml()
     config.parallel_collection = True  # else BenchMARL steps its envs one after another
     config.on_policy_n_envs_per_worker = NUM_ENVS
@@ -69,7 +69,7 @@ def settings(num_steps: int, lr: float, folder: str) -> ExperimentConfig:
 
 
 def network() -> CnnConfig:
-    """Return a convolution with one window for each cell of the map (8x8 pixels), and one over 3x3 cells."""
+    """Return two convolutions: one over each cell of the map (8x8 pixels), and one over 3x3 cells."""
     config = CnnConfig.get_from_yaml()
     config.cnn_num_cells, config.cnn_kernel_sizes, config.cnn_strides, config.cnn_paddings = (
         [8, 16],

@@ -1,6 +1,6 @@
-"""An env over a C library, from nothing to parallel rollouts: 40 lines of one's own, and the contract to check them.
+"""An env over a C library, from scratch to parallel rollouts: 40 lines of code, and the contract to check them.
 
-The env cannot be pickled, as no binding to a simulator can. See docs/custom_envs.md for what each part does.
+The env cannot be pickled, like most bindings to simulators. See docs/custom_envs.md for what each part does.
 
 Run: python examples/ctypes_env.py
 """
@@ -16,7 +16,7 @@ from envherd.workers.testing import check_env_contract
 class Drone:
     """Hovers between floor (-1) and ceiling (1) in gusts of wind.
 
-    Holds pointers and a function of a loaded library, as bindings do.
+    Holds pointers and a function of a loaded library, like a binding.
     """
 
     def __init__(self):
@@ -26,7 +26,7 @@ class Drone:
         self.draw.restype = ctypes.c_double
 
     def fly(self, thrust):
-        """Fly on for a moment; return whether the drone is still in the air."""
+        """Fly for a moment; return whether the drone is still in the air."""
         state = self.state.contents
         state[1] += 0.02 * thrust + 0.04 * (self.draw(self.gusts) - 0.5)
         state[0] += state[1]
@@ -34,7 +34,7 @@ class Drone:
 
 
 class DroneAdapter(Adapter):
-    """Serves drones: says what goes in and out, starts episodes, makes one step per call."""
+    """Adapter for drones: declares the spec, starts episodes, and makes one step per call."""
 
     family = "drone"
 
@@ -46,8 +46,8 @@ class DroneAdapter(Adapter):
             family=self.family,
         )
 
-    def reset(self, seed, options=None, mask=None):  # noqa: ARG002  # for resets with arguments, and for batches
-        """Start an episode: a seed is for this episode, None goes on with the generator as it is."""
+    def reset(self, seed, options=None, mask=None):  # noqa: ARG002  # used for resets with arguments, and for batches
+        """Start an episode: a seed is for this episode, None continues with the generator."""
         self.num_steps = 0
         self.env.state.contents[:] = [0.0, 0.0]
         if seed is not None:
@@ -55,14 +55,14 @@ class DroneAdapter(Adapter):
         return list(self.env.state.contents)
 
     def step(self, action):
-        """Make one step: observation and reward as the spec lists them, then terminated and truncated."""
+        """Make one step; return observation and reward in the spec's order, then terminated and truncated."""
         self.num_steps += 1
         is_flying = self.env.fly(action[0] - 1)
         return list(self.env.state.contents), [float(is_flying)], not is_flying, self.num_steps == 50
 
 
 def make_drone():
-    """Build one env; called in a worker, where the adapter is made known too."""
+    """Build one env; called in a worker, where it also registers the adapter."""
     register(Drone, DroneAdapter)
     return Drone()
 

@@ -1,12 +1,11 @@
-"""An env of one's own, written against a C library, in parallel workers.
+"""A custom env over a C library, in parallel workers.
 
 What it shows:
 - An env that holds C pointers cannot be pickled, and need not be: its factory is called in the worker.
-  Anything else (an env built here, or a factory that captured one) is refused with a message that says
-  what to write instead.
-- An adapter of thirty lines serves an env of any interface: it says what the env gives and takes, and
-  makes one transition per call. Partial resets, seeding, shared memory and errors come with it.
-- `env_kwargs` gives each env arguments of its own.
+  Anything else (an env built here, or a factory that captured one) is refused with a message that names the fix.
+- An adapter of thirty lines supports an env with any interface: it declares the env's spec and makes one transition per
+  call. The executor adds partial resets, seeding, shared memory and errors.
+- `env_kwargs` passes different arguments to each env.
 
 Run: python examples/custom_env.py
 """
@@ -29,10 +28,10 @@ WINDS = (0.02, 0.04, 0.08, 0.16)
 
 
 class Marble:
-    """A marble on a track from -1 to 1 in gusty wind: push it so that it stays on.
+    """A marble on a track from -1 to 1 in gusty wind; the task is to keep it on the track.
 
-    Stands for any binding to a simulator: it holds a function of a loaded library and a pointer to
-    memory that the library works on, so it cannot be pickled.
+    Represents any binding to a simulator: it holds a function of a loaded library and a pointer to the library's
+    memory, so it cannot be pickled.
     """
 
     def __init__(self, wind: float) -> None:
@@ -57,7 +56,7 @@ class Marble:
 
 
 class MarbleAdapter(Adapter):
-    """Serves `Marble`: position and speed as observation, three pushes, 1 for every moment on the track."""
+    """Adapter for `Marble`: position and speed as observation, three pushes, reward 1 for every moment on the track."""
 
     family: ClassVar[str] = "marble"
     env: Marble
@@ -83,7 +82,7 @@ class MarbleAdapter(Adapter):
         return [self._look()]
 
     def step(self, action: list[Any]) -> StepValues:
-        """Push left, not at all, or right; the episode ends with a fall, or is cut off after 500 pushes."""
+        """Push left, not at all, or right; the episode is terminated by a fall, and truncated after 500 pushes."""
         self.num_pushes += 1
         has_fallen = not self.env.push(action[0] - 1)
         return [self._look()], [0.0 if has_fallen else 1.0], has_fallen, self.num_pushes == 500
@@ -93,20 +92,20 @@ class MarbleAdapter(Adapter):
 
 
 def make_marble(wind: float) -> Marble:
-    """Build one env inside a worker, where the adapter is registered too: registration is per process."""
+    """Build one env inside a worker and register the adapter there: registration is per process."""
     register(Marble, MarbleAdapter)
     return Marble(wind)
 
 
 def push_back(root: TensorDictBase) -> TensorDictBase:
-    """Push against where the marble is going to be: an action per env."""
+    """Push against the marble's predicted position: one action per env."""
     position, speed = root["observation"].unbind(-1)
     ahead = position + 8 * speed
     return root.set("action", 1 - ahead.sign().long())
 
 
 def show_refusals() -> None:
-    """Print what happens to an env that was built in the wrong process."""
+    """Print the errors for an env that was built in the wrong process."""
     built_here = Marble(0.05)
     for wrong in (built_here, lambda: built_here):
         try:
@@ -116,7 +115,7 @@ def show_refusals() -> None:
 
 
 def main() -> None:
-    """Compare random pushes with pushing back, in four winds at once."""
+    """Compare random pushes with `push_back`, in four winds at the same time."""
     show_refusals()
     with ParallelEnv(len(WINDS), make_marble, env_kwargs=[{"wind": wind} for wind in WINDS], seed=0) as env:
         for name, policy in (("random pushes", None), ("pushing back", push_back)):

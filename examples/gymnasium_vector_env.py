@@ -1,4 +1,4 @@
-"""A Gymnasium vector env, one import changed: random actions, with the statistics of episodes."""
+"""A Gymnasium vector env with one changed import: random actions, with the statistics of episodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_env() -> gymnasium.Env:
 
 
 def main() -> None:
-    """Step the envs and print what their episodes brought."""
+    """Step the envs and print the statistics of their episodes."""
     options = ExecutorOptions(episode_statistics=True)  # the infos of Gymnasium's RecordEpisodeStatistics
     envs = AsyncVectorEnv([make_env] * NUM_ENVS, num_workers=2, autoreset_mode="SameStep", options=options)
     returns: list[float] = []

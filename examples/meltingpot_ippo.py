@@ -5,8 +5,8 @@ What it shows:
 - `PerPlayer` makes one policy of the players' policies: one network for all of them, or with `--separate` one for each.
 - `policy.split(data)` gives each network the rows of its players, with which it is trained as in any PPO.
 - `--asynchronous` collects with an `AsyncCollector`: while the networks learn from a batch, the envs make the next one,
-  and no env waits for another. The data are then a version older than the weights, which PPO's ratio accounts for.
-- `--sparse` is for games in which most steps have no reward: larger batches, from which more is learned.
+  and no env waits for another. The data are then one version older than the weights, which PPO's ratio corrects.
+- `--sparse` is for games in which most steps have no reward: larger batches.
 - `--checkpoint` makes the training resumable: run the same command again, and it continues.
 
 Run: python examples/meltingpot_ippo.py [--substrate commons_harvest__open] [--separate] [--asynchronous] [--seed 1]
@@ -42,7 +42,7 @@ SPARSE = SimpleNamespace(num_envs=16, num_steps=256, epochs=4, num_minibatches=8
 
 
 class Agent(nn.Module):
-    """A small convolution, and on top of it the policy and the value of one player."""
+    """A small convolution with two heads: the policy and the value of one player."""
 
     def __init__(self, shape: torch.Size, num_actions: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Agent(nn.Module):
 
 
 def make_env(substrate: str, num_steps: int) -> SmallPictures:
-    """Return the factory: views alone are rendered, and stored with one pixel for each cell of 8x8."""
+    """Return the factory: only the players' views are rendered, and stored with one pixel for each cell of 8x8."""
     return SmallPictures(MeltingPotFactory(substrate, keys=("RGB",), world_rgb=False, max_steps=num_steps), shrink=8)
 
 
@@ -86,7 +86,7 @@ def make_policy(env: ParallelEnv, *, separate: bool) -> PerPlayer:
 def make_collector(
     env: ParallelEnv, policy: PerPlayer, total: int, settings: SimpleNamespace, *, is_asynchronous: bool
 ) -> Collector | AsyncCollector:
-    """Return what gives batches `[num_envs, num_steps]`; the asynchronous one collects while the caller learns."""
+    """Return a collector of batches `[num_envs, num_steps]`; the asynchronous one collects while the caller learns."""
     frames = settings.num_envs * settings.num_steps
     batches: dict[str, Any] = {"frames_per_batch": frames, "total_frames": total, "close_env": False}
     if is_asynchronous:
@@ -95,11 +95,11 @@ def make_collector(
 
 
 def advantages_of(agent: Agent, rows: TensorDictBase, gamma: float) -> Tensor:
-    """Return generalised advantages `[N, T, p]`; an end by time (`truncated`) is worth what its last view is worth."""
+    """Return generalised advantages `[N, T, p]`; at a truncation the value of the last observation is used."""
     reward, done, terminated = (rows["next", key].squeeze(-1) for key in ("reward", "done", "terminated"))
     following = torch.cat([rows["value"][:, 1:], torch.zeros_like(rows["value"][:, :1])], 1)
     is_cut = done.clone()
-    is_cut[:, -1] = True  # the next row is not in this batch, or of another episode
+    is_cut[:, -1] = True  # the next row is not in this batch, or belongs to another episode
     with torch.no_grad():
         following[is_cut] = agent.think(rows["next", "observation", "RGB"][is_cut])[1]
     errors = reward.float() + gamma * following * ~terminated - rows["value"]
@@ -111,7 +111,7 @@ def advantages_of(agent: Agent, rows: TensorDictBase, gamma: float) -> Tensor:
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, rows: TensorDictBase, settings: SimpleNamespace) -> None:
-    """Improve one network on the rows `[N, T, p]` of its players."""
+    """Train one network on the rows `[N, T, p]` of its players."""
     advantages = advantages_of(agent, rows, settings.gamma)
     targets = (advantages + rows["value"]).flatten()
     advantages = ((advantages - advantages.mean()) / (advantages.std() + 1e-8)).flatten()
@@ -149,7 +149,7 @@ def train(arguments: argparse.Namespace) -> None:
                 optimizer.load_state_dict(state)
             curve = kept["curve"]
             num_before, _, seconds_before = curve[-1]
-            env.set_seed(arguments.seed + num_before)  # episodes that were not seen before
+            env.set_seed(arguments.seed + num_before)  # different episodes than before
         total = arguments.steps - num_before
         if total <= 0:
             return
@@ -173,7 +173,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def save(path: Path, policy: PerPlayer, optimizers: list[torch.optim.Adam], curve: list[tuple[float, ...]]) -> None:
-    """Save what continues the training, and as JSON the curve: steps, return per player, and seconds."""
+    """Save a checkpoint, and the curve as JSON: steps, return per player, and seconds."""
     optimizer_states = [optimizer.state_dict() for optimizer in optimizers]
     kept = {"policy": policy.state_dict(), "optimizers": optimizer_states, "curve": curve}
     torch.save(kept, path.with_suffix(".part"))

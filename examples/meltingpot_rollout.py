@@ -1,8 +1,8 @@
 """A random Melting Pot rollout in ten lines: a factory in, one batch of tensors out.
 
-What it shows: the factory returns a raw Melting Pot substrate and nothing has to be wrapped. It runs
-inside the workers, so this process never builds an env. Keys are those of TorchRL's `MeltingpotEnv`.
-(The `if __name__ == "__main__"` guard is a habit, not a need: workers never run this file again.)
+What it shows: the factory returns a raw Melting Pot substrate without any wrapper. It runs inside the workers, so this
+process never builds an env. Keys are those of TorchRL's `MeltingpotEnv`. (The `if __name__ == "__main__"` guard is
+optional: workers never run this file.)
 
 Run: python examples/meltingpot_rollout.py
 """

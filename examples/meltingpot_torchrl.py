@@ -1,7 +1,8 @@
 """Independent PPO on Melting Pot with TorchRL's actor, advantage and loss, over our `ParallelEnv` and `Collector`.
 
-A batch is a TensorDict with the keys of TorchRL's `MeltingpotEnv`, so TorchRL's modules read it as it is. One network
-acts for all players, and another one values what each sees. `meltingpot_ippo.py` is the same with a loss written out.
+A batch is a TensorDict with the keys of TorchRL's `MeltingpotEnv`, so TorchRL's modules accept it unchanged. One
+network acts for all players, and another one values each player's view. `meltingpot_ippo.py` is the same with a
+handwritten loss.
 
 Run: python examples/meltingpot_torchrl.py [--substrate commons_harvest__open] [--seed 1] [--steps 60000]
 """
@@ -27,7 +28,7 @@ NUM_ENVS, NUM_STEPS = 4, 100
 EPOCHS, NUM_MINIBATCHES = 2, 4
 LEARNING_RATE, GAMMA, LAMBDA, MAX_GRAD_NORM = 1e-3, 0.98, 0.95, 0.5
 VIEW = ("agents", "observation", "RGB")
-#: Where the batch has what TorchRL's modules look for at its root: everything is per player.
+#: Keys in the batch of entries that TorchRL's modules expect at its root: here they are per player.
 KEYS = {
     "value": ("agents", "state_value"),
     "reward": ("agents", "reward"),
@@ -77,7 +78,7 @@ def make_networks(env: ParallelEnv) -> tuple[ProbabilisticActor, ValueOperator]:
 
 
 def improve(loss_module: ClipPPOLoss, advantage: GAE, optimizer: torch.optim.Optimizer, data: TensorDictBase) -> None:
-    """Train on one batch `[N, T]`; an end by time (`truncated`) is worth what its last view is worth."""
+    """Train on one batch `[N, T]`; at a truncation the value of the last observation is used."""
     following = data["next"]
     for name in ("done", "terminated"):
         following["agents", name] = following[name].unsqueeze(-2).expand(following["agents", "reward"].shape)

@@ -1,12 +1,11 @@
 """PPO on CartPole-v1 in one file: how a learner uses a parallel env, and how it bootstraps correctly.
 
 What it shows:
-- `env.rollout(T, policy, auto_reset=False, break_when_any_done=False)` collects `[N, T]` without ever
-  losing a step; envs that end are reset on the way, and what the policy adds to its batch (here the
-  log-probability) comes back with the data.
-- `("next", "observation")` is always the true last observation of a step, also where the env was reset
-  right after. So a time limit (`truncated`) is bootstrapped with the value of the state that was really
-  reached, and only a fall (`terminated`) is worth nothing.
+- `env.rollout(T, policy, auto_reset=False, break_when_any_done=False)` collects `[N, T]` without losing a step. It
+  resets envs that end, and the keys that the policy adds (here the log-probability) are in the data.
+- `("next", "observation")` is always the true observation after a step, also if the env was reset right after it. So a
+  time limit (`truncated`) is bootstrapped with the value of the state that was reached, and only after a fall
+  (`terminated`) the value is 0.
 - With `episode_statistics=True`, `("next", "episode", "return")` is the return of the episode so far; `EpisodeLogger`
   takes it from the episodes that ended.
 
@@ -54,7 +53,7 @@ class Agent(nn.Module):
         return torch.distributions.Categorical(logits=self.actor(observation), validate_args=False)
 
     def forward(self, root: TensorDictBase) -> TensorDictBase:
-        """Act: a policy takes a batch and returns it with the action and whatever should be kept."""
+        """Act: a policy takes a batch and returns it with the action and all keys to keep."""
         distribution = self.distribution(root["observation"])
         action = distribution.sample()
         return root.set("action", action).set("log_prob", distribution.log_prob(action))
@@ -72,9 +71,9 @@ def _network(num_inputs: int, num_outputs: int, last_gain: float) -> nn.Sequenti
 def advantages_and_targets(agent: Agent, data: TensorDictBase) -> tuple[Tensor, Tensor]:
     """Return generalised advantages and value targets, `[N, T]` each.
 
-    `terminated` says that no reward follows, so the next value is 0. `done` says that the next row
-    belongs to another episode, so the sum of later errors stops there; with `truncated` alone, the
-    value of the true next observation stands in for what would have followed.
+    After `terminated` no reward follows, so the next value is 0. After `done` the next row belongs to another episode,
+    so the sum of later errors stops. With only `truncated`, the value of the true next observation replaces the missing
+    rewards.
     """
     values = agent.critic(data["observation"]).squeeze(-1)
     next_values = agent.critic(data["next", "observation"]).squeeze(-1)
@@ -89,7 +88,7 @@ def advantages_and_targets(agent: Agent, data: TensorDictBase) -> tuple[Tensor, 
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, data: TensorDictBase) -> None:
-    """Improve the agent on one rollout: the clipped objective, several passes in minibatches."""
+    """Train the agent on one rollout: the clipped objective, several passes in minibatches."""
     advantages, targets = advantages_and_targets(agent, data)
     observation, action, log_prob = (data[key].flatten(0, 1) for key in ("observation", "action", "log_prob"))
     advantages, targets = advantages.flatten(), targets.flatten()
@@ -109,14 +108,14 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, data: TensorDictBase)
 
 
 def has_goal(logger: EpisodeLogger) -> bool:
-    """Return whether enough episodes were good enough."""
+    """Return whether the goal is reached over enough episodes."""
     return len(logger.last) == NUM_COUNTED and logger.mean_return >= GOAL
 
 
 def train(seed: int, max_steps: int) -> EpisodeLogger:
     """Train until the goal or for `max_steps` env steps; print a line every ten updates."""
     torch.manual_seed(seed)
-    torch.set_num_threads(1)  # the networks are so small that threads only wait for each other
+    torch.set_num_threads(1)  # more threads would slow down such small networks
     logger, began = EpisodeLogger(window=NUM_COUNTED), time.monotonic()  # EpisodeLogger(SummaryWriter(...)) plots it
     options = ExecutorOptions(episode_statistics=True)
     with ParallelEnv(NUM_ENVS, make_env, seed=seed, options=options) as env:
@@ -126,7 +125,7 @@ def train(seed: int, max_steps: int) -> EpisodeLogger:
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, num_updates)
         ended = torch.ones(NUM_ENVS, 1, dtype=torch.bool)
         for number in range(1, num_updates + 1):
-            env.reset(TensorDict({"_reset": ended}, [NUM_ENVS]))  # only those: the others go on where they are
+            env.reset(TensorDict({"_reset": ended}, [NUM_ENVS]))  # only those: the others continue
             data = env.rollout(NUM_STEPS, agent, auto_reset=False, break_when_any_done=False)
             ended = data["next", "done"][:, -1]
             logger.add(data)
@@ -141,7 +140,7 @@ def train(seed: int, max_steps: int) -> EpisodeLogger:
 
 
 def main() -> int:
-    """Read the command line, train, and say how it went."""
+    """Read the command line, train, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-steps", type=int, default=400_000, help="env steps after which it gives up")

@@ -1,7 +1,7 @@
-"""Over several machines, a slow node does not hold up the others.
+"""Over several machines, a slow node does not delay the others.
 
 What it shows: `send` and `recv(min_envs=K)` across nodes. Envs 0-2 are quick, envs 3-5 are on another node and ten
-times slower; the batch of the first three that are ready is mostly the quick ones, and none waits for the slow node.
+times slower; the first three envs that are ready are mostly the quick ones, which do not wait for the slow node.
 
 Run: python examples/ray_async.py [--address HOST:PORT]    (without an address, on two nodes started on this machine)
 """
@@ -41,14 +41,14 @@ class Slow(gymnasium.Env[np.ndarray, Any]):
         return self.np_random.uniform(-1, 1, 4).astype(np.float32), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Take a while; an episode lasts 20 steps on average."""
+        """Sleep; an episode lasts 20 steps on average."""
         time.sleep(self.step_s)
         ended = bool(self.np_random.random() < 0.05)
         return self.np_random.uniform(-1, 1, 4).astype(np.float32), float(action), ended, False, {}
 
 
 def main() -> None:
-    """Receive the first three envs that are ready, again and again."""
+    """Receive the first three envs that are ready, repeatedly."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--address")
     steps = [0.005] * 3 + [0.05] * 3

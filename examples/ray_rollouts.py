@@ -1,8 +1,8 @@
-"""Rollouts made where the envs are: the policy goes out, whole rollouts come back. This is what scales.
+"""Remote rollouts: the policy is sent to the envs' nodes, which return whole rollouts. This scales to many nodes.
 
-What it shows: `remote_rollouts()` of a cluster's executor. Each node runs the policy beside its envs and sends `[n, T]`
-back when it is done; new weights go out with a version, and every rollout says how many versions old its weights are.
-The learner here is a few steps of policy gradient, to have weights that change.
+What it shows: `remote_rollouts()` of a cluster's executor. Each node runs the policy with its envs and returns `[n, T]`
+when it is done. New weights are sent with a version, and every rollout reports how many versions old its weights are.
+The learner makes a few steps of policy gradient, so that the weights change.
 
 Run: python examples/ray_rollouts.py [--address HOST:PORT]    (without an address, on two nodes started on this machine)
 """
@@ -24,7 +24,7 @@ NUM_ENVS, NUM_STEPS, NUM_BATCHES = 8, 64, 12
 
 
 class Policy(nn.Module):
-    """Two layers over the observation, and a draw from what they say."""
+    """Two layers over the observation, and a random action from their distribution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Policy(nn.Module):
 
 
 def learn(policy: Policy, optimizer: torch.optim.Optimizer, data: TensorDictBase) -> None:
-    """Make what was done before an episode's end less likely, the later the more."""
+    """Make actions before an episode's end less likely, the last ones the most."""
     ended = data["next", "terminated"].squeeze(-1).float()
     to_go = ended.flip(1).cumsum(1).flip(1)
     loss = (policy.distribution(data).log_prob(data["action"]) * (to_go - to_go.mean())).mean()
@@ -50,12 +50,12 @@ def learn(policy: Policy, optimizer: torch.optim.Optimizer, data: TensorDictBase
 
 
 def make_env() -> gymnasium.Env:
-    """Build one env, on whichever node it is to run."""
+    """Build one env; called on its node."""
     return gymnasium.make("CartPole-v1")
 
 
 def main() -> None:
-    """Learn from rollouts of two nodes as they come."""
+    """Learn from the rollouts of two nodes in the order of their arrival."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--address")
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""One batch over several machines: the script of one machine, with another executor.
+"""One batch over several machines: the same script as for one machine, with another executor.
 
-What it shows: `RayParallelEnv` has the methods and the data of `ParallelEnv`. Run it on a cluster with its address, or
-without one to try it on two nodes that are started on this machine.
+What it shows: `RayParallelEnv` has the methods and the data of `ParallelEnv`. Pass the address of a cluster, or none to
+try it on two nodes that are started on this machine.
 
 Run: python examples/ray_step.py [--address HOST:PORT]
 """
@@ -25,7 +25,7 @@ NUM_ENVS, NUM_STEPS = 6, 50
 
 @contextlib.contextmanager
 def some_cluster(address: str | None) -> Iterator[str]:
-    """Give the address of a cluster: the caller's, or one of two nodes on this machine."""
+    """Yield the address of a cluster: the argument, or one with two nodes on this machine."""
     if address is not None:
         yield address
         return
@@ -39,7 +39,7 @@ def some_cluster(address: str | None) -> Iterator[str]:
 
 
 def make_env() -> gymnasium.Env:
-    """Build one env, on whichever node it is to run."""
+    """Build one env; called on its node."""
     return gymnasium.make("CartPole-v1")
 
 

@@ -1,9 +1,9 @@
-"""RLlib's PPO on Melting Pot: the players share a policy, and the substrates are in envherd's workers.
+"""RLlib's PPO on Melting Pot: the players share a policy, and envherd's workers run the substrates.
 
 What it shows: one line of an RLlib script changes, `env_runner_cls=`. The env needs no `MultiAgentEnv` around it.
 The rest is RLlib's own.
 
-`ray[rllib]` pins Gymnasium: make an environment for it with `pip install "envherd[rllib,pettingzoo,meltingpot]"`.
+`ray[rllib]` pins Gymnasium: create a virtual environment with `pip install "envherd[rllib,pettingzoo,meltingpot]"`.
 
 Run: python examples/rllib_meltingpot.py [--iterations 3]
 """
@@ -29,7 +29,7 @@ NUM_STEPS = 200
 
 
 class Scale(SingleAgentObservationPreprocessor):
-    """Pictures as floats from 0 to 1, which RLlib's networks take; bytes cross from the workers."""
+    """Converts pictures to floats from 0 to 1 for RLlib's networks; the workers send bytes."""
 
     def recompute_output_observation_space(self, input_observation_space, input_action_space):  # noqa: ARG002  # RLlib's
         """Return the spaces of the scaled pictures."""

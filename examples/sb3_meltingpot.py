@@ -1,7 +1,7 @@
-"""Stable-Baselines3's PPO on Melting Pot: one row per agent, so that all agents share one policy.
+"""Stable-Baselines3's PPO on Melting Pot: one row per agent, so all agents share one policy.
 
-What it shows: SB3 needs a vec env and gets one; `SubprocVecEnv` is imported from here instead of from SB3, and a
-Melting Pot substrate is an env like any other. The rest is SB3's own. The workers import neither SB3 nor torch.
+What it shows: only the import of `SubprocVecEnv` changes, and a Melting Pot substrate is used like any other env. The
+rest is SB3's own. The workers import neither SB3 nor torch.
 
 Run: python examples/sb3_meltingpot.py [--updates 3]
 """

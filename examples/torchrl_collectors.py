@@ -1,6 +1,6 @@
-"""TorchRL's own collectors and replay buffer over our `ParallelEnv`: one import is all that is changed.
+"""TorchRL's own collectors and replay buffer over our `ParallelEnv`: only one import changes.
 
-Two collector processes run two envs each; what they collect goes to a replay buffer.
+Two collector processes run two envs each and write to a replay buffer.
 
 Run: python examples/torchrl_collectors.py
 """

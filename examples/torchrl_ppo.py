@@ -1,4 +1,4 @@
-"""PPO as TorchRL writes it, on CartPole, over our `ParallelEnv`: the import in the middle is all that is new.
+"""TorchRL's PPO on CartPole over our `ParallelEnv`: only the import changes.
 
 TorchRL's collector, advantage and loss see a `torchrl.envs.ParallelEnv`. Time limits are bootstrapped
 with the value of the true last observation, which `("next", "observation")` always holds.
@@ -74,7 +74,7 @@ def _improve(loss_module: ClipPPOLoss, optimizer: torch.optim.Optimizer, data: T
 def train(seed: int, max_steps: int) -> float:
     """Train until the goal or for `max_steps` env steps; return the mean return of the last episodes."""
     torch.manual_seed(seed)
-    torch.set_num_threads(1)  # the networks are so small that threads only wait for each other
+    torch.set_num_threads(1)  # more threads would slow down such small networks
     env = TransformedEnv(ParallelEnv(NUM_ENVS, make_env), RewardSum())
     env.set_seed(seed)
     actor, critic = _actor(), ValueOperator(_network(1, 1.0), in_keys=["observation"])
@@ -109,7 +109,7 @@ def train(seed: int, max_steps: int) -> float:
 
 
 def main() -> int:
-    """Read the command line, train, and say how it went."""
+    """Read the command line, train, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-steps", type=int, default=300_000, help="env steps after which it gives up")

@@ -1,9 +1,9 @@
 """Train a policy that can be neither copied nor pickled, with TorchRL's PPO loss, on CartPole.
 
-The policy here holds a socket (it might be a GPU server's, a robot's, or a license's). Two places of a
-usual training script would copy it: the collector, when it moves the policy to its device, and the loss,
-whose constructor deep-copies the modules it is given. `Collector` leaves it where it is, and within
-`uncopied(policy)` the loss works on the very module, with its parameters swapped in and out.
+The policy here holds a socket (of a GPU server, a robot or a license, say). A usual training script would copy it in
+two places: the collector, when it moves the policy to its device, and the loss, whose constructor deep-copies its
+modules. `Collector` does not move it, and within `uncopied(policy)` the loss uses the module itself and swaps its
+parameters.
 
 Run: python examples/uncopyable_policy.py  (needs the extra `torchrl`; about a minute)
 """

@@ -1,8 +1,9 @@
-"""An actor-critic that learns from data that are older than its weights, corrected by V-trace.
+"""An actor-critic that learns from data older than its weights, corrected by V-trace.
 
 What it shows: an `AsyncCollector` collects the next batch while the learner works on the present one, so the weights
 that acted are a version or two behind. Each transition holds the log-probability of its action under those weights;
-V-trace (Espeholt et al., 2018) weighs the transitions by how much likelier the present policy makes them.
+V-trace (Espeholt et al., 2018) weights the transitions by the ratio of their probabilities under the present policy and
+under the policy that acted.
 
 Run: python examples/vtrace_cartpole.py [--frames 1000000]    (some minutes; stops at a mean return of 475)
 """
@@ -27,7 +28,7 @@ GOAL = 475.0
 class ActorCritic(nn.Module):
     """A policy and its value function.
 
-    Called with a root batch it acts, and writes the log-probability of the action.
+    Called with a root batch, it acts and writes the log-probability of the action.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ def vtrace(data: Any, log_prob: torch.Tensor, critic: nn.Module) -> tuple[torch.
 
 
 def main() -> None:
-    """Train until the last 100 episodes have returned 475 on average, or until the frames are used up."""
+    """Train until the mean return of the last 100 episodes is 475, or until the frames are used up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)

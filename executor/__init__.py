@@ -1,4 +1,4 @@
-"""Parallel environments for reinforcement learning: what users import.
+"""Parallel environments for reinforcement learning: the public API.
 
 from envherd.executor import ParallelEnv
 with ParallelEnv(8, make_env, seed=0) as env:
@@ -57,8 +57,8 @@ __all__ = [
     "recommend",
 ]
 
-#: Where each name is. They are imported when they are first used (PEP 562): torch takes seconds, and
-#: neither `envherd --help` nor a worker that unpickles a factory should pay for it.
+#: The module of each name, imported on first use (PEP 562): importing torch takes seconds, which neither
+#: `envherd --help` nor a worker that unpickles a factory needs.
 _HOMES = {
     "AsyncCollector": "envherd.executor.async_collector",
     "Collector": "envherd.executor.collector",

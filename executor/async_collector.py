@@ -1,8 +1,8 @@
-"""`AsyncCollector`: collects from envs that advance independently, and acts for those that are ready.
+"""`AsyncCollector`: collects from envs that advance independently, and acts for the envs that are ready.
 
-Guarantees: every transition that an env has made is in exactly one batch, in the order in which its env made it; a
-batch has exactly `frames_per_batch` transitions; the rows of one env depend on its actions alone, and not on which env
-was ready first. No env waits for another one: the policy runs on the envs that are ready.
+Guarantees: every transition is in exactly one batch, in the order of its env's steps. A batch has exactly
+`frames_per_batch` transitions. The rows of one env depend only on its actions, not on which env was ready first. No env
+waits for another: the policy runs on the envs that are ready.
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ from envherd.workers.errors import Closed, EnvError, WorkerLost, WorkerTimeout
 VALID = "valid"
 Bound = Literal["envs", "policy", "learner", "collector"]
 Layout = Literal["rows", "flat"]
-#: Transitions whose waits are kept for `AsyncStatistics`.
+#: Number of latest transitions whose waits count in `AsyncStatistics`.
 _NUM_WAITS = 1 << 16
 
 
 @dataclass(frozen=True)
 class AsyncStatistics:
-    """What an `AsyncCollector` has done so far.
+    """Statistics of an `AsyncCollector` so far.
 
     Attributes:
         frames: transitions that were received.
-        wait_s, policy_s, other_s: seconds spent waiting for envs, in the policy, and on the data.
-        learner_s: seconds between batches, in which nothing was collected: the learner's, or with `in_background` those
-            in which the batches ahead were waiting for it.
-        queue_p50_s, queue_p99_s: seconds from an env's answer until the policy was called for it, of the latest 65,536
-            transitions: median and 99th percentile. Over a Ray cluster from the arrival of the answer.
-        batch_sizes: number of envs that were acted for at once -> how often.
-        version: of the policy's weights now.
-        lag_mean, lag_max: how many versions older the weights that had acted were than those in use when the batch
-            was handed out (staleness).
+        wait_s, policy_s, other_s: seconds spent waiting for envs, in the policy, and on handling data.
+        learner_s: seconds between batches in which nothing was collected because the learner ran; with `in_background`,
+            because all batches ahead were waiting for the learner.
+        queue_p50_s, queue_p99_s: median and 99th percentile of the seconds from an env's answer until the policy was
+            called for it, over the latest 65,536 transitions. Over a Ray cluster from the arrival of the answer.
+        batch_sizes: number of envs in one call of the policy -> number of such calls.
+        version: of the policy's present weights.
+        lag_mean, lag_max: staleness: the version when the batch was handed out minus the version that had acted.
     """
 
     frames: int
@@ -71,7 +70,7 @@ class AsyncStatistics:
 
     @property
     def spent(self) -> dict[Bound, float]:
-        """Seconds by what they were spent on."""
+        """Seconds by activity."""
         return {
             "envs": self.wait_s,
             "policy": self.policy_s,
@@ -81,7 +80,7 @@ class AsyncStatistics:
 
     @property
     def bound_by(self) -> Bound:
-        """What took most of the time."""
+        """The activity that took most of the time."""
         return max(self.spent, key=self.spent.__getitem__)
 
     @property
@@ -92,7 +91,7 @@ class AsyncStatistics:
 
     @property
     def batch_size_mean(self) -> float:
-        """Number of envs that were acted for at once, on average."""
+        """Mean number of envs in one call of the policy."""
         num_calls = sum(self.batch_sizes.values())
         return sum(size * count for size, count in self.batch_sizes.items()) / num_calls if num_calls else 0.0
 
@@ -100,39 +99,38 @@ class AsyncStatistics:
 class AsyncCollector:
     """Iterates batches of `frames_per_batch` transitions: `[B, T]`, rows of T contiguous steps of one env, or `[B]`.
 
-    Envs that are fast give more rows than envs that are slow. Episodes that end within a row are followed by the next
-    one. Each transition has, besides what the envs and the policy give, `env_ids` (int64), `step` (int64, the number of
-    the env's step since the collector began; a step that was lost leaves a gap) and `policy_version` (int64, of the
-    weights that have acted).
+    Fast envs give more rows than slow ones. An episode that ends within a row is followed by the next one. Besides the
+    entries of the envs and the policy, each transition has `env_ids` (int64), `step` (int64, the number of the env's
+    step since the collector began; a lost step leaves a gap) and `policy_version` (int64, of the weights that acted).
 
     Args:
-        env: the executor; it must not be used by others meanwhile.
+        env: the executor; nothing else may use it at the same time.
         policy: takes a root batch `[k]` of the envs that are ready (with `env_ids`) and returns it with the action;
-            None draws random actions. What it writes into `next` is in the root of the same env's next step.
+            None draws random actions. Keys that it writes into `next` are in the root of the same env's next step.
         frames_per_batch: env steps per batch; rounded up to whole rows.
         layout: "rows" gives `[B, T]`; "flat" gives `[B]`, in the order in which the envs made their steps.
         steps_per_row: T; None for `frames_per_batch` / N, at least 1.
-        total_frames: stop after that many; -1 never stops. Rounded up to whole batches.
-        min_batch: the policy waits for that many envs.
-        max_batch: the policy acts for at most that many envs at once; None for all that are ready.
-        deadline_s: seconds to wait for `max_batch` envs, after which it acts for the envs that are ready, if these are
-            `min_batch`. None acts as soon as `min_batch` are ready.
-        batch_sizes: the policy is given batches of these sizes alone, ascending: the rows that fill one up repeat its
-            first row, and the entry `valid` (bool `[k]`) says which rows are envs'. The largest limits `max_batch`.
-            None gives batches of any size.
-        policy_device: where the policy runs; None for where it is. See `Collector`.
-        storing_device: where batches are handed out; None for the cpu.
-        primer: batch `[N]`, the policy's state at the begin of an episode (a recurrent state).
-        in_background: number of batches that a thread collects while the caller learns, and no more: 1 is double
-            buffering. The policy is copied for it; `update_policy_` gives the copy new weights. 0 collects when a batch
-            is asked for, with the policy itself. On CUDA the thread has a stream, which does not wait for the
+        total_frames: stop after this number of transitions, rounded up to whole batches; -1 never stops.
+        min_batch: the policy waits for at least this number of envs.
+        max_batch: the policy acts for at most this number of envs at once; None for all that are ready.
+        deadline_s: seconds to wait for `max_batch` envs; then the policy acts once at least `min_batch` envs are ready.
+            None acts as soon as `min_batch` are ready.
+        batch_sizes: the only sizes of batches for the policy, ascending. A smaller batch is filled up with copies of
+            its first row, and the entry `valid` (bool `[k]`) marks the rows of envs. The largest size limits
+            `max_batch`. None allows any size.
+        policy_device: device on which the policy runs; None does not move it. See `Collector`.
+        storing_device: device of the batches; None for the CPU.
+        primer: batch `[N]`, the policy's state at the beginning of an episode (a recurrent state).
+        in_background: largest number of batches that a thread collects ahead while the caller learns; 1 is double
+            buffering. The thread runs a copy of the policy, and `update_policy_` copies new weights to it. 0 collects
+            in `collect`, with the policy itself. On CUDA the thread has its own stream, which does not wait for the
             learner's.
         postproc: applied to every batch.
         close_env: close the executor with the collector.
 
     Attributes:
         num_frames: transitions handed out so far.
-        version: of the policy's weights, from 0; `update_policy_` counts.
+        version: of the policy's weights, from 0; `update_policy_` increments it.
 
     Raises:
         ValueError: a number is out of range, the envs are of several kinds or have leaves without a fixed shape, or
@@ -192,7 +190,7 @@ class AsyncCollector:
         self._storing_device, self._postproc, self._closes_env = storing_device, postproc, close_env
         self._primer = None if primer is None else primer.to("cpu")
         self._placed = _place(policy, policy_device, is_apart=in_background > 0)
-        self._original, self._policy_lock = policy, threading.RLock()  # the policy may update itself
+        self._original, self._policy_lock = policy, threading.RLock()  # reentrant: the policy may call `update_policy_`
         self._lane = _make_lane(env, self._placed, is_apart=in_background > 0)
         self._rows = ContiguousRows(num_envs, self._num_steps, self.num_rows + num_envs)
         self._steps, self._is_owed = np.zeros(num_envs, np.int64), np.zeros(num_envs, bool)
@@ -211,11 +209,11 @@ class AsyncCollector:
 
     @property
     def policy(self) -> Any:
-        """What acts: the policy itself, or its copy; None for random actions."""
+        """The callable in use: the policy itself, or its copy; None for random actions."""
         return None if self._placed is None else self._placed.policy
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Collect until `total_frames` are there; a loop that was left goes on where it was."""
+        """Collect until `total_frames` are reached; a second loop continues where the first was left."""
         with showing("frames collected", self.total_frames, done=self.num_frames) as shown:
             while self.total_frames < 0 or self.num_frames < self.total_frames:
                 data = self.collect()
@@ -223,12 +221,12 @@ class AsyncCollector:
                 yield data
 
     def collect(self) -> TensorDictBase:
-        """Return the next batch, `[B, T]` with time last or `[B]`, in memory of the caller's own.
+        """Return the next batch, `[B, T]` with time last or `[B]`; the caller owns its memory.
 
         Raises:
             Closed: it was closed.
-            EnvError, WorkerLost, WorkerTimeout: the transition concerned is lost, and its env begins a new episode;
-                all others are in the batches to come. Call again.
+            EnvError, WorkerLost, WorkerTimeout: the transition concerned is lost, and its env begins a new episode. All
+                other transitions are in later batches. Call again.
         """
         if self._is_closing:
             raise Closed("collect failed: expected an open AsyncCollector, got one that is closed. Make a new one.")
@@ -243,11 +241,11 @@ class AsyncCollector:
         return data if self._postproc is None else self._postproc(data)
 
     def update_policy_(self, parameters: TensorDictBase | Mapping[str, Any] | None = None) -> int:
-        """Let the policy act with new weights from its next call on; return their version.
+        """Make the policy act with new weights from its next call on; return their version.
 
         Args:
-            parameters: a state dict, or a TensorDict of parameters; None for the present weights of the policy that
-                the collector was given.
+            parameters: a state dict, or a TensorDict of parameters; None for the present weights of the original
+                policy.
         """
         with self._policy_lock, self._lane.written_to():
             if self._placed is not None:
@@ -262,7 +260,7 @@ class AsyncCollector:
 
     @without_grad
     def _follow(self) -> None:
-        """Give the policy's copy the weights and buffers of the policy that the collector was given."""
+        """Copy the original policy's weights and buffers to its copy."""
         mine, given = self.policy, self._original
         if mine is given or not isinstance(given, torch.nn.Module):
             return
@@ -272,7 +270,7 @@ class AsyncCollector:
             copied.copy_(original)
 
     def statistics(self) -> AsyncStatistics:
-        """Return what was done so far."""
+        """Return the statistics so far."""
         spent = self._spent
         median, late = self._waits.percentiles()
         return AsyncStatistics(
@@ -296,18 +294,18 @@ class AsyncCollector:
             self._background.begin_close()
             self._background.join(self.env.options.close_timeout_s)
         if self._closes_env:
-            self.env.close()  # which also ends the wait of a thread for an env that hangs
+            self.env.close()  # also ends a thread's wait for a hanging env
         if self._background is not None:
             self._background.join()
         while not self.env.is_closed and self._has_sent():
-            with contextlib.suppress(EnvError, WorkerLost, WorkerTimeout):  # their envs are no longer sent
-                self.env.recv()  # the caller goes on with envs that owe nothing
+            with contextlib.suppress(EnvError, WorkerLost, WorkerTimeout):  # then these envs are no longer under way
+                self.env.recv()  # leave the caller an executor without pending envs
 
     shutdown = close
     """The same under TorchRL's name."""
 
     def __enter__(self) -> Self:
-        """Return itself; closed at the end of the `with`."""
+        """Return the collector; it is closed at the end of the `with`."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -336,7 +334,7 @@ class AsyncCollector:
         return data
 
     def _begin_idle(self) -> None:
-        """Act for the envs that have no command: all at first, and those that have failed."""
+        """Act for the envs without a command: all at first, later those that have failed."""
         env, states, limit = self.env, self.env.engine.states, self._wanted[1]
         if not self._has_begun:
             env.reset()
@@ -344,7 +342,7 @@ class AsyncCollector:
         self._rows.repair()
         self._has_sent()
         idle = np.flatnonzero(~states.under_way)
-        # Owed: acted for, and not in the rows. Of an env that is idle, an interrupt has lost the transition.
+        # Owed: acted for, but not yet in the rows. If such an env is idle, an interrupt has lost its transition.
         is_lost = states.needs_reset | self._is_owed
         if is_lost[idle].any():
             failed = idle[is_lost[idle]]
@@ -353,18 +351,18 @@ class AsyncCollector:
             self._rows.cut(failed)
             env.reset(TensorDict({"_reset": torch.from_numpy(mask)}, [env.num_envs]))
             self._renew(failed)
-            self._steps[failed] += self._is_owed[failed]  # of the step that was lost
+            self._steps[failed] += self._is_owed[failed]  # count the lost step
             self._is_owed[failed] = False
         for start in range(0, len(idle), limit):
             self._act(idle[start : start + limit])
 
     def _has_sent(self) -> bool:
-        """Return whether envs are under way, after what an interrupt has broken off is settled."""
+        """Return whether envs are under way, after recovery from an interrupt."""
         with self.env.engine.guard:
             return bool(self.env.engine.states.under_way.any())
 
     def _turn(self) -> None:
-        """Receive the envs that are ready, and act for them."""
+        """Receive the ready envs, and act for them."""
         min_batch, max_batch, deadline_s = self._wanted
         self._charge("other")
         num_sent = int(np.count_nonzero(self.env.engine.states.under_way))
@@ -388,7 +386,7 @@ class AsyncCollector:
         self._act(env_ids, td)
 
     def _act(self, env_ids: np.ndarray, received: TensorDictBase | None = None) -> None:
-        """Act for some envs, which may just have been received, and send them."""
+        """Act for some envs and send them; `received` is their batch if they have just been received."""
         root = self.env.current(env_ids if received is None else received.get("env_ids"))
         self._charge("other")
         if received is not None:
@@ -423,7 +421,7 @@ class AsyncCollector:
     # ---- the policy's state ------------------------------------------------------------------
 
     def _keep_state(self, env_ids: np.ndarray, own: TensorDictBase) -> None:
-        """Keep what the policy hands on to the next step of some envs, batch `[k]`."""
+        """Keep the policy's state for the next step of some envs, batch `[k]`."""
         if self._state is None or self._state is self._primer:
             self._state = own[:1].expand(self.env.num_envs, *own.batch_size[1:]).clone().zero_()
             if self._primer is not None:
@@ -436,21 +434,21 @@ class AsyncCollector:
             self._renew(env_ids[done])
 
     def _renew(self, env_ids: np.ndarray) -> None:
-        """Give envs that begin an episode the policy's state of a begin, if there is one."""
+        """Set the policy's state to the primer for envs that begin an episode, if there is a primer."""
         if self._primer is not None and self._state is not None and self._state is not self._primer:
             index = torch.from_numpy(env_ids)
             for key in leaf_keys(self._primer):
                 self._state.get(key)[index] = self._primer.get(key)[index]
 
     def _charge(self, what: str) -> None:
-        """Charge the time since the last call to something."""
+        """Add the time since the last call to an activity."""
         now = time.perf_counter()
         self._spent[what] += now - self._since
         self._since = now
 
 
 class _Waits:
-    """For how long envs' answers have waited for the policy, of the latest `_NUM_WAITS` transitions.
+    """How long envs' answers have waited for the policy, over the latest `_NUM_WAITS` transitions.
 
     Args:
         answered_ns: int64 `[N]`, when each env answered (VIEW of the slab).
@@ -466,9 +464,9 @@ class _Waits:
         self._count = 0
 
     def note(self, env_ids: np.ndarray) -> None:
-        """Note that the policy is called for some envs now."""
+        """Record that the policy is called for some envs now."""
         answered_ns = self._answered_ns[env_ids]
-        waits = time.perf_counter_ns() - answered_ns[answered_ns > self.sent_ns[env_ids]]  # others: of a lost worker
+        waits = time.perf_counter_ns() - answered_ns[answered_ns > self.sent_ns[env_ids]]  # not of lost workers
         self._ring_ns[(self._count + np.arange(len(waits))) % _NUM_WAITS] = waits
         self._count += len(waits)
 
@@ -482,14 +480,14 @@ class _Waits:
 class _Background:
     """Collects in a thread, at most `num_ahead` batches ahead of the caller.
 
-    Errors take the place of a batch, and the thread goes on after them. An interrupt of the caller, which may come
-    between any two lines, loses a batch at most.
+    An error takes the place of a batch, and the thread continues after it. An interrupt in the caller loses at most one
+    batch.
     """
 
     def __init__(self, collect: Callable[[], TensorDictBase], num_ahead: int) -> None:
         self._collect, self._num_ahead = collect, num_ahead
         self._batches: queue.SimpleQueue[TensorDictBase | BaseException] = queue.SimpleQueue()
-        self._has_room = threading.Event()  # a hint: look at the number of batches again
+        self._has_room = threading.Event()  # a hint to check the number of batches again
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
@@ -524,7 +522,7 @@ class _Background:
         self._has_room.set()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the thread has ended, up to `timeout_s`; it ends when it has received what it waits for."""
+        """Wait until the thread has ended, up to `timeout_s`; it first receives the envs that it waits for."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
@@ -550,7 +548,7 @@ def _check_env(env: BatchedEnv) -> None:
 
 
 def _place(policy: Policy | None, device: torch.device | str | None, *, is_apart: bool) -> Placed | None:
-    """Return the policy where it runs; with `is_apart` a copy, which the caller's learner does not write to."""
+    """Return the policy on its device; with `is_apart`, a copy to which the learner does not write."""
     if policy is None:
         return None
     if not is_apart or not isinstance(policy, torch.nn.Module):
@@ -564,12 +562,12 @@ def _place(policy: Policy | None, device: torch.device | str | None, *, is_apart
 
 
 def _make_lane(env: BatchedEnv, placed: Placed | None, *, is_apart: bool) -> Lane:
-    """Return the stream of the thread that collects; without a thread, the caller's."""
+    """Return the CUDA stream of the collecting thread; without a thread, the caller's."""
     return Lane((env.device if placed is None else placed.device) if is_apart else None)
 
 
 def _padded(root: TensorDictBase, size: int) -> TensorDictBase:
-    """Return a batch filled up to a size with its first row, and `valid`, which rows are its own."""
+    """Return a batch filled up to a size with copies of its first row, with `valid`, which marks the other rows."""
     count, padded = len(root), root
     if size > count:
         more: Any = root[:1].expand(size - count, *root.batch_size[1:])

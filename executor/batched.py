@@ -1,13 +1,13 @@
-"""The executor's methods: a batch of envs behind the partial-reset protocol, whatever runs them.
+"""The executor's methods: a batch of envs behind the partial-reset protocol.
 
 `ParallelEnv` and `SerialEnv` are this class over a pool of worker processes or over the caller's own.
 
 Guarantees:
 - `step` never resets; `reset` touches exactly the rows asked for; `next` holds the true last
-  observation; an env that has ended is not stepped (`ResetNeeded`).
-- A refused call has touched nothing. A call that an interrupt broke off leaves the envs concerned in
-  need of a reset, and nothing stale can come back later.
-- Data handed out with `copy=True` is the caller's own.
+  observation; a step of an env that has ended is refused (`ResetNeeded`).
+- A refused call changes nothing. After a call that an interrupt broke off, the envs concerned need a reset, and no
+  later call returns stale data.
+- With `copy=True` the caller owns the data that it gets.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from envherd.workers.protocol import Op
 
 
 class BatchedEnv:
-    """A batch of envs; made as `ParallelEnv` or `SerialEnv`.
+    """A batch of envs; the base of `ParallelEnv` and `SerialEnv`.
 
     Attributes:
         num_envs: N.
         num_workers: processes that run them (0 for a `SerialEnv`).
-        device: where batches are handed out, or None.
+        device: of the batches, or None.
         specs: one `EnvSpec` per env.
         options: the `ExecutorOptions` in force.
     """
@@ -68,7 +68,7 @@ class BatchedEnv:
         self.compile()
 
     def compile(self) -> None:
-        """Compile steps, sends and receives; again after a part of the engine was replaced, to watch it, say."""
+        """Compile steps, sends and receives; to be called again after a part of the engine was replaced (in tests)."""
         self._fast_step, self._fast_step_reset = (compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET))
         self._fast_exchange = compile_exchange(self._engine)
 
@@ -81,22 +81,22 @@ class BatchedEnv:
 
     @property
     def observation_spec(self) -> tuple[LeafSpec, ...]:
-        """What a reset or step gives (of one env, env 0)."""
+        """The observation leaves of a reset or step (of env 0)."""
         return self.spec.observation
 
     @property
     def action_spec(self) -> tuple[LeafSpec, ...]:
-        """What a step takes (of one env, env 0)."""
+        """The action leaves of a step (of env 0)."""
         return self.spec.action
 
     @property
     def reward_spec(self) -> tuple[LeafSpec, ...]:
-        """The reward leaves (of one env, env 0)."""
+        """The reward leaves (of env 0)."""
         return self.spec.reward
 
     @property
     def done_spec(self) -> tuple[LeafSpec, ...]:
-        """The done leaves (of one env, env 0): done, terminated, truncated, then nested ones."""
+        """The done leaves (of env 0): done, terminated, truncated, then nested ones."""
         return self.spec.done
 
     @property
@@ -106,7 +106,7 @@ class BatchedEnv:
 
     @property
     def engine(self) -> Engine:
-        """The protocol below this API, for facades that hand out something else than TensorDicts."""
+        """The protocol below this API, for facades that return something other than TensorDicts."""
         return self._engine
 
     @property
@@ -120,7 +120,7 @@ class BatchedEnv:
         return self._guard.is_closed
 
     def __repr__(self) -> str:
-        """Say what runs, and on how many workers."""
+        """Describe the envs and the number of workers."""
         state = ", closed" if self.is_closed else ""
         return f"{type(self).__name__}({self.num_envs} x {self.spec.family}, num_workers={self.num_workers}{state})"
 
@@ -133,7 +133,7 @@ class BatchedEnv:
         self.close()
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Refuse to be used as a function that makes envs: other libraries call what is no env of theirs."""
+        """Refuse to be called as an env factory: other libraries call objects that they do not recognise as envs."""
         raise TypeError(
             f"calling failed: a {type(self).__name__} is an executor, and no function that makes an env. Where another "
             f"library takes an env, use its facade: ParallelEnv of envherd.executor.facades.torchrl, SubprocVecEnv of "
@@ -164,12 +164,12 @@ class BatchedEnv:
 
         Args:
             td: may carry a `_reset` mask (bool `[N]` or `[N, 1]`, or nested: `("agents", "_reset")`):
-                only those envs are reset, the others come back as they truly are. Without one, all
-                are. Never changed.
-            seed: one root seed for everything from here on (as `set_seed`), or one seed per env for
-                this reset alone (None: its own generator goes on).
-            list_of_kwargs: keyword arguments for each env's own reset.
-            **kwargs: keyword arguments for every env's own reset, e.g. gymnasium's `options={...}`.
+                only those envs are reset; the rows of the others hold their current state. Without a mask all envs are
+                reset. Never modified.
+            seed: one root seed for everything from now on (as `set_seed`), or one seed per env for this reset only
+                (None: the env's generator continues).
+            list_of_kwargs: keyword arguments of `reset`, one dict for each env.
+            **kwargs: keyword arguments of every env's `reset`, e.g. Gymnasium's `options={...}`.
 
         Returns:
             The root batch `[N]`: observation, done, terminated, truncated. Own memory.
@@ -200,8 +200,8 @@ class BatchedEnv:
         """Step every env once.
 
         Args:
-            td: batch `[N]` with the action (and state, where the envs have one). Gets the key `next`; what a
-                policy has put there already (its own state) stays.
+            td: batch `[N]` with the action (and state, if the envs have one). Gets the key `next`; a policy's own
+                entries there (its state) are kept.
 
         Returns:
             `td` itself, with `next`: observation, reward, done, terminated, truncated (float32 reward
@@ -221,7 +221,7 @@ class BatchedEnv:
             return td
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Step every env once, and reset those that ended, in one round trip.
+        """Step every env once and reset the envs that ended, in one round trip.
 
         Returns:
             `(td, root)`: `td` as `step` returns it, with the true last observations in `next`, and
@@ -238,7 +238,7 @@ class BatchedEnv:
             return td, root
 
     def _join(self, td: TensorDictBase, next_td: TensorDictBase, root: TensorDictBase | None) -> None:
-        """Set `next`; what a policy had put there stays, and goes on into the root."""
+        """Set `next`; a policy's own entries there are kept and copied to the root."""
         written = get_leaf(td, "next")
         own = None if written is None else own_leaves(written, self._engine.known)
         if own is not None:
@@ -265,34 +265,34 @@ class BatchedEnv:
 
         Args:
             max_steps: T, at least 1.
-            policy: takes a root batch `[N]` (VIEWS of the rollout: read, do not write) and returns a
-                batch with the action, and whatever else should be kept (log-probabilities, hidden
-                states); None draws random actions. Runs without grad. What it puts into `next` besides
-                the envs' keys is in the root that it is given next, untouched.
-            callback: called with the executor and each step's batch, `next` included (VIEWS of the rollout). It and
-                the policy may ask the envs things (`get`, `call`, `current`, `infos`), but not step or reset them.
-            auto_reset: reset all envs first. False goes on from where they are, and resets those that have ended.
+            policy: takes a root batch `[N]` (VIEWS of the rollout: read, do not write) and returns a batch with the
+                action and anything else to keep (log-probabilities, hidden states); None draws random actions. Runs
+                without grad. Keys other than the envs' that it writes into `next` are in its next root, unchanged.
+            callback: called with the executor and each step's batch, `next` included (VIEWS of the rollout). It and the
+                policy may call `get`, `call`, `current` and `infos`, but must not step or reset the envs.
+            auto_reset: reset all envs first. False continues from their current state, and resets those that have
+                ended.
             break_when_any_done: True stops after the first step at which an env ends, as TorchRL does: the batch may
                 have fewer than `max_steps` steps. False resets the envs that end, and always collects `max_steps`. None
                 is True, and logs a warning the first time that it cuts a rollout short.
-            tensordict: with `auto_reset=False`, the root that the caller holds. Of it only what is not
-                the envs' is used: the policy's state before the first step.
-            set_truncated: mark the last step of every env `truncated` and `done`, its agents too.
-            out: batch `[N, T]` to fill; no more steps are made than it has room for. A whole one that an earlier
-                rollout returned, and that is filled to its end, is written by the workers in place; any other by a
-                copy at the end. Where an end stops the rollout early, what is beyond the returned steps is undefined.
-            primer: batch `[N]` of the policy's state at the begin of an episode; the rows of envs that
-                are reset get it.
+            tensordict: with `auto_reset=False`, the caller's root. Only keys other than the envs' are used: the
+                policy's state before the first step.
+            set_truncated: mark the last step of every env, and of its agents, `truncated` and `done`.
+            out: batch `[N, T]` to fill; its T limits the number of steps. If an earlier rollout returned it whole and
+                this one fills it to the end, the workers write into it directly; otherwise the data are copied at the
+                end. If an episode's end stops the rollout early, the entries after the returned steps are undefined.
+            primer: batch `[N]`, the policy's state at the beginning of an episode; set in the rows of envs that are
+                reset.
 
         Returns:
-            Batch `[N, t]`, time last: root observation, action, `next`. Memory of the caller's own
-            (no later rollout writes it). A process forked from this one shares it: what either changes
-            in place, the other sees; clone what is to be changed there.
+            Batch `[N, t]`, time last: root observation, action, `next`. The caller owns its memory (no later rollout
+            writes to it). A process forked from this one shares it, and sees changes in place: clone data before
+            changing it there.
 
         Raises:
             ValueError: `max_steps`, `out` or `tensordict` do not fit the envs.
-            EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout
-                is lost; the executor goes on.
+            EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout is lost; the
+                executor remains usable.
         """
         return self._rollouts.run(
             self,
@@ -309,19 +309,19 @@ class BatchedEnv:
 
     @property
     def policy_state(self) -> TensorDictBase | None:
-        """What the policy had handed on to itself when an error broke the latest rollout off, batch `[N]`; else None.
+        """The policy's state when an error broke off the latest rollout, batch `[N]`; else None.
 
-        It belongs to where the envs are now: `rollout(..., auto_reset=False, tensordict=env.policy_state)` goes on.
+        It matches the envs' current state: `rollout(..., auto_reset=False, tensordict=env.policy_state)` continues.
         """
         return self._rollouts.state_left
 
     def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
         """Return `td` (or a new batch `[N]`) with uniformly drawn legal actions, from a generator of the root seed.
 
-        Where `td` holds the envs' `action_mask` (a root does), only what it allows is drawn.
+        If `td` holds the envs' `action_mask` (as roots do), only allowed actions are drawn.
 
         Args:
-            td: of all envs, or of those that its `env_ids` name, as `recv` and `current` give it.
+            td: of all envs, or of those in its `env_ids`, as `recv` and `current` return it.
         """
         if td is not None:
             need_batch("rand_action", td)
@@ -337,7 +337,7 @@ class BatchedEnv:
         Args:
             td: batch `[k]` with their actions.
             env_ids: int `[k]`, or bool `[N]`, a mask; default: td's own `env_ids`, else all envs.
-            maybe_reset: also reset those that end, as `step_and_maybe_reset` does.
+            maybe_reset: also reset the envs that end, as `step_and_maybe_reset` does.
 
         Raises:
             ActionError, ResetNeeded, Busy: refused, nothing was sent.
@@ -359,27 +359,28 @@ class BatchedEnv:
         env_ids: Any = None,
         with_root: bool = True,
     ) -> TensorDictBase:
-        """Return the transitions of the first envs that are ready, the longest sent first.
+        """Return the transitions of the first envs that are ready, in the order in which they were sent.
 
         Args:
-            min_envs: how many at least; default: all that were sent, or all of `env_ids`.
+            min_envs: least number of envs; default: all that were sent, or all of `env_ids`.
             timeout_s: seconds; None waits without a limit (each step still has its own deadline, if one is set).
-            max_envs: how many at most; default: exactly `min_envs`. With `timeout_s`, the call waits up to that long
-                for `max_envs`, and then returns the envs that are ready, if these are `min_envs`. Without it, the call
-                returns as soon as `min_envs` are ready, with all that are, up to `max_envs`.
-            env_ids: int `[k]`; only of these, which were sent. All of them come in this order: a group that is stepped
-                while the policy works on another.
-            with_root: give what was acted on too. Without it a caller that keeps what it acted on is spared a copy of
-                every observation.
+            max_envs: largest number of envs; default: `min_envs`. With `timeout_s`, the call waits up to that long for
+                `max_envs`, and then returns the envs that are ready, if there are at least `min_envs`. Without it, the
+                call returns as soon as `min_envs` are ready, with all ready envs up to `max_envs`.
+            env_ids: int `[k]`; receive only these envs, which were sent. If all of them are received, they keep this
+                order: for stepping one group of envs while the policy works on another.
+            with_root: include the root and action of each step. False saves a copy of every observation if the caller
+                has kept its roots.
 
         Returns:
             Batch `[k]`, k from `min_envs` to `max_envs`, with `env_ids` (int64), the root observation and action of
-            each step (with `with_root`), and its `next`. Where those envs are after it: `current(env_ids)`. Own memory.
+            each step (with `with_root`), and its `next`. Own memory. `current(env_ids)` returns the envs' roots after
+            it.
 
         Raises:
-            ValueError: as many, or these envs, were not sent.
+            ValueError: fewer envs, or not these envs, were sent.
             TimeoutError: fewer were ready in time. Nothing is lost: receive again.
-            EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer sent; the rest are.
+            EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer under way; the others still are.
         """
         fast = self._fast_exchange
         if fast is not None:
@@ -395,10 +396,10 @@ class BatchedEnv:
             return self._exchange.recv(min_envs, max_envs, timeout_s, ids, with_root=with_root)
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
-        """Return where envs are now: the root batch `[k]` to act on next, with their `env_ids`.
+        """Return the current root batch `[k]` of envs, with their `env_ids`, to act on next.
 
-        Also in a rollout, from its policy or callback. In its own memory, which it may share with the `next` of a
-        batch just received (as `step_mdp` shares them).
+        The policy and the callback of a rollout may also call it. Own memory, which it may share with the `next` of the
+        batch that was received last (as `step_mdp` does).
         """
         fast = self._fast_exchange
         if fast is not None and (root := fast.current(env_ids)) is not None:
@@ -421,7 +422,7 @@ class BatchedEnv:
             return self._engine.seed
 
     def call(self, name: str, *args: Any, env_ids: Iterable[int] | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of each env (dotted names reach further) and return the results in env order."""
+        """Call a method of each env (dotted names are followed) and return the results in env order."""
         _need_name("call", name)
         return self.ask("call", env_ids, name=name, args=args, kwargs=kwargs)
 
@@ -433,7 +434,7 @@ class BatchedEnv:
     def set(self, name: str, value: Any, env_ids: Iterable[int] | None = None) -> None:
         """Set an attribute of each env: to `value`, or to `value[i]` if it is a list with one item per env.
 
-        Dotted names reach further: `unwrapped.x` is set on the innermost env, `x` on the outermost wrapper.
+        Dotted names are followed: `unwrapped.x` is set on the innermost env, `x` on the outermost wrapper.
         """
         _need_name("set", name)
         ids = self._exchange.as_ids(env_ids).tolist()
@@ -441,21 +442,21 @@ class BatchedEnv:
         self.ask("set", ids, name=name, args=tuple(values))
 
     def render(self) -> list[Any]:
-        """Return a picture of each env now, uint8 `[H, W, 3]`, or None where an env cannot draw itself."""
+        """Return a picture of each env now, uint8 `[H, W, 3]`, or None if an env cannot draw itself."""
         return self.ask("render", None)
 
     def state_dict(self, *, with_envs: bool = True) -> dict[str, Any]:
-        """Return what a checkpoint needs: the envs' states, where they are, and the seeds of their next episodes.
+        """Return the state for a checkpoint: the envs' states and roots, and the seeds of their next episodes.
 
         Args:
-            with_envs: False leaves out the envs' states and roots, for envs that have no state: an executor that loads
-                it begins new episodes, with the seeds that would have come next.
+            with_envs: False leaves out the envs' states and roots, for envs without a `state_dict`. An executor that
+                loads such a state begins new episodes with the next seeds.
 
         Returns:
             `{"env0": ..., ..., "executor": {"seed": ..., "episodes": [...], "actions": ..., "roots": [...], "ended":
-            [...]}}`: what the envs gave; the root seed; which episode the next reset of each env begins; the state of
+            [...]}}`: the envs' states; the root seed; the episode that the next reset of each env begins; the state of
             the generator of `rand_action`; each env's present root (nested dicts of tensors, copies), and whether it
-            must be reset. `torch.save` takes it.
+            must be reset. `torch.save` can save it.
 
         Raises:
             EnvError: an env has no state.
@@ -476,16 +477,17 @@ class BatchedEnv:
             return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned, of this executor or of another with as many envs.
+        """Restore a state from `state_dict`, of this executor or of another one with the same number of envs.
 
-        The envs then are where they were: `current()` gives the root of then, and they can be stepped without a reset
-        unless they needed one then. Their next episodes have the seeds that they would have had. Of a state without
-        envs, the seeds alone are loaded, and all envs must be reset. Without the entry "executor" every env counts as
-        running, and `current()` gives the observation of before: act on the root that you have saved.
+        Afterwards `current()` returns the saved roots, and envs can be stepped without a reset unless they needed one
+        when the state was saved. Their next episodes have the seeds that would have come next. From a state without
+        envs only the seeds are loaded, and all envs must be reset. Without the entry "executor" every env counts as
+        running, and `current()` returns the observation from before the load: act on a root that you have saved
+        yourself.
 
         Raises:
             ValueError: the state of an env is missing, or a root is not of these envs; nothing was loaded.
-            EnvError: an env has refused its state; all envs must be reset.
+            EnvError: an env refused its state; all envs must be reset.
             Busy: an env was sent and not received, or a rollout is in progress.
         """
         engine = self._engine
@@ -501,7 +503,7 @@ class BatchedEnv:
                 raise ValueError(f"load_state_dict failed: expected a state of each env, got none of env {missing[0]}.")
             if kept is not None:
                 self._check_kept(kept, has_roots=not is_seeds_alone)
-            engine.states.move(engine.all_ids, Event.IS_BROKEN_OFF)  # should anything break this off
+            engine.states.move(engine.all_ids, Event.IS_BROKEN_OFF)  # in case an exception breaks off the load
             engine.received = None
             if kept is not None and "seed" in kept:
                 engine.set_seed(kept["seed"], kept["episodes"])
@@ -517,7 +519,7 @@ class BatchedEnv:
                 engine.states.restore(engine.all_ids, np.array(kept["ended"], bool))
 
     def _check_kept(self, kept: dict[str, Any], *, has_roots: bool) -> None:
-        """Refuse the executor's part of a state that is not of as many envs, or whose roots are not of these."""
+        """Refuse the executor's part of a state of another number of envs, or with roots of other envs."""
         episodes = kept.get("episodes", [0] * self.num_envs)
         if len(episodes) != self.num_envs:
             raise ValueError(
@@ -527,7 +529,7 @@ class BatchedEnv:
             self._engine.batches.check_roots(kept["roots"])
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
-        """Return each env's info of its latest command; empty where it has none, and with `options.infos="drop"`.
+        """Return each env's info of its latest command; empty if it has none, and with `options.infos="drop"`.
 
         A rollout's latest command is its latest step so far.
 
@@ -541,12 +543,12 @@ class BatchedEnv:
         return [infos.get(i, {}) for i in range(self.num_envs)]
 
     def statistics(self) -> Statistics:
-        """Return what was done so far, and each worker's load and memory."""
+        """Return the counts so far, and each worker's load and memory."""
         self._guard.check()
         return self._engine.statistics()
 
     def worker_output(self, worker_id: int) -> str:
-        """Return what a worker has printed, as far as it is kept (empty unless output is captured)."""
+        """Return the part of a worker's output that is kept (empty unless output is captured)."""
         self._guard.check()
         worker_id = as_count("worker_output", "worker_id", worker_id, least=0)
         try:
@@ -564,11 +566,11 @@ class BatchedEnv:
         self._finalizer()
 
     def ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:
-        """Ask envs for something that is not a step; what `call`, `get`, `set` and facades are made of.
+        """Send envs a request other than a step; `call`, `get`, `set` and the facades use it.
 
         Args:
             what: see `messages.Ask`.
-            env_ids: whom to ask; None for all.
+            env_ids: of the envs to ask; None for all.
             **question: `name`, `args` and `kwargs`, as `messages.Ask` has them.
 
         Returns:

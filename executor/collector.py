@@ -24,7 +24,7 @@ from envherd.shm.specs import EnvSpec
 
 
 class Rolls(Protocol):
-    """What a collector needs of an executor: `ParallelEnv`, `SerialEnv`, or the same batch over a cluster."""
+    """The methods that a collector uses of an executor: `ParallelEnv`, `SerialEnv`, or `RemoteRollouts`."""
 
     num_envs: int
     specs: tuple[EnvSpec, ...]
@@ -43,7 +43,7 @@ class Rolls(Protocol):
         """Collect up to `max_steps` steps."""
 
     def close(self) -> None:
-        """End it."""
+        """Close it."""
 
 
 class Collector:
@@ -52,7 +52,7 @@ class Collector:
     Args:
         env: the executor.
         policy: takes a root batch `[N]` and returns it with the action; other keys that it adds are kept. None draws
-            random actions. What it writes into `next` is in its next root.
+            random actions. Keys that it writes into `next` are in its next root.
         frames_per_batch: env steps per batch, all envs together; rounded up to a multiple of N.
         total_frames: stop after this number of env steps, rounded up to whole batches; -1 never stops.
         policy_factory: builds the policy in this process, before the first batch; instead of `policy`.
@@ -69,7 +69,7 @@ class Collector:
 
     Attributes:
         num_frames: transitions collected so far.
-        policy: what is called, or None.
+        policy: the callable in use, or None.
 
     Raises:
         ValueError: `frames_per_batch` is below 1, or both a policy and a factory were passed.
@@ -155,7 +155,7 @@ class Collector:
         return math.ceil(self.total_frames / self.frames_per_batch)
 
     def __bool__(self) -> bool:
-        """Return True: it is there, however many batches it has."""
+        """Return True, for any number of batches."""
         return True
 
     def collect(self) -> TensorDictBase:

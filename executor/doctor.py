@@ -1,7 +1,7 @@
-"""What may keep this machine or installation from running envs well, one finding after the other.
+"""Check this machine and installation for obstacles to running envs, one finding after the other.
 
-Guarantees: every check is by itself: one that raises is itself a finding, and ends no other. Nothing is
-changed, and what is started to see whether it starts has ended before the finding is given.
+Guarantees: checks are independent: one that raises becomes a finding, and the others continue. Nothing is changed, and
+processes started by a check have ended before its finding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Level = Literal["ok", "warn", "fail"]
 _GIB, _MIB = 2**30, 2**20
 _FEWEST_FILES, _LEAST_MEMORY, _LEAST_SHM = 1024, _GIB, _GIB
 _BUSY = 0.3
-#: What users of an extra have; looked for by name, imported nowhere.
+#: Packages of the extras, looked up by name without importing them.
 _OPTIONAL = ("gymnasium", "dm_control", "pettingzoo", "stable-baselines3", "vmas", "envpool", "ray", "matplotlib")
 _CORE = ("torch", "tensordict", "numpy", "cloudpickle", "psutil", "torchrl")
 _IMPORT_TIMEOUT_S = 120.0
@@ -44,9 +44,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
+        name: of the check.
         level: "ok"; "warn": it works, and may work badly; "fail": something that envherd offers does not work.
-        found: what was found.
+        found: the result.
         fix: what to do; empty if nothing.
     """
 
@@ -111,7 +111,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def plain_steps() -> Iterator[Finding]:
-    """Yield which code makes the plain steps of envs: the C extension, or Python, and why."""
+    """Yield whether the C extension or Python makes plain steps, and why."""
     found = native.describe()
     is_wanted = os.environ.get(native.SWITCH, "1") != "0"
     if native.load() is not None or not is_wanted:
@@ -130,7 +130,7 @@ def version_of(name: str) -> str | None:
 
 
 def unmet(name: str, installed: str) -> Iterator[str]:
-    """Yield which of the installed packages that matter want another version of `name`."""
+    """Yield the relevant installed packages that require another version of `name`."""
     for wanting in ("envherd", "torchrl", "tensordict"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             for line in importlib.metadata.requires(wanting) or []:
@@ -143,7 +143,7 @@ def unmet(name: str, installed: str) -> Iterator[str]:
 
 
 def satisfies(installed: str, wanted: str) -> bool:
-    """Return whether a version fits, e.g. `1.2.3` fits `>=1.0,<2`; what is not understood is taken to fit."""
+    """Return whether a version fits, e.g. `1.2.3` fits `>=1.0,<2`; True if either cannot be parsed."""
     have = _numbers(installed)
     for part in wanted.split(","):
         match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\d.]+)(\.\*)?\s*", part)
@@ -230,7 +230,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
     def check() -> Iterator[Finding]:
-        from envherd.executor.parallel import ParallelEnv  # torch takes seconds: the earlier findings need not wait
+        from envherd.executor.parallel import ParallelEnv  # imported here, so earlier findings need not wait for torch
         from envherd.workers.testing import CountingEnv
 
         began = time.monotonic()
@@ -244,7 +244,7 @@ def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
 
 
 def cores(machine: Machine) -> Iterator[Finding]:
-    """Look at what may be used of the processors."""
+    """Check the processors that this process may use."""
     found = f"{machine.cores:g} of {machine.num_cpus} may be used"
     threads = len(machine.cpus) - machine.physical_cores
     found += f", {threads} of them hyper-threads" if threads else ""
@@ -279,7 +279,7 @@ def torch_threads(machine: Machine) -> Iterator[Finding]:
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
-    """Look at what may be used of the memory."""
+    """Check the memory that this process may use."""
     found = f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available"
     if machine.cgroup.memory_limit is not None:
         found += f", a limit of {machine.cgroup.memory_limit / _GIB:.1f} GiB"
@@ -293,7 +293,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
-    """Look at limits on descriptors, processes and address space."""
+    """Check limits on descriptors, processes and address space."""
     left = machine.files_left
     if left is not None and left < _FEWEST_FILES - 64:
         level: Level = "fail" if left < _FEWEST_FILES // 8 else "warn"
@@ -314,7 +314,7 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 
 def dev_shm(machine: Machine) -> Iterator[Finding]:
-    """Look at /dev/shm, which others than envherd need."""
+    """Check /dev/shm, which other libraries need."""
     if machine.shm_total is None:
         yield Finding("/dev/shm", "warn", "there is none", "mount it, for torch's DataLoader and other libraries")
         return
@@ -327,7 +327,7 @@ def dev_shm(machine: Machine) -> Iterator[Finding]:
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
-    """Look at GPUs."""
+    """Check GPUs."""
     if not machine.gpus:
         yield Finding("gpu", "ok", "none; batches stay on the cpu")
     for gpu in machine.gpus:

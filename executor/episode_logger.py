@@ -41,11 +41,11 @@ class EpisodeLogger:
     Args:
         *writers: each a TensorBoard `SummaryWriter` (anything with its `add_scalar`), or a Weights & Biases run
             (anything with its `log(dict, step=...)`). None is needed to use the attributes.
-        window: how many of the last episodes `mean_return` and `mean_length` are over.
+        window: number of last episodes for `mean_return` and `mean_length`.
 
     Attributes:
         num_steps: transitions of all batches, interrupted ones included.
-        num_episodes: episodes that have ended in them. Those that the loss of a worker interrupted do not count.
+        num_episodes: episodes that have ended in them, without those that the loss of a worker interrupted.
         last: the last `window` of these.
 
     Raises:
@@ -96,7 +96,7 @@ class EpisodeLogger:
     def write(
         self, statistics: Statistics | None = None, *, step: int | None = None, **figures: float
     ) -> dict[str, float]:
-        """Write means over the episodes that ended since the last call, and what else is given, to all writers.
+        """Write means over the episodes that ended since the last call, and the arguments, to all writers.
 
         Args:
             statistics: of the executor, `env.statistics()`; under `envherd/`.
@@ -104,7 +104,7 @@ class EpisodeLogger:
             **figures: further numbers, under their names.
 
         Returns:
-            What was written, by tag: `episode/return`, `episode/length`, `episode/time` (seconds), `episode/number`
+            The written numbers by tag: `episode/return`, `episode/length`, `episode/time` (seconds), `episode/number`
             (how many); of agents `GROUP/episode/return` and `GROUP/episode/return/0`, ... .
         """
         scalars = {name: float(value) for name, value in figures.items()}

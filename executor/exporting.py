@@ -13,7 +13,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.workers.errors import Closed
 
-#: Fields that only grow; all others go up and down.
+#: Counters, which only grow; all other fields are gauges.
 _COUNTERS = {
     *("env_steps", "agent_steps", "resets", "resets_ahead", "resets_missed"),
     *("episodes", "env_errors", "worker_losses", "interrupted"),
@@ -23,7 +23,7 @@ _PHASES = ("idle", "step", "reset")
 
 
 class ScalarWriter(Protocol):
-    """What TensorBoard's `SummaryWriter` has, and others like it."""
+    """The interface of TensorBoard's `SummaryWriter` and similar writers."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any:
         """Write one number."""

@@ -1,4 +1,4 @@
-"""Keywords and attributes that there are not are refused with those that are meant."""
+"""Refuse unknown keyword arguments and attributes with a message that suggests the right one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: What other libraries call an argument -> what it is called here.
+#: Argument name in other libraries -> name here.
 _NAMES_ELSEWHERE = {
     "n_envs": "num_envs",
     "nenvs": "num_envs",
@@ -65,7 +65,7 @@ def no_attribute(owner: object, name: str) -> AttributeError:
 
 
 def names_right_keyword(call: Callable[P, T]) -> Callable[P, T]:
-    """Let a constructor or method refuse a keyword that it does not have with the one that is meant."""
+    """Make a constructor or method refuse an unknown keyword with a message that suggests the right one."""
     names = [name for name in inspect.signature(call).parameters if name != "self"]
 
     @functools.wraps(call)

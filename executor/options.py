@@ -1,4 +1,4 @@
-"""Everything about an executor that most users never set: one frozen, keyword-only value."""
+"""The options of an executor that most users never set: one frozen, keyword-only value."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class ExecutorOptions:
             (fast, memory shared); "spawn" executes a fresh interpreter for each worker; "fork"
             forks the helper without preloading anything.
         preload: modules that the helper imports before it forks. None: those that the factories
-            refer to and what the env family needs.
-        worker_threads: threads for OMP, MKL, OpenBLAS and torch in a worker; None leaves them alone.
-        worker_output: "capture" keeps what workers print (the last lines are part of errors, and
-            `worker_output(worker_id)` returns it); "inherit" lets it through to the console.
+            refer to and those of the env family.
+        worker_threads: threads for OMP, MKL, OpenBLAS and torch in a worker; None does not set them.
+        worker_output: "capture" keeps workers' output (errors quote its last lines, and `worker_output(worker_id)`
+            returns it); "inherit" passes it to the console.
         build_timeout_s: seconds for a worker to start and build all its envs, and before that for the helper to
             import modules; None waits forever.
         reset_timeout_s: seconds for a reset; None waits forever (a stall is logged after `stall_log_s`).
         step_timeout_s: seconds for a step; None waits forever (a stall is logged after `stall_log_s`). A worker that
             has begun a reset in the same call (`step_and_maybe_reset`, rollouts) has `reset_timeout_s` in addition.
         stall_log_s: seconds after which the executor logs the stack of a worker that it waits for without a deadline.
-        loss_grace_s: seconds that the other workers have to answer after a worker was lost, before the loss is raised
+        loss_grace_s: seconds for the other workers to answer after a worker was lost, before the loss is raised
             (`on_worker_loss="raise"`). Envs that have not answered by then must be reset too, and the error's `partial`
             is None. None waits for all answers. The loss is logged at once in any case.
         close_timeout_s: seconds for `close()` in all, however many workers there are.
@@ -47,49 +47,51 @@ class ExecutorOptions:
         max_restarts: restarts of one worker within `restart_window_s` before a loss raises after all. The
             first is made at once, the others wait 0.1 s, 0.2 s, 0.4 s, ... while the other workers go on.
         restart_window_s: seconds.
-        recycle_after: episodes of an env after which its worker is replaced by a new one, where that interrupts no row
-            (see `executor.recycling`); for envs that leak. None: never.
-        max_worker_memory: bytes of memory (USS) of a worker and of what its envs have started beyond which it is
+        recycle_after: episodes of an env after which its worker is replaced by a new one, as soon as that interrupts no
+            episode (see `protocol.recycling`); for envs that leak. None: never.
+        max_worker_memory: largest memory (USS, bytes) of a worker and the processes of its envs, beyond which it is
             replaced likewise. None: no limit.
         check_actions: "strict" refuses values outside the spec, NaN and infinities; "finite" refuses
             only NaN, infinities and illegal indices; "off" checks shape and dtype alone.
         check_finite: also refuse NaN and infinities in observations and rewards (costs a pass over
             every float observation).
         isolate_rng: keep one state of python's and numpy's global generators per env.
-        ring_frames: steps for which a `copy=False` batch stays valid, its own among them: the `ring_frames`-th step
-            after its own overwrites it. Resets and rollouts overwrite none.
-        poison: overwrite the rows of a `copy=False` batch as soon as they are no longer valid (with NaN
-            and the largest integers), so that a program that uses one too long shows it at once.
+        ring_frames: number of steps for which a `copy=False` batch stays valid, including its own: the `ring_frames`-th
+            step after it overwrites it. Resets and rollouts do not overwrite it.
+        poison: overwrite the rows of a `copy=False` batch with NaN and the largest integers as soon as they are no
+            longer valid, so that late uses show at once.
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
         nice: added to the workers' niceness.
         env_vars: further environment variables for the workers: a dict, or pairs of names and values.
         infos: how to handle the envs' infos: "drop", "plain" (see
             `BatchedEnv.infos`; entries that are not plain data are left out) or "pickle" (as they are;
-            entries that cannot be pickled are left out). What is left out is named once in the log.
+            entries that cannot be pickled are left out). Entries that are left out are logged once by name.
         info_keys: entries of the infos that become leaves: `("info", NAME)`, and `("info", "_NAME")` for
-            whether the env gave it. Names, a dict of names and values (or types) like theirs, "all" or
-            None. Names and "all" are looked up in one more env, reset and stepped once.
+            whether the env returned it. Names, a dict from names to example values (or types), "all" or None. For names
+            and "all", shapes are read from an additional env, reset and stepped once.
         episode_statistics: put return, length and time of the episode so far into every batch, in the root and in
-            `next`: `("episode", "return")`, `"length"`, `"time"`; of a group `("agents", "episode", "return")`. Where
-            `done` is set in `next`, they are those of the whole episode. The facades of Gymnasium and SB3 put them into
+            `next`: `("episode", "return")`, `"length"`, `"time"`; of a group `("agents", "episode", "return")`. In a
+            `next` with `done`, they cover the whole episode. The facades of Gymnasium and SB3 put them into
             the infos of steps that end episodes, as `RecordEpisodeStatistics` and `Monitor` do.
         episode_seeds: seed every reset from (root seed, env id, episode); False leaves envs their own
             generators, except where `reset` is given seeds.
-        env_type: what the envs take and give. "auto" goes by their class; "torch" says that envs of no known torch
-            family are batched simulators with Gymnasium's methods and torch's tensors; "numpy" that they are not.
-        pickle_replies: let `call` and `get` bring back arbitrary objects by pickle; off by default,
-            plain data and arrays always work.
-        reset_ahead: give every env two instances, in two processes of their own: while one is stepped, the other is
-            reset for the next episode, and takes its place when that is asked for. The data are the same. Costs twice
-            the processes and twice the envs' memory, and processor time that would have been idle; worth it where
-            resets are long and cores are free. See docs/reset_ahead.md.
+        env_type: what the envs take and return. "auto" decides by their class; "torch" declares that envs of no known
+            torch family are batched simulators with Gymnasium's methods on torch tensors; "numpy" declares that they
+            are not.
+        pickle_replies: allow `call` and `get` to return arbitrary objects by pickle; off by default. Plain data and
+            arrays always work.
+        reset_ahead: give every env two instances in two processes: while one is stepped, the other is reset for the
+            next episode, and takes over at the next reset. The data are the same. Costs twice the processes and twice
+            the envs' memory, and uses otherwise idle processors; worth it if resets are long and cores are free. See
+            docs/reset_ahead.md.
         env_threads: run each env of a worker on a separate thread, on which it is also built and closed: for envs that
-            mostly wait (for a game, a browser, a simulator behind a socket), many of which can then share a process.
-            What computes, or holds Python's GIL while it waits, still stops the other envs of its worker: leave the
-            option off for such envs, and use more workers. The envs of a worker share its global random generators. See
-            docs/asynchronous.md.
-        first_env_id: what seeds call env 0. Executors of one root seed that each run a share of one large batch
-            (on machines of their own, say) give the data of that batch, bit for bit, if each says where its begins.
+            mostly wait (for a game, a browser, a simulator behind a socket), many of which can then share a process. An
+            env that computes, or holds Python's GIL while it waits, still blocks the other envs of its worker: leave
+            the option off for such envs, and use more workers. The envs of a worker share its global random generators.
+            See docs/asynchronous.md.
+        first_env_id: id of env 0 for seeds. Executors with the same root seed can each run a share of one large batch
+            (on different machines, say). If each sets the id of its first env, their data equal that batch's, bit for
+            bit.
     """
 
     start_method: StartMethod = "zygote"
@@ -126,7 +128,7 @@ class ExecutorOptions:
     first_env_id: int = 0
 
     def for_block(self) -> BlockOptions:
-        """Return what concerns the envs themselves."""
+        """Return the options that concern the envs themselves."""
         return BlockOptions(
             isolate_rng=self.isolate_rng,
             check_finite=self.check_finite,
@@ -161,19 +163,19 @@ class ExecutorOptions:
 
     @property
     def recycles(self) -> bool:
-        """Whether workers are to be replaced between episodes."""
+        """Whether workers are replaced between episodes."""
         return self.recycle_after is not None or self.max_worker_memory is not None
 
     @property
     def num_frames(self) -> int:
-        """Frames in the ring: one more than are valid when expired ones are poisoned before they are used again."""
+        """Frames in the ring: one more than valid ones if expired frames are poisoned before they are reused."""
         return self.ring_frames + self.poison
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work, whatever uses them and when.
+        """Refuse values that can never work.
 
         Raises:
-            ValueError, TypeError: the name, what was expected and what was given.
+            ValueError, TypeError: with the name, the expected values and the actual one.
         """
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
@@ -189,7 +191,7 @@ class ExecutorOptions:
         self._check_threads()
 
     def check_here(self) -> None:
-        """Refuse what does not fit the machine that the workers are to run on.
+        """Refuse options that do not fit the machine of the workers.
 
         Raises:
             ValueError: a module of `preload` is not installed, or this process may not use a processor of `affinity`.
@@ -222,13 +224,13 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 class _Number(NamedTuple):
-    """What a number may be.
+    """The range of a number.
 
     Attributes:
         least: the lowest value; with `is_above`, values must be above it.
         most: the highest value.
         is_whole: whether it must be an integer.
-        is_optional: whether None is a value.
+        is_optional: whether None is allowed.
     """
 
     least: float

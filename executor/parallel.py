@@ -38,16 +38,16 @@ class ParallelEnv(BatchedEnv):
             spread over them in contiguous blocks. With `options.reset_ahead`, N (and as many that prepare resets).
         env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
         seed: root seed of everything random; None draws one (see the attribute `seed`).
-        device: where batches are handed out; None leaves them on the cpu.
-        copy: True hands out memory of the caller's own; False hands out views of a ring; the
-            `options.ring_frames`-th step after a view's own overwrites it, resets and rollouts do not.
+        device: of the batches; None leaves them on the CPU.
+        copy: True hands out copies; False hands out views of a ring. The `options.ring_frames`-th step after a view's
+            own overwrites it; resets and rollouts do not.
         options: see `ExecutorOptions`.
 
     Raises:
         ValueError: `options.reset_ahead` with fewer workers than envs, or with envs that are batches themselves.
         FactoryError: not a factory, cannot be pickled, returned no env, or raised.
         SpecError: envs of one factory disagree.
-        WorkerLost, WorkerTimeout: a worker did not come up.
+        WorkerLost, WorkerTimeout: a worker did not start.
     """
 
     @names_right_keyword
@@ -67,7 +67,7 @@ class ParallelEnv(BatchedEnv):
         options = checked_options(options, copy=copy)
         where = as_device(device)  # refused before anything is measured
         if isinstance(count, str) or isinstance(num_workers, str):
-            from envherd.executor.sizing.recommending import resolve  # here: a program that names numbers needs none
+            from envherd.executor.sizing.recommending import resolve  # imported here: only "auto" needs it
 
             count, num_workers = resolve(count, num_workers, make_env, env_kwargs, options)
         if options.reset_ahead:

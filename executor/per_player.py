@@ -1,11 +1,12 @@
-"""`PerPlayer`: one policy for a batch of envs with players, made of policies by player and by role.
+"""`PerPlayer`: one policy for a batch of envs with players, composed of policies by player or by role.
 
 policy = PerPlayer({"player_0": mine, "*": other}, env.spec)
 data = env.rollout(200, policy)
 
-Guarantees: each distinct policy is called once per batch, with one row per player that it acts for; all that it writes
-is in the batch under the group of the players, also what it hands on to its next step. Nothing is copied or moved.
-Does not know: executors. It is a policy as any other, for rollouts, collectors and facades.
+Guarantees: each distinct policy is called once per batch, with one row per player that it acts for. All keys that it
+writes, including its state for the next step, are in the batch under the group of the players. Policies are not copied
+or moved.
+Does not know executors: it works like any other policy in rollouts, collectors and facades.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from envherd.executor.policy import Policy
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys
 from envherd.shm.specs import Discrete, EnvSpec, Key
 
-#: Stands for all players that no other name covers.
+#: Name for all players that no other name covers.
 OTHERS = "*"
 
 
@@ -59,7 +60,7 @@ class Part(NamedTuple):
 
     @property
     def at(self) -> slice | list[int]:
-        """The players as an index: a slice, which copies nothing, where there is one."""
+        """The players as an index: a slice, which copies nothing, if possible."""
         first, last = self.players[0], self.players[-1]
         return slice(first, last + 1) if last - first + 1 == len(self.players) else list(self.players)
 
@@ -68,17 +69,16 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
     """Act with different policies for the players of one env.
 
     A policy is called with rows `[B]`, one for each of its players in each env, and returns them with `action`. A row
-    has what the player observes (`("observation", "RGB")`), `player` (int64, its index) and the flags of its env. Other
-    keys that the policy writes are kept, under the group, with zeros for the players of policies that do not write
-    them. What it writes as `("next", key)` is `key` in the row of the same player and env at the next step.
+    holds the player's observation (`("observation", "RGB")`), `player` (int64, its index) and the flags of its env.
+    Other keys that the policy writes are kept under the group, with zeros for players whose policies do not write them.
+    A key `("next", key)` that it writes is `key` in the row of the same player and env at the next step.
 
     The same object for several names is one policy with shared parameters; different objects are separate.
 
     Args:
         policies: policy by player (its name or index), role, or "*" for all others. A player takes precedence over a
             role, and a role over "*". None draws random actions.
-        spec: of the envs, `env.spec`, which has the names and roles of the players. None where there is none: pass
-            `roles`.
+        spec: of the envs, `env.spec`, with the names and roles of the players. Without a spec, pass None and `roles`.
         roles: one role per player; None for those of the spec.
         group: key of the group of players; None for the first group of the spec that acts, without a spec `"agents"`.
 
@@ -88,7 +88,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         roles: of the players.
 
     Raises:
-        ValueError: a name that is neither a player nor a role, a player without a policy, or None where actions are
+        ValueError: a name that is neither a player nor a role, a player without a policy, or None for actions that are
             not discrete.
     """
 
@@ -104,7 +104,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         if spec is None and roles is None:
             raise ValueError("PerPlayer failed: expected the spec of the envs or roles, got neither. Pass env.spec.")
         self.group = _group(spec, group)
-        # By these TorchRL knows that it may be called with a batch.
+        # TorchRL reads these to see that it can be called with a batch.
         self.in_keys, self.out_keys = [self.group], [(*self.group, "action")]
         self.names, self.roles = _names_and_roles(spec, self.group, roles)
         chosen = choose_policies(policies, self.names, self.roles)
@@ -121,7 +121,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         self.copyable = all(getattr(part.policy, "copyable", True) is not False for part in self.parts)
 
     def forward(self, root: TensorDictBase) -> TensorDictBase:
-        """Act for all players: set `(group, "action")` and what else the policies write.
+        """Act for all players: set `(group, "action")` and the other keys that the policies write.
 
         Args:
             root: batch `[N]` with the group as `[N, P]`; or any other leading shape.
@@ -149,7 +149,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         return root
 
     def _merge(self, written: dict[Key, torch.Tensor], key: Key, value: torch.Tensor, part: Part, dim: int) -> None:
-        """Put what a policy wrote for its players into the entry of all; the players are dimension `dim`."""
+        """Write a policy's values for its players into the entry of all players, along dimension `dim`."""
         if len(self.parts) == 1:
             written[key] = value
             return
@@ -169,9 +169,9 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
             data: transitions of any shape, `[N, T]` say.
 
         Yields:
-            The part, and its rows `[N, T, p]`: what its players observed, did and what else is under the group, with
-            `next`, to which the flags of the env are added: `("next", "reward")` and `("next", "done")` are
-            `[N, T, p, 1]`. VIEWS where the players are neighbours.
+            The part, and its rows `[N, T, p]`: its players' observations, actions and other keys of the group, with
+            `next`, which also has the flags of the env: `("next", "reward")` and `("next", "done")` are `[N, T, p, 1]`.
+            VIEWS if the players are contiguous.
         """
         following = data.get("next")
         for part in self.parts:
@@ -184,7 +184,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         rows: Any = group[(..., part.at)] if count < len(self.names) else group.copy()
         for key, value in root.items():
             is_of_env = isinstance(value, torch.Tensor) and value.shape in (lead, (*lead, 1))
-            if is_of_env and rows.get(key, None) is None:  # PettingZoo's groups have flags themselves
+            if is_of_env and rows.get(key, None) is None:  # PettingZoo's groups have their own flags
                 rows.set(key, value.unsqueeze(len(lead)).expand(*lead, count, *value.shape[len(lead) :]))
         player = torch.tensor(part.players, device=root.device)
         return rows.set("player", player.expand(*lead, count))
@@ -253,7 +253,7 @@ def _group(spec: EnvSpec | None, group: Key | str | None) -> Key:
 def _names_and_roles(
     spec: EnvSpec | None, group: Key, roles: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names and the roles of the players; the role "default" where the spec has none."""
+    """Return the names and the roles of the players; the role "default" if the spec has none."""
     metadata = {} if spec is None else spec.metadata
     if spec is None:
         count = len(roles or ())

@@ -1,4 +1,4 @@
-"""Policies run where they are: they are never copied, pickled or moved unless the caller requests it.
+"""Run policies in place: they are never copied, pickled or moved unless the caller requests it.
 
 Guarantees:
 - A policy that need not move is called itself. A policy that must move and can be copied is copied once, and the
@@ -34,7 +34,7 @@ class Placed:
 
     Args:
         policy: takes a root batch `[N]` and returns it with the action.
-        device: where it is to run; None: where it is.
+        device: on which to run it; None does not move it.
 
     Attributes:
         policy: the callable in use: the policy itself, or its copy.
@@ -52,7 +52,7 @@ class Placed:
             return
         self.device = wanted
         if home is None:
-            return  # nothing of it is on any device
+            return  # it has no tensors
         clone, obstacle = _try_copy(policy)
         if clone is None:
             self.device = home
@@ -96,7 +96,7 @@ class Placed:
 
 
 def _version(value: Any) -> Any:
-    """Return a value that changes with every write into a tensor; a new object if torch does not count its writes."""
+    """Return a value that changes with every write to a tensor; a new object if torch does not count writes to it."""
     if isinstance(value, torch.Tensor) and value.is_inference():
         return object()
     return getattr(value, "_version", None)

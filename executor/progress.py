@@ -1,4 +1,4 @@
-"""Progress bars for what takes long: starts, rollouts and the loops of collectors.
+"""Progress bars for starts, rollouts and the loops of collectors.
 
 Guarantees: outside a block of `progress()` tqdm is not imported and nothing is shown.
 """
@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-#: Seconds after which a bar appears, of the blocks that are open; the last one counts.
+#: Seconds after which a bar appears, for each open block; the innermost block's value is used.
 _after_s: list[float] = []
 
 
@@ -31,12 +31,12 @@ _NOTHING = _Nothing()
 
 @contextlib.contextmanager
 def progress(*, after_s: float = 2.0) -> Iterator[None]:
-    """Show a progress bar for each start, rollout and collector loop in a `with` block that takes long.
+    """In a `with` block, show a progress bar for each start, rollout and collector loop that takes long.
 
     Bars are those of tqdm, in terminals and in notebooks: `pip install "envherd[progress]"`.
 
     Args:
-        after_s: seconds until a bar appears; what is done by then has none.
+        after_s: seconds until a bar appears; shorter operations have none.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -54,12 +54,12 @@ def progress(*, after_s: float = 2.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def showing(what: str, total: int, *, done: int = 0) -> Iterator[Bar]:
-    """Give a block a bar to update, which is shown in a block of `progress`.
+    """Yield a bar to update; it is shown inside a block of `progress`.
 
     Args:
-        what: is done.
-        total: in the end; below 0 if there is none.
-        done: of it already.
+        what: name of the operation.
+        total: number of items in the end; below 0 if unknown.
+        done: number of items done already.
     """
     if not _after_s:
         yield _NOTHING

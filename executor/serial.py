@@ -26,7 +26,7 @@ from envherd.workers.build import Factory
 class SerialEnv(BatchedEnv):
     """N envs in this process, stepped one after the other: the same API and the same data as `ParallelEnv`.
 
-    For debugging, and for envs so cheap that processes lose. See `ParallelEnv` for the arguments;
+    For debugging, and for envs so cheap that worker processes are slower. See `ParallelEnv` for the arguments;
     `num_workers` is accepted and ignored. Factories need not be picklable here.
 
     Raises:

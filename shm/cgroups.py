@@ -1,8 +1,8 @@
-"""Control groups, v1 and v2: where those of a process are, and what they leave it of memory.
+"""Control groups, v1 and v2: which ones a process belongs to, and how much memory they leave it.
 
-Guarantees: every group from the process's own up to the mount counts, and the one that leaves the least room
-decides. Page cache is room: the kernel drops it when a process wants memory, and a process that has read a
-data set has a group full of it. All functions are pure over `root`: tests give them trees of files.
+Guarantees: all groups from the process's own up to the mount are read, and the tightest one decides. Page cache counts
+as free: the kernel drops it when a process needs memory, and reading a data set fills a group with it. All functions
+are pure over `root`: tests give them trees of files.
 Does not know: limits above what a container can see of the hierarchy.
 """
 
@@ -14,20 +14,20 @@ from pathlib import Path
 
 #: v1 says "no limit" by the largest multiple of the page size.
 _NO_LIMIT = 2**60
-#: Limits of either version: a process that exceeds the last one is slowed down, and not killed.
+#: Limits of either version. A process that exceeds the last one is slowed down, not killed.
 _LIMITS = ("memory.max", "memory.limit_in_bytes", "memory.high")
 _USES = ("memory.current", "memory.usage_in_bytes")
-#: Page cache in memory.stat: of a group and those below it. v1 counts these apart, under longer names.
+#: Page cache in memory.stat, of a group and those below it. v1 has separate entries for that total, with longer names.
 _CACHES = (("total_inactive_file", "inactive_file"), ("total_active_file", "active_file"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMemory:
-    """What the control groups of a process leave it of memory.
+    """How much memory the control groups of a process leave it.
 
     Attributes:
-        limit: bytes, of the group that leaves the least room; None without a limit.
-        room: bytes left below that limit, page cache counted as room; None without a limit.
+        limit: bytes, of the tightest group; None without a limit.
+        room: bytes left below that limit, page cache counted as free; None without a limit.
         used: bytes charged to that group (without a limit, to the process's own), without page cache.
     """
 
@@ -37,7 +37,7 @@ class GroupMemory:
 
 
 def read_memory(root: Path = Path("/")) -> GroupMemory:
-    """Read what the control groups of this process leave it of memory.
+    """Return how much memory the control groups of this process leave it.
 
     Args:
         root: folder that holds `proc` and `sys`.
@@ -69,7 +69,7 @@ def group_folders(root: Path, controller: str) -> Iterator[Path]:
     path = paths[name]
     inside = path[len(mounted_root.rstrip("/")) :] if _is_below(path, mounted_root) else "/"
     parts = [part for part in inside.split("/") if part]
-    if ".." in parts:  # a group outside of this namespace: what is mounted is all that can be seen
+    if ".." in parts:  # a group outside this namespace: only what is mounted can be seen
         parts = []
     for count in range(len(parts), -1, -1):
         folder = mount.joinpath(*parts[:count])

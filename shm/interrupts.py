@@ -1,9 +1,9 @@
-"""Signal handlers that raise, put off for a few lines.
+"""Defer the program's signal handlers, which may raise, for a few lines.
 
-Guarantees: inside the block no handler of this program runs, in whatever thread a signal arrives; after it, those of
-the signals that arrived run. Handlers are put back whatever happens.
-Assumes: python runs handlers in the main thread alone, so elsewhere there is nothing to put off. Masking a signal would
-not do: another thread of the process would take it, and the main thread would run its handler.
+Guarantees: inside the block no Python signal handler of this program runs, whichever thread receives a signal. After
+the block, the handlers of the signals that arrived run. The handlers are always restored.
+Assumes: Python runs handlers in the main thread only, so in other threads the block does nothing. Masking a signal is
+not enough: another thread of the process would receive it, and the main thread would run its handler.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import signal
 import threading
 from typing import Any
 
-#: Signals whose handlers programs write in python, and may raise in.
+#: Signals for which programs install Python handlers, which may raise.
 _PUT_OFF = (
     signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT
 )  # fmt: skip
 
 
 class uninterrupted:  # noqa: N801  # used as a function
-    """Put off the signal handlers of this program until the block ends; nothing inside may wait for long.
+    """Defer the signal handlers of this program until the block ends; the block must not wait for long.
 
-    For a few lines that gain or give up processes and descriptors.
+    For a few lines that acquire or release processes and descriptors.
     """
 
     def __enter__(self) -> None:
@@ -45,7 +45,7 @@ class uninterrupted:  # noqa: N801  # used as a function
             signal.raise_signal(number)
 
     def _restore(self) -> None:
-        """Put the handlers back, that of Ctrl-C last, whatever the others raise meanwhile."""
+        """Restore the handlers, that of Ctrl-C last, even if one of them raises meanwhile."""
         try:
             for number, handler in reversed(self._before.items()):
                 signal.signal(number, handler)

@@ -1,8 +1,8 @@
-"""A nameplate: plain data at the end of a segment, by which other processes of its user learn what the segment is.
+"""A nameplate: plain data at the end of a segment that tells other processes of the same user what the segment is.
 
-The last 16 bytes of the segment are the length of the text and a mark; the text, JSON, ends where they begin.
+The last 16 bytes of the segment are the length of the text and a mark. The text, JSON, lies directly before them.
 
-Guarantees: the nameplate is there as long as the memory is, and goes with it: nothing is left behind.
+Guarantees: the nameplate lives as long as the memory, so nothing is left behind.
 Platforms: `find` needs Linux's `/proc`.
 """
 
@@ -30,8 +30,8 @@ class Plate(NamedTuple):
     Attributes:
         pid: process that has the segment.
         path: where the segment can be opened.
-        inode: of the segment, by which it is known.
-        content: what its maker wrote.
+        inode: of the segment; identifies it.
+        content: what the segment's creator wrote.
     """
 
     pid: int
@@ -44,9 +44,9 @@ def create_named(nbytes: int, label: str, content: dict[str, Any]) -> Segment:
     """Return a new segment of at least `nbytes` bytes, with a nameplate after them.
 
     Args:
-        nbytes: for the maker's own use.
+        nbytes: for the creator's own use.
         label: see `Segment.create`.
-        content: what JSON can hold.
+        content: JSON-serialisable.
 
     Raises:
         MemoryError: see `Segment.create`.
@@ -61,10 +61,10 @@ def create_named(nbytes: int, label: str, content: dict[str, Any]) -> Segment:
 
 
 def find(label: str) -> Iterator[Plate]:
-    """Yield the nameplates of the segments of one label in this user's processes.
+    """Yield the nameplates of all segments with a label in this user's processes.
 
-    Workers have the segments of their executor, and a fork has those of its parent: the content should say whose the
-    segment is. A process that ends meanwhile is left out, and so is one of which nothing can be found out.
+    Workers hold the segments of their executor, and a forked process those of its parent, so the content should name
+    the owner. Processes that end meanwhile, or that cannot be inspected, are left out.
     """
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
@@ -89,7 +89,7 @@ def _of_process(pid: int, label: str) -> Iterator[Plate]:
 
 
 def _read(path: str) -> dict[str, Any] | None:
-    """Return what a segment's nameplate holds; None if it has none.
+    """Return the content of a segment's nameplate; None if it has none.
 
     Raises:
         OSError: it cannot be read. ValueError: it is no JSON.

@@ -1,10 +1,9 @@
-"""One piece of memory that several processes map: the OS object, and nothing of what is in it.
+"""A piece of memory that several processes map: only the OS object, not its content.
 
-Guarantees: on Linux a segment is an anonymous memfd. It has no name, so nothing can be left behind
-in /dev/shm whatever dies, and docker's 64 MB there is no limit. It is sealed against resizing (a
-worker that truncated it would kill every reader with SIGBUS), admitted against the memory that this
-process may really take, and its pages are touched at creation, so running out of memory happens
-here and not in the middle of a run.
+Guarantees: on Linux a segment is an anonymous memfd. It has no name, so no crash can leave anything in /dev/shm, and
+docker's limit of 64 MB there does not apply. It is sealed against resizing (a worker that truncated it would kill every
+reader with SIGBUS). `create` refuses a size that exceeds the memory available to this process, and touches all pages,
+so running out of memory happens there and not in the middle of a run.
 Assumes: `memfd_create` (Linux >= 3.17). Platforms: elsewhere `multiprocessing.shared_memory`, whose
 name is unlinked by the owner in `close`.
 """
@@ -38,7 +37,7 @@ HAS_MEMFD = sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 class Segment:
-    """A mapped piece of shared memory; make it with `create` or `attach`.
+    """A mapped piece of shared memory; call `create` or `attach`.
 
     Attributes:
         nbytes: size in bytes, a multiple of the page size.
@@ -53,20 +52,20 @@ class Segment:
         self._is_owner = is_owner
         self._mapping = mapping
         self._is_closed = False
-        #: Also runs when a segment is dropped without `close`, as an interrupt may leave it.
+        #: Also runs if an interrupt drops the segment without `close`.
         self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
 
     @classmethod
     def create(cls, nbytes: int, label: str = "envherd", *, is_prefaulted: bool = True) -> Segment:
-        """Make a new segment of zeros.
+        """Create a segment of zeros.
 
         Args:
             nbytes: wanted size; rounded up to whole pages.
-            label: shown in /proc/<pid>/maps, for people.
+            label: shown in /proc/<pid>/maps.
             is_prefaulted: touch every page now.
 
         Raises:
-            MemoryError: larger than `ADMISSION_MARGIN` of the memory that is available.
+            MemoryError: it would take more than `ADMISSION_MARGIN` of the available memory.
         """
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         admit(size)
@@ -101,7 +100,7 @@ class Segment:
         return np.frombuffer(buffer, np.uint8, self.nbytes)
 
     def close(self) -> None:
-        """Give up this process's handle; views that are still held keep their memory alive. Idempotent."""
+        """Release this process's handle; views keep the memory alive. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -118,7 +117,7 @@ class Segment:
 
 
 def admit(nbytes: int) -> None:
-    """Raise MemoryError, with the numbers, if a number of bytes would not fit the memory now available."""
+    """Raise MemoryError, with the numbers, if `nbytes` bytes do not fit into the memory now available."""
     available = available_bytes()
     if available is not None and nbytes > available * ADMISSION_MARGIN:
         raise MemoryError(
@@ -128,13 +127,13 @@ def admit(nbytes: int) -> None:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes this process may still take: MemAvailable or the room in its control groups, the lesser."""
+    """Return the bytes this process may still take: the smaller of MemAvailable and the room in its control groups."""
     rooms = [room for room in (_meminfo_available(), _cgroup_room()) if room is not None]
     return min(rooms) if rooms else None
 
 
 def _map(fd: int, nbytes: int) -> Any:
-    """Map a descriptor and return the bytes as an object with the buffer protocol; unmapped when it is dropped.
+    """Map a descriptor; return an object with the buffer protocol, which unmaps the memory when it is freed.
 
     Python's own `mmap` keeps a copy of the descriptor for as long as the mapping lives (until 3.13): a
     program that keeps its rollouts would run out of descriptors.

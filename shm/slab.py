@@ -1,4 +1,4 @@
-"""What the shared bytes mean: control words, doorbells, and per group of equal envs a ring of frames.
+"""The meaning of the shared bytes: control words, doorbells, and a ring of frames for each group of equal envs.
 
     words      per env and per worker, int64 each, one writer per word (see `WORDS`)
     bells      one `go` doorbell per worker, one `done` doorbell for the parent
@@ -6,8 +6,8 @@
                inputs    what a step reads: action, state, reset mask         (parent writes)
                frames    a ring of K: `next/*` of a step, `root/*` of a reset  (workers write)
 
-A *column* is a place in time: frame `c` of the ring, or step `t` of a rollout storage. Every array a
-worker writes can be seen as `[column, ...]` for one env, so ring and rollout are written alike.
+A *column* is an index in time: frame `c` of the ring, or step `t` of a rollout storage. For one env, every array that a
+worker writes is indexed `[column, ...]`, so the same code writes the ring and a rollout.
 
 Guarantees: pure arithmetic up to `Slab`; a plan is picklable and means the same in every process.
 """
@@ -23,7 +23,7 @@ from envherd.shm.layout import Layout, Name, align, lay_out, strided_view, view
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.shm.sync import DOORBELL_BYTES
 
-#: word -> (length: "env" or "worker", who writes it, what it says)
+#: word -> (length: "env", "worker" or "bin"; who writes it; what it means)
 WORDS: dict[str, tuple[str, str, str]] = {
     "command_seq": ("env", "parent", "number of the latest command for the env; written last"),
     "command": ("env", "parent", "what to do: see workers.protocol.pack"),
@@ -82,7 +82,7 @@ def next_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
 
 
 def root_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
-    """Return the leaves of a root (what a reset gives) that live in shared memory."""
+    """Return the leaves of a root (the result of a reset) that live in shared memory."""
     return tuple(leaf for leaf in (*spec.observation, *spec.done) if not leaf.is_side)
 
 
@@ -112,7 +112,7 @@ class GroupPlan:
 
     Attributes:
         env_ids: ascending; row r of every array is env `env_ids[r]`.
-        spec: of each of them.
+        spec: of each env.
         frame: layout of one frame, offsets from its start.
         next_nbytes: bytes from a frame's start to the end of its `next` part.
         base: offset of frame 0 in the segment; frame k is `k * frame.nbytes` further.
@@ -185,7 +185,7 @@ class GroupSlab:
     """The arrays of one group: VIEWS of the segment.
 
     Attributes:
-        plan: where they live.
+        plan: their layout.
         columns: `("next" | "root", *key)` -> `[num_frames, num_rows, ...]`.
         inputs: `("input", *key)` and `("reset_mask",)` -> `[num_rows, ...]`.
         buffer: the whole segment, uint8.
@@ -222,7 +222,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """Where a rollout of `num_columns` steps lives: per group one layout with lead `[num_rows, num_columns]`."""
+    """Layout of a rollout of `num_columns` steps: one per group, with leading dimensions `[num_rows, num_columns]`."""
 
     num_columns: int
     groups: tuple[Layout, ...]

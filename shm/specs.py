@@ -1,7 +1,7 @@
-"""What an env's arrays look like: leaves, their domains, and the spec of one env.
+"""The description of an env's arrays: leaves, their domains, and the spec of one env.
 
-Plain, immutable, picklable values; numpy only. An `EnvSpec` crosses from worker to parent as plain
-data (`to_plain` / `from_plain`) and is all the parent ever knows of an env.
+Plain, immutable, picklable values; numpy only. A worker sends an `EnvSpec` to the parent as plain data (`to_plain` /
+`from_plain`). The parent knows nothing else about an env.
 
 Leading dimensions are never part of a spec: a leaf's shape is that of ONE env (one slot). The
 executor adds `[num_envs]` (and `[num_envs, time]` in a rollout) in front.
@@ -20,7 +20,7 @@ Key = tuple[str, ...]
 #: The done keys that every env has at its root, in the order in which they are stored.
 DONE_KEYS: tuple[Key, ...] = (("done",), ("terminated",), ("truncated",))
 
-#: Entry of a spec's metadata: the keys of the statistics of episodes, which are leaves of the observation.
+#: Entry of a spec's metadata: the keys of the observation leaves that are episode statistics.
 EPISODE_KEYS = "episode_keys"
 
 
@@ -102,7 +102,7 @@ class LeafSpec:
         dtype: numpy dtype name, e.g. `"uint8"`, `"float32"`, `"bool"`. Empty when `is_side`.
         domain: the legal values.
         is_side: True for leaves without a fixed shape and dtype (text, graphs, sequences, python
-            objects): they travel as plain data outside of the slab and come back as non-tensor data.
+            objects): workers send them as plain data outside the slab, and the batch holds them as non-tensor data.
     """
 
     key: Key
@@ -140,10 +140,10 @@ class LeafSpec:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """All the leaves of one env, in the order in which adapters give and take them.
+    """All the leaves of one env, in the order in which adapters return and accept them.
 
     Attributes:
-        observation: what `reset` and `step` give.
+        observation: what `reset` and `step` return.
         action: what `step` takes.
         reward: usually one leaf `("reward",)`, shape `(1,)`, float32.
         done: bool leaves; the first three are always `DONE_KEYS` with shape `(*batch_shape, 1)`,
@@ -151,9 +151,9 @@ class EnvSpec:
         state: further inputs that a step reads besides the action (TorchRL's `state_spec`).
         batch_shape: empty, or the batch shape of an env that is itself a batch (TorchRL envs with
             a batch size, simulators). Every leaf's shape includes it.
-        groups: nested tensordicts that have a batch shape of their own, as `(key, batch shape)`: a
-            multi-agent group of 7 is `(("agents",), (7,))`, and the tensordict under `agents` (and
-            those below it) then has batch size `[num_envs, 7]`. Include `batch_shape` in it.
+        groups: nested tensordicts with their own batch shape, as `(key, batch shape)`: a multi-agent group of 7 is
+            `(("agents",), (7,))`, and the tensordict under `agents` (and those below it) then has batch size
+            `[num_envs, 7]`. Include `batch_shape` in it.
         family: the adapter's name, for messages and the CLI.
         metadata: plain facts about the env: agent names, groups, frame key, action names, ...
     """
@@ -172,7 +172,7 @@ class EnvSpec:
 
     @property
     def episode_keys(self) -> frozenset[Key]:
-        """The keys of the observation leaves that are statistics of the episode, and nothing that an env observes."""
+        """The keys of the observation leaves that are episode statistics and not the env's own observations."""
         return frozenset(tuple(key) for key in self.metadata.get(EPISODE_KEYS, ()))
 
     def leaves(self) -> Iterator[LeafSpec]:
@@ -202,7 +202,7 @@ class EnvSpec:
         )
 
     def difference(self, other: EnvSpec) -> str:
-        """Return the first thing in which two specs differ, as `key: mine, theirs`; empty if they agree."""
+        """Return the first difference of two specs, as `key: mine, theirs`; empty if they agree."""
         for group in self._GROUPS:
             mine = {leaf.key: leaf for leaf in getattr(self, group)}
             theirs = {leaf.key: leaf for leaf in getattr(other, group)}

@@ -1,17 +1,17 @@
-"""Doorbells: how one process wakes another, and nothing else.
+"""Doorbells, by which one process wakes another.
 
 A doorbell is a counting semaphore that lives in a shared segment: no name, no file, no descriptor,
-and no owner (a process that dies can hold none). `ring` adds a token, `wait` takes one. Tokens are
-only hints: sequence numbers in the slab decide, so a token too many wakes somebody
-who looks, finds nothing, and waits again, and an interrupt can never desynchronise a step.
+and no owner (a process that dies can hold none). `ring` adds a token, `wait` takes one. Tokens are only hints: sequence
+numbers in the slab decide. A process woken by a surplus token finds no new number and waits again, and an interrupt
+cannot desynchronise a step.
 
-Guarantees: `ring` never blocks; `wait` first looks, then yields the processor for a bounded time (longer
-if the last wait was short, not at all while others want the processor), then blocks until a token, the
-timeout or a signal (a Python signal handler that raises, as Ctrl-C does, ends the wait). What a process
-wrote before `ring` is seen by the taker of that token.
+Guarantees: `ring` never blocks. `wait` first checks for a token; then it yields the processor for a bounded time
+(longer if the last wait was short, not at all while others want the processor); then it blocks until a token, the
+timeout or a signal (a Python signal handler that raises, as Ctrl-C does, ends the wait). The process that takes a token
+sees everything that was written before the `ring`.
 Assumes: POSIX unnamed process-shared semaphores, and CPython's `_multiprocessing.SemLock`, which can
 be laid over any `sem_t` and is by far the fastest binding (60 ns against 300 ns for ctypes); `create`
-tests that it can. Platforms: Linux (glibc); elsewhere `create` raises and only `SerialEnv` serves.
+tests that it can. Platforms: Linux (glibc); elsewhere `create` raises and only `SerialEnv` works.
 """
 
 from __future__ import annotations
@@ -27,36 +27,35 @@ import numpy as np
 #: Bytes of one doorbell; `sizeof(sem_t)` is 32 on Linux, and a separate line avoids false sharing.
 DOORBELL_BYTES = 128
 
-#: Seconds of yielding before blocking, after a wait that was long (a policy that thinks, an env that takes
-#: its time).
+#: Seconds of yielding before blocking, after a long wait (for a slow policy or a slow env).
 BRIEF_SPIN_S = 8e-6
-#: The same after a wait that was short. A wake-up that had to go through the kernel costs 15 us and leaves
-#: both sides with cold caches, more so on virtual machines, where a processor that idles is handed back to the
-#: host: one worker of 8 CartPoles made a batch in 559 us with 100 us here and in 285 us with 500, for no more
-#: processor time in all (2 cores, one run); two workers, 442 and 392 us for a fifth more. Since a yield reaches the
-#: workers (see `workers.zygote`), 100, 250 and 1,000 us give the same within the noise (docs/reports/performance.md).
+#: The same after a short wait. A wake-up through the kernel costs 15 us and leaves both sides with cold caches, more so
+#: on virtual machines, which hand an idle processor back to the host. One worker of 8 CartPoles took 559 us a batch
+#: with 100 us here and 285 us with 500, for no more processor time in all (2 cores, one run). Two workers took 442 and
+#: 392 us, for a fifth more. Now that a yield lets the workers run (see `process.zygote`), 100, 250 and 1,000 us give
+#: the same within the noise (docs/reports/performance.md).
 LONG_SPIN_S = 500e-6
 #: Seconds; a blocked wait below it counts as short.
 SHORT_WAIT_S = 600e-6
-#: Seconds by which a spin may overrun before it is clear that a yield has handed the processor to somebody
-#: else for a scheduler's slice (milliseconds). A sleeper is woken at once; who yields waits for its turn. (With
-#: 1 ms, where a worker that steps meanwhile is no overrun, batches take 0.98 to 1.03 times as long.)
+#: If a spin overruns by more seconds than this, a yield has given the processor to another process for a scheduler's
+#: slice (milliseconds). The kernel wakes a sleeping process at once, but a yielding one waits for its turn. (With 1 ms,
+#: so that a worker's step during a yield is no overrun, batches take 0.98 to 1.03 times as long.)
 OVERRUN_S = 100e-6
-#: Waits without any yielding after the first overrun; twice as many after each further one, up to `MOST_WAITS_...`,
-#: and one less for each spin that does not overrun. (A fixed 200 cost 10 % on a quiet machine, where the odd
-#: overrun is the hypervisor's or a kernel thread's.)
+#: Number of waits that do not spin after the first overrun. It doubles with each further overrun, up to
+#: `MOST_WAITS_...`, and falls by one with each spin that does not overrun. (A fixed 200 cost 10 % on a quiet machine,
+#: where the hypervisor or a kernel thread causes an occasional overrun.)
 FEWEST_WAITS_WITHOUT_SPIN = 8
 MOST_WAITS_WITHOUT_SPIN = 512
 
 _SEMAPHORE_KIND = 1  # Modules/_multiprocessing/semaphore.c: SEMAPHORE
 _MAX_TOKENS = 2**31 - 1
-#: Seconds of one blocking slice when waiting without a limit: sem_timedwait runs on the wall clock, so a
-#: long single wait would be at the mercy of clock changes.
+#: Seconds of one blocking slice of a wait without a limit: sem_timedwait uses the wall clock, so a clock change would
+#: distort a single long wait.
 _SLICE_S = 60.0
 
 
 class Doorbell:
-    """One counting semaphore in shared memory; make it with `create` (once) or `attach` (elsewhere)."""
+    """One counting semaphore in shared memory; call `create` once and `attach` in other processes."""
 
     __slots__ = ("_acquire", "_back_off", "_keep", "_spin_s", "_waits_without_spin", "memory", "ring")
 
@@ -64,13 +63,13 @@ class Doorbell:
         address = buffer.ctypes.data + offset
         lock = _multiprocessing.SemLock._rebuild(address, _SEMAPHORE_KIND, _MAX_TOKENS, None)
         self._keep: tuple[Any, ...] = (buffer, lock)
-        #: uint8 `[DOORBELL_BYTES]` (VIEW): where it lives.
+        #: uint8 `[DOORBELL_BYTES]` (VIEW): its memory.
         self.memory = buffer[offset : offset + DOORBELL_BYTES]
         self._acquire = lock.acquire
         self._spin_s = BRIEF_SPIN_S
         self._waits_without_spin = 0
         self._back_off = FEWEST_WAITS_WITHOUT_SPIN
-        #: Add a token; wakes one waiter. About 60 ns when nobody waits.
+        #: Add a token; wakes one waiter. About 60 ns without a waiter.
         self.ring = lock.release
 
     @classmethod
@@ -114,7 +113,7 @@ class Doorbell:
         return is_taken
 
     def rest(self) -> None:
-        """Have the next wait block at once: nothing is due soon."""
+        """Make the next wait block at once, without spinning: no token is expected soon."""
         self._waits_without_spin = max(1, self._waits_without_spin)
 
     def _spin(self) -> bool:

@@ -1,12 +1,12 @@
-"""Waking the parent once for several answers, instead of for each.
+"""Wake the parent once for several answers instead of once for each.
 
-A parent that waits for the first K of some envs has nothing to do before the K-th has answered, and where it shares the
-processors with its workers, each time that it is woken earlier is time taken from them. So it says at how many answers
-it wants to be woken, and each worker counts its own and looks at the sum of all.
+A parent that waits for the first K envs has nothing to do before the K-th answer. If it shares processors with its
+workers, each earlier wake-up takes time from them. So the parent writes at how many answers it wants to be woken. Each
+worker counts its own answers and compares the sum over all workers with that number.
 
-Guarantees: once the wanted number of answers has been counted, the worker that counted last finds out, or the parent
-in `expect`. Both write first and read then, with a full fence in between on x86-64. Elsewhere the two may miss each
-other; the parent, which never sleeps for long at a time, then finds the answers late by a slice.
+Guarantees: once the wanted number of answers has been counted, either the worker that counted last notices, or the
+parent does in `expect`. Both write first and then read, with a full fence in between on x86-64. On other processors
+both may miss it; the parent only sleeps in short slices and then finds the answers one slice late.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Tally:
 
     def total(self) -> int:
         """Return how many answers all workers have counted, ever."""
-        return sum(self._answered.tolist())  # of a few, in a tenth of numpy's time
+        return sum(self._answered.tolist())  # for a few workers, a tenth of numpy's time
 
     def expect(self, total: int) -> bool:
-        """Ask for a ring once this number of answers has been counted; return False if they have been by now."""
+        """Ask for a ring once `total` answers have been counted; return False if they have been already."""
         self._ring_at.fill(total)
         with self._fence:
             return self.total() < total
@@ -44,7 +44,7 @@ class Counter:
 
     Args:
         words: of the slab: `answered` and `ring_at`, int64 `[workers]` each.
-        worker_id: who counts.
+        worker_id: of this worker.
     """
 
     def __init__(self, words: Mapping[str, memoryview], worker_id: int) -> None:
@@ -53,7 +53,7 @@ class Counter:
         self._fence = threading.Lock()
 
     def add(self) -> bool:
-        """Count an answer; return whether the parent wants to know."""
+        """Count an answer; return whether the parent must be woken."""
         answered, worker_id = self._answered, self._worker_id
         answered[worker_id] += 1
         with self._fence:

@@ -1,9 +1,9 @@
-"""The parts of envherd and what they import: the tables of docs/architecture.md, and its picture.
+"""Write the tables of parts and imports in docs/architecture.md, and its picture.
 
     python -m tests.architecture --write      # needs envherd[media]
 
-The arrows are the imports that `tests/test_imports.py` finds. An arrow that follows from two or more others is left
-out (transitive reduction). Only the places of the boxes are given by hand. A module without a box is an error.
+The arrows are the imports that `tests/test_imports.py` finds. Arrows implied by others are left out (transitive
+reduction). Only the positions of the boxes are set by hand. A module without a box is an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Box(NamedTuple):
 
     Attributes:
         files: patterns of its files, relative to the checkout. The first box that matches a file has it.
-        what: what it is for, in the picture and in the table.
+        what: its purpose, in the picture and in the table.
         row: of the picture, from the bottom.
         columns: of the picture, first and last.
     """
@@ -42,7 +42,7 @@ class Box(NamedTuple):
     columns: tuple[int, int]
 
 
-#: Label -> box, in the order of the table: from what users call down to the memory.
+#: Label -> box, in the order of the table: from the public API down to the memory.
 BOXES = {
     "executor/cli/": Box(("executor/cli/*",), "the commands, a file each", 18, (1, 3)),
     "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 17, (3, 3)),
@@ -101,7 +101,7 @@ BOXES = {
     "workers/*.py": Box(("workers/*",), "commands as tables, messages, errors, seeds, writers of rows", 1, (1, 2)),
     "shm/": Box(("shm/*",), "specs, layout of bytes, segment, slab, doorbells", 0, (0, 4)),
 }
-#: Layer -> its rows in the picture, and its colours: of the area, and of its boxes.
+#: Layer -> its rows in the picture, the colour of its area, and the colour of its boxes.
 LAYERS = {
     "shm": ((0, 0), "#fdf1dc", "#f6cf8b"),
     "workers": ((1, 7), "#e6f2e6", "#b5dbb5"),
@@ -111,7 +111,7 @@ LAYERS = {
 
 @functools.cache
 def box_of(module: str) -> str:
-    """Return the label of the box that has a module."""
+    """Return the label of a module's box."""
     file = MODULES[module].relative_to(ROOT).as_posix()
     for label, box in BOXES.items():
         if any(fnmatch(file, pattern) for pattern in box.files):
@@ -120,7 +120,7 @@ def box_of(module: str) -> str:
 
 
 def imported_boxes() -> dict[str, set[str]]:
-    """Return which boxes each box imports directly, without those that others of them import.
+    """Return the boxes that each box imports, without boxes that these import anyway.
 
     Raises:
         CycleError: boxes import each other in a circle.
@@ -160,12 +160,12 @@ def states_table() -> list[str]:
     return lines
 
 
-#: What is written to the page: the name of the part, and what makes its lines.
+#: Part of the page -> function that makes its lines.
 PARTS = {"tests/architecture.py, parts": parts_table, "tests/architecture.py, states": states_table}
 
 
 def hops(section: str) -> list[tuple[str, list[str]]]:
-    """Return the hops that a section of the page lists: the file, and the functions of it that are named."""
+    """Return the hops that a section of the page lists: each file and its named functions."""
     text = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     lines = (line for line in text.splitlines() if re.match(r"\d+\. ", line))
     named = (re.findall(r"`([^`]+)`", line.partition(": ")[0]) for line in lines)
@@ -173,12 +173,12 @@ def hops(section: str) -> list[tuple[str, list[str]]]:
 
 
 def stepped_boxes() -> set[str]:
-    """Return the boxes that a step goes through."""
+    """Return the boxes on the path of a step."""
     return {box_of(file.removesuffix(".py").replace("/", ".")) for file, _ in hops("A step")}
 
 
 def digest() -> str:
-    """Return what the picture is marked with: a hash of all that it shows."""
+    """Return the hash of the picture's content, which is stored in the picture."""
     imports = sorted((label, sorted(others)) for label, others in imported_boxes().items())
     shown = repr((BOXES, LAYERS, imports, sorted(stepped_boxes())))
     return hashlib.sha256(shown.encode()).hexdigest()
@@ -201,7 +201,7 @@ def _bottom(box: Box) -> float:
 
 
 def _draw_arrow(axes: Any, source: Box, target: Box) -> None:
-    """Draw a vertical arrow where the boxes stand above each other, else one between the quarters that are closest."""
+    """Draw a vertical arrow between boxes above each other, else one between the closest quarters."""
     (own_left, own_right), (left, right) = _span(source), _span(target)
     begin = end = (max(own_left, left) + min(own_right, right)) / 2
     if own_right <= left:

@@ -1,12 +1,12 @@
-"""Run the tests with the oldest and newest versions of what this package builds on; write docs/reports/versions.md.
+"""Run the tests with the oldest and newest versions of this package's dependencies; write docs/reports/versions.md.
 
     python -m tests.compat                       # every row: an hour or two; 6 GB of disk at a time
     python -m tests.compat --rows "3.12|0.13"    # rows whose name has one of these, added to the page
     python -m tests.compat --above               # the oldest libraries above this environment: a minute; no page
 
 *Oldest* is the lower bound of every requirement in `pyproject.toml`, exactly; *newest* is what pip chooses within the
-bounds. Each is installed into an environment by itself, which is deleted afterwards (`--keep`). Rows with another name
-put a few versions on top of one of the two.
+bounds. Each is installed into a separate environment, which is deleted afterwards (unless `--keep`). Rows with another
+name add a few versions to one of the two.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ SHOWN = {
     "numpy": "NumPy",
 }
 EXTRAS = ("torchrl", "gymnasium", "sb3")
-#: Of the environment by itself that RLlib has, as it pins Gymnasium.
+#: Extras of RLlib's separate environment, because RLlib pins Gymnasium.
 RLLIB = "RLlib"
 RLLIB_EXTRAS = ("rllib", "pettingzoo", "meltingpot")
-#: Whose oldest versions run above any environment: what is compiled against them is their own.
+#: Libraries whose oldest versions can be put above any environment: only they are compiled against themselves.
 ABOVE = ("tensordict", "torchrl", "gymnasium", "stable-baselines3", "cloudpickle")
-#: Of the extra `dev`; the rest checks sources.
+#: Packages of the extra `dev` that tests need; the others check sources.
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-randomly", "hypothesis")
 #: Heading -> tests, as patterns below `tests/`.
 GROUPS = {
@@ -64,7 +64,7 @@ GROUPS = {
     RLLIB: ("executor/facades/test_rllib.py",),
 }
 
-#: What `--above` runs, below `tests/`: the two ends differ most in TorchRL and Gymnasium.
+#: Tests of `--above`, below `tests/`: oldest and newest differ most in TorchRL and Gymnasium.
 RUN_ABOVE = (
     "executor/facades/test_torchrl_parallel.py",
     "executor/facades/test_torchrl_serial.py",
@@ -80,10 +80,10 @@ class Row(NamedTuple):
 
     Attributes:
         python: its minor version, `3.11`.
-        which: `oldest`, `newest`, or what is different.
+        which: `oldest`, `newest`, or the difference.
         groups: the headings whose tests are run.
         end: the environment: `oldest`, `newest` or `RLlib`.
-        on_top: what is installed over it for this row alone, without dependencies.
+        on_top: packages installed over it only for this row, without dependencies.
     """
 
     python: str
@@ -94,7 +94,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What `--rows` looks in, and the key of its outcome."""
+        """The name that `--rows` searches, and the key of its outcome."""
         return f"{self.python}, {self.which}"
 
 
@@ -119,7 +119,7 @@ def torchrl_versions() -> list[str]:
 
 
 def requirements(extras: tuple[str, ...] = EXTRAS) -> list[Requirement]:
-    """Return what this package requires with some extras."""
+    """Return this package's requirements with some extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     texts = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
     return [Requirement(text) for text in dict.fromkeys(texts)]
@@ -162,7 +162,7 @@ def make(folder: Path, interpreter: str, wanted: list[str]) -> Path:
 
 
 def run(row: Row, folder: Path, jobs: str) -> dict[str, Any]:
-    """Install what a row needs, run its tests, and return its outcome."""
+    """Install a row's packages, run its tests, and return its outcome."""
     interpreter = find_python(row.python)
     if interpreter is None:
         raise SystemExit(f"{row.name} failed: expected python{row.python} on PATH or in pyenv, got none.")
@@ -288,7 +288,7 @@ def read_page() -> Outcomes:
 
 
 def outcome(row: Row, ran: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return what the page has of a row."""
+    """Return a row's line of the page and its failed tests."""
     cells = [ran["python"], row.which, *(ran["versions"][name] for name in SHOWN)]
     line = _line([*cells, *(_cell(ran["groups"].get(group)) for group in GROUPS)])
     return line, [test for group in ran["groups"].values() for test in group["failed"]]

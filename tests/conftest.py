@@ -1,7 +1,6 @@
-"""What every test must leave as it found it: processes, descriptors, threads, /dev/shm, signal handlers.
+"""Check that every test leaves no processes, descriptors, threads, /dev/shm entries or signal handlers.
 
-This process adopts orphans, so that a helper or worker that outlives its owner is seen here, and is
-killed here, whichever test had started it.
+This process adopts orphans, so it sees and kills helpers and workers that outlive their owner.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ from tests.scale import IS_FULL
 from tests.script_host import ScriptHost
 
 _PR_SET_CHILD_SUBREAPER = 36
-#: Seconds for what is ending to have ended: well above the promised one second.
+#: Seconds for processes to end: well above the promised one second.
 _GRACE_S = 3.0
 _TEARDOWN_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR2)
-#: Groups of tests that take minutes: what begins last should be short, or one process waits for the other.
+#: Groups of tests that take minutes and so begin first: if a long one began last, the other processes would wait for
+#:     it.
 _LONG = (
     "tests/cluster",
     "tests/test_examples.py",
@@ -47,7 +47,7 @@ _LONG = (
     "tests/executor/facades/test_sb3_training.py",
     "tests/workers/test_meltingpot.py",
 )
-#: What the helper of a session has imported.
+#: Modules that a session's helper has imported.
 _PRELOADED = ("torch", "tensordict", "gymnasium", "pytest", "hypothesis", "envherd.executor", "envherd.workers.testing")
 #: Tests that start no executors in this process, or few.
 _WITHOUT_HELPER = ("tests/cluster/", "tests/benchmarks/", "tests/shm/", "tests/test_")
@@ -59,11 +59,10 @@ settings.load_profile("steady")
 
 
 def pytest_configure() -> None:
-    """Adopt orphans: what a test's process leaves becomes a child of this one; and let Ctrl-C through.
+    """Adopt orphans of tests' processes, and let Ctrl-C through.
 
-    A shell that runs tests in the background has it ignored, by them and by all that they start. Python's own
-    resource tracker, which lives as long as the process that first needs it, is started before any test, and so is
-    the lock of progress bars made.
+    A background job of a shell ignores Ctrl-C, and so do its descendants. Python's resource tracker and the lock of
+    progress bars are created before any test, because they live as long as the process.
     """
     multiprocessing.resource_tracker.ensure_running()
     with contextlib.suppress(ModuleNotFoundError):
@@ -76,7 +75,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave sweeps to full runs, and put what takes long first, after tests have been shuffled."""
+    """Skip sweeps except in full runs, and move long tests to the front after shuffling."""
     for item in items:
         if item.get_closest_marker("full") and not IS_FULL:
             item.add_marker(pytest.mark.skip(reason="a sweep: make test-full (ENVHERD_FULL=1)"))
@@ -86,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file in one process, and all that need a Ray cluster in one: what they share is made once."""
+    """Run the tests of a file in one process, and all tests with a Ray cluster in one, to share their fixtures."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
@@ -132,10 +131,10 @@ def _command(pid: int) -> str:
 
 
 def _not_of_others(names: set[str]) -> set[str]:
-    """Return the names in /dev/shm that no living process but this one and its children has mapped.
+    """Return the names in /dev/shm that only this process and its children have mapped, or no process.
 
-    Who has made a name cannot be told, and other processes (tests that run at the same time) make some too. Mappings
-    are known by inode: a semaphore is mapped under the name that it had before it got its own.
+    The creator of a name is unknown, and other processes (tests that run at the same time) create some too. Mappings
+    are compared by inode, because a semaphore is mapped under a temporary name.
     """
     if not names:
         return names
@@ -162,7 +161,7 @@ def _is_pool(thread: threading.Thread) -> bool:
 
 @dataclass
 class Possessions:
-    """What this process holds now."""
+    """The resources of this process now."""
 
     children: set[int] = field(default_factory=_children)
     descriptors: dict[int, str] = field(default_factory=_descriptors)
@@ -173,7 +172,7 @@ class Possessions:
     has_grad: bool = field(default_factory=lambda: "torch" not in sys.modules or sys.modules["torch"].is_grad_enabled())
 
     def gained(self) -> list[str]:
-        """Say what is held now and was not held then."""
+        """Return the resources that were gained since."""
         now = Possessions()
         found = [f"process {pid}: {_command(pid)}" for pid in sorted(now.children - self.children)]
         found += [
@@ -190,9 +189,9 @@ class Possessions:
 
 @pytest.fixture(scope="session")
 def _helper_of(request: pytest.FixtureRequest) -> Iterator[Callable[[tuple[str, ...] | None], Any]]:
-    """Return what returns the helper of this session that has imported what most test modules import.
+    """Return a function that returns the session's helper, which has imported the modules of most tests.
 
-    With the arguments of a mark `preloads(...)`, it has imported these and all test modules with that mark also.
+    With the arguments of a mark `preloads(...)`, the helper has also imported these modules.
     """
     from envherd.executor import preloaded
     from envherd.executor.pools import preloading
@@ -222,7 +221,7 @@ def _preloads(node: pytest.Item | pytest.Collector | None) -> tuple[str, ...] | 
 
 @pytest.fixture(autouse=True, scope="module")
 def _shared_helper(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let the executors of many modules share a helper: workers that import torch by themselves take seconds to start.
+    """Let the executors of many test modules share a helper: workers that import torch by themselves start in seconds.
 
     Modules that are marked `preloads(...)` share one with more modules.
     """
@@ -239,7 +238,7 @@ def _shared_helper(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def script_host() -> Iterator[ScriptHost]:
-    """Return what runs scripts, with this process's module path and one thread for torch."""
+    """Return the host of scripts, with this process's module path and one thread for torch."""
     path = os.pathsep.join(map(str, [Path(__file__).parents[1], *sys.path]))
     with contextlib.closing(ScriptHost({"OMP_NUM_THREADS": "1", "PYTHONPATH": path})) as host:
         yield host
@@ -247,7 +246,7 @@ def script_host() -> Iterator[ScriptHost]:
 
 @pytest.fixture
 def run_example(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Return what runs an example in an empty folder and returns what it printed, after checking that it went well."""
+    """Return a function that runs an example in an empty folder, checks its exit code, and returns its output."""
 
     def run(name: str, *arguments: str, timeout_s: float = 240) -> str:
         folder, output = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("output")
@@ -262,7 +261,7 @@ def run_example(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def own_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each executor of the test its own helper, as executors of users have."""
+    """Give each executor of the test its own helper, as in users' programs."""
     from envherd.executor.pools import preloading
 
     monkeypatch.setattr(preloading, "_innermost", [])
@@ -310,7 +309,7 @@ def _loses_no_worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """Fail a teardown that takes long: closing is bounded."""
+    """Fail a teardown that takes too long: closing is bounded."""
     began = time.monotonic()
     yield
     took = time.monotonic() - began

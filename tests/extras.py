@@ -1,4 +1,4 @@
-"""What a test needs that is only there with one of this package's extras: `pip install envherd[EXTRA]`.
+"""Marks for tests that need one of this package's extras: `pip install envherd[EXTRA]`.
 
 A test without its extra is skipped with the extra's name. A test that mentions none must pass with `[gymnasium,dev]`.
 """

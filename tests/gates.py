@@ -1,4 +1,4 @@
-"""Where an env waits, in its process, for what a test does first: no sleep is long enough on a busy machine."""
+"""A gate at which an env waits for the test, instead of sleeps that may be too short on a busy machine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: Seconds: far above what anything takes on a machine that is busy with much else.
+#: Seconds: far above any duration on a busy machine.
 _PATIENCE_S = 60.0
 
 
 class Gate:
-    """Two files: one says that somebody waits, the other that nobody has to any more.
+    """Two files: one shows that an env waits, the other that the gate is open.
 
     Args:
         folder: where they are.
@@ -27,21 +27,21 @@ class Gate:
         self._is_open = Path(folder, "open")
 
     def pass_through(self) -> None:
-        """Say that somebody waits, and wait until it is open."""
+        """Announce that this env waits, and wait until the gate is open."""
         self._waits.touch()
         wait_for(self._is_open.exists, "nobody has opened the gate")
 
     def await_somebody(self) -> None:
-        """Wait until somebody waits."""
+        """Wait until an env waits at the gate."""
         wait_for(self._waits.exists, "nobody came to the gate")
 
     def open(self) -> None:
-        """Let everybody through, from now on."""
+        """Open the gate for all from now on."""
         self._is_open.touch()
 
 
 def wait_for(happened: Callable[[], Any], complaint: str = "it did not happen") -> None:
-    """Wait until something has happened; an AssertionError says that it did not."""
+    """Wait until `happened` returns a true value; raise AssertionError on timeout."""
     end = time.monotonic() + _PATIENCE_S
     while not happened():
         assert time.monotonic() < end, complaint
@@ -49,15 +49,15 @@ def wait_for(happened: Callable[[], Any], complaint: str = "it did not happen") 
 
 
 def interrupt(gate: Gate, call: Callable[[], Any]) -> None:
-    """Call something, send this process the signal of Ctrl-C once somebody waits at the gate, and open it then.
+    """Make a call; send SIGINT to this process once an env waits at the gate, and then open the gate.
 
-    Demands that the call ends in KeyboardInterrupt.
+    Requires that the call raises KeyboardInterrupt.
     """
 
     def kill() -> None:
         with contextlib.suppress(AssertionError):
             gate.await_somebody()
-        time.sleep(0.05)  # somebody may wait since before the call, which should have begun; it need not
+        time.sleep(0.05)  # an env may have waited before the call: give the call time to begin
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=kill)

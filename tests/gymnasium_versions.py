@@ -1,4 +1,4 @@
-"""What Gymnasium's versions differ in for tests: 1.1 has neither `Discrete(dtype=)` nor the later ids."""
+"""Differences of Gymnasium's versions for tests: 1.1 has neither `Discrete(dtype=)` nor the later ids."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def discrete(n: int, dtype: Any, start: int = 0) -> Any:
     return Discrete(n, start=start, dtype=dtype) if _HAS_DTYPE else Discrete(n, start=start)
 
 
-#: What `batch_differing_spaces` raises for shapes that differ: 1.1 asserts.
+#: The error of `batch_differing_spaces` for different shapes: 1.1 asserts.
 NOT_BATCHED = (ValueError, AssertionError)

@@ -1,4 +1,4 @@
-"""A pytest plugin that puts this project's facades in place of a host library's own classes.
+"""A pytest plugin that replaces a host library's classes by this project's facades.
 
 To run a host library's own tests on them, from a checkout of that library:
 `ENVHERD_HOST=sb3 python -m pytest -p tests.host_swap tests/test_vec_envs.py`. See docs/contributing.md.
@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 
-#: Host -> its package, modules of it to import first, the module with the facades, and what these replace.
+#: Host -> its package, modules to import first, the module with the facades, and the classes they replace.
 HOSTS: dict[str, tuple[str, tuple[str, ...], str, tuple[str, ...]]] = {
     "gymnasium": (
         "gymnasium",

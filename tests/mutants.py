@@ -4,7 +4,7 @@ Guarantees: the working tree is never written to; each change is made in a copy.
 ends at a time limit, with every process that its tests started. The same seed and the same source give the same sample.
 Assumes: Linux (a process that adopts orphans, /proc).
 
-Neither mutmut nor cosmic-ray deletes a statement, which is how what nobody tests is best found.
+Neither mutmut nor cosmic-ray deletes statements, which is the best way to find untested code.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Mutant:
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
-    """Return all changes that can be made to a file, in the order of its lines."""
+    """Return all possible changes of a file, in the order of its lines."""
     offsets = [0]
     for line in source.splitlines(keepends=True):
         offsets.append(offsets[-1] + len(line))
@@ -155,7 +155,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 
 def _code_under(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Yield statements and expressions, but nothing of which only a message or an annotation is made."""
+    """Yield statements and expressions, except those used only for messages or annotations."""
     if isinstance(node, ast.expr | ast.stmt):
         yield node
     if isinstance(node, ast.JoinedStr | ast.Raise | ast.FunctionDef | ast.ClassDef):
@@ -212,7 +212,7 @@ def _in_brackets(node: ast.expr) -> str:
 
 
 def copy_tree(folder: Path) -> None:
-    """Copy what is in the working tree to a folder, where `envherd` is imported from."""
+    """Copy the working tree to a folder, from which `envherd` is imported."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
@@ -261,7 +261,7 @@ def run_tests(folder: Path, path: str, limit_s: float | None) -> tuple[str, floa
 
 
 def _end_all() -> None:
-    """Kill all that this process has started, and what it has adopted."""
+    """Kill all descendants of this process, including adopted ones."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -332,7 +332,7 @@ def main() -> int:
 
 def _try_all(pool: ProcessPoolExecutor, chosen: dict[str, list[Mutant]]) -> int:
     paths = {where: where.partition(":")[0] for where in chosen}
-    sources = {path: (ROOT / path).read_bytes() for path in paths.values()}  # now: somebody may edit them meanwhile
+    sources = {path: (ROOT / path).read_bytes() for path in paths.values()}  # they may be edited later
     originals = {}
     for where, (said, took) in zip(chosen, pool.map(_try_original, paths.values()), strict=True):
         originals[where] = said, took

@@ -1,4 +1,4 @@
-"""How much of a sweep an ordinary test run makes: `make test` a part, `make test-full` (ENVHERD_FULL=1) all of it."""
+"""The size of sweeps: `make test` runs a part, `make test-full` (ENVHERD_FULL=1) all of them."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ IS_FULL = os.environ.get("ENVHERD_FULL") == "1"
 
 
 def scaled(part: T, full: T) -> T:
-    """Return what an ordinary run uses, or what a full one does."""
+    """Return the value for an ordinary run, or for a full one."""
     return full if IS_FULL else part

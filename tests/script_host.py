@@ -1,7 +1,7 @@
-"""Scripts, each in a fork of one process that has imported what most of them import: seconds earlier than alone.
+"""Run each script in a fork of one process that has already imported most modules, which saves seconds.
 
-A script runs as `python SCRIPT ARGUMENTS` would run it: it is `__main__`, its folder comes first where modules are
-looked for, and it ends as a process does. `tests/test_examples.py` runs one in a process without any imports as well.
+A script runs as with `python SCRIPT ARGUMENTS`: it is `__main__`, its folder is first in `sys.path`, and it ends like a
+process. `tests/test_examples.py` also runs one script in a fresh process.
 
     python script_host.py     reads one job per line, as JSON, and prints the exit code of each
 """
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: The first makes SB3 light to import, as in workers.
+#: The first makes the import of SB3 light, as in workers.
 _IMPORTED = (
     *("envherd.workers.adapters.hosts.light_tensorboard", "torch", "tensordict", "gymnasium"),
     *("envherd.executor.parallel", "envherd.executor.serial"),
@@ -28,7 +28,7 @@ _IMPORTED = (
 
 
 class ScriptHost:
-    """The process; made before a test's possessions are counted.
+    """The host process; created before the first count of a test's resources.
 
     Args:
         environment: of the scripts.

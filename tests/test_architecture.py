@@ -1,4 +1,4 @@
-"""docs/architecture.md says what the code is: its tables, its picture, the functions that it names, its one rule."""
+"""docs/architecture.md matches the code: its tables, its picture, the named functions, and its rule."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HOPS = [
     for file, functions in architecture.hops(section)
     for function in functions
 ]
-#: They read what a pool reports besides rows: the flight, its part for losses, and what answers another machine. One
-#: more only waits: what lets several threads wait at once.
+#: Modules that read a pool's reports besides rows: the flight, its part for losses, and the host of a cluster. One more
+#: only waits: the lock for several threads.
 READERS = {
     "executor/protocol/flight.py",
     "executor/protocol/losses.py",

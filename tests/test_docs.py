@@ -56,7 +56,7 @@ WORDS = (
     *("becomes of", "comes of", "comes to be", "gives and takes", "as far as it goes", "as it comes", "mends", "dear"),
     *("save one", "it pays", "lies about"),
 )
-#: What the pages of the reference show, by the directives of mkdocstrings.
+#: The objects on the pages of the reference, from the directives of mkdocstrings.
 DIRECTIVES = [
     path
     for page in sorted((DOCS / "reference").glob("*.md"))
@@ -204,7 +204,7 @@ def test_sources_avoid_the_worst_words():
 
 
 def members_of(path: str) -> dict[str, object]:
-    """Return what the reference shows of an object: itself, and for a class its public methods and properties."""
+    """Return the documented parts of an object: itself, and for a class its public methods and properties."""
     value = pydoc.locate(path)
     assert value is not None, path
     found = {path: value}

@@ -1,4 +1,4 @@
-"""Every example runs as a user would run it: a script of its own, in a folder of its own."""
+"""Every example runs like a user's script, in an empty folder."""
 
 from __future__ import annotations
 

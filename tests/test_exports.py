@@ -1,4 +1,4 @@
-"""What is public is there, documented, packaged and pinned."""
+"""Public names exist, and are documented, packaged and pinned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extras that tests name are those that can be installed."""
+"""Extras named by tests exist."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ ALLOWED = {
     "benchmarks/curves.py": {"matplotlib"},
     "benchmarks/cores.py": {"matplotlib"},
 }
-#: The parts of each layer, packages and single modules: each imports only itself and what stands before it.
+#: The parts of each layer, packages and single modules: each imports only itself and earlier parts.
 ORDER = {
     "shm": (
         "interrupts",
@@ -119,7 +119,7 @@ ORDER = {
         *("doctor", "facades", "cluster", "cli"),
     ),
 }
-#: Imported by an adapter of their family when an env of it is there, and by nothing else.
+#: Packages that only the adapter of their family imports, when there is an env of it.
 HEAVY = {
     "dm_control",
     "dm_env",
@@ -139,7 +139,7 @@ FAMILIES = ("dm_env", "envpool", "gymnasium", "hosts", "meltingpot", "pettingzoo
 
 
 def imported_packages(path: Path) -> Iterator[str]:
-    """Yield what a file imports that is not python's own: packages, and `envherd.LAYER`."""
+    """Yield a file's imports outside the standard library: packages, and `envherd.LAYER`."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -197,7 +197,7 @@ def imported_modules(module: str) -> set[str]:
 
 
 def against_order(module: str) -> set[tuple[str, str]]:
-    """Return what a module imports of its own layer that does not stand before it."""
+    """Return a module's imports of its own layer that violate the order."""
     layer, part = part_of(module)
     order = ORDER[layer]
     own = ((other, part_of(other)[1]) for other in imported_modules(module) if part_of(other)[0] == layer)

@@ -1,4 +1,4 @@
-"""The script that installs Melting Pot: what it builds with, and that it never waits for ever."""
+"""The script that installs Melting Pot: its build tools, and its time limits."""
 
 from __future__ import annotations
 

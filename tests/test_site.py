@@ -22,7 +22,7 @@ skip_without("docs")
 from tests.test_docs import DIRECTIVES, DOCS, ROOT, members_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-#: What a user may type, and a page that must be among the answers.
+#: Search text -> a page that must be among the results.
 SEARCHES = {"break_when_any_done": "batches", "episode_statistics": "options", "step_timeout_s": "options"}
 #: Opens every page and every search in a frame, and reports titles, errors and answers to the server.
 DRIVER = """<!doctype html><iframe id="frame" width="1200" height="800"></iframe><script>

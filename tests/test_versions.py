@@ -1,4 +1,4 @@
-"""The bounds of pyproject.toml are those of the versions that docs/reports/versions.md has rows of."""
+"""The bounds in pyproject.toml are the versions of the rows in docs/reports/versions.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REQUIREMENTS = [one for one in compat.requirements((*compat.EXTRAS, "rllib")) if
 
 
 def versions_of(requirement: Requirement) -> list[Version]:
-    """Return the versions of a requirement's package that tests were run with, by the Pythons that it is for."""
+    """Return the tested versions of a requirement's package, for the Pythons of its marker."""
     versions = []
     for line, _ in compat.read_page().values():
         row = dict(zip(HEADS, (cell.strip() for cell in line.strip("|").split("|")), strict=False))

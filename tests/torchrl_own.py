@@ -1,7 +1,7 @@
-"""TorchRL's own test envs (`torchrl.testing.mocking_classes`), and what TorchRL's versions differ in for tests.
+"""TorchRL's own test envs (`torchrl.testing.mocking_classes`), and differences of TorchRL's versions for tests.
 
-TorchRL 0.10 does not ship them. There, those that other test envs build on are here in short, and building any other
-skips the test.
+TorchRL 0.10 does not ship them. For 0.10, this module has short versions of those that other test envs need; building
+any other skips the test.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-#: What workers with TorchRL's envs import, in their order: Gym wrappers import SB3, which imports TensorBoard.
+#: Modules that workers with TorchRL's envs import, in order: Gym wrappers import SB3, which imports TensorBoard.
 PRELOADED = ("envherd.workers.adapters.hosts.light_tensorboard", "torchrl.envs", "stable_baselines3")
 
-_INSTALLED = importlib.metadata.version("torchrl")  # what 0.10 says of itself is wrong
-#: Of the TorchRL that is installed, e.g. `(0, 14)`.
+_INSTALLED = importlib.metadata.version("torchrl")  # 0.10's own version string is wrong
+#: Version of the installed TorchRL, e.g. `(0, 14)`.
 VERSION = tuple(int(part) for part in _INSTALLED.split(".")[:2])
 
 

@@ -1,8 +1,8 @@
-"""Factories: refused at once if they cannot work, pickled by value, called in the worker.
+"""Factories: check them in the parent, pickle them by value, call them in the worker.
 
 In the parent, `pickle_factory` refuses an env instance and whatever cannot be pickled, naming the
-captured variable and the object. In the worker, `build_adapter` calls the factory and refuses what
-is no env, or an env that the factory did not build itself.
+captured variable and the object. In the worker, a `Builder` calls the factory and refuses a result that is no env, or
+an env that the factory did not build itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_factory(factory: Any) -> None:
 
 
 def pickle_factory(factory: Factory) -> bytes:
-    """Return a factory as bytes; what is defined in `__main__` travels by value.
+    """Return a factory as bytes; definitions from `__main__` are pickled by value.
 
     Raises:
         FactoryError: it cannot be pickled; the message names the captured variable and the object.
@@ -93,7 +93,7 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
 
 
 def captures(factory: Any) -> Iterator[tuple[str, Any]]:
-    """Yield `(variable name, value)` of what a callable carries: closure, globals used, defaults, bound objects."""
+    """Yield `(variable name, value)` of what a callable captures: closure, globals used, defaults, bound objects."""
     if isinstance(factory, functools.partial):
         yield from ((f"argument {i}", value) for i, value in enumerate(factory.args))
         yield from factory.keywords.items()
@@ -122,7 +122,7 @@ def _unpicklable_captures(factory: Any) -> Iterator[tuple[str, Any]]:
 
 
 def modules_of(factory: Any) -> list[str]:
-    """Return the modules that a factory refers to, by which a helper can import them before it forks."""
+    """Return the modules that a factory refers to, so that a helper can import them before it forks."""
     modules: dict[str, None] = {}
     for _, value in [("", factory), *captures(factory)]:
         name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
@@ -133,12 +133,12 @@ def modules_of(factory: Any) -> list[str]:
 
 
 class Builder:
-    """Builds the envs of one worker, and remembers which it has seen.
+    """Builds the envs of one worker, and remembers the envs that it has built.
 
     Args:
-        info_keys: entries of the envs' infos that are to be leaves; see `adapters.info_leaves`.
-        env_type: what the envs take and give; see `adapters.find_adapter`.
-        episode_statistics: whether statistics of the envs' episodes are to be leaves; see `block.episode_leaves`.
+        info_keys: entries of the envs' infos that become leaves; see `block.info_leaves`.
+        env_type: what the envs take and return; see `registry.find_adapter`.
+        episode_statistics: whether statistics of the envs' episodes become leaves; see `block.episode_leaves`.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Builder:
         return self.adopt(self._factories[pickled], kwargs)
 
     def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
-        """Call a factory and return its env's adapter, which the factory may have made already; see `build`."""
+        """Call a factory and return its env's adapter, or the adapter that it returned; see `build`."""
         adapter = self._adopt(factory, kwargs)
         if self._has_statistics:
             adapter = EpisodeLeaves(adapter)
@@ -211,7 +211,7 @@ class Builder:
         return adapter
 
     def _refuse_second(self, factory: Factory) -> None:
-        """Refuse to build an env in the process of one that must be alone in its process."""
+        """Refuse a second env in the process of an env that must be alone in its process."""
         if self._alone is not None:
             raise FactoryError(
                 f"make_env failed: expected one simulator in a process, got a second from the factory "
@@ -235,7 +235,7 @@ class Builder:
 
 
 def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether the keyword arguments of two factory calls are equal, as far as that can be seen."""
+    """Return whether the keyword arguments of two factory calls are known to be equal."""
     try:
         return bool(one == other)
     except ValueError:  # arrays: not comparable as a whole; then they are taken to differ

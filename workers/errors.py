@@ -12,9 +12,9 @@
     +-- Closed            (RuntimeError)  the executor was closed
     +-- InternalError     (RuntimeError)  our bug
 
-The class says who caused it. Context (env ids, worker id, pid, ...) is in the message and also in
-`error.context`. Remote tracebacks are text: `error.remote_traceback`, also shown as the `__cause__`.
-Every exception survives pickling as its own type.
+The class tells who caused the error. Context (env ids, worker id, pid, ...) is in the message and also in
+`error.context`. Remote tracebacks are text: `error.remote_traceback`, also shown as the `__cause__`. Every exception
+survives pickling as its own type.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class EnvherdError(Exception):
         self.message = message
         self.remote_traceback = remote_traceback
         self.context = context
-        #: For EnvError and WorkerLost raised by a step: the batch as far as it got, or None. Not pickled.
+        #: For EnvError and WorkerLost raised by a step: the `next` batch, in which the rows of failed envs are not
+        #:     valid, or None. Not pickled.
         self.partial: Any = None
         if remote_traceback:
             self.__cause__ = RemoteTraceback(remote_traceback)
@@ -66,11 +67,11 @@ def _rebuild(cls: type[EnvherdError], message: str, remote: str | None, context:
 
 
 class FactoryError(EnvherdError, TypeError):
-    """What was given as `make_env` is no factory, cannot be pickled, returned no env, or raised."""
+    """The `make_env` argument is no factory, cannot be pickled, returned no env, or raised."""
 
 
 class SpecError(EnvherdError, ValueError):
-    """Envs that must agree do not, or an env gave data that its own spec forbids."""
+    """Envs that must have equal specs do not, or an env returned data that its own spec forbids."""
 
 
 class ActionError(EnvherdError, ValueError):
@@ -82,7 +83,7 @@ class ResetNeeded(EnvherdError, RuntimeError):
 
 
 class EnvError(EnvherdError, RuntimeError):
-    """An env raised. Only that env is lost; its worker and all other envs go on, and it can be reset."""
+    """An env raised. Only that env's episode is lost; its worker and all other envs continue, and it can be reset."""
 
 
 class WorkerLost(EnvherdError, RuntimeError):
@@ -94,7 +95,7 @@ class WorkerTimeout(EnvherdError, TimeoutError):
 
 
 class Busy(EnvherdError, RuntimeError):
-    """An env still owes an answer to an earlier `send`; `recv` it first."""
+    """An env has not been received since an earlier `send`; call `recv` first."""
 
 
 class Closed(EnvherdError, RuntimeError):

@@ -1,7 +1,7 @@
-"""Envs' infos, packed before the env is called again and may change it.
+"""Pack envs' infos before the env is called again and may change them.
 
-Guarantees: no info makes a step fail. An entry that cannot travel (an object that is not plain data, one
-that cannot be pickled or unpickled, one too large, one whose own code raises) is left out, and named.
+Guarantees: no info makes a step fail. An entry that cannot be sent (not plain data, cannot be pickled or unpickled, too
+large, or its own code raises) is left out and reported by name.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from envherd.shm.interrupts import uninterrupted
 from envherd.workers import plain
 from envherd.workers.options import InfoPolicy
 
-#: (the info's bytes or None where it says nothing, entries left out: name -> why)
+#: (the info's bytes, or None if it is empty; entries left out: name -> reason)
 Packed = tuple[bytes | None, dict[str, str]]
 Pack = Callable[[Any], Packed]
 
 _LOG = logging.getLogger(__name__)
 
-#: Bytes of one info that travel: more is a mistake, and would take longer than any step.
+#: Largest size of one info, bytes: more is probably a mistake, and would take longer than any step.
 _MAX_BYTES = 1 << 26
 _EVERYTHING = "everything"
-#: What the code of an env's own objects may raise; Ctrl-C is not its own.
+#: Exceptions that the code of an env's objects may raise; not Ctrl-C.
 _ANY = (Exception, SystemExit, GeneratorExit)
-#: Values that come out of a pickle as they went in.
+#: Types that pickling is known to preserve.
 _SURE = frozenset({type(None), bool, int, float, complex, str, bytes, np.bool_, np.float32, np.float64, np.int64})
 _CONTAINERS = frozenset({dict, list, tuple})
 _DEEPEST = 4
@@ -41,7 +41,7 @@ def packer(policy: InfoPolicy) -> Pack | None:
 
 
 def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:
-    """Return the info that was packed, in its own memory; empty, and logged, where it cannot be unpickled here."""
+    """Unpack an info into its own memory; if it cannot be unpickled here, log that and return an empty one."""
     load: Callable[[bytes], dict[str, Any]] = pickle.loads if policy == "pickle" else plain.decode
     try:
         return load(data)
@@ -52,7 +52,7 @@ def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:
             except _ANY:
                 _LOG.warning("an info was lost, for it could not be unpickled in this process (%s).", explain(error))
                 return {}
-        raise  # the info can be loaded: a signal handler of this program has raised this
+        raise  # the info can be loaded, so a signal handler of this program raised
 
 
 def _pack_plain(info: Any) -> Packed:
@@ -82,7 +82,7 @@ def _pack(info: Any, encode: Callable[[dict[Any, Any]], bytes]) -> Packed:
 
 
 def _pack_each(entries: dict[Any, Any], encode: Callable[[dict[Any, Any]], bytes]) -> Packed:
-    """Pack those entries that can be."""
+    """Pack the entries that can be packed."""
     kept, left_out, size = {}, {}, 0
     for key, value in entries.items():
         try:
@@ -99,10 +99,10 @@ def _pack_each(entries: dict[Any, Any], encode: Callable[[dict[Any, Any]], bytes
 
 
 def _dumps(entries: dict[Any, Any]) -> bytes:
-    """Pickle, and see whether what is not sure to come back does: an object's own code decides that."""
+    """Pickle entries; unpickle them as a check unless their types are known to survive it."""
     try:
         data = pickle.dumps(entries, protocol=5)
-    except _ANY:  # perhaps of a class that came here with the factory, and can go back so
+    except _ANY:  # perhaps of a class that was pickled by value with the factory
         data = bytes(cloudpickle.dumps(entries))
     if not _is_sure(entries):
         pickle.loads(data)
@@ -125,7 +125,7 @@ def _name(key: Any) -> str:
 
 
 def explain(error: BaseException) -> str:
-    """Describe an exception in a line; one that cannot be printed is no obstacle."""
+    """Describe an exception in one line, even if it cannot be printed."""
     try:
         return f"{type(error).__name__}: {error}"[:200]
     except _ANY:

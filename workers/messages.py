@@ -1,4 +1,4 @@
-"""Messages on the socket between parent and worker: everything that is not the hot path.
+"""Messages on the socket between parent and worker, for everything except steps.
 
 Parent to worker: one of the dataclasses below, pickled (the parent is trusted: it is the same user's
 program). Worker to parent: a plain dict (`workers.plain`), never a pickle. A frame on the wire is a
@@ -30,12 +30,12 @@ from envherd.workers.options import BlockOptions
 
 _HEAD = struct.Struct("<QQI")
 _MAX_FDS = 4
-_SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL  # SIGPIPE would end a program that leaves it at its default
+_SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL  # SIGPIPE would end a program that has not changed its default
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """Build the envs. Answered by their specs, or by what went wrong.
+    """Build the envs. The answer is their specs, or a fault.
 
     Attributes:
         worker_id: for messages.
@@ -44,7 +44,7 @@ class Build:
         env_kwargs: keyword arguments for each factory call.
         root_seed: seeds the global generators before each factory runs, and the episodes.
         block: how the envs are run.
-        pickle_replies: answers to calls may be pickled.
+        pickle_replies: whether answers to calls may be pickled.
     """
 
     worker_id: int
@@ -88,7 +88,7 @@ class Seed:
 
     Attributes:
         root_seed: of all envs.
-        episodes: which episode the next reset of each env of the pool begins; None for episode 0 of all.
+        episodes: the episode that the next reset of each env of the pool begins; None for 0.
     """
 
     root_seed: int
@@ -106,21 +106,20 @@ class Prepare:
     side: list[Any] | None = None
 
 
-#: The questions whose `args` hold one item for each env that is asked.
+#: The values of `what` for which `args` holds one item per env.
 PER_ENV = frozenset({"set", "each", "load_state_dict"})
-#: The questions after which a worker steps envs whether or not they were reset: it is left to a facade's host.
+#: The values of `what` after which a worker steps envs even if they need a reset, which the facade then checks.
 UNGUARDS = frozenset({"each", "allow_steps"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """Do something with envs that is not a step; answered by one value per env.
+    """Request something other than a step from envs; the answer holds one value per env.
 
-    `what` is "call", "each" (a call with one argument, each env its own), "get", "has" (whether a "get"
-    would find something), "set", "layers" (the classes of an env and its wrappers), "render", "state_dict",
-    "load_state_dict" or "allow_steps" (let envs be stepped that were never reset); `number` comes back with the
-    answer, so that the answer to a question whose asker was interrupted is not taken for the next one's. An
-    `is_silent` one is never answered.
+    `what` is "call", "each" (a call with one argument, a different one for each env), "get", "has" (whether "get" would
+    succeed), "set", "layers" (the classes of an env and its wrappers), "render", "state_dict", "load_state_dict" or
+    "allow_steps" (let envs be stepped that were never reset). The answer repeats `number`, so that a late answer to an
+    interrupted request is not mistaken for the next one. A request with `is_silent` gets no answer.
     """
 
     what: str
@@ -134,15 +133,15 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Measure an env instead of building a block; answered by "probed" frames, the last of which says so, or a fault.
+    """Measure an env instead of building a block; the answer is "probed" frames, the last of them marked, or a fault.
 
     Attributes:
         factory: pickled.
         env_kwargs: keyword arguments of the factory call.
         root_seed: of the envs and of the random actions.
         block: how the envs are run.
-        num_envs: how many are built at the same time at most.
-        budget_s: seconds after which no further step, reset or build is begun.
+        num_envs: how many envs exist at the same time at most.
+        budget_s: seconds after which no further step, reset or build begins.
     """
 
     factory: bytes
@@ -162,7 +161,7 @@ Message = Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask 
 
 
 def _dumps(message: Message) -> bytes:
-    """Return a message as bytes; arguments that the user's script defines travel by value."""
+    """Return a message as bytes; classes that the user's script defines are pickled by value."""
     return bytes(cloudpickle.dumps(message))
 
 
@@ -200,7 +199,7 @@ class _Outgoing(NamedTuple):
     Attributes:
         number: of the message.
         data: the frame.
-        descriptors: they go with its first bytes.
+        descriptors: sent with its first bytes.
         sent: how many bytes each call has sent.
     """
 
@@ -214,9 +213,9 @@ class _Incoming(NamedTuple):
     """What was received.
 
     Attributes:
-        frames: decoded, that were not taken yet.
+        frames: decoded frames that the caller has not taken yet.
         pieces: the bytes after them.
-        num_needed: how many bytes the next frame takes; at least.
+        num_needed: least number of bytes of the next frame.
     """
 
     frames: list[dict[str, Any]]
@@ -231,8 +230,8 @@ class Channel:
     sends none twice, and leaves no message half counted; the next call continues. No method blocks. Two threads
     may use a channel at once.
 
-    Each call of the system is made by a C function that also stores its result (`list.extend` over an iterator), as
-    python runs signal handlers between bytecodes only. Everything else is one assignment, or may be repeated.
+    A C function makes each system call and also stores its result (`list.extend` over an iterator), because Python runs
+    signal handlers only between bytecodes. Everything else is one assignment, or may be repeated.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -245,14 +244,14 @@ class Channel:
         self._receive = functools.partial(sock.recv, 1 << 20, socket.MSG_DONTWAIT)
 
     def queue_message(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Take a message for `flush_nowait` to send, and copies of the descriptors that go with it."""
+        """Queue a message for `flush_nowait`, with copies of its descriptors."""
         payload, number = _dumps(message), next(self._numbers)
         data = memoryview(_HEAD.pack(len(payload), number, len(fds)) + payload)
         self._unsent.append(_Outgoing(number, data, _Descriptors(fds) if fds else None, []))
 
     @property
     def num_queued(self) -> int:
-        """Number of the latest message that was queued; 0 before the first. Numbers rise, and may leave gaps."""
+        """Number of the latest message that was queued; 0 before the first. Numbers increase, with gaps."""
         unsent = self._unsent
         return unsent[-1].number if unsent else self._last_sent
 
@@ -262,7 +261,7 @@ class Channel:
         return bool(self._unsent)
 
     def flush_nowait(self) -> bool:
-        """Send as much of the queued messages as the socket takes; return whether all of it is sent.
+        """Send as much of the queued messages as the socket accepts; return whether everything is sent.
 
         Raises:
             ConnectionError: the worker has gone.
@@ -285,7 +284,7 @@ class Channel:
         return True
 
     def drain_nowait(self) -> list[dict[str, Any]]:
-        """Read what has arrived; return the frames that nobody has taken, oldest first: delete those that you take."""
+        """Read what has arrived; return the untaken frames, oldest first. The caller deletes those that it takes."""
         with self._lock:
             incoming = self._incoming
             with contextlib.suppress(BlockingIOError, ConnectionError):
@@ -303,7 +302,7 @@ class Channel:
         return bool(self._incoming.pieces)
 
     def close(self) -> None:
-        """Close the socket, and drop what was not sent. Idempotent."""
+        """Close the socket and drop unsent messages. Idempotent."""
         self.sock.close()
         self._unsent.clear()
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-#: What an env takes and gives: tensors, arrays and numbers, or whatever its class is known for.
+#: What an env takes and returns: tensors, or arrays and numbers, or what is known of its class.
 EnvType = Literal["torch", "numpy", "auto"]
 
-#: How infos are handled: they stay in the worker, come back as plain data (entries that are not plain are
-#: left out), or come back as they are, by pickle.
+#: How infos are handled: they stay in the worker, are sent as plain data (other entries are left out), or are pickled.
 InfoPolicy = Literal["drop", "plain", "pickle"]
 
-#: Entries of infos that are leaves: "all", the names, or each name with a value (or a type) like those it will have.
+#: Info entries that become leaves: "all", names, or a dict from each name to an example value or a type.
 InfoKeys = Literal["all"] | Sequence[str | tuple[str, ...]] | Mapping[str | tuple[str, ...], Any]
 
 
@@ -25,12 +24,12 @@ class BlockOptions:
         isolate_rng: swap the global generators' state in and out around every call of an env.
         check_finite: refuse NaN and infinities in observations and rewards.
         infos: how to handle the envs' infos.
-        info_keys: entries of the infos that are leaves; see `block.info_leaves`.
+        info_keys: entries of the infos that become leaves; see `block.info_leaves`.
         episode_statistics: leaves with return, length and time of the episode; see `block.episode_leaves`.
         episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
-        env_type: what the envs take and give; see `adapters.find_adapter`.
-        first_env_id: what seeds call env 0, where these envs are a share of a larger batch.
-        reset_ahead: the worker is one of the two that an env has; see `process.ahead`.
+        env_type: what the envs take and return; see `registry.find_adapter`.
+        first_env_id: id of env 0 for seeds, if these envs are a share of a larger batch.
+        reset_ahead: the worker is one of an env's two workers; see `process.ahead`.
         env_threads: each env has a thread; see `process.env_threads`.
     """
 

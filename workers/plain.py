@@ -1,8 +1,8 @@
-"""Plain data as bytes: what a worker may send to the parent. Never a pickle.
+"""Plain data as bytes, the only data that a worker sends to the parent; no pickles.
 
 A value is None, bool, int, float, str, bytes, a numpy scalar or array of a numeric, bool or string
 dtype, or a list, tuple or dict of such values (dict keys: str, int, bool, float, None or tuples of
-them). A torch tensor goes as its numpy array. Anything else raises `NotPlain`, which names it.
+them). A torch tensor is sent as a numpy array. Anything else raises `NotPlain`, which names it.
 
 Encoding: one JSON text (structure, tags for what JSON lacks) followed by the raw bytes of arrays.
 Decoding trusts nothing: lengths and dtypes are checked before any array is made.
@@ -90,7 +90,7 @@ def _lower_array(value: Any, buffers: list[bytes], where: str) -> Any:
         value = value.detach().cpu().numpy()
     if value.dtype.kind not in _KINDS:
         raise NotPlain(f"{where} is an array of dtype {value.dtype}, which is not plain data")
-    array = np.asarray(value)  # of an empty text it has room for one character, as its bytes have
+    array = np.asarray(value)  # an array of empty texts reserves one character each
     buffers.append(array.tobytes())
     tag = "g" if isinstance(value, np.generic) else "a"
     return {_TAG: tag, "v": len(buffers) - 1, "s": list(array.shape), "d": array.dtype.str}

@@ -1,6 +1,6 @@
-"""What the kernel says of a process and those it has started: memory, processor time, threads. From /proc alone.
+"""Read memory, processor time and threads of a process and its descendants from /proc.
 
-Values are 0 for a process that has gone, or where /proc does not say.
+Values are 0 for a process that has ended, or if /proc does not have them.
 Platforms: Linux.
 """
 
@@ -14,7 +14,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def descendants(pid: int) -> list[int]:
-    """Return a process and all that it and they have started, itself first."""
+    """Return a process and all its descendants, itself first."""
     found = [pid]
     for parent in found:
         for task in _entries(f"/proc/{parent}/task"):
@@ -29,11 +29,11 @@ def memory_of(pid: int, *, is_alone: bool = False) -> dict[str, int]:
 
     Args:
         pid: of the process.
-        is_alone: leave its descendants out.
+        is_alone: without its descendants.
 
     Returns:
-        "uss": theirs alone; the sum of "dirty", which is data, and "clean", which is files (libraries) that another
-        process could share; "pss": uss and their part of what is shared.
+        "uss": private memory; the sum of "dirty" (data) and "clean" (files, such as libraries, that another process
+        could share). "pss": uss and their part of shared memory.
     """
     sums = {"uss": 0, "pss": 0, "dirty": 0, "clean": 0}
     for one in [pid] if is_alone else descendants(pid):
@@ -45,7 +45,7 @@ def memory_of(pid: int, *, is_alone: bool = False) -> dict[str, int]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return bytes of memory that is no file's, of a process and its descendants; a quick look (tens of us)."""
+    """Return bytes of anonymous memory of a process and its descendants; fast (tens of us)."""
     total = 0
     for one in descendants(pid):
         fields = _text(f"/proc/{one}/statm").split()
@@ -55,7 +55,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return RSS of a process and its descendants: what they map of memory, shared pages counted for each."""
+    """Return the RSS of a process and its descendants; shared pages count for each of them."""
     total = 0
     for one in descendants(pid):
         fields = _text(f"/proc/{one}/statm").split()
@@ -64,7 +64,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def children_cpu_ns(pid: int) -> int:
-    """Return nanoseconds of processor time of what a process has started and still runs, in steps of 10 ms."""
+    """Return nanoseconds of processor time of a process's running descendants, in steps of 10 ms."""
     return sum(map(cpu_ns, descendants(pid)[1:]))
 
 
@@ -81,7 +81,7 @@ def cpu_of(pid: int) -> int | None:
 
 
 def run_delay_ns() -> int:
-    """Return nanoseconds that the calling thread has waited for a processor that others used (5 us)."""
+    """Return nanoseconds that the calling thread was runnable but waited for a processor (costs 5 us)."""
     fields = _text("/proc/thread-self/schedstat").split()
     return int(fields[1]) if len(fields) > 1 else 0
 
@@ -89,7 +89,7 @@ def run_delay_ns() -> int:
 def place_of(pid: int | str) -> tuple[bool, int]:
     """Return whether the first thread of a process (or "thread-self") runs or waits for a processor, and for which.
 
-    10 us. The processor is the one that it was on last if it does neither; -1 if the process has gone.
+    Costs 10 us. If the thread sleeps, the processor is the one that it ran on last; -1 if the process has ended.
     """
     fds: list[int] = []
     try:  # half the time of `open`; a C function stores the descriptor, before a signal handler can raise
@@ -104,7 +104,7 @@ def place_of(pid: int | str) -> tuple[bool, int]:
 
 
 def idle_s() -> dict[int, float]:
-    """Return of each processor the seconds for which it has had nothing to do, in steps of 10 ms (40 us and more)."""
+    """Return processor -> seconds for which it was idle, in steps of 10 ms (costs 40 us and more)."""
     found = {}
     for line in _text("/proc/stat").splitlines():
         name, *fields = line.split()
@@ -114,7 +114,7 @@ def idle_s() -> dict[int, float]:
 
 
 def move_to(cpu: int) -> None:
-    """Move the calling thread to a processor that it may use, and leave it as free as it was."""
+    """Move the calling thread to a processor that it may use; its affinity stays unchanged."""
     with contextlib.suppress(OSError):
         allowed = os.sched_getaffinity(0)
         if cpu in allowed:

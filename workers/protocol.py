@@ -1,22 +1,22 @@
 """The commands between parent and worker, as tables; no I/O here.
 
 A command is two words per env: `command` (packed by `pack`) and then `command_seq`. The worker does
-what it says, writes its rows, `status`, and last `reply_seq = command_seq`. A process that compares the two
-numbers knows whether an answer is there; doorbells only say when to look.
+what it says, writes its rows, `status`, and last `reply_seq = command_seq`. A process compares the two numbers to see
+whether an answer is there; doorbells only tell it when to look.
 
     op            env.step  env.reset           `next` written at   `root` written at
     STEP          1         0                   column              storage: column + 1
     STEP_RESET    1         1 if it then ended  column              column (+ 1 in a storage)
     RESET         0         1                   -                   column
 
-Each side does its part in this order, which is what keeps rows and wake-ups from being lost; a test explores all
-that can come of it (also of deaths and interrupts), and another holds the code to it:
+This order keeps rows and wake-ups from being lost. One test explores all interleavings (also with deaths and
+interrupts), another checks that the code keeps the order:
 
     parent        inputs, command, command_seq, then rings go; takes done tokens, or looks around every 10 ms
     worker        takes go, reads command_seq, writes rows, status, reply_seq, then rings done
 
-`target` is 0 for the slab's ring, else the number of a rollout storage. In the ring a root is written
-only by a reset (otherwise the new root IS the `next` of that column); in a storage it always is.
+`target` is 0 for the slab's ring, else the number of a rollout storage. In the ring only a reset writes a root
+(otherwise the new root IS the `next` of that column); in a storage every step writes one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Op(IntEnum):
     RESET = 3
 
 
-#: The ops for arrays. Of a member of an enum, numpy looks up attributes that it lacks: in Python code, which takes ten
-#: times as long, and in which numpy drops what a signal handler raises.
+#: The ops as plain ints, for arrays. On an enum member numpy looks up missing attributes, which runs Python code: that
+#: takes ten times as long, and numpy swallows an exception of a signal handler there.
 STEP, STEP_RESET, RESET = int(Op.STEP), int(Op.STEP_RESET), int(Op.RESET)
 
 
@@ -62,7 +62,7 @@ class Flag(IntFlag):
     command that was refused or broken off."""
 
 
-#: What either side does for a command, in this order.
+#: The steps of both sides for a command, in order.
 PARENT_STEPS = ("inputs", "command", "command_seq", "go")
 WORKER_STEPS = ("go", "command_seq", "rows", "status", "reply_seq", "done")
 
@@ -79,7 +79,7 @@ def pack(op: Any, target: int, column: Any, flags: int = 0) -> Any:
 
 
 def pack_each(op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int, num_frames: int) -> np.ndarray:
-    """Return `pack`'s words for different columns, int64 `[k]`; those of a ring are looked up."""
+    """Return `pack`'s words for different columns, int64 `[k]`; from a table for a ring."""
     if target == RING and isinstance(op, Op):
         found: np.ndarray = _ring_words(op, flags, num_frames)[columns]
         return found
@@ -103,12 +103,12 @@ def unpack(command: int) -> tuple[int, int, int, int]:
 
 
 def pack_seat(seat: int, cpu: int) -> int:
-    """Return the seat word that asks a worker to move to a processor, after the word `seat`."""
+    """Return the seat word after `seat` that asks a worker to move to a processor."""
     return ((seat >> _SEAT_BITS) + 1) << _SEAT_BITS | cpu
 
 
 def unpack_seat(seat: int) -> tuple[int, int]:
-    """Return `(how often the worker was asked to move, the processor of the last time)` of a seat word."""
+    """Return `(number of requests to move, processor of the latest request)` of a seat word."""
     return seat >> _SEAT_BITS, seat & (1 << _SEAT_BITS) - 1
 
 

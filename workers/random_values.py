@@ -1,4 +1,4 @@
-"""Legal values of a leaf, uniformly drawn: random actions of the executor, of probes and of contract tests."""
+"""Draw legal values of a leaf uniformly, for the executor, probes and contract tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draw(leaf: LeafSpec, rng: np.random.Generator) -> np.ndarray:
 def drawer(leaf: LeafSpec) -> Draw | None:
     """Return a function that draws legal values of a leaf: `draw(rng, shape) -> array [*shape]`.
 
-    None for a leaf that has no uniform distribution, because its values have no fixed shape.
+    None for a leaf without a fixed shape, which has no uniform distribution.
     """
     dtype = np.dtype(leaf.dtype) if leaf.dtype else np.dtype(object)
     domain = leaf.domain
@@ -63,7 +63,7 @@ def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
         is_finite = np.isfinite(safe_high - safe_low).all()
     if is_finite:
         return lambda rng, shape: np.clip(rng.uniform(safe_low, safe_high, shape).astype(dtype), low_cast, high_cast)
-    half_low, half_high = safe_low / 2, safe_high / 2  # numpy takes no interval wider than the largest float
+    half_low, half_high = safe_low / 2, safe_high / 2  # numpy accepts no interval wider than the largest float
     return lambda rng, shape: np.clip((2 * rng.uniform(half_low, half_high, shape)).astype(dtype), low_cast, high_cast)
 
 
@@ -79,7 +79,7 @@ def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
 
 
 def _integer_bounds(low: Any, high: Any, limits: Any) -> tuple[int, int]:
-    """Return bounds as python's integers; what is infinite lies `_UNBOUNDED_WIDTH` from the other, or about 0."""
+    """Return bounds as Python integers; an infinite one is put `_UNBOUNDED_WIDTH` from the other, or from 0."""
     width = int(_UNBOUNDED_WIDTH)
     first = int(low) if np.isfinite(low) else int(high) - width if np.isfinite(high) else -width // 2
     last = int(high) if np.isfinite(high) else first + width

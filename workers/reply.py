@@ -1,4 +1,4 @@
-"""What a worker sends the parent besides its rows: plain dicts, one class for each kind."""
+"""The messages that a worker sends the parent besides its rows: plain dicts, one class for each kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fault:
 
     @classmethod
     def from_exception(cls, env_id: int, phase: str, error: BaseException) -> Fault:
-        """Describe an exception; one whose message or traceback cannot be printed is no obstacle."""
+        """Describe an exception, even if its message or traceback cannot be printed."""
         try:
             message = str(error)
         except Exception:
@@ -84,7 +84,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Entries of an env's info that could not be handed on, as name -> why; each is reported once."""
+    """Entries of an env's info that could not be passed on, as name -> reason; each is reported once."""
 
     kind: ClassVar[str] = "left_out"
     env_id: int

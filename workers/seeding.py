@@ -1,4 +1,4 @@
-"""Seeds: from (root seed, env id, episode) to the numbers that envs and global generators get.
+"""Derive the seeds of envs and global generators from (root seed, env id, episode).
 
 Guarantees: the same triple gives the same seed on every machine, for any number of workers and in any
 order; seeds of different envs and episodes are statistically independent (numpy's `SeedSequence`,
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-#: spawn_key of the seed for what the factory draws from global generators, besides the episodes'.
+#: spawn_key of the seed of the global generators while a factory runs.
 _BUILD = 2**32 - 1
 
 
@@ -25,7 +25,7 @@ def draw_root_seed() -> int:
 
 
 def as_root_seed(seed: Any, what: str = "seed") -> int:
-    """Return a root seed as given, or a fresh one for None.
+    """Return a root seed as an int, or a fresh one for None.
 
     Raises:
         ValueError: neither an integer of at least 0 nor None; `what` names the call.
@@ -47,9 +47,9 @@ def episode_seed(root_seed: int, env_id: int, episode: int) -> int:
 
 
 class EpisodeSeeds:
-    """The seeds of the episodes of one env: those of `episode_seed`, at a fraction of the time (2 us against 8).
+    """The seeds of one env's episodes: the same as `episode_seed`, but faster (2 us instead of 8).
 
-    The episode is the last word that `SeedSequence` mixes into its pool. What comes before it is mixed once, here. The
+    The episode is the last word that `SeedSequence` mixes into its pool. The words before it are mixed once, here. The
     constants are those of numpy's `SeedSequence`, which promises never to change them; it follows O'Neill's `seed_seq`
     (https://www.pcg-random.org/posts/developing-a-seed_seq-alternative.html).
 
@@ -58,7 +58,7 @@ class EpisodeSeeds:
         env_id: of the env.
 
     Attributes:
-        pool: uint32 `[5]`: the pool before the episode is mixed in, and the multiplier of the hash by then.
+        pool: uint32 `[5]`: the pool before the episode is mixed in, and the hash multiplier at that point.
     """
 
     def __init__(self, root_seed: int, env_id: int) -> None:
@@ -89,12 +89,12 @@ _MIX_L, _MIX_R = 0xCA01F9DD, 0x4973F715
 
 
 def _words_of(number: int) -> list[int]:
-    """Return the words of 32 bits of a number, the lowest first; one for 0."""
+    """Return the 32-bit words of a number, lowest first; one word for 0."""
     return [number >> shift & _MASK for shift in range(0, max(number.bit_length(), 1), 32)]
 
 
 def _mixed(words: list[int]) -> tuple[list[int], int]:
-    """Return `SeedSequence`'s pool after some words, at least four, and the multiplier of its hash by then."""
+    """Return `SeedSequence`'s pool after at least four words, and its hash multiplier at that point."""
     multiplier = _INIT_A
 
     def hashed(value: int) -> int:
@@ -128,7 +128,7 @@ def _first_word(root_seed: int, *spawn_key: int) -> int:
 
 
 def seed_globals(seed: int) -> None:
-    """Seed python's, numpy's and, where it is loaded already, torch's global generators."""
+    """Seed Python's, numpy's and, if torch is already loaded, torch's global generators."""
     random.seed(seed)
     np.random.seed(seed)
     torch = sys.modules.get("torch")
@@ -142,7 +142,7 @@ def globals_state() -> tuple[Any, ...]:
 
 
 def restore_globals(state: tuple[Any, ...]) -> None:
-    """Put back what `globals_state` returned."""
+    """Restore a state from `globals_state`."""
     random.setstate(state[0])
     np.random.set_state(state[1])
 
@@ -165,7 +165,7 @@ def caller_state() -> tuple[Any, ...]:
 
 
 def restore_caller(state: tuple[Any, ...]) -> None:
-    """Put back what `caller_state` returned."""
+    """Restore a state from `caller_state`."""
     restore_globals(state)
     torch = sys.modules.get("torch")
     if torch is not None and state[2] is not None:

@@ -1,10 +1,9 @@
 """Writers: one closure per leaf that checks a value against its spec and stores it at a column.
 
-Guarantees: a value is stored only if it has the leaf's shape, and the leaf's dtype or one that casts
-to it within its kind (float64 to float32, int64 to int32: envs do this all the time). A scalar is
-never broadcast over an array, a float never becomes an integer, None never becomes NaN. An array may be given
-as the tuple of its rows, which then need not be copied to one place first. The common
-case, an array of the right dtype and shape, costs one comparison more than the copy itself.
+Guarantees: a value is stored only if it has the leaf's shape, and the leaf's dtype or one that casts to it within its
+kind (float64 to float32, int64 to int32, which many envs need). A scalar is never broadcast over an array, a float
+never becomes an integer, None never becomes NaN. An array may be passed as the tuple of its rows, which saves stacking
+them first. In the common case, an array of the right dtype and shape, the check is one comparison.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from envherd.workers.errors import SpecError
 
 Writer = Callable[[int, Any], None]
 
-#: Number of columns up to which an array's writer keeps a view of each, which saves it a lookup of 100 ns per value.
+#: Number of columns up to which a writer keeps a view of each column, which saves 100 ns per value.
 _MOST_VIEWS = 1024
 
 
 def coerce(leaf: LeafSpec, value: Any) -> Any:
-    """Return a value as what the leaf's array takes.
+    """Return a value in the shape and dtype of the leaf's array.
 
     Raises:
         SpecError: wrong shape, or a dtype that does not cast within its kind.
@@ -98,7 +97,7 @@ def _array_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
 
 
 def _single_float_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
-    """Write leaves such as the reward: a float is taken for an array of one."""
+    """Return a writer for leaves such as the reward: it also accepts a float for an array of one."""
     flat: Any = array[:, 0].data  # 30 ns a value, numpy takes 60
 
     def write(column: int, value: Any) -> None:

@@ -1,1 +1,1 @@
-"""Rows of the slab to TensorDicts, and actions to rows."""
+"""Convert rows of the slab to TensorDicts, and actions to rows."""

@@ -1,7 +1,7 @@
-"""What a caller gives (actions, reset masks), checked and written to the slab.
+"""Check actions and reset masks, and write actions to the slab.
 
-Guarantees: everything of a batch is checked before anything is written, so a refused batch has
-touched nothing. The caller's tensors are read, never kept or changed.
+Guarantees: a whole batch is checked before anything is written, so a refused batch changes nothing. The caller's
+tensors are read, never kept or changed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from envherd.workers.errors import ActionError
 
 RESET_KEY = "_reset"
 
-#: `(key, rows of a group)` -> values `[k, ...]` of the envs' present roots; None where roots have no such leaf.
+#: `(key, rows of a group)` -> values `[k, ...]` of the envs' present roots; None if roots have no such leaf.
 Present = Callable[[Key, np.ndarray | None], np.ndarray | None]
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """Return a tensor (any device, with or without grad) or array as a numpy array; a VIEW where possible."""
+    """Return a tensor (any device, with or without grad) or array as a numpy array; a VIEW if possible."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             value = value.detach()
@@ -77,7 +77,7 @@ def _one_hot(values: np.ndarray) -> np.ndarray | None:
 
 
 def check_for(leaf: LeafSpec, level: ActionCheck) -> Check | None:
-    """Return the check of a leaf's values, or None where there is nothing to check."""
+    """Return the check of a leaf's values, or None if there is nothing to check."""
     dtype = np.dtype(leaf.dtype)
     if level == "off":
         return None
@@ -101,10 +101,10 @@ class GroupIntake:
     Args:
         slab: the group's arrays.
         level: see `ExecutorOptions.check_actions`.
-        present: gives state that the caller leaves out; None refuses a batch that lacks a leaf.
+        present: returns state leaves that a batch lacks; None refuses such a batch.
 
     Attributes:
-        plain: takes what is as plain as it mostly is; None where no batch is.
+        plain: the fast path for plain batches; None if no batch is plain.
     """
 
     def __init__(self, slab: GroupSlab, level: ActionCheck, present: Present | None = None) -> None:
@@ -120,14 +120,14 @@ class GroupIntake:
         self._present = present
 
     def take(self, td: TensorDictBase, rows: np.ndarray | None = None) -> bool:
-        """Check and write a batch, if it is as plain as it mostly is: one legal tensor on the cpu.
+        """Check and write a batch if it is plain: one legal tensor on the CPU.
 
         Args:
             td: batch of k.
             rows: int `[k]`, which rows of the group it is for; None for all.
 
         Returns:
-            False if nothing was written: `read` and `write` do it then, or say what is wrong.
+            False if nothing was written: then call `read` and `write`, which accept it or raise.
         """
         plain = self.plain
         if plain is None or not (IS_AS_EXPECTED and td.__class__ is TensorDict):
@@ -137,7 +137,7 @@ class GroupIntake:
 
     def _compile(self) -> PlainIntake | None:
         if len(self.leaves) != 1 or self.side_leaves:
-            return None  # side values do not go through the slab: `read` and `write` leave them to their sender
+            return None  # side values do not go through the slab: the caller sends them
         return compile_intake(self.leaves[0], self._targets[0], self._checks[0])
 
     def read(self, td: TensorDictBase, rows: np.ndarray | None) -> list[np.ndarray]:
@@ -153,7 +153,7 @@ class GroupIntake:
         return [self._read_leaf(index, self._get(td, leaf, rows), rows) for index, leaf in enumerate(self.leaves)]
 
     def read_side(self, td: TensorDictBase, rows: np.ndarray | None) -> list[list[Any]]:
-        """Return the inputs that do not go through the slab, for each env one value per side leaf, as given.
+        """Return the inputs that do not go through the slab: for each env one value per side leaf, unchanged.
 
         Raises:
             ActionError: a key is missing.
@@ -172,14 +172,14 @@ class GroupIntake:
             raise self._refuse(leaf, f"shape {(num_rows, *leaf.shape)}", f"shape {value.shape}")
         if value.dtype is not dtype and value.dtype != dtype:
             given, value = value, self._cast(leaf, value)
-            if dtype.kind in "iu" and (changed := value != given).any():  # too large for the dtype: it wraps around
+            if dtype.kind in "iu" and (changed := value != given).any():  # too large: it wrapped around
                 raise self._refuse_first(leaf, given, changed, rows)
         if check is not None and (illegal := check(value)) is not None:
             raise self._refuse_first(leaf, value, illegal, rows)
         return value
 
     def write(self, values: Sequence[np.ndarray], rows: np.ndarray | None) -> None:
-        """Write what `read` returned."""
+        """Write the result of `read`."""
         for target, value in zip(self._targets, values, strict=True):
             if rows is None:
                 target[...] = value
@@ -227,10 +227,10 @@ def _side_values(given: Any) -> list[Any]:
 
 
 def reset_mask(td: TensorDictBase | None, batch_shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return which envs a caller wants reset, bool `batch_shape`; None where the td carries no mask.
+    """Return which envs the caller's mask selects, bool `batch_shape`; None if the td has no mask.
 
-    The root `_reset` wins; without one, nested masks (`("agents", "_reset")`) count for an env if any
-    of theirs is set. A trailing dimension of 1 is optional.
+    The root `_reset` takes precedence; without one, an env is selected if any entry of its nested masks
+    (`("agents", "_reset")`) is set. A trailing dimension of 1 is optional.
 
     Raises:
         ValueError: a mask of another dtype or shape.

@@ -1,4 +1,4 @@
-"""Checks of what callers pass, with the call's and the argument's name; nothing has been started or changed by then."""
+"""Checks of arguments, made before a call starts or changes anything; the errors name the call and the argument."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def as_count(call: str, name: str, value: Any, *, least: int = 1, or_none: bool 
     """Return an integer of at least `least` as `int`, or None if that is allowed.
 
     Raises:
-        ValueError: it is another number, or none.
+        ValueError: anything else.
     """
     if value is None and or_none:
         return None
@@ -34,28 +34,28 @@ def as_count(call: str, name: str, value: Any, *, least: int = 1, or_none: bool 
 
 
 def need_seconds(call: str, name: str, value: Any) -> None:
-    """Refuse what is neither None nor a number of at least 0."""
+    """Refuse anything but None and numbers of at least 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and value >= 0):
         raise ValueError(f"{call} failed: expected {name} as seconds of at least 0 or None, got {value!r}.")
 
 
 def need_bools(call: str, **switches: Any) -> None:
-    """Refuse switches that are neither True nor False."""
+    """Refuse anything but True and False."""
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"{call} failed: expected {name} to be True or False, got {value!r}.")  # noqa: TRY004
 
 
 def need_callables(call: str, **functions: Any) -> None:
-    """Refuse what is neither None nor can be called."""
+    """Refuse anything but None and callables."""
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise TypeError(f"{call} failed: expected {name} to be a callable or None, got {value!r}.")
 
 
 def need_batch(call: str, td: Any, name: str = "a batch") -> None:
-    """Refuse what is no TensorDict."""
+    """Refuse anything but a TensorDict."""
     if not isinstance(td, TensorDictBase):
         raise TypeError(
             f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{_ADVICE if call in _STEPS else ''}"

@@ -1,8 +1,8 @@
-"""Rows that stay on a device: of envs that run in this process and have their tensors where the batches go.
+"""Rows that stay on a device, for envs in this process whose tensors are on the device of the batches.
 
 Guarantees: observations and rewards of such envs never leave the device. They are copied once, from the env's tensors
-into a ring there, so that an env that writes to what it gave changes nothing that was handed out or is yet to be; a
-batch is a copy of its frame. Done flags alone come to the host, where the protocol needs them.
+into a ring on the device, so an env that overwrites its tensors does not change data of earlier or later batches. A
+batch is a copy of its frame. Only done flags are copied to the host, where the protocol needs them.
 Assumes: torch's current stream is the same for the env and for the caller.
 """
 
@@ -24,7 +24,7 @@ from envherd.workers.writers import Writer
 
 
 class RowWriters(NamedTuple):
-    """What writes one env's tensors, per leaf."""
+    """The functions that write one env's tensors, per leaf."""
 
     next_observation: list[Writer]
     root_observation: list[Writer]
@@ -32,7 +32,7 @@ class RowWriters(NamedTuple):
 
 
 def lives_on(adapters: Sequence[Adapter], device: torch.device | None) -> bool:
-    """Return whether all envs have their tensors on the device, and it is not the host."""
+    """Return whether all envs have their tensors on the device and it is not the CPU."""
     if device is None or not _is_apart(device):
         return False
     places = [getattr(adapter, "device", None) for adapter in adapters]
@@ -51,9 +51,9 @@ class Residence:
     """The ring of one group of equal envs on their device.
 
     Args:
-        slab: the group's arrays; only done flags are kept there.
+        slab: the group's arrays; it holds only the done flags.
         num_frames: of the ring.
-        device: where the envs live.
+        device: of the envs.
         check_finite: refuse NaN and infinities.
 
     Attributes:
@@ -72,7 +72,7 @@ class Residence:
             self.columns[section, *leaf.key] = ring
 
     def writers_of(self, row: int) -> RowWriters:
-        """Return what writes the tensors of one env."""
+        """Return the functions that write the tensors of one env."""
         spec = self._spec
         return RowWriters(
             [self._writer("next", leaf, row) for leaf in spec.observation],
@@ -97,12 +97,12 @@ class Residence:
         return write
 
     def move_latest(self, row: int, latest: int, section: str, column: int) -> None:
-        """Copy the latest row, which is at `latest` of a section, to the root of a column."""
+        """Copy the latest row, at column `latest` of a section, to the root of `column`."""
         for leaf in self._spec.observation:
             self.columns["root", *leaf.key][column, row] = self.columns[section, *leaf.key][latest, row]
 
     def repeat(self, row: int, column: int, latest: int, section: str) -> None:
-        """Write a `next` of no step: the latest observation again, and no reward."""
+        """Write a `next` without a step: the latest observation again, and reward 0."""
         for leaf in self._spec.observation:
             self.columns["next", *leaf.key][column, row] = self.columns[section, *leaf.key][latest, row]
         for leaf in self._spec.reward:
@@ -110,7 +110,7 @@ class Residence:
 
 
 class ResidentBatch(GroupBatch):
-    """Hands out the rows of one group whose tensors stay on their device; all of them are copies."""
+    """Hands out copies of the rows of one group whose tensors stay on their device."""
 
     def __init__(self, slab: GroupSlab, num_frames: int, residence: Residence, *, has_interrupted: bool) -> None:
         super().__init__(slab, num_frames, residence.device, has_interrupted=has_interrupted)
@@ -123,7 +123,7 @@ class ResidentBatch(GroupBatch):
         self._arrays = {"next": self.next_arrays, "root": self.root_arrays}
 
     def next_copies(self, column: int) -> Leaves:
-        """Return the `next` leaves of a frame in memory of their own."""
+        """Return copies of the `next` leaves of a frame."""
         return self._frame("next", column)
 
     next_views = next_copies
@@ -145,7 +145,7 @@ class ResidentBatch(GroupBatch):
         return [array[columns, rows] if ring is None else ring[at] for ring, array in pairs]
 
     def gather_roots(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> list[Any]:
-        """Return where some rows are now; see `gather_next`."""
+        """Return the current root leaves of some rows; see `gather_next`."""
         following, roots = self._gather("next", columns, rows), self._gather("root", columns, rows)
         gathered = []
         for index, root in zip(self.root_in_next, roots, strict=True):
@@ -169,5 +169,5 @@ class ResidentBatch(GroupBatch):
         return roots
 
     def to_tensors(self, arrays: Sequence[Any]) -> Leaves:
-        """Return arrays as tensors on the device; tensors as they are."""
+        """Return arrays as tensors on the device; tensors are returned unchanged."""
         return [torch.from_numpy(one).to(self.device) if isinstance(one, np.ndarray) else one for one in arrays]

@@ -1,8 +1,7 @@
-"""Six uses of TensorDict's inner functions, where the public ones cost as much as a whole small step.
+"""Six uses of TensorDict's private functions, because the public ones cost as much as a whole small step.
 
-Each does what the public way does when its arguments are known to be right, which the callers see to
-(tests hold them to it), and each falls back to the public way where this version of TensorDict is not
-built as expected.
+Each has the effect of the public function for valid arguments, which the callers guarantee (tests check that). Each
+falls back to the public function if this version of TensorDict is not built as expected.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def _is_as_expected() -> bool:
         example = _new_unsafe({"a": torch.zeros(1)}, batch_size=torch.Size([1]), device=None)
         has_functions = hasattr(TensorDict, "_get_str") and hasattr(TensorDict, "_set_str")
         return set(vars(example)) == _INNER and vars(example)["_tensordict"].__class__ is dict and has_functions
-    except Exception:  # whatever another version of it does
+    except Exception:  # another version may raise anything
         return False
 
 
@@ -38,7 +37,8 @@ def maker(batch_size: torch.Size, device: torch.device | None) -> Make:
     """Return a constructor of TensorDicts (0.4 us; the public one takes 11).
 
     Returns:
-        dict of leaves and TensorDicts that have this batch size and device -> TensorDict, which owns the dict.
+        A function from a dict of leaves and TensorDicts with this batch size and device to a TensorDict, which owns the
+        dict.
     """
     if not IS_AS_EXPECTED:
         return lambda source: _new_unsafe(source, batch_size=batch_size, device=device)
@@ -64,7 +64,7 @@ def get_leaf(td: TensorDictBase, key: str) -> Any:
 
 
 def finder(key: Key) -> Find:
-    """Return what finds a leaf among the entries of a TensorDict; it returns None where there is none in TensorDicts.
+    """Return the function that finds a leaf among the entries of a TensorDict; it returns None if there is none.
 
     Limits: needs `IS_AS_EXPECTED`.
     """

@@ -1,7 +1,8 @@
-"""Rows of several frames, gathered by their places in memory.
+"""Gather rows of several frames by their addresses in memory.
 
-numpy takes some rows out of an array `[frame, row, ...]` with two index arrays in 4 us, whatever their size. Seen
-as one record for every *byte* of the slab (records overlap), the same rows are records at their addresses: 0.5 us.
+Indexing an array `[frame, row, ...]` with two index arrays takes numpy 4 us, whatever the size of the rows. This module
+views the slab as overlapping records, one starting at every *byte*, and takes the records at the rows' addresses: 0.5
+us.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Gatherer:
     """Gathers some rows of each leaf of a group.
 
     Args:
-        buffer: uint8 `[nbytes]`, which all arrays are views of.
+        buffer: uint8 `[nbytes]`; all arrays are views of it.
         sections: one list of arrays `[num_frames, num_rows, ...]` per section, one array per leaf; a leaf has the same
             shape and dtype in every section.
     """
@@ -37,7 +38,7 @@ class Gatherer:
             nbytes = first[0, 0].nbytes
             least = min(array.ctypes.data for array in arrays)
             table = np.concatenate([_addresses(array, array.ctypes.data - least) for array in arrays])
-            table = tables.setdefault(table.tobytes(), table)  # leaves of one size often lie alike
+            table = tables.setdefault(table.tobytes(), table)  # leaves of one size often have the same table
             offset = least - start
             length = len(buffer) - offset - nbytes + 1
             records = None
@@ -53,7 +54,7 @@ class Gatherer:
         Args:
             columns: int64 `[k]`, the frame of each.
             rows: int64 `[k]`.
-            sections: int64 or bool `[k]`, which section each is taken from; None for the first.
+            sections: int64 or bool `[k]`, the section of each; None for the first.
         """
         places = columns * self._num_rows
         places += rows
@@ -79,7 +80,7 @@ class Gatherer:
         return gathered
 
     def _gather_larger(self, index: int, places: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Fill the rows of a leaf that has no records: they are empty, or larger than a record may be."""
+        """Return the rows of a leaf without records, whose rows are empty or too large for a record."""
         arrays = self._larger.get(index, ())
         for position, place in enumerate(places.tolist() if arrays else ()):
             section, rest = divmod(place, self._section)

@@ -1,4 +1,4 @@
-"""`without_grad`: a function that records no gradients, and that leaves the thread's mode as it was."""
+"""`without_grad`: run a function without recording gradients, and restore the thread's grad mode."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _R = TypeVar("_R")
 def without_grad(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return a function that runs under `torch.no_grad`.
 
-    A Ctrl-C while `torch.no_grad` enters or leaves may keep its mode from being put back: later losses of the caller
-    would have no gradient. This puts it back.
+    A Ctrl-C while `torch.no_grad` enters or exits may leave its mode set, so that later losses of the caller would have
+    no gradient. This function restores the mode.
     """
 
     @functools.wraps(function)

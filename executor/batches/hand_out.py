@@ -1,9 +1,7 @@
-"""From slab rows to TensorDicts and back.
+"""Build TensorDicts from rows of the slab.
 
-Guarantees: what is handed out as a copy is memory that nobody else writes; what is handed out as a
-view stays what it is until its frame comes round again (`ExecutorOptions.ring_frames` steps).
-Actions are checked as a whole before a single one is written.
-Knows nothing of workers; it reads and writes arrays that are complete.
+Guarantees: a copy is in memory that nothing else writes to; a view is valid until its frame is used again (after
+`ExecutorOptions.ring_frames` steps). Knows nothing of workers; it reads arrays that are complete.
 """
 
 from __future__ import annotations
@@ -26,21 +24,21 @@ from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
 from envherd.shm.specs import Key
 
 Leaves = list[torch.Tensor]
-#: Number of rows up to which bytes of each leaf are copied by themselves (0.2 us; indexing by an array takes 2 a leaf).
+#: Number of rows up to which each row of a leaf is copied as bytes (0.2 us; indexing by an array takes 2 us a leaf).
 _FEW_ROWS = 8
-#: Which of some envs belong to a group.
+#: The members of a group among some envs.
 Members = np.ndarray | slice
 
 
 class Shell:
-    """The nesting of a TensorDict, compiled: a flat list of leaves goes in, a TensorDict comes out (1 us).
+    """The compiled nesting of a TensorDict: builds it from a flat list of leaves (1 us).
 
     Args:
         members: `(index into the leaves, key)` of each leaf.
         groups: key prefix -> batch shape of that nested tensordict, without the leading dimensions.
         lead: the leading dimensions of everything, `[n]` or `[n, T]`.
         own_shape: the batch shape of this tensordict after them.
-        device: what the TensorDict says its device is, or None.
+        device: of the TensorDict, or None.
     """
 
     def __init__(
@@ -77,9 +75,9 @@ class GroupBatch:
     Args:
         slab: the group's arrays.
         num_frames: of the ring.
-        device: where batches go; None or cpu leaves them where they are.
+        device: of the batches; None or the CPU does not move them.
         has_interrupted: add an `interrupted` leaf to every `next`.
-        mover: what takes frames to the device; None on the cpu.
+        mover: moves frames to the device; None on the CPU.
     """
 
     def __init__(
@@ -147,7 +145,7 @@ class GroupBatch:
         return self._views[column]
 
     def next_copies(self, column: int) -> Leaves:
-        """Return the `next` leaves of a frame in memory of their own, on the device."""
+        """Return copies of the `next` leaves of a frame, on the device."""
         if self._mover is not None:
             return self._split_on_device(self._mover.move(self._sources[column], column))
         buffer, leaves = self.blank_next()
@@ -155,9 +153,9 @@ class GroupBatch:
         return leaves
 
     def blank_next(self) -> tuple[np.ndarray, Leaves]:
-        """Return memory for a `next`, which nobody else holds, and its leaves on the cpu.
+        """Return unshared memory for a `next`, and its leaves on the CPU.
 
-        It is to be filled with one memcpy from `next_bytes`.
+        The caller fills it with one memcpy from `next_bytes`.
         """
         return self._memory.take()
 
@@ -173,7 +171,7 @@ class GroupBatch:
         return self._nexts.gather(self._nexts.places(columns, rows))
 
     def next_at(self, columns: np.ndarray, rows: np.ndarray) -> tuple[TensorDict, Leaves, np.ndarray]:
-        """Return the `next` of some rows, each from its own column, its leaves, for `root_over`, and who has ended."""
+        """Return the `next` of some rows, each from its own column; its leaves, for `root_over`; and the ended rows."""
         arrays = self.gather_next(columns, rows)
         leaves = self.to_tensors(arrays)
         done = arrays[self._done_in_next]
@@ -181,11 +179,11 @@ class GroupBatch:
         return self.shell("next", (len(rows),)).build(leaves), leaves, ended
 
     def root_over(self, leaves: Leaves, count: int) -> TensorDict:
-        """Return a root batch `[count]` that shares the leaves of a `next` after which nothing was reset."""
+        """Return a root batch `[count]` that shares the leaves of a `next` without resets."""
         return self.root_shell_over_next((count,)).build(leaves)
 
     def gather_roots(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-        """Return where some rows are now, as fresh arrays `[k, ...]`: a reset's root, or a step's `next`."""
+        """Return the current root leaves of some rows, fresh `[k, ...]`: from a reset's root or a step's `next`."""
         was_reset = in_root if b"\x01" in in_root.tobytes() else None
         return self._roots.gather(self._roots.places(columns, rows, was_reset))
 
@@ -194,7 +192,7 @@ class GroupBatch:
         return self.shell("root", (len(arrays[0]),)).build(self.to_tensors(arrays))
 
     def roots_after(self, leaves: Leaves, column: int, reset_rows: np.ndarray | None) -> Leaves:
-        """Return the root leaves after a step: those of `next`, but the reset's for the rows that were reset.
+        """Return the root leaves after a step: those of `next`, or of the reset for the rows that were reset.
 
         Without reset rows the leaves ARE those of `next`, as `step_mdp` shares them; with some, they are copies.
         """
@@ -208,7 +206,7 @@ class GroupBatch:
         ]
 
     def mended_roots(self, column: int, reset_rows: np.ndarray) -> Leaves:
-        """Return the root leaves after a step that ended in resets, copies on the cpu: one memcpy, and those rows."""
+        """Return the root leaves after a step with resets, copies on the CPU: one memcpy, then the reset rows."""
         buffer, leaves = self._root_memory.take()
         buffer[:] = self.next_bytes[column]
         if len(reset_rows) <= _FEW_ROWS:
@@ -225,7 +223,7 @@ class GroupBatch:
 
     @functools.cached_property
     def _root_places(self) -> list[tuple[int, int, int, int]]:
-        """Return where rows of root leaves are: offset in a `next`, and in the slab; bytes of a frame, and of a row."""
+        """Return for each root leaf its offset in a `next` and in the slab, and the bytes of a frame and of a row."""
         start = self.slab.buffer.__array_interface__["data"][0]
         places = []
         for index, array in zip(self.root_in_next, self.root_arrays, strict=True):
@@ -245,7 +243,7 @@ class GroupBatch:
 
 
 def splitter(fields: Sequence[Field], nbytes: int) -> Callable[[np.ndarray], list[np.ndarray]]:
-    """Return what makes the arrays of some fields (VIEWS) over a buffer of `nbytes`: `split(buffer) -> arrays`."""
+    """Return `split(buffer) -> arrays`, which returns the arrays of some fields (VIEWS) of a buffer of `nbytes`."""
     if nbytes > gathering.LARGEST_RECORD:
         return lambda buffer: [np.ndarray(field.shape, field.dtype, buffer, field.offset) for field in fields]
     names = [str(index) for index in range(len(fields))]

@@ -1,6 +1,7 @@
-"""Actions as they mostly come: one tensor on the cpu with the dtype and shape of the slab, and legal values.
+"""The fast path for plain actions: one tensor on the CPU with the slab's dtype and shape, and legal values.
 
-Guarantees: what is taken is what `GroupIntake` would have read and written; what is not has changed nothing.
+Guarantees: an accepted batch has the effect of `GroupIntake.read` and `write`; a batch that is not accepted changes
+    nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 from envherd.executor.batches.fast_tensordict import Find, finder
 from envherd.shm.specs import Discrete, LeafSpec
 
-#: Number of values up to which Python's own numbers are faster than numpy's and torch's (1 us against 2.5 for 8).
+#: Number of values up to which plain Python is faster than numpy and torch (1 us against 2.5 for 8).
 _FEW = 48
 #: Number of legal values up to which a set of them is faster than `min` and `max` (0.15 us against 0.35 for 8).
 _FEW_LEGAL = 1024
 
-#: Returns where values are illegal, bool like the values, or None where all are legal.
+#: Returns which values are illegal, bool like the values, or None if all are legal.
 Check = Callable[[np.ndarray], np.ndarray | None]
 
 
@@ -36,15 +37,15 @@ class Legal(IntEnum):
 
 
 class PlainIntake(NamedTuple):
-    """What takes one leaf of a group's actions: checks and writes it, or returns False.
+    """The functions that check and write one leaf of a group's actions, or return False.
 
     Attributes:
         find: finds the leaf among the entries of a batch; see `finder`.
         dtype: of its tensors.
         target: the slab's array, `[num_rows, ...]`.
-        legal: what C code checks, which is all that is to be checked; None where it cannot.
+        legal: the complete check as C code makes it; None if C cannot.
         limit: of `Legal.INDEX`, else 0.
-        take_all: takes what a batch of the whole group has there.
+        take_all: checks and writes the leaf of a batch of the whole group.
         take_some: the same of a batch of some rows, int `[k]`.
     """
 

@@ -1,7 +1,7 @@
-"""Random actions: uniform over each leaf's legal values, from a generator of the root seed.
+"""Random actions: uniform over each leaf's legal values, from a generator seeded by the root seed.
 
-Where envs observe an `action_mask` for a discrete action (at the root, or in a group of agents), and the batch that
-actions are drawn for holds it, only what it allows is drawn; where it allows nothing, action 0.
+If a batch holds the envs' `action_mask` of a discrete action (at the root, or in a group of agents), only actions that
+it allows are drawn; action 0 if it allows none.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from envherd.executor.batches.actions import to_numpy
 from envherd.shm.specs import Discrete, EnvSpec, Key, LeafSpec
 from envherd.workers.random_values import Draw, drawer
 
-_STREAM = 2**32 - 2  # spawn_key of the sampler's generator: apart from those of envs (workers.seeding)
+_STREAM = 2**32 - 2  # spawn_key of the sampler's generator: different from those of envs (workers.seeding)
 
 
 class ActionSampler:
     """Draws action batches for a list of envs."""
 
     def __init__(self, specs: Sequence[EnvSpec], seed: int, first_env_id: int = 0) -> None:
-        share = (first_env_id,) if first_env_id else ()  # executors that run shares of one batch draw other actions
+        share = (first_env_id,) if first_env_id else ()  # executors that run shares of one batch draw different actions
         self._rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(_STREAM, *share)))
         self._specs = specs
-        #: The first env whose spec each env shares, and what draws for it.
+        #: For each env, the first env with an equal spec and the function that draws its actions.
         self._kinds = [specs.index(spec) for spec in specs]
         self._is_uniform = not any(self._kinds)
         self._draws = {
@@ -57,10 +57,10 @@ class ActionSampler:
             td: of all envs, or of some.
             batch_size: of all envs.
             device: of a new batch.
-            env_ids: `[k]`, whose the rows are; None for all.
+            env_ids: `[k]`, of the rows; None for all.
 
         Returns:
-            `td` itself; a lazy stack of its rows where the envs are different tasks and it is no lazy stack.
+            `td` itself; or a lazy stack of its rows, if the envs are different tasks and `td` is no lazy stack.
         """
         kinds = self._kinds if env_ids is None else [self._kinds[env_id] for env_id in env_ids]
         is_stack = isinstance(td, LazyStackedTensorDict)
@@ -84,14 +84,14 @@ class ActionSampler:
 
 
 def draw_masked(rng: np.random.Generator, mask: Any, leaf: LeafSpec) -> np.ndarray:
-    """Return indices drawn uniformly from what a mask `[..., n]` allows, `[...]`; 0 where it allows nothing."""
+    """Return indices `[...]` drawn uniformly from those that a mask `[..., n]` allows; 0 if it allows none."""
     allowed = to_numpy(mask).astype(bool)
     order = np.where(allowed, rng.random(allowed.shape), -1.0)
     return np.asarray(order.argmax(-1), leaf.dtype)
 
 
 def _mask_key(spec: EnvSpec, leaf: LeafSpec) -> Key | None:
-    """Return where the mask of an action is, if the env observes one of the right shape."""
+    """Return the key of an action's mask, if the env observes one of the right shape."""
     if not isinstance(leaf.domain, Discrete) or leaf.key[-1] != "action":
         return None
     key = (*leaf.key[:-1], "action_mask")
@@ -100,7 +100,7 @@ def _mask_key(spec: EnvSpec, leaf: LeafSpec) -> Key | None:
 
 
 def _drawer(leaf: LeafSpec) -> Draw:
-    """Return what draws a leaf's values; that of a leaf without a uniform distribution raises ValueError."""
+    """Return the function that draws a leaf's values; it raises ValueError if the leaf has no uniform distribution."""
     return drawer(leaf) or _refuser(leaf)
 
 

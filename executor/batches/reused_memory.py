@@ -1,8 +1,8 @@
-"""Memory of batches that is handed out again once nobody holds any of it: a tensor costs half as much as a new one.
+"""Reuse the memory of batches once no reference to it is left: that costs half as much as new tensors.
 
-Guarantees: what a caller holds is never written to, in whatever way it holds it: a tensor, a view, a numpy array, a
-DLPack capsule, what autograd has saved. All of these keep the storage, whose users torch counts.
-Limits: needs a private function of torch, which counts them; without it nothing is reused.
+Guarantees: memory that a caller holds is never overwritten, whether it holds a tensor, a view, a numpy array, a DLPack
+capsule or a tensor saved by autograd. All of these hold the storage, whose users torch counts.
+Limits: needs a private function of torch that returns this count; without it nothing is reused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Leaves = list[torch.Tensor]
 
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
 _data_ptr, _detach = torch.Tensor.data_ptr, torch.Tensor.detach
-#: Bytes of a batch above which memory is not kept.
+#: Largest batch in bytes whose memory is kept.
 _LARGEST_KEPT = 1 << 24
-#: Bytes of a leaf from which it has its own storage. Smaller leaves share one: to pickle one of them is to pickle all.
+#: Bytes from which a leaf has its own storage. Smaller leaves share one, and pickling one of them pickles all.
 _OWN_STORAGE_FROM = 4096
 
 
@@ -29,12 +29,12 @@ class _Block(NamedTuple):
 
     Attributes:
         buffer: uint8 `[nbytes]`.
-        masters: tensors over it, which are never handed out.
+        masters: tensors over the buffer, never handed out.
         firsts: one of them for each storage.
         storages: those storages.
-        addresses: by which torch knows these.
+        addresses: torch's handles of the storages.
         pointers: addresses of their data.
-        users, references: the number of their users, and of references to them, while nobody else holds them.
+        users, references: their numbers of users and of references while no caller holds them.
     """
 
     buffer: np.ndarray

@@ -1,8 +1,8 @@
-"""Actions for envs that take tensors and run in this process: the caller's own tensors, checked and handed over.
+"""Actions for envs in this process that take tensors: the caller's tensors are checked and passed on.
 
-Guarantees: everything of a batch is checked before the first env is given anything, as in `intake`; what an env is
-given is the caller's memory (one row of it), on whatever device it is. The executor itself only reads it. What was
-given last can be asked for (`current`), whatever the caller has done to the tensor since.
+Guarantees: a whole batch is checked before the first env gets its action, as in `batches.actions`. An env gets one row
+of the caller's memory, on any device; the executor only reads it. `current` returns the latest inputs, even if the
+caller has changed the tensor since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from envherd.executor.options import ActionCheck
 from envherd.shm.slab import GroupSlab
 from envherd.shm.specs import Box, Discrete, LeafSpec, MultiDiscrete
 
-#: `(env id, one tensor per input leaf) -> None`: what the env reads in its next step.
+#: `(env id, one tensor per input leaf) -> None`: sets the inputs of the env's next step.
 Lend = Callable[[int, list[torch.Tensor]], None]
 
 
@@ -27,9 +27,9 @@ class LendingIntake(GroupIntake):
     """Checks the inputs of one group of equal envs and lends them to the envs.
 
     Args:
-        slab: the group's arrays; they keep what was given last, if it was on the cpu.
+        slab: the group's arrays; they keep the latest inputs that were on the CPU.
         level: see `ExecutorOptions.check_actions`.
-        lend: gives an env its inputs.
+        lend: passes inputs to an env.
         present: see `GroupIntake`.
     """
 
@@ -70,7 +70,7 @@ class LendingIntake(GroupIntake):
             self._lend(self._env_ids[row], own)
 
     def current(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the inputs of some rows as they were last given, as fresh arrays."""
+        """Return the latest inputs of some rows, as fresh arrays."""
         arrays = super().current(rows)
         for position, row in enumerate(rows.tolist()):
             for array, kept in zip(arrays, self._kept.get(row, ()), strict=False):
@@ -88,7 +88,7 @@ _NOT_COMPARED = frozenset({torch.uint16, torch.uint32, torch.uint64})
 
 
 def is_legal(leaf: LeafSpec, value: torch.Tensor, level: ActionCheck) -> bool:
-    """Return whether all values are surely legal, found out where they are; the rest is for `intake` to say."""
+    """Return whether all values are known to be legal, checked on their device; `GroupIntake` decides the rest."""
     if level == "off":
         return True
     domain = leaf.domain

@@ -1,9 +1,9 @@
-"""Batches on a device: one copy each, from memory that the device can read directly.
+"""Move batches to a device: one copy each, from memory that the device can read directly.
 
-Guarantees: a whole `next` crosses as one transfer, whatever its number of keys. On CUDA the slab is
-page-locked in place (once), transfers are asynchronous on the current stream, and a frame of the ring is
-not given to the workers again before its transfer has ended. Batches of a policy that runs elsewhere cross through
-page-locked memory; a thread that collects has a stream (`Lane`).
+Guarantees: a whole `next` is one transfer, for any number of keys. On CUDA the slab is page-locked in place (once),
+transfers are asynchronous on the current stream, and workers reuse a frame of the ring only after its transfer has
+ended. Batches for a policy on another device go through page-locked memory; a collecting thread has its own stream
+(`Lane`).
 Assumes: for CUDA, that the slab stays mapped until `close`. Other devices copy synchronously.
 """
 
@@ -22,10 +22,10 @@ _CUDA_REGISTER_PORTABLE = 1  # cuda_runtime_api.h: cudaHostRegisterPortable
 
 
 def as_device(device: Any) -> torch.device | None:
-    """Return a device that is there, or None.
+    """Return an existing device, or None.
 
     Raises:
-        ValueError: no such device on this machine; says which there are.
+        ValueError: this machine has no such device; the message lists its devices.
     """
     if device is None:
         return None
@@ -45,11 +45,11 @@ def as_device(device: Any) -> torch.device | None:
 
 
 def to_device(batch: TensorDictBase, device: torch.device | str) -> TensorDictBase:
-    """Return a batch on a device; a new one unless it is there.
+    """Return a batch on a device; a copy unless it is there already.
 
-    From the host to CUDA it crosses through page-locked memory, and the caller does not wait: work that it gives to the
-    current stream afterwards comes after the transfer. torch keeps that memory for the next batch, and gives it out
-    again only after the transfer has ended.
+    From the host to CUDA the copy goes through page-locked memory and the caller does not wait: later work on the
+    current stream runs after the transfer. torch keeps that memory for later batches, and reuses it only after the
+    transfer has ended.
     """
     device = torch.device(device)
     if device.type != "cuda" or batch.device not in (None, torch.device("cpu")):
@@ -58,21 +58,21 @@ def to_device(batch: TensorDictBase, device: torch.device | str) -> TensorDictBa
 
 
 class Lane:
-    """A stream for a thread that must not wait for what others give to a device; does nothing for other than CUDA.
+    """A CUDA stream for a thread that must not wait for other work on the device; does nothing on other devices.
 
     Args:
-        device: where the thread works; None for the host.
+        device: of the thread's work; None for the host.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         is_cuda = device is not None and device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # weights that are being made
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # for weights that are still being computed
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Give the thread's work to the stream inside the `with`, and wait for its end."""
+        """Run the thread's work in the `with` on the stream, and wait for its end."""
         if self._stream is None:
             yield
             return
@@ -82,9 +82,9 @@ class Lane:
 
     @contextlib.contextmanager
     def written_to(self) -> Iterator[None]:
-        """Let the caller write, inside the `with`, to what the stream reads.
+        """Let the caller write, inside the `with`, to tensors that the stream reads.
 
-        The caller's stream waits for what was given to this one before, and this one for what is given inside.
+        The caller's stream waits for earlier work of this stream, and this stream waits for the work of the `with`.
         """
         if self._stream is None:
             yield
@@ -118,11 +118,11 @@ class Mover:
         return self._unpin is not None
 
     def move(self, frame: torch.Tensor, column: int) -> torch.Tensor:
-        """Return a frame's bytes on the device, in memory of their own.
+        """Return a copy of a frame's bytes on the device.
 
         Args:
             frame: uint8, a part of the slab (VIEW).
-            column: which frame of the ring it is of.
+            column: of the ring.
         """
         if not self.is_pinned:
             return frame.to(self.device, copy=True)
@@ -133,13 +133,13 @@ class Mover:
         return moved
 
     def await_frame(self, column: int) -> None:
-        """Wait until a frame of the ring is no longer read."""
+        """Wait until no transfer reads a frame of the ring."""
         event, self._events[column] = self._events[column], None
         if event is not None:
             event.synchronize()
 
     def close(self) -> None:
-        """Let go of the slab, after the transfers that are under way. Idempotent."""
+        """Release the slab, after the transfers that are under way. Idempotent."""
         for column in range(len(self._events)):
             self.await_frame(column)
         if self._unpin is not None:
@@ -147,7 +147,7 @@ class Mover:
 
 
 def _pin(buffer: np.ndarray, device: torch.device) -> Any:
-    """Page-lock a buffer; return what undoes it, or None where the driver refuses."""
+    """Page-lock a buffer; return the function that undoes it, or None if the driver refuses."""
     with torch.cuda.device(device):
         torch.cuda.init()  # type: ignore[no-untyped-call]
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

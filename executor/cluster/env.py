@@ -26,33 +26,34 @@ Strategy = Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"]
 class RayParallelEnv(BatchedEnv):
     """N envs on the nodes of a Ray cluster, stepped as one batch: the same API and the same data as `ParallelEnv`.
 
-    Each node gets a share of contiguous envs, and a host that runs them in worker processes over its own shared memory.
-    Actions go to a host, and rows come back from it, as one buffer for each command.
+    Each node gets a share of contiguous envs and a host, which runs them in worker processes over its own shared
+    memory. Each command sends one buffer of actions to a host, which returns one buffer of rows.
 
     Args:
         num_envs: N; at least one per node.
-        make_env: a callable that builds one env, or a list of N callables. Pickled by value; called on the nodes.
-        num_nodes: how many shares; None for one on every node that has processors (or `resources_per_node`).
+        make_env: a callable that builds one env, or a list of N callables. Pickled by value and called on the nodes.
+        num_nodes: number of shares; None for one on every node with processors (or with `resources_per_node`).
         resources_per_node: what Ray reserves for each share, `{"CPU": 16, "GPU": 1, ...}`, or a list of these; None for
             all whole processors of each node. Envs are spread over nodes in proportion to the processors.
-        address: of the cluster; None for the one in use, else RAY_ADDRESS, else a new one on this machine.
+        address: of the cluster; None for the cluster in use, else RAY_ADDRESS, else a new one on this machine.
         num_workers: worker processes on each node; None for one per processor of its share.
         env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
         seed: root seed of everything random; None draws one.
-        device: where batches are handed out; None leaves them on the cpu.
+        device: of the batches; None leaves them on the CPU.
         copy: as `ParallelEnv`'s.
-        options: see `ExecutorOptions`; its deadlines and its loss policy are kept on the nodes.
+        options: see `ExecutorOptions`; the nodes enforce its deadlines and its loss policy.
         strategy: how Ray places shares: "STRICT_SPREAD" puts each on a different node.
-        runtime_env: of the hosts, as Ray has it; None for the job's own.
-        node_timeout_s: seconds without a sign of life after which a node is given up.
+        runtime_env: Ray's runtime environment of the hosts; None for the job's own.
+        node_timeout_s: seconds without a sign of life after which a node counts as lost.
         placement_timeout_s: seconds to wait for room at the start.
 
     Attributes:
         nodes: one `Report` per share: node id, host name, processors, memory, versions.
-        envs_per_node: how many envs each share has.
+        envs_per_node: number of envs of each share.
 
     Raises:
-        ClusterError: Ray is missing, cannot be reached or has no room, or nodes have other versions than this process.
+        ClusterError: Ray is missing, cannot be reached or has no room, or versions on a node differ from this
+            process's.
         FactoryError, SpecError, WorkerLost, WorkerTimeout: as `ParallelEnv`.
     """
 
@@ -103,7 +104,7 @@ class RayParallelEnv(BatchedEnv):
         self._cluster_pool = pool
 
     def remote_rollouts(self, policy_factory: Callable[[], Policy] | None = None) -> RemoteRollouts:
-        """Return what makes rollouts on the nodes, with the policy on the same nodes; a `Collector` takes it.
+        """Return a maker of rollouts with envs and policy on the same nodes; a `Collector` accepts it.
 
         Args:
             policy_factory: builds the policy on a node, for policies that cannot be pickled.
@@ -114,12 +115,12 @@ class RayParallelEnv(BatchedEnv):
 
     @property
     def nodes(self) -> tuple[Report, ...]:
-        """What each host has reported of its node."""
+        """Each host's report on its node."""
         return tuple(share.report for share in self._fleet.shares)
 
     @property
     def envs_per_node(self) -> tuple[int, ...]:
-        """How many envs each share has."""
+        """Number of envs of each share."""
         return tuple(share.num_envs for share in self._fleet.shares)
 
 

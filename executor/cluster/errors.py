@@ -1,4 +1,4 @@
-"""What can be wrong with a cluster rather than with envs."""
+"""Errors of a cluster rather than of envs."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from envherd.workers.errors import EnvherdError
 
 
 class ClusterError(EnvherdError, RuntimeError):
-    """Ray is missing, cannot be reached, has not the resources asked for, or its nodes disagree in versions."""
+    """Ray is missing, cannot be reached, lacks the requested resources, or its nodes have different versions."""

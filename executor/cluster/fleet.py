@@ -1,11 +1,11 @@
-"""The hosts of one executor: from a connection to the cluster to hosts that have built their envs, mail, and back.
+"""The hosts of one executor: connect to the cluster, start hosts, build envs, exchange messages, and end all of it.
 
 Guarantees:
-- No wait lasts longer than it takes to find out that a host is gone or silent. An answer that was being taken when an
-  interrupt came is taken again.
-- No call waits for a place: while one is looked for, the other shares continue, and what is meant for the share that
-  has no host is kept until it has one. A search is bounded; if it finds nothing, that is the share's loss.
-- A host that is lost again and again is replaced later each time, and then no more, as a worker is.
+- Every wait ends at the latest when a host is found to be gone or silent. An answer whose handling was interrupted is
+  handled again.
+- No call waits for a place: during a search the other shares continue, and messages for the share without a host are
+  kept until it has one. A search is bounded; if it finds no place, the share is lost.
+- As with workers, a host that is lost repeatedly is replaced after increasing delays, and finally not at all.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from envherd.executor.pools.restarts import Restarts
 from envherd.executor.sizing.probing import ProbeLimits, Subject
 from envherd.workers.errors import EnvherdError, InternalError, WorkerLost
 
-#: Seconds between looks at hosts that owe an answer.
+#: Seconds between checks of hosts that owe an answer.
 _LOOK_S = 1.0
-#: Seconds to wait where nothing is under way that could end a wait.
+#: Seconds to wait if no call is under way whose answer could end the wait.
 _PAUSE_S = 0.01
-#: Seconds between questions to Ray whether it has found a place.
+#: Seconds between queries whether Ray has found a place.
 _ASK_S = 0.1
 
 
@@ -48,7 +48,7 @@ def processors_of(reports: Sequence[Report], bundles: Sequence[Resources]) -> li
 
 
 def weights_of(reports: Sequence[Report], bundles: Sequence[Resources]) -> list[float]:
-    """Return in which proportion envs are spread over shares."""
+    """Return the weights by which envs are spread over shares."""
     return [bundle.get("CPU", 0) or report.cores for report, bundle in zip(reports, bundles, strict=True)]
 
 
@@ -57,15 +57,15 @@ class Fleet:
 
     Args:
         address: of the cluster.
-        node_timeout_s: seconds without a sign of life after which a host is given up.
+        node_timeout_s: seconds without a sign of life after which a host counts as lost.
         options: of the executor.
 
     Attributes:
         places: one per host.
-        bundles: what each has reserved.
+        bundles: resources that each has reserved.
         shares: one per host, once envs have been built.
-        on_loss: called with a share that has lost its host, or for which no place was found, and the loss.
-        on_quiet: called when no answer has come for a while.
+        on_loss: called with a share that has lost its host or found no place, and the error.
+        on_quiet: called when no answer has arrived for some time.
     """
 
     def __init__(self, address: str | None, node_timeout_s: float, options: ExecutorOptions) -> None:
@@ -91,7 +91,7 @@ class Fleet:
         """Reserve a place for every share.
 
         Args:
-            ask: from the resources of the living nodes to what each share is to have.
+            ask: resources of the living nodes -> resources of each share.
             where: strategy, seconds to wait for room, and runtime environment; see `ray_cluster.reserve`.
 
         Raises:
@@ -101,22 +101,22 @@ class Fleet:
         self.places = reserve(self.bundles, *where)
 
     def start(self) -> list[Report]:
-        """Start the hosts; return what they report of themselves.
+        """Start the hosts; return their reports.
 
         Raises:
-            ClusterError: one did not come up, or has other versions than this process.
+            ClusterError: a host did not start, or has different versions than this process.
         """
         return start_hosts(self.places)
 
     def build(self, blueprint: Blueprint, num_workers: int | None) -> Blueprint:
-        """Start the hosts and let them build their envs; return the blueprint with the blocks of all hosts' workers.
+        """Start the hosts and make them build their envs; return the blueprint with the blocks of all hosts' workers.
 
         Args:
             blueprint: of the whole batch; its blocks are not used.
             num_workers: on each node; None for one per processor of its share.
 
         Raises:
-            ClusterError, FactoryError, WorkerLost, WorkerTimeout: close the fleet.
+            ClusterError, FactoryError, WorkerLost, WorkerTimeout: the caller must close the fleet.
         """
         options = self._options
         reports = self.start()
@@ -149,7 +149,7 @@ class Fleet:
         return dataclasses.replace(blueprint, blocks=blocks)
 
     def survey(self, indices: Sequence[int], subject: Subject, limits: ProbeLimits) -> list[Survey]:
-        """Have hosts that have been started measure an env, at the same time; return what each has found.
+        """Make started hosts measure an env, all at the same time; return the results.
 
         Raises:
             ClusterError: a host was lost. FactoryError, EnvError, ProbeFailed: the env could not be measured.
@@ -164,7 +164,7 @@ class Fleet:
         return list(found)
 
     def give_back(self) -> None:
-        """End what hosts there are, give back their places and the connection. Idempotent."""
+        """End the hosts and release their places and the connection. Idempotent."""
         for share in self.shares:
             share.state = State.LOST
         if not ray.is_initialized():
@@ -178,7 +178,7 @@ class Fleet:
     # ---- mail --------------------------------------------------------------------------------
 
     def send(self, share: RemoteShare, method: str, args: tuple[Any, ...], handler: Handler) -> None:
-        """Call a method of a share's host, now or as soon as it has one, and let a handler take the answer."""
+        """Call a method of a share's host, now or as soon as it has one; a handler gets the answer."""
         if share.is_moving:
             share.held.append((method, args, handler))
         else:
@@ -194,7 +194,7 @@ class Fleet:
 
         Raises:
             WorkerLost: the host is gone, or silent.
-            EnvherdError: what the host has returned.
+            EnvherdError: the error that the host returned.
         """
         while not ray.wait([ref], timeout=_LOOK_S)[0]:
             silence = share.silence()
@@ -207,7 +207,7 @@ class Fleet:
         return answer
 
     def take(self, timeout_s: float | None) -> None:
-        """Take what has come; if nothing has, wait for it, up to `timeout_s` or until it is time to look around."""
+        """Handle answers that have arrived; without any, wait up to `timeout_s` or until the next check of hosts."""
         soon = self.advance()
         refs = list(self._under_way)
         limit = _LOOK_S if timeout_s is None else min(_LOOK_S, max(0.0, timeout_s))
@@ -221,19 +221,19 @@ class Fleet:
         if ready and len(refs) > 1:
             ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in ready:
-            if ref in self._under_way:  # else its host was lost a moment ago
+            if ref in self._under_way:  # otherwise its host has just been lost
                 share, handler = self._under_way[ref]
                 try:
                     answer = self._open(share, ref)
                 except WorkerLost:
                     continue
-                handler(share, answer)  # before it is forgotten: an interrupt here must leave it to be taken again
+                handler(share, answer)  # before the ref is removed: after an interrupt here, it must be handled again
                 self._under_way.pop(ref, None)
         if limit and not ready:
             self._look_around()
 
     def _open(self, share: RemoteShare, ref: Any) -> Any:
-        """Return an answer that has come, an error too; raise the loss of its host if that is what has come."""
+        """Return an answer, which may be an error; raise if its host is lost."""
         try:
             answer = ray.get(ref)
         except ray.exceptions.RayError as error:
@@ -245,7 +245,7 @@ class Fleet:
         return answer
 
     def _look_around(self) -> None:
-        """Find out which of the hosts that owe an answer still live."""
+        """Check whether hosts that owe an answer still live."""
         for share in {share.share_id: share for share, _ in self._under_way.values()}.values():
             silence = share.silence()
             if silence is not None:
@@ -255,18 +255,18 @@ class Fleet:
     # ---- losses and other places -------------------------------------------------------------
 
     def lose(self, share: RemoteShare, loss: EnvherdError) -> None:
-        """Take a share's host out of service, and expect nothing of it any more."""
+        """Take a share's host out of service, and drop its pending answers."""
         if share.has_host:
             share.end_host(loss)
             self._under_way = {ref: entry for ref, entry in self._under_way.items() if entry[0] is not share}
             self.on_loss(share, loss)
 
     def begin_move(self, share: RemoteShare) -> None:
-        """Begin to look for another place for a share whose host is gone.
+        """Begin to search another place for a share whose host is gone.
 
         Raises:
-            EnvherdError: the share's loss: there were too many restarts within the window, no living node is large
-                enough, or a search has ended without a place since it was last begun.
+            EnvherdError: the share's loss, if there were too many restarts within the window, no living node is large
+                enough, or the latest search found no place.
         """
         if share.state is State.REFUSED:
             share.state = State.LOST
@@ -280,10 +280,10 @@ class Fleet:
         share.search_at = time.monotonic() + delay_s
 
     def advance(self) -> float | None:
-        """See whether places have been found, and start hosts there; never waits.
+        """Check whether places have been found, and start hosts there; never waits.
 
         Returns:
-            Seconds after which to call it again; None if no place is looked for.
+            Seconds after which to call it again; None if there is no search.
         """
         moving = [share for share in self.shares if share.is_moving]
         if not moving:
@@ -315,7 +315,7 @@ class Fleet:
             self.on_loss(share, share.loss)
 
     def await_host(self, share: RemoteShare) -> None:
-        """Wait until a share that is being moved has a host, which may still have to come up.
+        """Wait until a share that is being moved has a host, which may still be starting.
 
         Raises:
             WorkerLost: there is no place.

@@ -1,8 +1,8 @@
-"""Rollouts cross with every observation once: what a root has in common with the `next` before it is sent once.
+"""Send each observation of a rollout once, although it is in `next` and in the root after it.
 
-`next` at one step and the root of the step after are the same but where an env was reset in between, and after the last
-step. So of such a pair the root crosses whole and of `next` only the rows that differ. Whether they are the same is
-looked at, byte for byte, and never concluded from flags: a policy may have written to the roots.
+`next` of a step and the root of the following step are equal, except after resets and after the last step. So the root
+is sent whole, and of `next` only the rows that differ. They are compared byte for byte, never inferred from flags,
+because a policy may have written to the roots.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 
 from envherd.shm.specs import Key
 
-#: Bytes of a row from which on it is worth the look, and share of rows that differ from which on it is not.
+#: Least size of a row in bytes for the comparison to pay, and largest share of differing rows.
 _LEAST_BYTES, _MOST_DIFFERENT = 64, 0.5
 
 Leaves = dict[Key, np.ndarray]
 
 
 class Rest(NamedTuple):
-    """What a `next` leaf says that the root after it does not.
+    """The rows of a `next` leaf that differ from the root after it.
 
     Attributes:
-        rows: int64 `[m]`, places in `[n * T]`: of steps whose `next` is not the root after them.
+        rows: int64 `[m]`, their indices in `[n * T]`.
         values: `[m, ...]`.
     """
 
@@ -33,13 +33,13 @@ class Rest(NamedTuple):
 
 
 def fold(leaves: Leaves) -> tuple[Leaves, dict[Key, Rest]]:
-    """Take out the `next` leaves that mostly repeat a root.
+    """Separate the `next` leaves that mostly repeat a root.
 
     Args:
         leaves: each `[n, T, ...]`.
 
     Returns:
-        The leaves that cross whole (the same arrays), and what is left of the others.
+        The leaves to send whole (the same arrays), and the differing rows of the others.
     """
     kept, folded = dict(leaves), {}
     for key, after in leaves.items():
@@ -57,17 +57,17 @@ def fold(leaves: Leaves) -> tuple[Leaves, dict[Key, Rest]]:
 
 
 def _different(root: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return the places in `[n * T]` whose `next` is not the root of the step after, and the last steps'."""
+    """Return the indices in `[n * T]` whose `next` differs from the following root, and those of the last steps."""
     num_envs, num_steps = after.shape[:2]
     differ = np.ones((num_envs, num_steps), bool)
-    for env in range(num_envs):  # one by one: what is made on the way is as large as what is compared
+    for env in range(num_envs):  # env by env, because temporaries are as large as the compared arrays
         ours, theirs = (np.ascontiguousarray(one[env]).reshape(num_steps, -1).view(np.uint8) for one in (after, root))
         differ[env, :-1] = (ours[:-1] != theirs[1:]).any(-1)
     return np.flatnonzero(differ)
 
 
 def unfolded(kept: Mapping[Key, np.ndarray], folded: Mapping[Key, Rest], key: Key) -> np.ndarray:
-    """Return a leaf `[n, T, ...]`: as it crossed, or put together again in fresh memory."""
+    """Return a leaf `[n, T, ...]`: as received, or rebuilt in fresh memory."""
     if key in kept:
         return kept[key]
     root, rest = kept[key[1:]], folded[key]

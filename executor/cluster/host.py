@@ -1,10 +1,10 @@
-"""The host: what runs on a node. It has a pool, whose workers run a share of the batch, and passes commands on to it.
+"""The host: the process on a node that passes commands to a pool, whose workers run a share of the batch.
 
-Guarantees: every order is answered, by rows or by an error, whatever became of the workers; an env that answers is not
-held up by its neighbours in other workers. The host builds no env and imports none: factories pass through as bytes.
-Does not know in which state an env is, nor what to do about a loss: the driver has the only flights. Of Ray it knows
-the name of its node. Its caller calls `collect` in one thread, `report`, `ping` and `memory` in another, and the rest
-in a third.
+Guarantees: every order is answered by rows or by an error, even if workers are lost; an env's answer does not wait for
+envs of other workers. The host builds no env and imports no env package: factories pass through as bytes.
+Does not know the states of envs, or how to handle a loss: only the driver has flights. Of Ray it knows only the name of
+its node.
+Threads: Ray calls `collect` in one thread, `report`, `ping` and `memory` in another, all other methods in a third.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.protocol import RESET, RING, STEP_RESET
 
 _NOBODY = np.zeros(0, np.int64)
-_STREAM = 2**32 - 3  # spawn_key of a host's own generators: apart from envs' and from the driver's sampler
+_STREAM = 2**32 - 3  # spawn_key of a host's generators: different from the envs' and from the driver's sampler
 
 
 def versions() -> dict[str, str]:
@@ -72,7 +72,7 @@ def versions() -> dict[str, str]:
 
 
 def _returns_errors(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method return the error that it would raise: Ray would wrap it."""
+    """Make a method return its errors instead of raising them, because Ray would wrap them."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -92,13 +92,13 @@ class NodeHost:
         end_with_parent()
         self._lock = threading.Lock()
         self._door = threading.Lock()  # held while waiting for the lock, so that `collect` does not take it again
-        self._is_built = threading.Event()  # or cannot be
+        self._is_built = threading.Event()  # or the build has failed
         self._rolling: BatchedEnv | None = None  # over the same pool; made for the first rollout
         self._policies: dict[int, Any] = {}
         self._versions: dict[int, int] = {}
 
     def report(self) -> Report:
-        """Say what there is, before there are envs."""
+        """Return a report on the node, before there are envs."""
         import ray
 
         return Report(
@@ -112,12 +112,12 @@ class NodeHost:
         )
 
     def ping(self) -> int:
-        """Say that this process lives."""
+        """Return, as a sign of life."""
         return os.getpid()
 
     @_returns_errors
     def survey(self, subject: Subject, limits: ProbeLimits) -> Survey:
-        """Look at this machine, measure an env and run it on workers."""
+        """Read this machine's limits, measure an env and run it on workers."""
         measured, machine, found = measure(subject, WORKERS_ONLY, limits, ExecutorOptions())
         return Survey(machine=machine, measured=measured, runs=found.runs)
 
@@ -130,7 +130,7 @@ class NodeHost:
         error_messages.numbering = error_messages.Numbering(share.first_env_id, share.first_worker_id, report.place)
         blocks = spread(len(share.factories), share.num_workers)
         blueprint = Blueprint(share.factories, share.env_kwargs, blocks, share.root_seed, share.preload)
-        options = dataclasses.replace(share.options, loss_grace_s=None)  # an answer is of all envs that were asked
+        options = dataclasses.replace(share.options, loss_grace_s=None)  # an answer covers all envs of the order
         pool = WorkerPool(blueprint, options)
         try:
             pool.start()
@@ -142,7 +142,7 @@ class NodeHost:
         return Built(specs=tuple(pool.specs), pids=self.pids(), report=report)
 
     def _adopt(self, share: Share, pool: WorkerPool) -> None:
-        """Take over a pool that has been started, with what was counted of its envs before."""
+        """Take over a started pool, with the counts of the host before."""
         self._share, self._pool, self._root_seed = share, pool, share.root_seed
         if share.words is not None:
             for name, values in zip(ENV_WORDS, share.words, strict=True):
@@ -159,7 +159,7 @@ class NodeHost:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Acquire the pool exclusively: a wait in `collect` lets go of it."""
+        """Acquire the pool exclusively: a wait in `collect` releases it."""
         with self._door:
             self._pool.hail()
             self._lock.acquire()
@@ -187,7 +187,7 @@ class NodeHost:
         return reply if order.target == RING else dataclasses.replace(reply, target=order.target, columns=order.columns)
 
     def _give(self, order: Order) -> None:
-        """Give the envs of an order its commands. The driver knows which are legal."""
+        """Give the envs of an order its commands. The driver has checked that they are legal."""
         pool, ids = self._pool, self._all_ids if order.ids is None else order.ids
         if order.inputs is not None:
             self._end.unpack_inputs(order.inputs, order.ids)
@@ -198,7 +198,7 @@ class NodeHost:
             pool.submit_all(order.op, RING, columns, order.reset_ids)
         elif order.is_late:
             pool.submit_later(ids, order.op, RING, columns, order.flags)
-            pool.nudge()  # this may be the successor already, with no worker left to replace
+            pool.nudge()  # its successor may be running already, so no worker is replaced
         else:
             pool.submit(ids, order.op, RING, columns, order.flags)
         self._numbers[ids], self._ops[ids], self._columns[ids] = order.number, order.op, columns
@@ -207,7 +207,7 @@ class NodeHost:
 
     @_returns_errors
     def submit(self, order: Order) -> None:
-        """Begin an order whose answers `collect` brings, env by env."""
+        """Begin an order whose answers `collect` returns env by env."""
         with self._exclusive():
             self._give(order)
             self._is_sent[order.ids] = True
@@ -220,7 +220,7 @@ class NodeHost:
         Args:
             timeout_s: seconds from the latest order after which workers that owe an answer are killed.
         """
-        self._is_built.wait()  # it comes in another thread than this
+        self._is_built.wait()  # `build` runs in another thread
         while True:
             with self._door:
                 self._lock.acquire()
@@ -237,7 +237,7 @@ class NodeHost:
                 self._lock.release()
 
     def _reply(self, ids: np.ndarray | None) -> Reply:
-        """Report what became of the latest commands of some envs, None for all, which owe no answer any more."""
+        """Return the answers to the latest commands of some envs (None for all), none of which owes an answer."""
         pool = self._pool
         asked = self._all_ids if ids is None else ids
         outcome = pool.outcome.hand_out(asked) if pool.outcome else None
@@ -269,7 +269,7 @@ class NodeHost:
         )
 
     def _counts(self) -> np.ndarray:
-        """Return what the workers have counted of each env, int64 `[ENV_WORDS, n]`."""
+        """Return the workers' counts of each env, int64 `[ENV_WORDS, n]`."""
         return np.stack([self._pool.slab.words[name] for name in ENV_WORDS])
 
     # ---- everything else ---------------------------------------------------------------------
@@ -288,7 +288,7 @@ class NodeHost:
             return getattr(self._pool, method)(*args, **kwargs)
 
     def memory(self, worker_id: int) -> int:
-        """Return the bytes that a worker, and what it has started, have to themselves."""
+        """Return the bytes of private memory of a worker and its descendants."""
         return self._pool.memory_of(worker_id)
 
     def pids(self) -> tuple[int, ...]:
@@ -296,12 +296,12 @@ class NodeHost:
         return tuple(map(self._pool.pid_of, self._pool.worker_ids))
 
     def figures(self) -> Figures:
-        """Return what the workers have done and use."""
+        """Return the workers' counts and resources."""
         pool = self._pool
         with self._exclusive():
             figures = pool.figures()
         names = [name for name, (length, writer, _) in WORDS.items() if length != "env" and writer == "worker"]
-        names += ["seat", "looks", "stacked"]  # of placement, which is the host's business
+        names += ["seat", "looks", "stacked"]  # of placement, which the host does
         return Figures(
             processes=[(one.uss_bytes, one.pss_bytes, one.cpu_s) for one in figures],
             words={name: pool.slab.words[name].reshape(pool.num_workers, -1).copy() for name in names},
@@ -320,14 +320,14 @@ class NodeHost:
     # ---- rollouts ----------------------------------------------------------------------------
 
     def take_policy(self, policy_id: int, pickled: bytes, kind: PolicyKind) -> None:
-        """Take a policy, or what builds one here; the one before it is forgotten."""
+        """Take a policy, or a callable that builds one here; it replaces the previous one."""
         given = cloudpickle.loads(pickled)
         self._policies = {policy_id: given() if kind == "factory" else given}
         self._versions = {policy_id: -1}
 
     @_returns_errors
     def roll(self, order: RollOrder, weights: list[np.ndarray] | None) -> Rolled:
-        """Make a rollout here."""
+        """Make a rollout on this node."""
         began = time.monotonic()
         policy: Any = None
         if order.policy_id is not None:
@@ -365,13 +365,13 @@ class NodeHost:
         )
 
     def _make_executor(self) -> BatchedEnv:
-        """Return what makes rollouts over the pool."""
+        """Return an executor for rollouts over the pool."""
         options = dataclasses.replace(self._share.options, loss_grace_s=None)
         self._is_seeded = False
         return BatchedEnv(self._pool, seed=self._root_seed, device=None, copy=True, options=options)
 
     def _seed_own_generators(self, env: BatchedEnv) -> None:
-        """Draw what is drawn here, and not in the driver, from streams of this share alone."""
+        """Seed the generators that this host uses instead of the driver, from streams of this share."""
         if self._is_seeded:
             return
         seeds = np.random.SeedSequence(self._root_seed, spawn_key=(_STREAM, self._share.first_env_id)).generate_state(2)
@@ -380,7 +380,7 @@ class NodeHost:
         self._is_seeded = True
 
     def _put(self, env: BatchedEnv, order: RollOrder) -> None:
-        """Note where the envs are when a rollout begins."""
+        """Set the envs' positions before a rollout."""
         engine = env.engine
         if order.roots is not None:
             columns = engine.positions.next_columns(self._all_ids)
@@ -391,12 +391,12 @@ class NodeHost:
 
 
 def weights_of(policy: torch.nn.Module) -> list[np.ndarray]:
-    """Return a module's parameters, then its buffers, on the host (VIEWS where they are there)."""
+    """Return a module's parameters, then its buffers, as arrays on the CPU (VIEWS if they are on the CPU)."""
     return [tensor.detach().cpu().numpy() for tensor in (*policy.parameters(), *policy.buffers())]
 
 
 def load_weights(policy: torch.nn.Module, weights: list[np.ndarray]) -> None:
-    """Put what `weights_of` returned into a module of the same kind."""
+    """Write weights from `weights_of` into a module of the same kind."""
     with torch.no_grad():
         for mine, array in zip((*policy.parameters(), *policy.buffers()), weights, strict=True):
             mine.copy_(torch.tensor(array))

@@ -1,4 +1,4 @@
-"""What driver and hosts say to each other, as plain values. Env ids are the share's own, from 0, in both directions."""
+"""The messages between driver and hosts, as plain values. Env ids in both directions are the share's, from 0."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.protocol import RING
 
-#: What is shipped to a host: a policy, or a callable that builds one there.
+#: What is sent to a host: a policy, or a callable that builds one there.
 PolicyKind = Literal["policy", "factory"]
-#: Words of each env that come back with its rows; see `shm.slab.WORDS`.
+#: Words of each env that are returned with its rows; see `shm.slab.WORDS`.
 ENV_WORDS = ("episode", "env_steps", "resets", "ends")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one host runs.
+    """The share of one host.
 
     Attributes:
-        first_env_id: what the batch calls the share's env 0.
-        first_worker_id: what it calls the share's worker 0.
+        first_env_id: id in the batch of the share's env 0.
+        first_worker_id: id in the batch of the share's worker 0.
         factories: one pickled factory per env.
         env_kwargs: keyword arguments of each call.
         num_workers: processes.
         root_seed: of the whole batch.
         preload: modules for the host's zygote to import.
         options: of the executor.
-        words: what the host that it replaces has counted of the envs, int64 `[ENV_WORDS, n]`; None for the first one.
+        words: the replaced host's counts of the envs, int64 `[ENV_WORDS, n]`; None for the first host.
     """
 
     first_env_id: int
@@ -52,16 +52,16 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a host says of itself before it has envs.
+    """A host's report on itself before it has envs.
 
     Attributes:
         node_id: Ray's, hexadecimal.
         hostname: of the machine.
         pid: of the host's process.
         cores: processors it may use.
-        memory_bytes: it may take.
-        versions: of what must be equal everywhere, by name.
-        boot_id: the same for all that runs under one kernel; empty if unknown.
+        memory_bytes: memory that it may take.
+        versions: by name, of packages that must be equal everywhere.
+        boot_id: of the running kernel, equal for all processes on it; empty if unknown.
     """
 
     node_id: str
@@ -74,13 +74,13 @@ class Report:
 
     @property
     def place(self) -> str:
-        """What messages call the node."""
+        """The node's name in messages."""
         return f"node {self.hostname}/{self.node_id[:8]}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A host's envs are there.
+    """A host has built its envs.
 
     Attributes:
         specs: one per env.
@@ -95,7 +95,7 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What was found out about a node and an env there; see `sizing`."""
+    """The measurements of a node and of an env there; see `sizing`."""
 
     machine: Machine
     measured: Measurement
@@ -107,15 +107,15 @@ class Order:
     """Commands for some envs, all announced at once.
 
     Attributes:
-        number: of the order; comes back with the answers.
+        number: of the order; the answers repeat it.
         op: for all envs, or int `[k]`.
         ids: int `[k]`; None for all.
-        target: RING, or the number of a rollout storage, which only the driver has.
-        columns: of the target: int where `ids` is None, else int `[k]`.
+        target: RING, or the number of a rollout storage, which exists only in the driver.
+        columns: of the target: int if `ids` is None, else int `[k]`.
         reset_ids: int, envs that are reset instead; only where `ids` is None.
         flags: see `workers.protocol.Flag`.
-        inputs: see `End.pack_inputs`; None where no input is read.
-        extras: to be sent ahead, for resets and side inputs.
+        inputs: see `End.pack_inputs`; None if no input is read.
+        extras: messages to send ahead, for resets and side inputs.
         timeout_s: for the answers, in seconds; None for no deadline.
         is_late: the workers concerned are being replaced; see `Pool.submit_later`.
     """
@@ -135,20 +135,20 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What became of commands.
+    """The answers to commands.
 
     Attributes:
-        ids: int `[k]`, who has answered, the lost ones left out; None for all.
+        ids: int `[k]`, envs that have answered, without lost ones; None for all.
         numbers: of the orders that are answered: one for all, or int `[k]`.
-        target: of the order; answers to several orders are rows of the ring.
+        target: of the order; RING for answers to several orders.
         columns: of the order: one for all, or int `[k]`.
-        next_ids: int, whose `next` came: those of `ids` that were stepped; None for all.
-        nexts: these; see `End.pack_rows`.
-        root_ids: int, whose `root` came: those that were reset.
-        roots: these.
+        next_ids: int, envs of `ids` that were stepped, whose `next` is included; None for all.
+        nexts: their rows; see `End.pack_rows`.
+        root_ids: int, envs that were reset, whose `root` is included.
+        roots: their rows.
         words: of the envs, int64 `[ENV_WORDS, n]`.
-        began: how often the envs of each worker had been reset when it came, int64 `[workers]`.
-        outcome: what else happened; None if nothing did.
+        began: resets of an env of each worker before its present process was started, int64 `[workers]`.
+        outcome: other events; None if there were none.
     """
 
     ids: np.ndarray | None = None
@@ -166,15 +166,15 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a host's workers have done and use.
+    """The counts and resources of a host's workers.
 
     Attributes:
         processes: `(uss bytes, pss bytes, cpu seconds)` of each worker.
-        words: what is known of each worker, by word, each `[workers, ...]`; see `shm.slab.WORDS`.
+        words: each worker's words, by name, each `[workers, ...]`; see `shm.slab.WORDS`.
         now_ns: the host's monotonic clock.
         pids: of the workers.
-        generations: how often each was replaced since the host came.
-        recycled: how often between episodes.
+        generations: replacements of each worker since the host started.
+        recycled: those between episodes.
     """
 
     processes: list[tuple[int, int, float]]
@@ -187,16 +187,16 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class RollOrder:
-    """A rollout to be made on the host.
+    """A request for a rollout on the host.
 
     Attributes:
         num_steps: T.
         policy_id: of a policy that was shipped; None for random actions.
         version: of its weights.
-        ended: bool `[n]`, envs that must be reset whatever their rows say.
-        roots: where the envs are, see `End.pack_rows`; None if the host knows (a rollout there made the
-            envs' latest steps), or if all of them are reset.
-        side: the side-channel values that belong to these, one item per env; None likewise.
+        ended: bool `[n]`, envs that must be reset even if their rows do not say so.
+        roots: the envs' present roots, see `End.pack_rows`; None if the host has them (from a rollout there), or if all
+            envs are reset.
+        side: the side-channel values of these roots, one item per env; None likewise.
         kwargs: further arguments of `rollout`.
     """
 
@@ -211,17 +211,17 @@ class RollOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Rolled:
-    """A rollout that was made.
+    """A finished rollout.
 
     Attributes:
-        leaves: key -> array `[n, T, ...]`; None where the batch is none of plain arrays.
+        leaves: key -> array `[n, T, ...]`; None if the batch holds anything but plain arrays.
         folded: leaves that mostly repeat others of these, see `folding`.
-        batch: the TensorDict itself then.
+        batch: the TensorDict itself, if `leaves` is None.
         tail: the batch size behind `[n, T]`.
         version: of the weights it was made with.
-        worker_losses, interrupted: what was replaced meanwhile; see `Statistics`.
-        reply: where the envs are now, as roots.
-        side: the side-channel values of these, one item per env.
+        worker_losses, interrupted: during the rollout; see `Statistics`.
+        reply: the envs' present roots.
+        side: the side-channel values of these roots, one item per env.
         wall_s: seconds that it took.
     """
 

@@ -1,9 +1,9 @@
-"""A host ends when what started it ends.
+"""A host ends when its parent process ends.
 
-Ray's own processes look whether their parent is now process 1, which it is not under a session manager, in some
-containers, and wherever else orphans are given to somebody else; then hosts would stay, with all of their workers.
+Ray's own processes check whether their parent has become process 1. Under a session manager, in some containers and
+with other subreapers it does not, and hosts would stay alive with all their workers.
 
-Guarantees: this process ends within moments of its parent, whatever ended that, also if both were stopped meanwhile.
+Guarantees: this process ends shortly after its parent, however that ended, also if both had been stopped.
 Assumes: Linux (pidfd).
 """
 
@@ -18,9 +18,9 @@ _EXIT_CODE = 1
 
 
 def end_with_parent() -> None:
-    """Have this process end, at once and without cleaning up, when its present parent has ended."""
+    """End this process at once, without cleanup, when its present parent has ended."""
     parent = os.getppid()
-    with contextlib.suppress(ProcessLookupError):  # it has ended already: the thread sees that
+    with contextlib.suppress(ProcessLookupError):  # it has ended already, which the thread notices
         pidfd = os.pidfd_open(parent)
         threading.Thread(target=_watch, args=(pidfd,), name="envherd-parent", daemon=True).start()
         if os.getppid() == parent:

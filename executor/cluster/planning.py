@@ -1,8 +1,8 @@
-"""`envherd size --cluster`: every node is looked at and measured, and the plan is what `RayParallelEnv` will do there.
+"""`envherd size --cluster`: measure every node and plan how `RayParallelEnv` uses them.
 
-Guarantees: the shares, the workers and the hosts' places are those that `RayParallelEnv(N, make_env, address=...)` has
-by default; nothing is left on the cluster. An env is measured once on every machine, however many nodes are on it.
-Does not know: what rows cost between machines beyond a call's round trip, which is measured empty.
+Guarantees: shares, workers and places are the defaults of `RayParallelEnv(N, make_env, address=...)`; nothing is left
+on the cluster. An env is measured once per machine, even if several nodes run on it.
+Does not know: the cost of sending rows between machines, beyond the measured round trip of an empty call.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class NodePlan:
     """One node's share.
 
     Attributes:
-        report: what the node says of itself.
-        machine: what the share may use of it: its processors as Ray counts them, its part of the memory.
+        report: of the node's host.
+        machine: the resources of the share: processors as Ray counts them, and its part of the memory.
         num_envs, num_workers: of the share.
-        prediction: of the share alone, stepped as `ParallelEnv` would on that machine; scaled from what was run there.
+        prediction: of the share alone, as with a `ParallelEnv` on that machine; scaled from the runs there.
         trip_s: seconds of an empty call of the node.
     """
 
@@ -66,7 +66,7 @@ class NodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """What to run on a cluster.
+    """The plan for a cluster.
 
     Attributes:
         nodes: one per share, in the order of the envs.
@@ -83,7 +83,7 @@ class ClusterPlan:
 
     @property
     def batch_s(self) -> float:
-        """Seconds of a step of all envs, the policy in the driver: the slowest node decides."""
+        """Seconds of a step of all envs, with the policy in the driver: the slowest node decides."""
         return max(node.prediction.batch_s + node.trip_s for node in self.nodes) + self.policy_s
 
     @property
@@ -93,7 +93,7 @@ class ClusterPlan:
 
     @property
     def rollout_steps_per_s(self) -> float:
-        """Env-steps per second of remote rollouts: every node at its own speed, the policy on each."""
+        """Env-steps per second of remote rollouts: every node at its own speed, with the policy on each node."""
         return sum(node.num_envs / (node.prediction.batch_s + self.policy_s) for node in self.nodes)
 
     def to_plain(self) -> dict[str, Any]:
@@ -113,17 +113,17 @@ class ClusterPlan:
 def plan_cluster(
     make_env: Callable[..., Any], address: str | None, goal: Goal, budget_s: float, probe_bytes: int | None = None
 ) -> ClusterPlan:
-    """Measure an env on the nodes of a cluster and say how many to run there.
+    """Measure an env on the nodes of a cluster and decide how many to run there.
 
     Args:
         make_env: builds one env.
         address: of the cluster; see `RayParallelEnv`.
         goal: `num_envs` of the whole cluster, `num_workers` of each node, `policy_s` and `headroom`.
-        budget_s: seconds to measure for on each machine.
+        budget_s: seconds of measurement on each machine.
         probe_bytes: memory that measuring may take; None for most of what is available.
 
     Raises:
-        ClusterError: it cannot be reached, or has no room. DoesNotFit: nor has its memory.
+        ClusterError: the cluster cannot be reached, or has no room. DoesNotFit: its memory has no room.
         FactoryError, EnvError, ProbeFailed: the env could not be measured.
     """
     subject = subject_of(make_env, None, ExecutorOptions())
@@ -172,7 +172,7 @@ def decide_for_nodes(
         goal: see `plan_cluster`.
 
     Raises:
-        DoesNotFit: not even one env per node, or not as many as were asked for, fit the memory.
+        DoesNotFit: one env per node, or the requested number of envs, does not fit the memory.
     """
     names = [_machine_of(report) for report in reports]
     processors = processors_of(reports, bundles)
@@ -213,7 +213,7 @@ def decide_for_nodes(
 
 
 def part_of(machine: Machine, cores: int, num_parts: int) -> Machine:
-    """Return what a share may use of a machine that has several nodes of the cluster."""
+    """Return a share's part of a machine that runs several nodes of the cluster."""
     cpus = machine.cpus[:cores]
     room = machine.cgroup.memory_room
     cgroup = replace(machine.cgroup, memory_room=None if room is None else room // num_parts)

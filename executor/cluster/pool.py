@@ -1,13 +1,14 @@
-"""The pool whose workers are on other machines: what an executor gives commands to and waits for.
+"""The pool whose workers are on other machines: gives commands to the hosts and waits for their answers.
 
-It is a `Pool`, so that everything above it is the same code as on one machine. Its slab is memory of the driver;
-inputs go from it to the hosts, and rows come back into it. A host has a pool too, of which this one asks the same.
+It is a `Pool`, so all code above it is the same as on one machine. Its slab is memory of the driver; it sends inputs
+from the slab to the hosts, and writes their rows to the slab. Each host has its own pool, to which it passes the
+commands.
 
 Guarantees:
-- An env's answer is read only if it is to the latest order for it; what an interrupt left behind is recognised.
-- A host that is gone, or silent for `node_timeout_s`, is a loss of its workers; the other hosts continue, and their
-  rows are complete.
-- Orders for one host are carried out in the order in which they were given.
+- An answer is used only if it belongs to the latest order for its env; answers left by an interrupt are recognised.
+- If a host is gone, or silent for `node_timeout_s`, its workers count as lost; the other hosts continue, and their rows
+  are complete.
+- A host carries out its orders in the order in which they were sent.
 Assumes: one caller at a time.
 """
 
@@ -43,9 +44,9 @@ class ClusterPool(SlabPool):
     """Hosts over one slab in the driver; see the module, and `Pool`.
 
     Args:
-        blueprint: of the whole batch; one block per worker, of all hosts in turn.
+        blueprint: of the whole batch; one block per worker, host after host.
         options: of the executor.
-        fleet: has the hosts, which have built their envs; ends with the pool.
+        fleet: of hosts that have built their envs; closed with the pool.
 
     Attributes:
         fleet: see Args.
@@ -77,7 +78,7 @@ class ClusterPool(SlabPool):
         self._storages: dict[int, Storage] = {}
         self._words = CommandWords(self.slab)
         self._is_under_way = np.zeros(self.num_envs, bool)  # whether the latest command has left this process
-        self._is_each = np.zeros(self.num_envs, bool)  # whether it is answered env by env
+        self._is_each = np.zeros(self.num_envs, bool)  # whether it is answered by `collect`
         self._extras: dict[int, messages.Prepare] = {}
         fleet.on_loss, fleet.on_quiet = self._take_out, self._mend
         self._failure: EnvherdError | None = None
@@ -85,7 +86,7 @@ class ClusterPool(SlabPool):
 
     @property
     def recyclable(self) -> RecyclablePool | None:
-        """This pool: the engine knows when the envs of a worker are between episodes."""
+        """This pool, because the engine knows when the envs of a worker are between episodes."""
         return self
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
@@ -95,7 +96,7 @@ class ClusterPool(SlabPool):
     # ---- commands ----------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Return None: a command takes longer than all that could be saved."""
+        """Return None: compiling would save nothing, compared with the time of a command."""
 
     def compile_exchange(self, facts: Mapping[str, Any]) -> None:
         """Return None, likewise."""
@@ -104,7 +105,7 @@ class ClusterPool(SlabPool):
         """Give every env the same command, but some (int `[k]`) a RESET."""
         self._refuse_lost(range(self.num_workers))
         self._is_under_way[:] = self._is_each[:] = False
-        self._words.write_all(0, None, 0)  # the hosts have words for what it is
+        self._words.write_all(0, None, 0)  # the hosts' words hold the command itself
         for share in self.shares:
             own = None
             if reset_ids is not None:
@@ -115,9 +116,9 @@ class ClusterPool(SlabPool):
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
-        """Give some envs a command each, at ring columns of their own; see `Pool.submit`."""
+        """Give each of some envs a command at its own ring column; see `Pool.submit`."""
         self.await_workers(env_ids)
-        if not flags & Flag.PREPARED:  # what is kept was for resets that were refused
+        if not flags & Flag.PREPARED:  # kept messages are from refused resets
             for env_id in env_ids[np.broadcast_to(np.asarray(op) == RESET, len(env_ids))].tolist():
                 self._extras.pop(env_id, None)
         self._submit(env_ids, op, target, columns, flags)
@@ -150,7 +151,7 @@ class ClusterPool(SlabPool):
         reset_ids: np.ndarray | None = None,
         **more: Any,
     ) -> None:
-        """Send one host what is for it; see `Order`."""
+        """Send one host its part of a command; see `Order`."""
         asked = share.env_ids if ids is None else ids + share.first_env_id
         extras = [self._extras.pop(i) for i in asked.tolist() if i in self._extras] if self._extras else []
         if share.is_out:
@@ -177,7 +178,7 @@ class ClusterPool(SlabPool):
         self._is_under_way[asked] = True
 
     def _collect_from(self, share: RemoteShare) -> None:
-        """Ask a host for answers that come env by env, if that has not been done."""
+        """Call a host's `collect`, unless a call is pending."""
         if not share.is_collecting and not share.is_out:
             self.fleet.send(share, "collect", (self.options.step_timeout_s,), self._take_collected)
             share.is_collecting = True
@@ -187,26 +188,26 @@ class ClusterPool(SlabPool):
             self._collect_from(share)
 
     def nudge(self) -> None:
-        """After a call was broken off: what has not left this process will not; its answer is that nothing was done."""
+        """After a call was broken off: drop commands that were not sent, and count them as answered without effect."""
         words = self._words
         unsent = words.is_owed() & ~self._is_under_way
         words.reply_seq[unsent] = words.command_seq[unsent]
         self._extras.clear()
 
     def _answer_for_lost(self) -> None:
-        """Let commands to workers that had been lost before end in that loss at once."""
+        """Answer commands to workers that were already lost with that loss."""
         for worker_id, error in self.lost.items():
             if self._forfeit(worker_id):
                 self.outcome.losses[worker_id] = error
 
     def _forfeit(self, worker_id: int) -> bool:
-        """Take what a lost worker's envs owe as answered; return whether they owed anything."""
+        """Count a lost worker's envs as answered; return whether they owed anything."""
         return bool(len(self._words.forfeit(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
 
     # ---- waiting -----------------------------------------------------------------------------
 
     def await_workers(self, env_ids: np.ndarray) -> None:
-        """Raise the loss of a worker of some envs that stays lost, before anything is given to it."""
+        """Raise if a worker of some envs is lost and is not replaced, before any command is sent."""
         if self.lost:
             self._refuse_lost(np.unique(self.worker_of[env_ids]).tolist())
 
@@ -217,9 +218,9 @@ class ClusterPool(SlabPool):
                     raise self.lost[worker_id]
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:  # noqa: ARG002
-        """Wait for every outstanding answer and return True; what else happened is in `outcome`.
+        """Wait for every outstanding answer and return True; reports besides rows are in `outcome`.
 
-        The hosts keep the deadline.
+        The hosts enforce the deadline.
         """
         while not self._words.is_idle():
             self.fleet.take(None)
@@ -238,7 +239,7 @@ class ClusterPool(SlabPool):
     ) -> np.ndarray:
         """Wait until at least `count` of some envs have answered; return those, oldest command first.
 
-        With `kill_late` the hosts keep the deadline.
+        With `kill_late` the hosts enforce the deadline.
         """
         end = None if timeout_s is None or kill_late else time.monotonic() + timeout_s
         self.fleet.take(0.0)
@@ -257,7 +258,7 @@ class ClusterPool(SlabPool):
             raise failure
 
     def _mend(self) -> None:
-        """Look for what no answer will end: envs whose host was not asked, or that were lost before."""
+        """Handle envs for which no answer is coming: their host was not asked, or they were lost before."""
         for share in self.shares:
             self._collect_owed(share)
         self._answer_for_lost()
@@ -269,7 +270,7 @@ class ClusterPool(SlabPool):
             self.fail(share, error)
 
     def fail(self, share: RemoteShare, error: EnvherdError) -> None:
-        """Note that a host could not carry out an order: in which state its envs are is unknown."""
+        """Note that a host could not carry out an order: the states of its envs are unknown."""
         self._failure = self._failure or error
         worker_id = error.context.get("worker_id")
         if isinstance(worker_id, int) and worker_id in share.worker_ids:
@@ -293,11 +294,11 @@ class ClusterPool(SlabPool):
             share.write(reply, self._storages)
         share.note_words(self.slab.words, self.began, reply)
         self._note(share, reply.outcome)
-        self.slab.words["answered_ns"][env_ids[is_current]] = time.perf_counter_ns()  # here: nodes have other clocks
+        self.slab.words["answered_ns"][env_ids[is_current]] = time.perf_counter_ns()  # nodes have other clocks
         words.reply_seq[env_ids[is_current]] = numbers[is_current]
 
     def _note(self, share: RemoteShare, outcome: Outcome | None) -> None:
-        """Take over what a host reports besides rows."""
+        """Take over a host's report on events besides rows."""
         if outcome is None:
             return
         for kind in ("faults", "side", "infos"):
@@ -311,13 +312,13 @@ class ClusterPool(SlabPool):
     # ---- losses ------------------------------------------------------------------------------
 
     def _note_lost(self, worker_id: int, error: EnvherdError) -> None:
-        """Take a worker out of service: its loss is the answer to what its envs owe."""
+        """Take a worker out of service: its envs' pending commands are answered by its loss."""
         self.lost[worker_id] = error
         self.outcome.losses[worker_id] = error
         self._forfeit(worker_id)
 
     def _take_out(self, share: RemoteShare, error: EnvherdError) -> None:
-        """Let the loss of a share's host, or of the hope for another, be the answer to what its envs owe."""
+        """Answer the pending commands of a share with an error: its host is lost, or no other place was found."""
         if share.state is State.LOST:
             self.num_losses += len(share.worker_ids)
         for worker_id in share.worker_ids:
@@ -328,11 +329,11 @@ class ClusterPool(SlabPool):
 
         Raises:
             WorkerLost, WorkerTimeout: too many restarts within the window, or no room for a host.
-        Blocks: as long as its host, if that lives, is busy with other orders; never for a place for a new host.
+        Blocks: while its host, if that lives, is busy with other orders; never for a search of a place.
         """
         self.outcome.losses.pop(worker_id, None)
         if worker_id not in self.lost:
-            return  # it came back with its host
+            return  # it was restored with its host
         share = self._share_of[worker_id]
         if share.has_host:
             self._replace("begin_restart", worker_id)
@@ -343,19 +344,19 @@ class ClusterPool(SlabPool):
             self.lost.pop(own_id, None)
 
     def is_serving(self, worker_id: int) -> bool:
-        """Return whether a worker is there: not lost, nor is its host."""
+        """Return whether neither a worker nor its host is lost."""
         return worker_id not in self.lost and self._share_of[worker_id].has_host
 
     def recycle(self, worker_id: int, *, is_anew: bool) -> None:
-        """Close the envs of a worker that has nothing to do, and begin to replace it; see `RecyclablePool`."""
+        """Close the envs of an idle worker, and begin to replace it; see `RecyclablePool`."""
         try:
             self._replace("recycle", worker_id, is_anew=is_anew)
         except EnvherdError:
             if self._share_of[worker_id].has_host or self.options.on_worker_loss != "restart":
-                raise  # else its host was lost, which is the answer to the reset that follows
+                raise  # otherwise its host was lost, and the next reset reports that
 
     def _replace(self, method: str, worker_id: int, **how: bool) -> None:
-        """Let a worker's host begin to replace it."""
+        """Make a worker's host begin to replace it."""
         share, own_id = self._place_of(worker_id)
         self.fleet.request(share, "tell_pool", method, own_id, **how)
         share.pids = self.fleet.request(share, "pids")
@@ -364,7 +365,7 @@ class ClusterPool(SlabPool):
     # ---- mail --------------------------------------------------------------------------------
 
     def prepare(self, message: messages.Prepare) -> None:
-        """Keep the extras of an env's next command; they go with it."""
+        """Keep the extras of an env's next command; they are sent with it."""
         self._refuse_lost([int(self.worker_of[message.env_id])])
         self._extras[message.env_id] = message
 
@@ -382,7 +383,7 @@ class ClusterPool(SlabPool):
             self.fleet.get(share, ref)
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Ask as `ask` does, and do not wait; return share id -> what `answers` waits for."""
+        """Begin `ask` without waiting; return share id -> reference for `answers`."""
         workers = {int(self.worker_of[env_id]) for env_id in env_ids}
         self._refuse_lost(workers)
         if gone := [worker_id for worker_id in sorted(workers) if worker_id in self.lost]:
@@ -425,12 +426,12 @@ class ClusterPool(SlabPool):
     # ---- facts about workers -----------------------------------------------------------------
 
     def _place_of(self, worker_id: int) -> tuple[RemoteShare, int]:
-        """Return the share of a worker, and what its host calls the worker."""
+        """Return the share of a worker, and its worker id on the host."""
         share = self._share_of[worker_id]
         return share, worker_id - share.worker_ids[0]
 
     def worker_output(self, worker_id: int) -> str:
-        """Return what a worker has printed, as far as it is kept."""
+        """Return the kept part of a worker's output."""
         share, own_id = self._place_of(worker_id)
         return str(self.fleet.request(share, "tell_pool", "worker_output", own_id)) if share.has_host else ""
 
@@ -445,7 +446,7 @@ class ClusterPool(SlabPool):
         return share.generations[own_id]
 
     def memory_of(self, worker_id: int) -> int:
-        """Return the bytes that a worker, and what it has started, have to themselves."""
+        """Return the bytes of private memory of a worker and its descendants."""
         share, own_id = self._place_of(worker_id)
         return int(self.fleet.request(share, "memory", own_id))
 
@@ -459,7 +460,7 @@ class ClusterPool(SlabPool):
         return worker_id not in self.lost
 
     def figures(self) -> list[WorkerFigures]:
-        """Return what the workers' hosts say of them; zeros for lost ones."""
+        """Return the hosts' figures of their workers; zeros for lost ones."""
         found: list[WorkerFigures] = []
         for share in self.shares:
             if not share.has_host:

@@ -1,7 +1,7 @@
-"""The cluster as Ray shows it: connect, reserve a place for every share, start hosts there, and replace them.
+"""All use of Ray: connect to a cluster, reserve a place for every share, start hosts there, and replace them.
 
-Guarantees: what was reserved or started is given back by `close`, and by Ray itself when
-this process ends; a wait for room is bounded.
+Guarantees: `close` releases all reservations and hosts, and Ray does so when this process ends; a wait for room is
+bounded.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from envherd.executor.cluster.shares import Resources, refusal
 
 log = logging.getLogger("envherd")
 
-#: The thread of a host in which a method runs: one for answers, one that reports that it lives. All others: "act".
+#: Method -> thread of the host in which it runs: one collects answers, one reports. All other methods run in "act".
 _THREADS = {"collect": "answer", **dict.fromkeys(("report", "ping", "memory", "close"), "watch")}
-#: Seconds for a host's process to come up: it imports torch, on a machine that may be busy.
+#: Seconds for a host's process to start: it imports torch, perhaps on a busy machine.
 COME_UP_S = 180.0
 #: Seconds for the head of a cluster to accept a connection.
 _CONNECT_S = 5.0
@@ -36,7 +36,7 @@ _MOVE_S = 10.0
 
 
 class Connection:
-    """A connection to a cluster; shared by all executors of this process, ended with the last if one of them began it.
+    """A connection to a cluster, shared by all executors of this process; the last one closes what the first opened.
 
     Args:
         address: of the cluster; None for Ray's own choice (the one in use, RAY_ADDRESS, or a new one on this machine).
@@ -60,7 +60,7 @@ class Connection:
         self._is_open = True
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
+        """Release it. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -71,14 +71,14 @@ class Connection:
 
 
 def check_address(address: str | None) -> None:
-    """Refuse an address at which nothing answers, within seconds; Ray itself would try for most of a minute.
+    """Refuse an address that does not answer within seconds; Ray itself would try for most of a minute.
 
     Raises:
         ClusterError: it is `host:port`, and no connection can be made.
     """
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdigit():
-        return  # "auto", or of a kind that Ray reads
+        return  # "auto", or another form that Ray parses
     try:
         socket.create_connection((host.removeprefix("ray://"), int(port)), _CONNECT_S).close()
     except OSError as error:
@@ -103,7 +103,7 @@ def reserve(
     """Reserve a place for every share.
 
     Args:
-        bundles: what each share is given.
+        bundles: resources of each share.
         strategy: of the placement group.
         timeout_s: seconds to wait for room.
         runtime_env: of the hosts, as Ray has it; None for the job's own.
@@ -129,7 +129,7 @@ class Place:
 
     Args:
         bundle: what is reserved there.
-        groups: the group of all places at the start; all places share this list, which is what `close` gives back.
+        groups: begins with the group of all first places; all places share this list, which `close` releases.
         index: of the bundle in that group.
         runtime_env: see `reserve`.
 
@@ -150,7 +150,7 @@ class Place:
         self._search_end = 0.0
 
     def start_host(self) -> None:
-        """Start a host there, which has not come up when this returns."""
+        """Begin to start a host there; do not wait for it."""
         group, index = self._home
         options: dict[str, Any] = {
             "num_cpus": self.bundle.get("CPU", 0),
@@ -178,19 +178,19 @@ class Place:
             ray.kill(self.host, no_restart=True) if ray.is_initialized() else None
 
     def begin_move(self) -> bool:
-        """Begin to look for another place, as the host is gone; return whether any node is large enough."""
+        """Begin to search another place, because the host is gone; return whether any node is large enough."""
         if not any(all(node.get(name, 0) >= n for name, n in self.bundle.items()) for node in living_nodes()):
             return False
-        if not _is_there(*self._home):  # else the host alone was lost
+        if not _is_there(*self._home):  # otherwise only the host was lost
             self._other = placement_group([dict(self.bundle)], strategy="PACK")
             self._groups.append(self._other)
         self._search_end = time.monotonic() + _MOVE_S
         return True
 
     def finish_move(self) -> bool | None:
-        """Return whether a place has been found; None while it is looked for. Never waits."""
+        """Return whether a place has been found; None during the search. Never waits."""
         other = self._other
-        is_home = _is_there(*self._home)  # Ray may have moved the bundle itself, to where there was room
+        is_home = _is_there(*self._home)  # Ray may have moved the bundle itself
         is_found = is_home or (other is not None and _is_there(other, 0))
         if not is_found and time.monotonic() < self._search_end:
             return None
@@ -203,7 +203,7 @@ class Place:
         return is_found
 
     def close(self) -> None:
-        """Give this place and all others back."""
+        """Release this place and all others."""
         while self._groups:
             _give_back(self._groups.pop())
 
@@ -222,10 +222,10 @@ def _is_there(group: PlacementGroup, index: int) -> bool:
 
 
 def start_hosts(places: Sequence[Place]) -> list[Report]:
-    """Start a host at every place and wait until all are up; return what they report of themselves.
+    """Start a host at every place and wait until all have started; return their reports.
 
     Raises:
-        ClusterError: one did not come up, or has other versions than this process.
+        ClusterError: a host did not start, or has different versions than this process.
     """
     for place in places:
         place.start_host()
@@ -243,10 +243,10 @@ def start_hosts(places: Sequence[Place]) -> list[Report]:
 
 
 def check_versions(own: Mapping[str, str], reports: Sequence[Report]) -> None:
-    """Refuse nodes with other versions than the driver's.
+    """Refuse nodes whose versions differ from the driver's.
 
     Raises:
-        ClusterError: names the first node, what it has, and what the driver has.
+        ClusterError: names the first such node, its version and the driver's.
     """
     for report in reports:
         for name, version in own.items():

@@ -1,8 +1,8 @@
-"""Remote rollouts: the policy goes to the envs, and whole rollouts `[n, T]` come back.
+"""Remote rollouts: the policy is sent to the nodes, which return whole rollouts `[n, T]`.
 
-Guarantees: a policy crosses once, its weights whenever they have changed, each set once for all nodes; every rollout
-says which version of the weights it was made with. A rollout that was lost with its node is made again by the node's
-successor, from new episodes; nothing of what was lost is in the data.
+Guarantees: a policy is sent once, and its weights whenever they have changed, once for all nodes. Every rollout names
+the version of its weights. If a node is lost, its successor makes the rollout again from new episodes, and nothing of
+the lost one is in the data.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RemoteBatch:
     Attributes:
         data: batch `[n, T]`, time last. Own memory.
         env_ids: int64 `[n]`.
-        version: of the weights it was made with, as `RemoteRollouts.version` counts them.
-        staleness: how many versions there have been since, when it was handed out.
+        version: of its weights, as counted by `RemoteRollouts.version`.
+        staleness: number of newer versions when it was handed out.
         node: where it was made.
         wall_s: seconds that it took there.
     """
@@ -57,19 +57,19 @@ class RemoteBatch:
 class RemoteRollouts:
     """Makes rollouts on the nodes of a `RayParallelEnv`; a `Collector` takes it as its executor.
 
-    The policy runs on the nodes, on their own copy, without grad. What it draws at random there comes from generators
-    of the root seed and the node's share; the envs' data depend on actions and seed alone, as everywhere.
+    The policy runs on the nodes, as a copy, without grad. Its random draws there come from generators seeded by the
+    root seed and the node's share. The envs' data depend only on actions and seed.
 
     Args:
         engine: of the executor.
         pool: of the executor.
-        policy_factory: builds the policy on a node, where the policy itself cannot be pickled; its weights still come
-            from the policy that is given to `rollout` or `stream`.
+        policy_factory: builds the policy on a node, for policies that cannot be pickled; the weights still come from
+            the policy passed to `rollout` or `stream`.
 
     Attributes:
         num_envs: N.
         specs: one per env.
-        version: how often the weights have changed since the policy was first given, from 0.
+        version: number of changes of the weights since the policy was first passed.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RemoteRollouts:
         self._shipped: dict[int, tuple[Any, int]] = {}  # share id -> (host, policy id)
         self._stamp: Any = None
         self._weights: Any = None
-        self._rolling: set[int] = set()  # share ids whose rollout has not come yet
+        self._rolling: set[int] = set()  # share ids whose rollout is pending
         self._done: dict[int, Rolled | EnvherdError] = {}
 
     # ---- what users call ---------------------------------------------------------------------
@@ -105,22 +105,22 @@ class RemoteRollouts:
         tensordict: TensorDictBase | None = None,
         primer: TensorDictBase | None = None,
     ) -> TensorDictBase:
-        """Have every node make a rollout with the policy's present weights, and return them as one batch.
+        """Make a rollout on every node with the policy's present weights, and return them as one batch.
 
         Args:
             max_steps: T.
             policy: takes a root batch `[n]` and returns it with the action; None draws random actions on the nodes.
-            auto_reset: reset all envs first; False goes on, and resets those that have ended.
+            auto_reset: reset all envs first; False continues, and resets those that have ended.
             break_when_any_done: must be False: nodes do not wait for each other's steps.
             callback: must be None, for the same reason.
             tensordict: batch `[N]`, with the policy's own state before the first step.
-            primer: batch `[N]`, the policy's state at the begin of an episode.
+            primer: batch `[N]`, the policy's state at the beginning of an episode.
 
         Returns:
             Batch `[N, T]`, time last. Own memory.
 
         Raises:
-            EnvError, WorkerLost, WorkerTimeout, Busy, Closed: the rollout is lost; the executor goes on.
+            EnvError, WorkerLost, WorkerTimeout, Busy, Closed: the rollout is lost; the executor remains usable.
             ClusterError: the policy cannot be pickled.
         """
         if break_when_any_done:
@@ -146,19 +146,19 @@ class RemoteRollouts:
     def stream(
         self, max_steps: int, policy: Policy | None = None, *, overlap: bool = True
     ) -> Generator[RemoteBatch, None, None]:
-        """Iterate rollouts as nodes finish them, the first that is ready first: a slow node holds nobody up.
+        """Iterate rollouts in the order in which nodes finish them: a slow node does not delay the others.
 
-        Episodes go on from batch to batch. While it is iterated, the executor does nothing else; closing the iterator
-        waits for what is under way.
+        Episodes continue from batch to batch. During the iteration the executor cannot be used otherwise. Closing the
+        iterator waits for pending rollouts.
 
         Args:
             max_steps: T.
-            policy: as of `rollout`; its weights are looked at whenever a rollout is begun.
-            overlap: begin a node's next rollout before its last one is handed out, so that it works while the caller
-                learns, with weights that are then one or more versions old. False begins it at the next call.
+            policy: see `rollout`; its weights are read whenever a rollout begins.
+            overlap: begin a node's next rollout before yielding its last one, so the node works while the caller
+                learns; its weights are then one or more versions old. False begins it at the next iteration.
 
         Yields:
-            One node's rollout, with the version of its weights and how stale they are.
+            One node's rollout, with the version and staleness of its weights.
         """
         kwargs = {"auto_reset": False, "break_when_any_done": False}
         with self._engine.guard:
@@ -231,7 +231,7 @@ class RemoteRollouts:
             self._weights = ray.put(weights_of(self._policy))
 
     def _ship(self, share: RemoteShare) -> None:
-        """Send the policy, unless this host has it; one that is to come has not."""
+        """Send the policy, unless this host has it; a new host has not."""
         if self._policy_id is None or self._shipped.get(share.share_id) == (share.home.host, self._policy_id):
             return
         kind = "policy" if self._factory is None else "factory"
@@ -242,7 +242,7 @@ class RemoteRollouts:
     # ---- rollouts ----------------------------------------------------------------------------
 
     def _start(self, share: RemoteShare, max_steps: int, kwargs: dict[str, Any], states: tuple[Any, Any]) -> None:
-        """Let a node begin a rollout; a lost one is replaced first, if it may be."""
+        """Begin a rollout on a node; first replace the node if it is lost and that is allowed."""
         if any(worker_id in self._pool.lost for worker_id in share.worker_ids):
             self._restore(share)
         self._refresh()
@@ -275,7 +275,7 @@ class RemoteRollouts:
         self._rolling.discard(share.share_id)
 
     def _next(self, max_steps: int, kwargs: dict[str, Any], states: tuple[Any, Any]) -> tuple[int, Rolled]:
-        """Wait for the next rollout that is there; note where its envs are."""
+        """Wait for the next finished rollout; note its envs' positions."""
         pool = self._pool
         while not self._done:
             pool.fleet.take(None)
@@ -295,7 +295,7 @@ class RemoteRollouts:
         return share_id, result
 
     def _restore(self, share: RemoteShare) -> None:
-        """Replace what a share has lost, or raise its loss."""
+        """Replace the workers or the host that a share has lost, or raise the loss."""
         pool, losses = self._pool, self._engine.flights.losses
         lost = [worker_id for worker_id in share.worker_ids if worker_id in pool.lost]
         losses.lose(pool.blueprint.envs_of(lost))
@@ -306,7 +306,7 @@ class RemoteRollouts:
             pool.begin_restart(worker_id)
 
     def _note(self, share: RemoteShare, rolled: Rolled) -> None:
-        """Note where a share's envs are after a rollout."""
+        """Note the positions of a share's envs after a rollout."""
         pool, engine = self._pool, self._engine
         columns = engine.positions.next_columns(share.env_ids)
         share.end.unpack_rows("root", rolled.reply.roots, None, columns)
@@ -318,7 +318,7 @@ class RemoteRollouts:
         engine.flights.losses.num_interrupted += rolled.interrupted
 
     def _drain(self) -> None:
-        """Wait for what is under way, note where envs are, and forget the data."""
+        """Wait for pending rollouts, note the envs' positions, and drop the data."""
         pool = self._pool
         while any(share.share_id in self._rolling and share.has_host for share in pool.shares):
             pool.fleet.take(None)
@@ -347,7 +347,7 @@ def _keys_of(part: Rolled) -> frozenset[Key] | None:
 
 
 def _take_nothing(share: RemoteShare, _: None) -> None:
-    """A host has taken a policy; what keeps it from that ends it."""
+    """Ignore the answer to a policy; a host that cannot take it ends."""
 
 
 def _as_batch(parts: list[Rolled]) -> TensorDictBase:

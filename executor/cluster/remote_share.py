@@ -1,4 +1,4 @@
-"""A share as the driver sees it: the state of its host, and where its rows are in the driver's slab.
+"""A share as the driver sees it: the state of its host, and the place of its rows in the driver's slab.
 
 | state | it has | what is sent to it | how it ends |
 |---|---|---|---|
@@ -31,9 +31,9 @@ from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, WorkerLost
 from envherd.workers.protocol import RING
 
-#: Seconds without an answer after which a host is asked whether it lives.
+#: Seconds without an answer after which the driver pings a host.
 _PATIENCE_S = 2.0
-#: Characters of what Ray says that are passed on.
+#: Characters of Ray's error texts that are kept.
 _MAX_LENGTH = 800
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -45,23 +45,23 @@ class RemoteShare:
 
     Args:
         share_id: its place among the shares.
-        plan: what the host runs.
-        home: where it runs; a host has been started there.
+        plan: of the host.
+        home: its place, where a host has been started.
         report: the host's report on its node.
-        node_timeout_s: seconds without any sign of life after which a host is given up.
+        node_timeout_s: seconds without a sign of life after which a host counts as lost.
 
     Attributes:
         state: see the module.
-        loss: of its host, once it has lost one.
-        search_at: monotonic seconds when a place is looked for, if it is PAUSED.
-        held: what is to be sent to its next host: method, arguments, and what takes the answer.
+        loss: the latest loss of its host, if any.
+        search_at: monotonic seconds at which the search begins, if it is PAUSED.
+        held: calls for its next host: method, arguments, and handler of the answer.
         env_ids: int64 `[n]`, of the batch.
         worker_ids: of the batch.
         pids: of the workers, on their machine.
         generations: how often each was replaced.
         num_recycled: how often workers were replaced between episodes, when the host was last asked.
-        is_collecting: whether the host has been asked for answers that come env by env.
-        knows_roots: whether the host has made the envs' latest steps in a rollout, whose end the driver has noted.
+        is_collecting: whether a call of the host's `collect` is pending.
+        knows_roots: whether the host has the envs' present roots, because their latest steps were a rollout there.
         heard_at: when it last answered, `time.monotonic()`.
     """
 
@@ -95,21 +95,21 @@ class RemoteShare:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a place is looked for, or will be."""
+        """Whether a place is being searched for, or will be."""
         return self.state in (State.PAUSED, State.SEARCHING)
 
     @property
     def is_out(self) -> bool:
-        """Whether there is no host, and none to come."""
+        """Whether there is no host, and none will follow."""
         return not (self.has_host or self.is_moving)
 
     @property
     def place(self) -> str:
-        """What messages call the host."""
+        """The host's name in messages."""
         return self.report.place
 
     def build(self) -> Any:
-        """Let the host, which may not have come up yet, build the envs; return the reference of its answer."""
+        """Make the host, which may still be starting, build the envs; return the reference of its answer."""
         self._recycled_before = self.num_recycled
         if self.pids:
             self.generations = [generation + 1 for generation in self.generations]
@@ -122,7 +122,7 @@ class RemoteShare:
         return self.call("build", dataclasses.replace(self._plan, root_seed=self.root_seed, words=words))
 
     def take_built(self, built: Built) -> None:
-        """Note what the host has built."""
+        """Record the host's specs and workers."""
         self.state = State.SERVING
         self.specs = built.specs
         self.pids = built.pids
@@ -145,7 +145,7 @@ class RemoteShare:
     # ---- rows --------------------------------------------------------------------------------
 
     def write(self, reply: Reply, storages: Mapping[int, Storage]) -> None:
-        """Write what came to the ring, or to a rollout storage.
+        """Write the rows of a reply to the ring, or to a rollout storage.
 
         Args:
             reply: of the host.
@@ -153,7 +153,7 @@ class RemoteShare:
         """
         assert reply.root_ids is not None
         if reply.target != RING:
-            if reply.target in storages:  # else nobody waits for it any more
+            if reply.target in storages:  # otherwise the rollout is over
                 at = storages[reply.target], reply.columns
                 self.end.unpack_to_storage(reply.nexts, reply.next_ids, reply.roots, reply.root_ids, at)
             return
@@ -164,26 +164,26 @@ class RemoteShare:
         self.end.unpack_rows("root", reply.roots, reply.root_ids, columns[reply.root_ids])
 
     def note_words(self, words: Mapping[str, np.ndarray], began: np.ndarray, reply: Reply) -> None:
-        """Take over what the host has counted."""
+        """Take over the host's counts."""
         if reply.words is not None and reply.began is not None:
             for name, values in zip(ENV_WORDS, reply.words, strict=True):
                 words[name][self.env_ids] = values
             began[self.worker_ids.start : self.worker_ids.stop] = reply.began
 
     def note_figures(self, words: dict[str, np.ndarray], figures: Figures) -> None:
-        """Take over what the host's workers say about themselves."""
+        """Take over the figures of the host's workers."""
         self.pids, self.num_recycled = figures.pids, self._recycled_before + figures.recycled
         self.generations = [base + own for base, own in zip(self._generations_before, figures.generations, strict=True)]
         for name, values in figures.words.items():
             place = words[name].reshape(-1, values.shape[1])
             place[list(self.worker_ids)] = values
-            if name == "since_ns":  # of another machine's clock
+            if name == "since_ns":  # by another machine's clock
                 place[list(self.worker_ids)] += time.monotonic_ns() - figures.now_ns
 
     # ---- life and death ----------------------------------------------------------------------
 
     def silence(self) -> WorkerLost | None:
-        """Return the loss of a host that has been silent for too long; ask it for a sign of life if it is silent."""
+        """Return the loss of a host that has been silent for too long; ping a silent one."""
         now = time.monotonic()
         if self._ping is not None:
             done, _ = ray.wait([self._ping], num_returns=1, timeout=0)
@@ -224,7 +224,7 @@ class RemoteShare:
         )
 
     def end_host(self, loss: EnvherdError) -> None:
-        """End the host, if it still lives, whose loss is this; nothing is asked of it any more."""
+        """End the host, if it still lives, and record its loss."""
         self.state, self.loss = State.LOST, loss
         self.is_collecting = self.knows_roots = False
         self.home.end_host()
@@ -235,7 +235,7 @@ class RemoteShare:
         self.drop_held()
 
     def drop_held(self) -> None:
-        """Forget what was to be sent to the next host."""
+        """Drop the calls for the next host."""
         if not self.has_host:
             self.held.clear()
             self.is_collecting = False

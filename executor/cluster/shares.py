@@ -1,4 +1,4 @@
-"""How the envs of a batch are spread over nodes, and what each node is asked for; no I/O."""
+"""Spread the envs of a batch over nodes, and compute the resources to request from each node; no I/O."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def divide(num_envs: int, weights: Sequence[float]) -> list[int]:
     counts = np.maximum(1, np.floor(exact).astype(int))
     while counts.sum() < num_envs:
         counts[np.argmax(exact - counts)] += 1
-    while counts.sum() > num_envs:  # some nodes were given more than their part: one env each
+    while counts.sum() > num_envs:  # nodes with a small weight still have one env, so others give up some
         spare = np.where(counts > 1, counts - exact, -np.inf)
         counts[np.argmax(spare)] -= 1
     return counts.tolist()
@@ -37,17 +37,16 @@ def bundles_for(
     num_nodes: int | None,
     per_node: Mapping[str, float] | Sequence[Mapping[str, float]] | None,
 ) -> list[Resources]:
-    """Return what each node is asked for.
+    """Return the resources to request from each node.
 
     Args:
         free: resources of each living node.
         num_envs: there are no more bundles than envs.
-        num_nodes: how many; None for every node that has a processor (or what `per_node` asks for).
+        num_nodes: number of nodes; None for every node with a processor (or with the resources of `per_node`).
         per_node: for each node, or one for all; None for all whole processors of a node.
 
     Raises:
-        ClusterError: no node has what is asked for.
-        ValueError: as many bundles as nodes are expected.
+        ClusterError: no node has the requested resources. ValueError: the number of bundles differs from that of nodes.
     """
     if per_node is not None and not isinstance(per_node, Mapping):
         if num_nodes not in (None, len(per_node)):

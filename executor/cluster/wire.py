@@ -1,7 +1,7 @@
-"""How a share of a batch crosses between machines: the inputs one way, the rows the other, as lists of arrays.
+"""Pack and unpack a share of a batch as lists of arrays: inputs for the host, rows for the driver.
 
-Guarantees: both ends list the same arrays in the same order because they know the same specs. Arrays that were received
-are only read (they may be views of a shared object store), and no reference to them is kept.
+Guarantees: both ends list the same arrays in the same order, because they have the same specs. Received arrays are only
+read (they may be views of a shared object store), and no reference to them is kept.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class DriverMemory:
         self._bytes = np.empty(nbytes, np.uint8).data
 
     def array(self) -> np.ndarray:
-        """Return the bytes as uint8 `[nbytes]`, a VIEW that lives as long as what is made of it."""
+        """Return the bytes as uint8 `[nbytes]`, a VIEW that keeps the memory alive."""
         return np.frombuffer(self._bytes, np.uint8)
 
     def close(self) -> None:
-        """Nothing to give back: the memory goes with its last view."""
+        """Do nothing: the memory is freed with its last view."""
 
 
 class End:
-    """One end: the arrays there, and which of their rows are the share's.
+    """One end of the connection: its arrays, and the share's rows in them.
 
     Args:
         slab: the arrays at this end: of the share alone, or of the whole batch.
         plan: of the share.
-        first_env_id: what the share's env 0 is called in `slab`.
+        first_env_id: id in `slab` of the share's env 0.
 
     Attributes:
         groups: per group of equal envs of the share: its number at this end, and the ids of its envs there, int `[k]`.
-        has_masks: whether resets read inputs: which of the rows of an env that is a batch itself they are for.
+        has_masks: whether resets read inputs: the reset masks of envs that are batches themselves.
     """
 
     def __init__(self, slab: Slab, plan: SlabPlan, first_env_id: int = 0) -> None:
@@ -63,20 +63,20 @@ class End:
         self.has_masks = any(group.spec.batch_shape for group in plan.groups)
 
     def pack_inputs(self, ids: Ids) -> list[np.ndarray]:
-        """Return what the next commands of some envs read, own memory."""
+        """Return the inputs of the next commands of some envs, own memory."""
         return [array[rows].copy() for array, _, rows in self._inputs(ids)]
 
     def unpack_inputs(self, values: Sequence[np.ndarray], ids: Ids) -> None:
-        """Write what `pack_inputs` returned at the other end."""
+        """Write the result of the other end's `pack_inputs`."""
         for (array, _, rows), value in zip(self._inputs(ids), values, strict=True):
             array[rows] = value
 
     def pack_rows(self, section: str, ids: Ids, columns: Columns) -> list[np.ndarray]:
-        """Return the `next` or the `root` of some envs; VIEWS of the ring where all have one column, and no gaps.
+        """Return the `next` or the `root` of some envs; VIEWS of the ring if all have one column and no gaps.
 
         Args:
             section: "next" or "root".
-            ids: whose.
+            ids: of the envs.
             columns: of the ring.
         """
         return [
@@ -85,7 +85,7 @@ class End:
         ]
 
     def unpack_rows(self, section: str, values: Sequence[np.ndarray], ids: Ids, columns: Columns) -> None:
-        """Write what `pack_rows` returned to ring columns of this end, which need not be the other's."""
+        """Write the result of `pack_rows` to ring columns of this end, which may differ from the other's."""
         for (group, name, positions, rows), value in zip(self._rows(section, ids), values, strict=True):
             self._slab.groups[group].columns[name][_at(columns, positions), rows] = value
 
@@ -95,11 +95,11 @@ class End:
         """Write the `next` of envs, and the root that follows, to a rollout storage.
 
         Args:
-            nexts: of `pack_rows`, of the envs `ids`, which were stepped.
+            nexts: from `pack_rows`, of the envs `ids`, which were stepped.
             ids: see `nexts`.
             roots: likewise, of the envs that were reset after the step; the roots of the others are their `next`.
             root_ids: see `roots`.
-            at: the storage, which is of the whole batch as `slab` is, and the column of the step.
+            at: the storage of the whole batch, and the column of the step.
         """
         storage, column = at
         has_following = column + 1 < storage.plan.num_columns
@@ -124,7 +124,7 @@ class End:
                     yield group, name, positions, rows
 
     def _parts(self, ids: Ids) -> Iterator[tuple[int, _Index, _Index]]:
-        """Yield for each group that some envs are of: its number here, their positions in `ids`, their rows here."""
+        """Yield for each group with members in `ids`: its number here, their positions in `ids`, their rows here."""
         for index, (group, _) in enumerate(self.groups):
             positions, rows = self._all[index]
             if ids is not None:

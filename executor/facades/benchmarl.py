@@ -1,4 +1,4 @@
-"""BenchMARL's experiments on the executor: envs of a training that BenchMARL would run in a `ParallelEnv` of TorchRL.
+"""BenchMARL's experiments on the executor: it replaces TorchRL's `ParallelEnv` in training.
 
     from envherd.executor.facades.benchmarl import installed
 
@@ -6,9 +6,9 @@
         experiment = Experiment(task=MeltingPotTask.COMMONS_HARVEST__OPEN.get_from_yaml(), ...)
     experiment.run()
 
-Experiments that are built inside the block collect with `executor.facades.torchrl.ParallelEnv` for as long as they
-live, if their config says `parallel_collection` and their task is no batch already (VMAS). The env that BenchMARL
-builds for its evaluation stays in its process.
+Experiments that are built inside the block collect with `executor.facades.torchrl.ParallelEnv`, also after the block,
+if their config sets `parallel_collection` and their task is not a batch itself (VMAS). The env for BenchMARL's
+evaluation stays in its process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["installed"]
 
 @contextlib.contextmanager
 def installed(*, num_processes: int | None = None, options: ExecutorOptions | None = None) -> Iterator[None]:
-    """Put our `ParallelEnv` in place of TorchRL's where BenchMARL's experiments take it from, for the block.
+    """Replace TorchRL's `ParallelEnv` in BenchMARL's experiments for the block.
 
     Args:
         num_processes: worker processes of an experiment; None for one per usable core, at most one per env.

@@ -1,6 +1,6 @@
-"""One leaf of all envs' rows, as facades hand it out: an array `[num_rows, *shape]` of one ring column or several.
+"""One leaf of all envs' rows for facades: an array `[num_rows, *shape]` from one ring column or several.
 
-Guarantees: what is read is a copy, unless the method says that it is a VIEW.
+Guarantees: methods return copies, unless they are documented to return a VIEW.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Column:
         slab: of the envs.
         section: "next" or "root".
         keys: of the leaf, in each group of equal envs.
-        num_rows: in all; each env has `num_rows / num_envs` of them, one after the other.
+        num_rows: in all; each env has `num_rows / num_envs` consecutive ones.
         shape: of a row.
     """
 
@@ -53,7 +53,7 @@ class Column:
         return read
 
     def look(self, column: int) -> np.ndarray:
-        """Return all rows at a column, as a VIEW where that is possible."""
+        """Return all rows at a column, as a VIEW if possible."""
         return self._only[column] if self._is_plain else self.read(column)
 
     def _gather(self, column: int) -> np.ndarray:
@@ -67,7 +67,7 @@ class Column:
 
 
 class LatestColumn:
-    """One leaf of an observation where the envs are now; see `Column`.
+    """One leaf of the envs' present observations; see `Column`.
 
     Args:
         positions: of the envs.
@@ -77,7 +77,7 @@ class LatestColumn:
 
     Attributes:
         after: the leaf of "next".
-        fresh: the leaf of "root", where an env is after a reset.
+        fresh: the leaf of "root", which is present after a reset.
     """
 
     def __init__(self, positions: Positions, key: Key, num_rows: int, shape: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of the episodes that end, for facades that put them into infos."""
+"""Read the statistics of ended episodes, for facades that put them into infos."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EpisodeColumns:
 
     @classmethod
     def of(cls, slab: Slab, num_agents: int = 1) -> EpisodeColumns | None:
-        """Return what reads the statistics, or None if the envs have none."""
+        """Return a reader of the statistics, or None if the envs have none."""
         return cls(slab, num_agents) if slab.groups[0].spec.episode_keys else None
 
     def read(self, column: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

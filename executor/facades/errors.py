@@ -1,8 +1,8 @@
-"""Errors that are both ours and what the host of a facade would have raised.
+"""Errors that are instances of both our class and the class that the facade's host library would raise.
 
-Guarantees: `except ValueError` catches what an env raised as a ValueError, as with the host's own classes, and
-`except EnvError` also catches it; message, context and remote traceback are those of our error.
-The type is looked up by name among the modules that this process has imported: nothing is unpickled.
+Guarantees: `except ValueError` catches a ValueError that an env raised, as with the host's own classes, and so does
+`except EnvError`. Message, context and remote traceback are those of our error. The type is looked up by name in the
+imported modules; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _kinds: dict[tuple[type[EnvherdError], type[Exception]], type[EnvherdError] | No
 
 
 def as_raised(error: EnvherdError) -> EnvherdError:
-    """Return an error that is also of the type that an env or a factory has raised, or the error itself."""
+    """Return an error that is also an instance of the exception type of the env or factory, or the error itself."""
     if not isinstance(error, (EnvError, FactoryError)):
         return error
     cause = error.__cause__
@@ -36,7 +36,7 @@ def _find_type(module: str, name: str) -> type[Exception] | None:
 
 
 def twin(error: EnvherdError, native: type[Exception]) -> EnvherdError:
-    """Return an error that is also of a native type; the error itself where python cannot lay out such a class."""
+    """Return an error that is also of a native type; the error itself if Python cannot create such a class."""
     ours = type(error)
     if (ours, native) not in _kinds:
         _kinds[ours, native] = _joined(ours, native)
@@ -51,8 +51,8 @@ def twin(error: EnvherdError, native: type[Exception]) -> EnvherdError:
 
 
 def _blank(kind: type[EnvherdError], native: type[Exception], message: str) -> EnvherdError | None:
-    """Return an instance whose constructors were not called: a native one may want other arguments."""
-    for base in (Exception, native):  # the second, if instances of the native one have fields of their own
+    """Return an instance without calling constructors, as a native one may require other arguments."""
+    for base in (Exception, native):  # `native` if its instances have their own fields
         try:
             return base.__new__(kind, message)
         except TypeError:
@@ -61,7 +61,7 @@ def _blank(kind: type[EnvherdError], native: type[Exception], message: str) -> E
 
 
 def _joined(ours: type[EnvherdError], native: type[Exception]) -> type[EnvherdError] | None:
-    """Return a class derived from both; None where python cannot lay out such a class."""
+    """Return a class derived from both; None if Python cannot create it."""
     namespace = {"__str__": _message, "__reduce__": _reduce, "__module__": ours.__module__, "__doc__": ours.__doc__}
     try:
         return type(f"{ours.__name__}[{native.__name__}]", (ours, native), namespace)

@@ -1,4 +1,4 @@
-"""Actions that users of a host library give, as arrays for shared memory."""
+"""Convert actions of a host library's users to arrays for shared memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def fitted(values: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of_agent: 
 
     Args:
         values: array, tensor or lists, with one item for each row.
-        shape: that is wanted, rows first.
-        dtype: that is wanted.
+        shape: of the result, rows first.
+        dtype: of the result.
         of_agent: for messages, e.g. " of wolf_0".
 
     Raises:
-        ActionError: another number of them, or values that an integer or bool dtype cannot hold.
+        ActionError: the wrong number of values, or values that an integer or bool dtype cannot hold.
     """
     array = np.asarray(values)
     if array.dtype == dtype and array.shape == shape:

@@ -1,4 +1,4 @@
-"""Classes put in place of a host library's own, for a while: for programs that name no class to change."""
+"""Replace classes of a host library for a block, for programs that do not name the class themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 @contextlib.contextmanager
 def replaced(package: str, kinds: Mapping[type, type]) -> Iterator[None]:
-    """Put other classes in place of some, under each name that an imported module of the package has for them.
+    """Replace some classes under every name that the package's imported modules have for them.
 
     Args:
         package: the name of the host library.

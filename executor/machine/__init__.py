@@ -1,1 +1,1 @@
-"""What this process may use of the machine."""
+"""The resources of the machine that this process may use."""

@@ -1,8 +1,8 @@
-"""Control groups, v1 and v2: what the groups of a process allow it, read from a root folder.
+"""Control groups, v1 and v2: read the limits of a process from a root folder.
 
-A limit may stand on any group above the process (a systemd slice, a SLURM job, a pod), so every group from
-its own up to the mount is read and the tightest counts. All functions are pure over `root`: tests give them
-trees of files. The memory limit is read by `shm.cgroups`, which also admits shared memory against it.
+Any group above the process may set a limit (a systemd slice, a SLURM job, a pod), so every group from its own up to the
+mount is read and the tightest limit counts. All functions are pure over `root`: tests give them trees of files. The
+memory limit is read by `shm.cgroups`, which also admits shared memory against it.
 Does not know: limits above what a container can see of the hierarchy.
 """
 
@@ -13,24 +13,25 @@ from pathlib import Path
 
 from envherd.shm.cgroups import group_folders, read_count, read_memory, read_word
 
-#: The weight that a v1 group has unless somebody says otherwise, and v2's.
+#: The default weights of a v1 group and of a v2 group.
 _DEFAULT_SHARES, _DEFAULT_WEIGHT = 1024, 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cgroup:
-    """What the control groups of a process allow it.
+    """The limits of a process's control groups.
 
     Attributes:
-        version: 2, 1, or 0 where there are none.
-        cpu_quota: cores, a fraction maybe; None without a quota.
+        version: 2, 1, or 0 if there are none.
+        cpu_quota: cores, may be fractional; None without a quota.
         cpu_weight: relative to other groups' when processors are short; 1.0 is the default of both versions.
-        cpus: ids that the cpuset allows, or None where none is set.
+        cpus: ids that the cpuset allows, or None if there is no cpuset.
         memory_limit: bytes; None without one.
-        memory_room: bytes left below the tightest limit, page cache that can be dropped counted as room.
-        memory_used: bytes charged to the group of that limit (its own group without a limit), without that cache.
-        oom_kills: processes that the kernel has killed for a memory limit in the process's own group so far.
-        pids_room: processes and threads that may still be made; None without a limit.
+        memory_room: bytes left below the tightest limit; page cache that can be dropped counts as free.
+        memory_used: bytes charged to the group with that limit (without a limit, the process's own), without page
+            cache.
+        oom_kills: processes of the process's own group that the kernel has killed for a memory limit so far.
+        pids_room: processes and threads that may still be created; None without a limit.
     """
 
     version: int = 0
@@ -71,10 +72,10 @@ def read_cgroup(root: Path = Path("/")) -> Cgroup:
 
 
 def count_oom_kills(root: Path = Path("/")) -> tuple[int, int | None]:
-    """Return how many processes the kernel has killed for want of memory so far.
+    """Return how many processes the kernel has killed for lack of memory so far.
 
     Returns:
-        `(in this process's own group, on the machine)`; None where the kernel does not say.
+        `(in this process's own group, on the machine)`; None if the kernel does not report it.
     """
     own = next(group_folders(root, "memory"), None)
     lines = (read_word(root / "proc/vmstat") or "").splitlines()

@@ -19,9 +19,9 @@ class Gpu:
     """One GPU.
 
     Attributes:
-        name: as its driver calls it.
+        name: from its driver.
         memory_bytes: all of it.
-        free_bytes: what nobody uses now; None where only torch could be asked.
+        free_bytes: unused memory; None if only torch is available to report it.
     """
 
     name: str
@@ -55,20 +55,20 @@ def parse_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:
     for wanted in visible.split(","):
         match = next((g for index, uuid, g in listed if wanted and (wanted == index or uuid.startswith(wanted))), None)
         if match is None:
-            break  # CUDA stops at the first that is not there, too
+            break  # CUDA also stops at the first missing one
         found.append(match)
     return tuple(found)
 
 
 def memory_used_by(pids: Collection[int]) -> int | None:
-    """Return bytes of GPU memory that processes use together; None where there is no GPU, or nobody says."""
+    """Return bytes of GPU memory that processes use together; None if there is no GPU, or it is unknown."""
     if shutil.which("nvidia-smi") is None:
         return None
     return parse_apps(_ask("--query-compute-apps=pid,used_memory"), pids)
 
 
 def parse_apps(text: str, pids: Collection[int]) -> int:
-    """Return bytes in the CSV that `nvidia-smi` prints of the processes on a GPU: pid, MiB."""
+    """Return the bytes of some processes in `nvidia-smi`'s CSV of GPU processes: pid, MiB."""
     total = 0
     for line in text.splitlines():
         pid, _, used = (field.strip() for field in line.partition(","))

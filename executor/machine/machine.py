@@ -1,7 +1,7 @@
-"""What this process may really use of the machine, which is often less than what the machine has.
+"""The resources that this process may really use, which are often less than those of the machine.
 
-Guarantees: reading it changes nothing, starts no process but `nvidia-smi`, and never raises for what a
-kernel or container does not show: that is None, or empty. The readers are pure over `root`.
+Guarantees: reading changes nothing, starts no process but `nvidia-smi`, and does not raise for values that a kernel or
+container hides: these are None or empty. The readers are pure over `root`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIMIT_NAMES = {"Max open files": "nofile", "Max processes": "nproc", "Max addre
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a process may use. Sizes are bytes.
+    """The resources that a process may use. Sizes are bytes.
 
     Attributes:
         cpus: ids of the processors that affinity and cpuset allow.
@@ -37,14 +37,14 @@ class Machine:
         numa_nodes: allowed processors of each NUMA node that has any.
         cgroup: see `Cgroup`.
         memory_total: of the machine.
-        memory_free: that could be taken on the machine without swapping, by any process (MemAvailable).
+        memory_free: memory of the machine that is available without swapping, to any process (MemAvailable).
         swap_free: swap space that is free.
         shm_total, shm_free: of /dev/shm; None where there is none.
         limits: soft limits by name, "nofile", "nproc", "as"; None for unlimited.
         open_files: descriptors that this process has open.
         user_threads: threads of this user, which is what "nproc" counts (not for root).
         load: runnable processes, mean of the last minute.
-        cpu_pressure: share of the last 10 s in which something waited for a processor, 0..1; None if unknown.
+        cpu_pressure: share of the last 10 s in which some task waited for a processor, 0..1; None if unknown.
         gpus: see `Gpu`.
     """
 
@@ -67,13 +67,13 @@ class Machine:
 
     @property
     def cores(self) -> float:
-        """Processors this process may use at a time: allowed ones, or the quota if that is less."""
+        """Processors that this process may use at a time: the smaller of the allowed ones and the quota."""
         quota = self.cgroup.cpu_quota
         return float(len(self.cpus)) if quota is None else min(float(len(self.cpus)), quota)
 
     @property
     def is_throttled(self) -> bool:
-        """Whether a quota binds: what computes on all allowed processors is stopped until its next period."""
+        """Whether a quota binds: a program that computes on all allowed processors is stopped until the next period."""
         return self.cores < len(self.cpus)
 
     @property
@@ -90,7 +90,7 @@ class Machine:
 
     @property
     def processes_left(self) -> int | None:
-        """Processes and threads that may still be made; None without a limit."""
+        """Processes and threads that may still be created; None without a limit."""
         rooms = [room for room in (self.cgroup.pids_room, self._nproc_left) if room is not None]
         return min(rooms, default=None)
 
@@ -104,7 +104,7 @@ def read_machine(root: Path = _ROOT) -> Machine:
     """Read what this process may use.
 
     Args:
-        root: folder that holds `proc`, `sys` and `dev`; a tree of files stands in for another machine.
+        root: folder that holds `proc`, `sys` and `dev`; a tree of files can represent another machine.
     """
     cgroup = read_cgroup(root)
     cpus = allowed_cpus(root, cgroup)
@@ -142,7 +142,7 @@ def usable_cores(root: Path = _ROOT) -> int:
 def allowed_cpus(root: Path, cgroup: Cgroup) -> tuple[int, ...]:
     """Return the processors that affinity and cpuset allow."""
     if root == _ROOT and hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))  # the kernel has cut it down to the cpuset
+        return tuple(sorted(os.sched_getaffinity(0)))  # the kernel has restricted it to the cpuset
     for line in (read_word(root / "proc/self/status") or "").splitlines():
         if line.startswith("Cpus_allowed_list:"):
             ids = parse_cpu_list(line.partition(":")[2])

@@ -1,1 +1,1 @@
-"""What workers are doing, seen from inside and from outside."""
+"""Monitor workers, from the executor's process and from other processes."""

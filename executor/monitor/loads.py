@@ -1,4 +1,4 @@
-"""What workers are doing, read from their words in the slab; reading costs them nothing."""
+"""Read workers' activity from their words in the slab; reading does not slow them down."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _MIDDLES = np.array([bin_middle(index) for index in range(NUM_BINS)]) / 1e9
 
 @dataclass(frozen=True)
 class Load:
-    """One worker's words, and those of its envs: of two workers that have the same env, both show what it did.
+    """One worker's words, and those of its envs. If two workers have the same env, both show its counts.
 
     Attributes:
-        worker_id: its place.
-        pid: its process; 0 until it has come up.
-        restarts: processes that had its place before.
+        worker_id: stays the same when the worker is replaced.
+        pid: of its process; 0 until that has started.
+        restarts: earlier processes with this worker id.
         env_steps: `env.step` calls of its envs that returned.
         resets: of its envs.
         ends: episodes of its envs that ended.
         busy_s: seconds spent on commands.
         reset_s: of these, on commands with a reset; estimated from samples.
         step_p50_s, step_p99_s: of sampled steps, to 10 %; None if there was none.
-        stacked_share: of the looks at where it runs (`executor.placement`) that found it running, the share that found
-            it on one processor with another worker, or the caller, while another had none of them, 0..1.
-        moves: how often it was asked to move, ever.
+        stacked_share: of the samples that found it running (see `pools.placement`), the share in which it shared a
+            processor with another worker or the caller while another processor had none of them, 0..1.
+        moves: number of requests to move to another processor.
         phase: "idle", "step" or "reset".
-        phase_env_id: the env that it is at, or None.
-        phase_s: for how long it has been at work (on all that it found to do), or idle.
+        phase_env_id: the env that it works on, or None.
+        phase_s: seconds since it began its present round of commands, or since it became idle.
     """
 
     worker_id: int
@@ -89,7 +89,7 @@ def read_loads(words: Mapping[str, np.ndarray], blocks: Sequence[Sequence[int]],
 
 
 def quantile(bins: np.ndarray, share: float) -> float | None:
-    """Return the seconds below which a share of the samples is, from a histogram; None if it is empty."""
+    """Return a quantile of a histogram in seconds; None if it is empty."""
     total = int(bins.sum())
     if total == 0:
         return None

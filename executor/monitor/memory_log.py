@@ -1,4 +1,4 @@
-"""How the memory of workers grows."""
+"""Record the growth of workers' memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class _Samples:
 
 
 class MemoryLog:
-    """How the workers' own memory grows with the resets of their envs, as far as anybody has looked."""
+    """How workers' private memory grows with the resets of their envs, from the samples so far."""
 
     def __init__(self) -> None:
         self._samples: dict[int, _Samples] = {}
 
     def note(self, worker_id: int, generation: int, resets: int, num_bytes: int) -> None:
-        """Keep a look at a worker: the number of its resets and its bytes. Those of predecessors are forgotten."""
+        """Keep a sample of a worker: the number of its resets and its bytes. Samples of predecessors are dropped."""
         kept = self._samples.get(worker_id)
         if kept is None or kept.generation != generation:
             self._samples[worker_id] = _Samples(generation, resets, num_bytes, resets, num_bytes)
@@ -29,7 +29,7 @@ class MemoryLog:
             kept.resets, kept.num_bytes = resets, num_bytes
 
     def growth_per_reset(self, worker_id: int) -> float | None:
-        """Return bytes per reset between the first and the latest look; None if there was no reset in between."""
+        """Return bytes per reset between the first and the latest sample; None if there was no reset in between."""
         kept = self._samples.get(worker_id)
         if kept is None or kept.resets == kept.first_resets:
             return None

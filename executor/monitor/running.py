@@ -1,7 +1,7 @@
-"""The executors that run, found by the nameplates of their slabs (`shm.nameplate`).
+"""Find running executors by the nameplates of their slabs (`shm.nameplate`).
 
-Guarantees: nothing is written to find them, and nothing is left behind by those that have gone. Executors of other
-users and of other containers are not found.
+Guarantees: no registry is written, so executors that have ended leave nothing behind. Executors of other users and of
+other containers are not found.
 Platforms: Linux.
 """
 
@@ -29,7 +29,7 @@ class Listing:
         env: family of its envs.
         blocks: env ids of each worker.
         slab_path: where the slab can be opened.
-        inode: of the slab, by which it is known.
+        inode: of the slab; identifies it.
         words: word -> (offset in bytes, length).
         nbytes: of the part of the slab that holds the words.
     """
@@ -46,7 +46,7 @@ class Listing:
 
     @property
     def num_envs(self) -> int:
-        """How many envs there are; two workers have each, if they are reset ahead."""
+        """The number of envs; with resets ahead, two workers have each."""
         return len({env_id for block in self.blocks for env_id in block})
 
 
@@ -59,7 +59,7 @@ def listings() -> Iterator[Listing]:
 
 
 def _read(plate: Plate) -> Listing | None:
-    """Return what a nameplate lists; None if it is of another process, version or container."""
+    """Return the listing in a nameplate; None if it is of another process, version or container."""
     plain = plate.content
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         if plain["schema"] != SCHEMA or plain["pid"] != plate.pid or plain["namespace"] != namespace():

@@ -1,4 +1,4 @@
-"""What an executor has done so far, as plain frozen values."""
+"""Statistics of an executor, as plain frozen values."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class WorkerStatistics:
     """One worker process.
 
     Attributes:
-        worker_id: its place; stays when it is replaced.
+        worker_id: stays the same when the worker is replaced.
         pid: process id (of this process for a `SerialEnv`).
         env_ids: the envs it runs.
         generation: how often it was replaced.
         busy_s: seconds it spent on commands since it was started.
         busy_share: of the time since the executor was ready, 0..1.
-        uss_bytes: memory that would be free if it ended, that of processes which its envs have started included (not
-            for a `SerialEnv`).
-        pss_bytes: the same plus its share of what it shares with others.
+        uss_bytes: memory that would be freed if it ended, including that of processes started by its envs (except for a
+            `SerialEnv`).
+        pss_bytes: the same plus its part of shared memory.
         cpu_s: processor seconds, user and system, of the worker alone.
         env_steps: `env.step` calls of its envs that returned.
         resets: of its envs.
@@ -37,12 +37,12 @@ class WorkerStatistics:
         wait_share: of that time, spent waiting for commands.
         step_p50_s, step_p99_s: of sampled steps, to 10 %; None if there was none, as for a `SerialEnv`.
         phase: "idle", "step" or "reset", now.
-        phase_env_id: the env that it is at, or None.
+        phase_env_id: the env that it works on, or None.
         phase_s: seconds for which it has been at work, or idle.
         cpu: the processor that it runs on, or ran on last; None for a worker of another machine.
-        stacked_share: of the looks at where it runs that found it running, the share that found it on one processor
-            with another worker, or the caller, while another had none of them, 0..1; see `executor.placement`.
-        moves: how often it was asked to move to another processor for that.
+        stacked_share: of the samples that found it running, the share in which it shared a processor with another
+            worker or the caller while another processor had none of them, 0..1; see `pools.placement`.
+        moves: number of requests to move to another processor because of that.
         growth_per_reset: bytes of private memory per reset of its envs, between the first and the latest call of
             `statistics()` since it was started; None if there was no reset between them. An env that leaks shows here.
     """
@@ -73,7 +73,7 @@ class WorkerStatistics:
 
 @dataclass(frozen=True)
 class Statistics:
-    """All of an executor since it was made.
+    """Totals of an executor since it was created.
 
     Attributes:
         env_steps: `env.step` calls that returned, over all envs.
@@ -84,14 +84,14 @@ class Statistics:
         worker_losses: workers that died or were killed for being late.
         interrupted: rows that were marked interrupted.
         recycled: workers that were replaced between episodes (see `ExecutorOptions.recycle_after`).
-        resets_ahead: with `ExecutorOptions.reset_ahead`, resets whose episode was ready when it was asked for.
-        resets_missed: all others then: the first of each env, those with a seed or options of their own, those that
-            had to wait for an episode that was still being prepared. 0 without it.
+        resets_ahead: with `ExecutorOptions.reset_ahead`, resets whose episode was ready when it was requested.
+        resets_missed: with this option, all other resets: the first of each env, those with a seed or options, and
+            those that waited for an episode still in preparation. 0 without the option.
         steps_per_env: `env.step` calls of each env.
         resets_per_env: resets of each env.
         wall_s: seconds since the executor was ready.
         workers: one entry for each worker that serves envs.
-        spares: one for each that prepares the next episode of an env instead, in the order of the envs.
+        spares: one entry for each worker that prepares an env's next episode, in the order of the envs.
     """
 
     env_steps: int
@@ -112,7 +112,7 @@ class Statistics:
 
 
 class Tally(NamedTuple):
-    """What the caller's side has counted.
+    """Counts of the caller's side.
 
     Attributes:
         env_errors: exceptions of envs.
@@ -126,8 +126,8 @@ class Tally(NamedTuple):
 
 
 def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
-    """Read the counters of a pool, and the machine's view of its processes (kept in the log)."""
-    figures = pool.figures()  # first: it brings the words of workers on other machines up to date
+    """Read the counters of a pool and the memory of its processes (recorded in `memory`)."""
+    figures = pool.figures()  # first: it updates the words of workers on other machines
     words = {name: array.copy() for name, array in pool.slab.words.items()}
     wall_s = max(time.monotonic() - tally.ready_at, 1e-9)
     agents = np.array([num_agents(spec) for spec in pool.specs])
@@ -189,12 +189,12 @@ def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
 def split(
     workers: Sequence[WorkerStatistics], serving: Sequence[int]
 ) -> tuple[tuple[WorkerStatistics, ...], tuple[WorkerStatistics, ...]]:
-    """Return the workers that serve, and the others, each in the order of their envs; what envs did is the former's."""
+    """Return the serving workers and the spares, in the order of their envs; counts of envs go to the serving ones."""
     others = sorted((one for one in workers if one.worker_id not in serving), key=lambda one: one.env_ids)
     return tuple(workers[i] for i in serving), tuple(replace(one, env_steps=0, resets=0) for one in others)
 
 
 def num_agents(spec: EnvSpec) -> int:
-    """Return how many agents act in an env: the rows of its groups, or 1."""
+    """Return the number of agents of an env: the rows of its groups, or 1."""
     inner = len(spec.batch_shape)
     return sum(math.prod(shape[inner:]) for key, shape in spec.groups if len(key) == 1) or 1

@@ -1,4 +1,4 @@
-"""Watching executors of other processes: their slabs are mapped read-only, which costs them nothing."""
+"""Watch executors of other processes through read-only maps of their slabs, which does not slow them down."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _STACK_WAIT_S = 1.0
 
 @dataclass(frozen=True)
 class WorkerView:
-    """One worker between two looks.
+    """One worker between two samples.
 
     Attributes:
-        load: what its words held at the second.
+        load: of the second sample.
         steps_per_s: env-steps of its envs per second in between.
         busy_share, reset_share, wait_share: of the time in between; resets are part of busy, waiting is the rest.
-        uss_bytes, rss_bytes: memory; 0 if it has gone.
+        uss_bytes, rss_bytes: memory; 0 if it has ended.
         env_ids: its envs.
-        cpu: the processor that it runs on, or ran on last; None if it has gone.
+        cpu: the processor that it runs on, or ran on last; None if it has ended.
     """
 
     load: Load
@@ -51,7 +51,7 @@ class WorkerView:
 
 @dataclass(frozen=True)
 class ExecutorView:
-    """One executor between two looks."""
+    """One executor between two samples."""
 
     listing: Listing
     workers: tuple[WorkerView, ...]
@@ -78,10 +78,10 @@ class ExecutorView:
 
 
 class Watch:
-    """Looks at one executor again and again; `look` says what was done since the last look.
+    """Samples one executor; `look` returns the changes since the previous call.
 
     Raises:
-        OSError: it has gone.
+        OSError: the executor has ended.
     """
 
     def __init__(self, listing: Listing) -> None:
@@ -106,7 +106,7 @@ class Watch:
             self._map.close()
 
     def look(self) -> ExecutorView:
-        """Return what was done since the last look."""
+        """Return the changes since the previous call."""
         now_ns = time.monotonic_ns()
         span_s = max(1e-9, (now_ns - self._seen_ns) / 1e9)
         before, self._loads, self._seen_ns = self._loads, self._read(), now_ns
@@ -119,7 +119,7 @@ class Watch:
 
 def _view(before: Load, now: Load, env_ids: tuple[int, ...], span_s: float) -> WorkerView:
     busy_s = now.busy_s - before.busy_s
-    if now.phase != "idle":  # what it is at is not counted yet
+    if now.phase != "idle":  # the current command is not counted yet
         busy_s += min(span_s, now.phase_s)
     busy = min(1.0, max(0.0, busy_s / span_s))
     return WorkerView(
@@ -136,9 +136,9 @@ def _view(before: Load, now: Load, env_ids: tuple[int, ...], span_s: float) -> W
 
 
 def stack_of(pid: int) -> str:
-    """Return the Python stacks of a worker's threads now, also when it is stuck in C.
+    """Return the present Python stacks of a worker's threads, also if it is stuck in C.
 
-    It writes them to its log when it is asked to (SIGUSR2), which takes it some 100 us.
+    On SIGUSR2 the worker writes them to its log, which takes it about 100 us.
     """
     path = _log_path(pid)
     if path is None:
@@ -160,7 +160,7 @@ def stack_of(pid: int) -> str:
 
 
 def _log_path(pid: int) -> str | None:
-    """Return where a worker's log can be opened; only a process of ours has one."""
+    """Return the path of a worker's log; None if the process is not a worker."""
     with contextlib.suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{fd}"

@@ -1,4 +1,4 @@
-"""Whether envs that should be alike are alike."""
+"""Check that envs of one factory have equal specs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from envherd.workers.errors import SpecError
 def check_agreement(specs: Sequence[EnvSpec], factories: Sequence[Factory], kwargs: Sequence[dict[str, Any]]) -> None:
     """Refuse envs of one factory, called with the same arguments, that have different specs.
 
-    Different factories or arguments may give different tasks; these come back as a lazy stack, whose members must be
-    batches of one shape.
+    Different factories or arguments may build different tasks; their batches are lazy stacks, whose members must have
+    one batch shape.
 
     Raises:
         SpecError: with the first difference.

@@ -1,17 +1,18 @@
-"""Reset-ahead: every env has two instances in two workers, and its next episode is begun before it is asked for.
+"""Reset-ahead: every env has two instances in two workers, and its next episode begins before the caller requests it.
 
 Guarantees:
-- The data are those of a run without it; see `workers.ahead` for what that takes of envs.
-- A default reset goes to the instance that was prepared (and waits for it, if it is not done); one with a seed or
-  its own options, the first one, and those after `set_seed`, `call`, `set` and `load_state_dict` are made in the
-  ordinary way, by the instance that serves.
-- A spare that dies, is replaced or cannot be brings no row to harm: its env is reset in the ordinary way meanwhile.
-  With `on_worker_loss="restart"` it is replaced while the others go on; with "raise" the env does without. So does an
-  env that `call`, `set` or `load_state_dict` has reached: a new instance would not be what the other has become.
-- An env that was given a STEP_RESET has answered when its step has, or, if that ended the episode, its reset too. What
-  both report is one answer, as that of a plain worker, and it is lost as one.
-- Of two instances the one that serves answers `get`, `render` and `state_dict`; what may change an env (`call`,
-  `set`, `load_state_dict`) reaches both, and the answers are the serving one's.
+- The data are those of a run without it; see `process.ahead` for what envs must fulfil.
+- A default reset goes to the prepared instance, and waits for it if it is not ready. The serving instance makes the
+  first reset, resets with a seed or options, and those after `set_seed`, `call`, `set` and `load_state_dict`, in the
+  ordinary way.
+- If a spare dies or is being replaced, no row is affected: its env is reset in the ordinary way. With
+  `on_worker_loss="restart"` the spare is replaced while the others continue; with "raise" the env has no spare from
+  then on. The same holds for an env changed by `call`, `set` or `load_state_dict`, because a new instance would lack
+  the change.
+- A STEP_RESET is answered by its step, or, if that ended the episode, by its reset. The reports of both form one
+  answer, as from a plain worker, and are lost together.
+- The serving instance answers `get`, `render` and `state_dict`. Requests that may change an env (`call`, `set`,
+  `load_state_dict`) go to both instances, and the serving one's answers are returned.
 Assumes: one caller at a time, as the pool.
 """
 
@@ -38,7 +39,7 @@ from envherd.workers.errors import EnvherdError, SpecError
 from envherd.workers.processes import memory_of
 from envherd.workers.protocol import RESET, RING, STEP, STEP_RESET, Op, Status, pack, unpack
 
-#: Questions that may change an env.
+#: Requests that may change an env.
 _CHANGES = ("call", "each", "set", "load_state_dict")
 _OK = int(Status.OK)  # for arrays; see `workers.protocol.STEP`
 
@@ -46,7 +47,7 @@ _OK = int(Status.OK)  # for arrays; see `workers.protocol.STEP`
 class AheadPool(WorkerPool):
     """A pool with two workers per env, `e` and `N + e`.
 
-    A STEP_RESET is given as a STEP; if that ends the episode, the pool gives the RESET, which may change hands.
+    A STEP_RESET is given as a STEP; if that ends the episode, the pool gives a RESET, perhaps to the other worker.
 
     Args:
         blueprint: with one env in each block.
@@ -60,7 +61,7 @@ class AheadPool(WorkerPool):
         self.supervisor: SpareSupervisor
         self.serving: list[int] = list(range(num_envs))
         self._words: FusedWords
-        self._reset_limit_s: float | None = None  # for such a RESET, in the wait under way
+        self._reset_limit_s: float | None = None  # for such a RESET, in the present wait
 
     def _make_slab(self) -> None:
         specs, self.specs = self.specs, self.specs[: self.num_envs]
@@ -88,7 +89,7 @@ class AheadPool(WorkerPool):
 
     @property
     def num_ahead(self) -> int:
-        """Resets whose episode was ready when it was asked for."""
+        """Resets whose episode was ready when it was requested."""
         return self.turns.num_ahead
 
     @property
@@ -98,14 +99,14 @@ class AheadPool(WorkerPool):
 
     @property
     def recyclable(self) -> RecyclablePool | None:
-        """None: it replaces workers by itself, when they have been relieved."""
+        """None: this pool itself replaces workers, when they do not serve."""
         return None
 
     def _make_caller(self) -> None:
-        """Return None: an answer may call for another command."""
+        """Return None: an answer may require another command."""
 
     def compile(self) -> None:
-        """Return None: what follows on a step is not known before its answer."""
+        """Return None: whether a reset follows a step is known only from its answer."""
 
     # ---- commands ----------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class AheadPool(WorkerPool):
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
-        """Give some envs a command each; those that are to be reset may change hands. See `Pool.submit`."""
+        """Give each of some envs a command; a reset may go to an env's other worker. See `Pool.submit`."""
         self.supervisor.take_up_spares()
         self.await_workers(env_ids)
         ops = _plain(op) + np.zeros(len(env_ids), np.int64)
@@ -132,11 +133,11 @@ class AheadPool(WorkerPool):
             self._send_off(self.turns.spare_of(env_id))
 
     def await_workers(self, env_ids: np.ndarray) -> None:
-        """Raise the loss of a worker of some envs that stays lost; others may be replaced by the env's other worker."""
+        """Raise the loss of a worker of some envs that is not replaced, unless the env's other worker can take over."""
         self.supervisor.refuse_lost(self.worker_of[env_ids].tolist())
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
-        """As `submit`: where a worker is being rebuilt, the env's other one can be given the command now."""
+        """The same as `submit`: while a worker is being replaced, the env's other one takes the command."""
         is_served = np.array([self.supervisor.is_there(self.turns.spare_of(i)) for i in env_ids.tolist()], bool)
         if is_served.any():
             self.submit(env_ids[is_served], op, target, columns[is_served], flags)
@@ -145,23 +146,23 @@ class AheadPool(WorkerPool):
             super().submit_later(env_ids[~is_served], op, target, columns[~is_served], flags)
 
     def nudge(self) -> None:
-        """Have every worker look for commands; an interrupt may have come between a turn and our own notes of it."""
+        """Make every worker look for commands; an interrupt may have come after a turn was written."""
         self.turns.read_again()
         super().nudge()
 
     # ---- resets after steps ------------------------------------------------------------------
 
     def _follow_up(self) -> None:
-        """Give a RESET to the envs whose STEP was one of a STEP_RESET and has ended their episode."""
+        """Give a RESET to the envs whose STEP_RESET has ended their episode."""
         env_ids = self._words.take_ended()
         if len(env_ids):
             self._reset_ended(env_ids)
 
     def _reset_ended(self, env_ids: np.ndarray) -> None:
-        """Reset envs whose steps have ended their episodes. Until the numbers are written, it can be begun again."""
+        """Reset envs whose steps have ended their episodes. Until the numbers are written, it can be repeated."""
         words = self._words
         for env_id in env_ids[words.status[env_ids] != _OK].tolist():
-            self.crew.drain(int(self.worker_of[env_id]))  # what the step has reported, before that of the reset
+            self.crew.drain(int(self.worker_of[env_id]))  # the step's reports, before the reset's
             words.status[env_id] = _OK
         for env_id in env_ids.tolist():
             self._hand_over(env_id)
@@ -206,7 +207,7 @@ class AheadPool(WorkerPool):
     # ---- turns -------------------------------------------------------------------------------
 
     def _hand_over(self, env_id: int) -> None:
-        """Choose who begins the next episode of an env that owes no answer; the other is to prepare the one after."""
+        """Choose the worker that begins an idle env's next episode; the other worker prepares the one after it."""
         self._step_in(env_id)
         turns, supervisor = self.turns, self.supervisor
         if supervisor.is_lost(turns.server_of(env_id)):
@@ -215,19 +216,19 @@ class AheadPool(WorkerPool):
         turns.begin_episode(env_id, is_handed=is_handed)
 
     def _step_in(self, env_id: int) -> None:
-        """Let an env be served by its spare, if the server is being rebuilt."""
+        """Make an env's spare serve it, if the serving worker is being replaced."""
         turns, supervisor = self.turns, self.supervisor
         is_missing = supervisor.is_being_replaced(turns.server_of(env_id))
         if is_missing and supervisor.is_there(turns.spare_of(env_id)):
             turns.swap(env_id)
 
     def _send_off(self, worker_id: int) -> None:
-        """Wake a spare to prepare what its env's turn says; or replace it first, if it must be replaced."""
+        """Wake a spare to prepare the episode in its env's turn; replace the spare first, if it must be replaced."""
         if not self.supervisor.is_there(worker_id):
             return
         if self._is_due(worker_id):
             with contextlib.suppress(EnvherdError):  # no further process can be started: see `_give_up_on`
-                self.recycle(worker_id, is_anew=False)  # its successor prepares it
+                self.recycle(worker_id, is_anew=False)  # its successor prepares the episode
         else:
             self._rings[worker_id]()
 
@@ -255,7 +256,7 @@ class AheadPool(WorkerPool):
         super().seed(root_seed, episodes)
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
-        """Ask as `WorkerPool.question` does; what may change envs is asked of their other instances too."""
+        """Ask as `WorkerPool.question` does; requests that may change envs also go to their other instances."""
         args = question.get("args", ())
         by_worker = super().question(what, env_ids, **question)
         for position, env_id in enumerate(env_ids) if what in _CHANGES else ():
@@ -285,5 +286,5 @@ class AheadPool(WorkerPool):
 
 
 def _plain(op: Op | np.ndarray) -> int | np.ndarray:
-    """Return an op as arrays take it; see `workers.protocol.STEP`."""
+    """Return an op as a plain int for arrays; see `workers.protocol.STEP`."""
     return op if isinstance(op, np.ndarray) else int(op)

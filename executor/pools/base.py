@@ -1,7 +1,7 @@
-"""What an executor needs of a pool: what `WorkerPool`, `SerialPool`, `AheadPool` and `ClusterPool` have in common.
+"""The interface of a pool: `WorkerPool`, `SerialPool`, `AheadPool` and `ClusterPool` implement it.
 
-Words used here: an env *owes an answer* from the command that it is given until that is carried out, its rows are
-written, and it is counted as answered. Env ids are int64 `[k]` without duplicates, columns int64 `[k]`.
+Terms: an env *owes an answer* from when it is given a command until the command is carried out, its rows are written,
+and the env is counted as answered. Env ids are int64 `[k]` without duplicates, columns int64 `[k]`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from envherd.workers.protocol import Op
 
 
 class WorkerFigures(NamedTuple):
-    """What the machine says of a worker process; zeros if it has gone.
+    """The operating system's figures of a worker process; zeros if it has ended.
 
     Attributes:
-        uss_bytes: memory that is its own.
-        pss_bytes: the same plus its share of what it shares with others.
+        uss_bytes: private memory.
+        pss_bytes: the same plus its part of shared memory.
         cpu_s: processor seconds, user and system.
         cpu: the processor that it runs on, or ran on last; None if unknown.
     """
@@ -42,7 +42,7 @@ class WorkerFigures(NamedTuple):
 
     @classmethod
     def of(cls, pid: int, *, is_alone: bool = False) -> WorkerFigures:
-        """Read those of a process and, unless it `is_alone`, the memory of its descendants."""
+        """Read the figures of a process, with the memory of its descendants unless `is_alone`."""
         memory = memory_of(pid, is_alone=is_alone)
         return cls(memory["uss"], memory["pss"], cpu_ns(pid) / 1e9, cpu_of(pid))
 
@@ -56,20 +56,20 @@ class StorageMemory(Protocol):
 
 
 class Pool(Protocol):
-    """Envs that are given commands and waited for; one caller at a time.
+    """Gives commands to envs and waits for their answers; one caller at a time.
 
     Attributes:
         blueprint: what it is made of; `blueprint.blocks[worker_id]` are the env ids of a worker.
         num_envs: N.
-        num_workers: processes that run envs at any one time; 0 for none but the caller's.
-        worker_of: int `[N]`, which worker runs each env now.
+        num_workers: processes that run envs at any one time; 0 if only the caller's does.
+        worker_of: int `[N]`, the worker that runs each env now.
         specs: one per env.
         plan: of the slab.
         slab: inputs, rows and words of all envs.
-        lenders: group index -> what takes the inputs of an env's next step as tensors, for groups that read none
-            from the slab.
-        outcome: what happened besides the rows, until it is handed out.
-        holds_storages: whether it keeps the memory of a rollout storage until that is detached.
+        lenders: group index -> function that passes an env the inputs of its next step as tensors, for groups that do
+            not read them from the slab.
+        outcome: reports besides the rows, until they are handed out.
+        holds_storages: whether the pool keeps the memory of a rollout storage until that is detached.
     """
 
     blueprint: Blueprint
@@ -85,7 +85,7 @@ class Pool(Protocol):
 
     @property
     def number(self) -> int:
-        """Number of the latest command; it only grows."""
+        """Number of the latest command; it only increases."""
         ...
 
     @property
@@ -110,7 +110,7 @@ class Pool(Protocol):
 
     @property
     def num_ahead(self) -> int:
-        """Resets whose episode was ready when it was asked for."""
+        """Resets whose episode was ready when it was requested."""
         ...
 
     @property
@@ -125,7 +125,7 @@ class Pool(Protocol):
 
     @property
     def recyclable(self) -> RecyclablePool | None:
-        """This pool, if the engine is to replace its workers between episodes; else None."""
+        """This pool, if the engine can replace its workers between episodes; else None."""
         ...
 
     # ---- commands ----------------------------------------------------------------------------
@@ -134,33 +134,33 @@ class Pool(Protocol):
         """Give every env the same command.
 
         Args:
-            op: what to do; see `workers.protocol`.
+            op: see `workers.protocol`.
             target: RING, or the number of a rollout storage.
             column: of the target.
-            reset_ids: int `[k]`, envs that are given a RESET at that column instead.
+            reset_ids: int `[k]`, envs that get a RESET at that column instead.
 
         Raises:
-            WorkerLost, WorkerTimeout: a worker is lost and stays so; no env was given anything.
+            WorkerLost, WorkerTimeout: a worker is lost and not replaced; no env was given the command.
         Blocks: until workers that are being replaced serve.
         """
         ...
 
     def compile(self) -> FastCommands | None:
-        """Return commands to all envs that do what `submit_all` and `wait_all` do; None where there are none."""
+        """Return compiled forms of `submit_all` and `wait_all`; None if there are none."""
         ...
 
     def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange | None:
-        """Return steps of some envs that do what `submit` and `wait_some` do; None where there are none.
+        """Return compiled forms of `submit` and `wait_some` for steps; None if there are none.
 
         Args:
-            facts: what `workers/native/exchange.c` takes of the engine.
+            facts: the engine's arguments for `workers/native/exchange.c`.
         """
         ...
 
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
-        """Give some envs a command each; as `submit_all` otherwise.
+        """Give each of some envs a command; otherwise as `submit_all`.
 
         Args:
             env_ids: which envs.
@@ -172,14 +172,14 @@ class Pool(Protocol):
         ...
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
-        """As `submit`, for envs of a worker that is being replaced: its successor finds the commands. Never waits."""
+        """As `submit`, for envs of a worker that is being replaced: its successor gets the commands. Never waits."""
         ...
 
     def prepare(self, message: messages.Prepare) -> None:
         """Send the extras of an env's next command (side inputs, or a seed and options) ahead of it.
 
         Raises:
-            WorkerLost, WorkerTimeout: its worker is lost and stays so.
+            WorkerLost, WorkerTimeout: its worker is lost and not replaced.
         """
         ...
 
@@ -187,12 +187,12 @@ class Pool(Protocol):
         """Make sure that some envs can be given commands, before anything is sent or changed for a call.
 
         Raises:
-            WorkerLost, WorkerTimeout: a worker of theirs is lost and stays so.
+            WorkerLost, WorkerTimeout: one of their workers is lost and not replaced.
         """
         ...
 
     def nudge(self) -> None:
-        """After a call was broken off anywhere: announce what was given and not announced."""
+        """After a call was broken off anywhere: announce commands that were written but not announced."""
         ...
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
@@ -202,14 +202,14 @@ class Pool(Protocol):
     # ---- answers -----------------------------------------------------------------------------
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        """Wait for every answer that is owed; what happened besides the rows is in `outcome`.
+        """Wait for every answer that is owed; reports besides the rows are in `outcome`.
 
         Args:
             timeout_s: seconds, after which late workers are killed, which is a loss; None waits without a limit.
-            more_for_resets_s: seconds that a worker has in addition, if it has begun a reset meanwhile.
+            more_for_resets_s: additional seconds for a worker that has begun a reset since.
 
         Returns:
-            Whether all envs have answered. False only after a loss that is to be raised before the others have.
+            Whether all envs have answered. False only after a loss that must be raised before the others have answered.
         """
         ...
 
@@ -223,15 +223,15 @@ class Pool(Protocol):
         kill_late: bool = True,
         through_losses: bool = False,
     ) -> np.ndarray:
-        """Wait until at least `count` of some envs owe no answer; return those, the oldest command first.
+        """Wait until at least `count` of some envs owe no answer; return these, the oldest command first.
 
         Args:
             env_ids: which envs.
             count: at most `k`.
             timeout_s: seconds; None waits without a limit.
             more_for_resets_s: see `wait_all`.
-            kill_late: kill workers that are late, or just return fewer envs.
-            through_losses: wait for the others however long ago a worker was lost.
+            kill_late: kill workers that are late; False returns fewer envs instead.
+            through_losses: wait for the others even long after a worker was lost.
         """
         ...
 
@@ -242,12 +242,12 @@ class Pool(Protocol):
     # ---- questions ---------------------------------------------------------------------------
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Ask envs for something that is not a step; see `messages.Ask`.
+        """Send envs a request other than a step; see `messages.Ask`.
 
-        `args` in the question has one item per env for "set", "each" and "load_state_dict".
+        `args` of the request has one item per env for "set", "each" and "load_state_dict".
 
         Returns:
-            env id -> value as it crossed (`{"plain": ...}` or `{"pickled": ...}`).
+            env id -> value as received (`{"plain": ...}` or `{"pickled": ...}`).
 
         Raises:
             EnvError: an env raised.
@@ -256,7 +256,7 @@ class Pool(Protocol):
         ...
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Ask as `ask` does, and do not wait; return what `has_answered` and `answers` take."""
+        """Begin `ask` without waiting; return the argument for `has_answered` and `answers`."""
         ...
 
     def has_answered(self, asked: dict[int, Any]) -> bool:
@@ -264,7 +264,7 @@ class Pool(Protocol):
         ...
 
     def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:
-        """Wait for the answers to the latest question; returns and raises as `ask`."""
+        """Wait for the answers to the latest request; returns and raises as `ask`."""
         ...
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
@@ -272,7 +272,7 @@ class Pool(Protocol):
 
         Args:
             root_seed: of all envs.
-            episodes: which episode the next reset of each env begins; None for episode 0 of all.
+            episodes: the episode that the next reset of each env begins; None for episode 0 of all.
 
         Raises:
             WorkerLost, WorkerTimeout: a worker is lost and stays so.
@@ -282,11 +282,11 @@ class Pool(Protocol):
     # ---- memory ------------------------------------------------------------------------------
 
     def settle(self, device: torch.device | None) -> dict[int, Residence]:
-        """Leave the rows of envs that live on a device there; return group index -> the ring of their group."""
+        """Keep the rows of envs on a device there; return group index -> the ring of their group."""
         ...
 
     def attach_storage(self, target: int, plan: StoragePlan) -> StorageMemory:
-        """Make memory for a rollout storage, and from now on write what is given as `target` there; return it.
+        """Create memory for a rollout storage, which commands can name as `target` from now on; return it.
 
         Raises:
             WorkerLost, WorkerTimeout: a worker is lost and stays so.
@@ -300,7 +300,7 @@ class Pool(Protocol):
     # ---- workers -----------------------------------------------------------------------------
 
     def begin_restart(self, worker_id: int) -> None:
-        """Start a successor of a lost worker; its envs are built while others go on.
+        """Start a successor of a lost worker; it builds its envs while the other workers continue.
 
         Raises:
             WorkerLost, WorkerTimeout: too many restarts within the window, or no process can be started.
@@ -308,11 +308,11 @@ class Pool(Protocol):
         ...
 
     def is_alive(self, worker_id: int) -> bool:
-        """Return whether a worker runs; of one on another machine, whether its loss has not been noticed."""
+        """Return whether a worker runs; on another machine, whether no loss has been noticed."""
         ...
 
     def worker_output(self, worker_id: int) -> str:
-        """Return what a worker has printed, as far as it is kept."""
+        """Return the kept part of a worker's output."""
         ...
 
     def pid_of(self, worker_id: int) -> int:
@@ -324,7 +324,7 @@ class Pool(Protocol):
         ...
 
     def figures(self) -> list[WorkerFigures]:
-        """Return what the machine says of each worker, by worker id; brings the words of remote ones up to date."""
+        """Return the figures of each worker, by worker id; updates the words of remote workers."""
         ...
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -336,7 +336,7 @@ class RecyclablePool(Pool, Protocol):
     """A pool whose workers the engine may replace between episodes.
 
     Attributes:
-        began: how often an env of each worker had been reset when its present process was started, int64 `[workers]`.
+        began: resets of an env of each worker before the worker's present process was started, int64 `[workers]`.
     """
 
     @property
@@ -345,19 +345,19 @@ class RecyclablePool(Pool, Protocol):
         ...
 
     def is_serving(self, worker_id: int) -> bool:
-        """Return whether a worker is there: neither lost nor being replaced."""
+        """Return whether a worker is neither lost nor being replaced."""
         ...
 
     def memory_of(self, worker_id: int) -> int:
-        """Return the bytes that a worker, and what it has started, have to themselves."""
+        """Return the bytes of private memory of a worker and its descendants."""
         ...
 
     def recycle(self, worker_id: int, *, is_anew: bool) -> None:
         """Close the envs of a worker that owes nothing, and begin to replace it.
 
         Args:
-            worker_id: which.
-            is_anew: its envs have just begun episodes, which its successor begins once more.
+            worker_id: of the worker.
+            is_anew: its envs have just begun episodes, which its successor begins again.
 
         Raises:
             WorkerLost: no process can be started; the worker is lost.

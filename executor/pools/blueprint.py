@@ -1,4 +1,4 @@
-"""From what a user gives to what a pool needs: factories checked and pickled, envs spread over workers."""
+"""Make a pool's blueprint from a user's arguments: check and pickle factories, spread envs over workers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from envherd.workers.seeding import as_root_seed
 MakeEnv = Factory | Sequence[Factory]
 EnvKwargs = dict[str, Any] | Sequence[dict[str, Any]] | None
 
-#: What envs of a module import when they are built, where it is installed, and what takes seconds: a `GymEnv` looks
-#: whether it was given one of Stable-Baselines3's.
+#: Module of envs -> slow module that they import when they are built, if it is installed: a `GymEnv` checks for
+#: Stable-Baselines3's envs.
 _BROUGHT_IN = {"torchrl.envs.libs.gym": "stable_baselines3"}
 
 
 def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:
-    """Return how many envs there are and what makes them: a list of factories alone says both.
+    """Return the number of envs and their factories; a list of factories alone determines both.
 
     Raises:
         FactoryError: the factory came first, or there is none.
@@ -78,7 +78,7 @@ def as_kwargs(num_envs: int, env_kwargs: EnvKwargs) -> tuple[dict[str, Any], ...
 
 
 def checked_options(options: ExecutorOptions | None, *, copy: Any = True) -> ExecutorOptions:
-    """Return the options, or the default ones; refuse what are none, and a `copy` that is no switch."""
+    """Return the options, or the default ones; refuse other objects, and a `copy` that is no bool."""
     if not (options is None or isinstance(options, ExecutorOptions)):
         raise TypeError(f"options failed: expected an ExecutorOptions, got {options!r}. Write ExecutorOptions(...).")
     if not isinstance(copy, bool):
@@ -87,12 +87,12 @@ def checked_options(options: ExecutorOptions | None, *, copy: Any = True) -> Exe
 
 
 def spread(num_envs: int, num_workers: int) -> tuple[tuple[int, ...], ...]:
-    """Return contiguous blocks of env ids, sizes differing by one at most."""
+    """Return contiguous blocks of env ids whose sizes differ by at most one."""
     return tuple(tuple(block.tolist()) for block in np.array_split(np.arange(num_envs), num_workers))
 
 
 def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_workers") -> int:
-    """Return how many workers to use: as asked, or one per usable core; never more than envs."""
+    """Return the number of workers: the argument, or one per usable core; never more than envs."""
     if num_workers is None:
         return min(num_envs, usable_cores())
     if isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1:
@@ -101,10 +101,10 @@ def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_work
 
 
 def choose_apart(num_envs: int | str, num_workers: int | str | None) -> int:
-    """Return how many workers envs have that are reset ahead: one each (and as many spares).
+    """Return the number of workers for envs that are reset ahead: one per env (with an equal number of spares).
 
     Raises:
-        ValueError: another number was asked for, or the number of envs is not known.
+        ValueError: another number was passed, or the number of envs is unknown.
     """
     if not isinstance(num_envs, str) and num_workers in (None, "auto", num_envs):
         return num_envs

@@ -1,7 +1,7 @@
-"""The words by which envs are given commands and answer, as the caller's side writes and reads them.
+"""The words for commands and answers of envs, written and read by the caller's side.
 
-Guarantees: a command's number is stored after all that it announces. An answer that a loss has taken is marked as such
-before it counts as given.
+Guarantees: a command's number is stored after all that it announces. An answer lost with a worker is marked as lost
+before it counts as answered.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class CommandWords:
     """See the module.
 
     Args:
-        slab: whose words they are.
+        slab: of the words.
 
     Attributes:
-        number: of the latest command; it only grows.
+        number: of the latest command; it only increases.
         forfeited: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
-        order: int `[N]`, by which envs that have answered are sorted: the numbers of what the caller has asked for.
+        order: int `[N]`, sort key of answered envs: the numbers of the caller's commands.
         command, command_seq, reply_seq, status: see `workers.protocol`.
     """
 
@@ -68,13 +68,13 @@ class CommandWords:
         return env_ids[self.has_answered()[env_ids]]
 
     def announces_nothing(self) -> bool:
-        """Return whether no answer came with messages."""
+        """Return whether no answer announces messages."""
         return self.status.tobytes() == self._no_status
 
     def forfeit(self, env_ids: np.ndarray, outcome: Outcome) -> np.ndarray:
-        """Take what envs of a lost worker owe as answered; return those that owed something."""
+        """Count envs of a lost worker as answered; return those that owed an answer."""
         owing = env_ids[~self.has_answered()[env_ids]]
-        self.forfeited[owing] = True  # first: an interrupt must not leave an answer that no worker gave
+        self.forfeited[owing] = True  # first: after an interrupt, no answer may exist that no worker gave
         outcome.forget_rows(owing)
         self.status[owing] = 0
         self.reply_seq[owing] = self.command_seq[owing]

@@ -1,10 +1,10 @@
-"""The crew: worker processes that exchange messages, before and outside of the hot path.
+"""The crew: the worker processes and their messages, outside the hot path.
 
-It starts the workers, has them build their envs, hands them memory, carries messages and answers,
-replaces a worker, and ends them all. It knows nothing of commands and rows.
+It starts the workers, makes them build their envs, gives them memory, sends messages and receives answers, replaces a
+worker, and ends them all. It knows nothing of commands and rows.
 
-Guarantees: a worker that dies or is late while it is waited for is an exception, never a hang; an
-answer is read whole or not at all; `close` is bounded by one deadline and never raises.
+Guarantees: a wait for a worker that dies or is late raises, and never hangs; an answer is read completely or not at
+all; `close` is bounded by one deadline and never raises.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 
-#: Frames that belong to the rows of a command, and not to the call that waits for an answer.
+#: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
 _ROW_KINDS = ("side", "infos", "notice", "left_out")
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a pool is made of.
+    """The description of a pool.
 
     Attributes:
         factories: one pickled factory per env.
@@ -60,13 +60,13 @@ class Crew:
     """The workers of one pool.
 
     Args:
-        blueprint: what the workers run.
+        blueprint: of the pool.
         options: of the executor.
-        on_row_frame: called with frames that belong to rows (faults of steps and resets, side values).
+        on_row_frame: called with each frame that belongs to rows (faults of steps and resets, side values).
 
     Attributes:
         workers: by worker id.
-        root_seed: what a replaced worker starts with.
+        root_seed: of a replaced worker's start.
     """
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[Frame], None]) -> None:
@@ -90,7 +90,7 @@ class Crew:
         """Start the workers, have them build their envs, and return the specs in env order.
 
         Raises:
-            FactoryError, WorkerLost, WorkerTimeout: close the crew, nothing is of use then.
+            FactoryError, WorkerLost, WorkerTimeout: the crew is unusable and must be closed.
             ValueError: the options do not fit this machine.
         """
         self.options.check_here()
@@ -128,11 +128,11 @@ class Crew:
         process.root_seed = self.root_seed
         process.channel.queue_message(build)
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
-            process.channel.flush_nowait()  # what does not fit is sent while its answer is waited for
+            process.channel.flush_nowait()  # the rest is sent while waiting for the answer
         return process
 
     def _log_ready(self, num_ready: int) -> None:
-        """Log how far a start is; the record has both numbers, for progress bars (docs/logging.md)."""
+        """Log the progress of a start; the record has both numbers, for progress bars (docs/logging.md)."""
         counts = {"num_ready": num_ready, "num_workers": len(self.blueprint.blocks)}
         log.debug("start: %(num_ready)d of %(num_workers)d workers are ready", counts, extra=counts)
 
@@ -163,7 +163,7 @@ class Crew:
         message = messages.Attach(plan=self._plan, nbytes=self._segment.nbytes, name=self._segment.name)
         worker.channel.queue_message(message, _fds(self._segment))
         self.await_frame(worker_id, "attach", self.options.build_timeout_s)
-        with messages.uninterrupted():  # mail makes it look for commands: from then on it serves
+        with messages.uninterrupted():  # mail makes it look for commands, so it serves from here on
             for target, (plan, segment) in self._storages.items():
                 self._send_storage(worker_id, target, plan, segment)
             if worker.root_seed != self.root_seed:
@@ -171,15 +171,15 @@ class Crew:
             worker.is_attached = True
 
     def replace(self, worker_id: int) -> None:
-        """Start a successor of a worker that has ended; it builds its envs while others go on."""
-        with messages.uninterrupted():  # the wait inside is for the death of a process that was killed
+        """Start a successor of a worker that has ended; it builds its envs while the other workers continue."""
+        with messages.uninterrupted():  # the only wait inside is for the death of a killed process
             old = self.workers[worker_id]
             old.kill()
             old.wait_exit(1.0)
             old.release()
             self._inbox[worker_id].clear()
             self.workers[worker_id] = self._launch(worker_id, old.generation + 1)
-            if self._is_closing:  # by another thread, which may not have seen this one
+            if self._is_closing:  # by another thread, which may have missed this worker
                 self.workers[worker_id].kill()
                 self.workers[worker_id].release()
 
@@ -189,23 +189,23 @@ class Crew:
         """Send a message to a worker that serves commands; it reads the message before any later command."""
         worker = self.workers[worker_id]
         worker.channel.queue_message(message, fds)
-        self._knock(worker_id)  # before all is sent: it reads only what was announced
-        with contextlib.suppress(ConnectionError):  # a death is noticed where it matters
+        self._knock(worker_id)  # before everything is sent, because the worker reads only announced messages
+        with contextlib.suppress(ConnectionError):  # waits for answers notice the death
             while not worker.channel.flush_nowait() and not worker.has_exited():
                 poller = select.poll()
                 poller.register(worker.channel.sock, select.POLLIN | select.POLLOUT)
                 poller.register(worker.pidfd, select.POLLIN)
                 poller.poll()
-                self.drain(worker_id)  # the worker may be writing, and read again only when that is read
+                self.drain(worker_id)  # the worker may be blocked in a write until this process reads
 
     def await_frame(self, worker_id: int, phase: str, timeout_s: float | None, number: int | None = None) -> Frame:
         """Wait for a worker's next answer.
 
         Args:
-            worker_id: whose.
-            phase: what it is about, for messages.
+            worker_id: of the worker.
+            phase: of the worker, for messages.
             timeout_s: seconds; None waits without a limit.
-            number: of the question; answers to earlier ones, whose asker was interrupted, are thrown away.
+            number: of the request; answers to earlier, interrupted requests are dropped.
 
         Raises:
             WorkerLost: it died instead.
@@ -243,7 +243,7 @@ class Crew:
         frames = channel.drain_nowait()
         while frames:
             self._deliver(worker_id, frames[0])
-            del frames[0]  # last: a frame that an interrupt left is delivered again, which changes nothing
+            del frames[0]  # last: after an interrupt the frame is delivered again, which has no effect
 
     def _deliver(self, worker_id: int, frame: Frame) -> None:
         inbox = self._inbox[worker_id]
@@ -281,7 +281,7 @@ class Crew:
             self.mail(worker.worker_id, messages.Seed(root_seed=root_seed, episodes=self._episodes))
 
     def _attached(self) -> list[WorkerProcess]:
-        """Return the workers that read mail; the others are being built, and `attach` tells them everything."""
+        """Return the workers that read mail; `attach` sends everything to the others, which are still building."""
         return [worker for worker in self.workers if worker.is_attached]
 
     # ---- the end -----------------------------------------------------------------------------
@@ -305,11 +305,11 @@ class Crew:
             self._segment.close()
 
     def dismiss(self, worker_id: int, timeout_s: float) -> None:
-        """Close the envs of one worker and end it within `timeout_s`; what is left of it is `replace`d."""
+        """Close the envs of one worker and end it within `timeout_s`, before `replace`."""
         self._ask_to_close(time.monotonic() + timeout_s, [self.workers[worker_id]])
 
     def _ask_to_close(self, end: float, workers: list[WorkerProcess]) -> None:
-        """Make workers close their envs and leave; reads what they write, as none could leave with a full socket."""
+        """Make workers close their envs and exit; read their output, as a full socket would block their exit."""
         poller = select.poll()
         for worker in workers:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""How long a wait for workers lasts, and when it is logged as long."""
+"""The time limit of a wait for workers, and the times at which a long wait is logged."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ class Deadline:
     """The limits of one wait, which begins now.
 
     Args:
-        timeout_s: seconds; None: it has no end.
-        more_for_resets_s: seconds that workers which have begun a reset meanwhile have in addition; None: no limit.
-        kills: whether workers that are late are killed, or just no longer waited for.
-        stall_log_s: seconds after which, again and again, a wait without end is logged.
+        timeout_s: seconds; None: no limit.
+        more_for_resets_s: additional seconds for workers that have begun a reset since; None: no limit.
+        kills: whether to kill late workers; False only ends the wait.
+        stall_log_s: interval in seconds at which a wait without a limit is logged.
 
     Attributes:
-        kills: as given.
-        reset_limit_s: seconds that a reset may take which the pool has begun by itself; None: any.
+        kills: see Args.
+        reset_limit_s: seconds for a reset that the pool itself has begun; None: no limit.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Deadline:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that the wait may last, with those for resets once they are given; 0.0 if it has no end."""
+        """Seconds that the wait may last, including those for resets once they are granted; 0.0 if it has no limit."""
         return 0.0 if self._end is None else self._end - self._began
 
     @property
     def excuses_resets(self) -> bool:
-        """Whether workers that reset have more time than they had."""
+        """Whether workers that reset can still get more time."""
         return self.kills and self._more_s != 0
 
     def extend_for_resets(self) -> None:
-        """Wait on for workers that reset; once."""
+        """Grant the additional time for workers that reset; once."""
         assert self._end is not None
         self._end = None if self._more_s is None else self._end + self._more_s
         self._more_s = 0.0

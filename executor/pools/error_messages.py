@@ -1,4 +1,4 @@
-"""What to tell the caller when an env or a worker has failed: the exception, with all that is known."""
+"""Build the exceptions for failures of envs and workers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Frame = dict[str, Any]
 
 @dataclass
 class Numbering:
-    """How messages and errors made in this process call envs and workers.
+    """The ids of envs and workers in this process's messages and errors.
 
     Attributes:
-        first_env_id, first_worker_id: what env 0 and worker 0 are called.
-        place: where they are, for a process that runs a share of a larger batch; empty otherwise.
+        first_env_id, first_worker_id: ids of env 0 and of worker 0.
+        place: location of the envs, if the process runs a share of a larger batch; else empty.
     """
 
     first_env_id: int = 0
@@ -31,13 +31,13 @@ class Numbering:
     place: str = ""
 
 
-#: Of this process. A process that hosts a share of a larger batch changes it, before it makes an executor.
+#: This process's numbering. A process that hosts a share of a larger batch changes it before it creates an executor.
 numbering = Numbering()
 
 
 _REMEDY = "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
 _RESTART = "ExecutorOptions(on_worker_loss='restart') replaces lost workers."
-#: What a message adds about a worker that was killed, by where the kernel has killed for want of memory meanwhile.
+#: Text about a killed worker, by where the kernel has killed processes for lack of memory since.
 _KILLERS = {
     "group": f"The kernel killed it, or a process of its control group, for the memory limit of that group. {_REMEDY}",
     "machine": f"The kernel killed processes for want of memory meanwhile, probably this one too. {_REMEDY}",
@@ -56,11 +56,11 @@ def worker_lost(
     """Return the error for a worker that has ended.
 
     Args:
-        worker: it; has exited, its log is still open.
-        env_ids: the envs that went with it.
-        phase: what it was doing.
+        worker: has exited; its log is still open.
+        env_ids: of its envs.
+        phase: of the worker.
         options: of the executor.
-        env_id: for which env, if that is known.
+        env_id: of the env that it worked on, if known.
     """
     how = worker.exit_description()
     hint = " " + _KILLERS[worker.killed_for_memory()] if "SIGKILL" in how else ""
@@ -123,7 +123,7 @@ def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
 
 
 def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:
-    """Return the error for what envs raised: about the first of them (run by `worker_id`), naming the others."""
+    """Return the error for exceptions of envs: about the first env (run by `worker_id`), naming the others."""
     fault = first_fault(faults)
     env_id = numbering.first_env_id + fault["env_id"]
     others = sorted(numbering.first_env_id + one["env_id"] for one in faults if one is not fault)
@@ -148,11 +148,11 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:
 
 
 def merge_answers(asked: Iterable[int], take: Callable[[int], dict[int, Any]]) -> dict[int, Any]:
-    """Take the answers of all who were asked, and return them as one.
+    """Collect the answers of several workers or nodes into one dict.
 
     Args:
         asked: ids of workers or nodes.
-        take: waits for one's answer, env id -> value; raises what it was instead.
+        take: waits for the answer of one, env id -> value, or raises its error.
 
     Raises:
         EnvherdError: after all have answered: the last loss, or without one the first error of an env.
@@ -177,7 +177,7 @@ def first_fault(faults: Sequence[Frame]) -> Frame:
 
 
 def log_stall(worker: WorkerProcess, phase_word: int, waited_s: float) -> None:
-    """Log where a worker is that has been waited for long, without a deadline."""
+    """Log the stack of a worker in a long wait without a deadline."""
     phase, env_id = describe_phase(phase_word)
     log.warning(
         "worker %d has not answered for %.0f s, %s:\n%s",
@@ -205,7 +205,7 @@ def log_notice(frame: Frame) -> None:
 
 
 def log_close_fault(frame: Frame) -> None:
-    """Log what an env raised when it was closed."""
+    """Log the exception of an env's `close`."""
     env_id = numbering.first_env_id + frame["env_id"]
     log.warning("closing env %s raised %s: %s", env_id, frame["type_name"], frame["message"])
 
@@ -223,7 +223,7 @@ def _operation(phase: str) -> str:
 
 
 def _in_words(phase: str, env_id: int | None) -> str:
-    """Return what a worker was doing: "in step of env 0", "in build", "while idle"."""
+    """Return a phase in words: "in step of env 0", "in build", "while idle"."""
     if phase == IDLE:
         return "while idle"
     return f"in {phase}" if env_id is None else f"in {phase} of env {numbering.first_env_id + env_id}"

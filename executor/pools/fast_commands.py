@@ -1,8 +1,8 @@
-"""Commands to all envs, compiled for one pool: what a step gives and waits for where nothing else happens.
+"""Commands to all envs, compiled for one pool: the fast path of a step that returns only rows.
 
-Guarantees: the words are written in the order of `CommandWords.write_all`, and an answer counts as
-`WorkerPool.wait_all` counts it: these are the specification. What takes longer, or comes with more than rows, is left
-to `wait_all`. In C (`workers.native`) where that is there.
+Guarantees: words are written in the order of `CommandWords.write_all`, and answers count as in `WorkerPool.wait_all`:
+these are the specification. Waits that take longer, or answers with more than rows, are left to `wait_all`. Runs in C
+(`workers.native`) if the extension is available.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from envherd.executor.pools.replies import Outcome
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
 
-#: Seconds without an answer after which the caller looks at the workers' pidfds.
+#: Seconds without an answer after which the caller checks the workers' pidfds.
 LOOK_S = 0.01
 
 
@@ -27,10 +27,10 @@ class FastCommands(NamedTuple):
     """The two halves of a command to all envs.
 
     Attributes:
-        absent: the workers that do not serve; while there is one, no command may be given in this way.
-        give: gives all envs a command, a word of `workers.protocol.pack`, and wakes their workers.
-        has_all: waits for the answers; returns False where `Pool.wait_all` must go on: no answer has come for a while,
-            or there is more to know than rows.
+        absent: workers that do not serve; commands may be given only while it is empty.
+        give: gives all envs a command (a word from `workers.protocol.pack`) and wakes their workers.
+        has_all: waits for the answers; returns False if `Pool.wait_all` must continue: no answer has come for some
+            time, or there are reports besides rows.
     """
 
     absent: Sized
@@ -39,15 +39,15 @@ class FastCommands(NamedTuple):
 
 
 class NativeExchange(NamedTuple):
-    """Steps of some envs in C: given, waited for and taken; see `protocol.fast_exchange`.
+    """Steps of some envs in C: give commands, wait, and take rows; see `protocol.fast_exchange`.
 
     Attributes:
         absent: as in `FastCommands`.
-        must_look: returns whether the pool must look around first, which `Pool.wait_some` does.
-        send: `(op, ids, actions)`: gives envs a step each; returns False if nothing was given or written.
-        wait: `(ids, wanted)`: returns how many envs have answered; 0 where `Pool.wait_some` must go on.
-        take: `(count, next, root, ids)`: takes their rows; returns how many were reset, or -1 if nothing was done.
-        roots: `(ids, to)`: writes where envs are; returns False if nothing was written.
+        must_look: returns whether the pool must check its workers first, which `Pool.wait_some` does.
+        send: `(op, ids, actions)`: gives each env a step; returns False if nothing was given or written.
+        wait: `(ids, wanted)`: returns how many envs have answered; 0 if `Pool.wait_some` must continue.
+        take: `(count, next, root, ids)`: copies their rows; returns how many were reset, or -1 if nothing was done.
+        roots: `(ids, to)`: writes the envs' roots; returns False if nothing was written.
     """
 
     absent: Sized
@@ -59,12 +59,12 @@ class NativeExchange(NamedTuple):
 
 
 class Waiting(Protocol):
-    """A pool, as far as `compile_has_all` uses it.
+    """The part of a pool that `compile_has_all` uses.
 
     Attributes:
-        num_workers: each rings when it has answered for all its envs.
-        outcome: what happened besides the rows.
-        has_waited: `wait_all` need not wait for the tokens of these; it clears that.
+        num_workers: each worker rings once it has answered for all its envs.
+        outcome: reports besides the rows.
+        has_waited: set if `wait_all` need not wait for tokens; `wait_all` clears it.
     """
 
     num_workers: int
@@ -72,7 +72,7 @@ class Waiting(Protocol):
     has_waited: bool
 
     def place(self) -> None:
-        """See where workers run, if it is time to."""
+        """Check where workers run, if a check is due."""
         ...
 
 
@@ -93,7 +93,7 @@ def compile_give(words: CommandWords, bells: Sequence[Doorbell]) -> Callable[[in
 
 
 def compile_has_all(pool: Waiting, words: CommandWords, done: Doorbell, placement: Placement) -> Callable[[], bool]:
-    """Return `FastCommands.has_all` over what a pool waits with."""
+    """Return `FastCommands.has_all` over a pool's words and doorbell."""
     replies, numbers, wait, num_workers = (
         words.reply_seq.tobytes,
         words.command_seq.tobytes,
@@ -132,10 +132,10 @@ def native_caller(  # what a pool waits with
     Args:
         words: of its commands.
         bells: one of each worker.
-        done: by which workers wake the caller.
+        done: the doorbell by which workers wake the caller.
         tally: the words of `shm.tally`.
         worker_of: int64 `[N]`.
-        hailed: uint8 `[1]`, which ends a wait of `first` where it is not 0.
+        hailed: uint8 `[1]`; a value other than 0 ends a wait of `first`.
     """
     module = native.load()
     if module is None:
@@ -158,7 +158,7 @@ def native_caller(  # what a pool waits with
 def compile_natively(
     pool: Waiting, words: CommandWords, caller: Any, placement: Placement
 ) -> tuple[Callable[[int], None], Callable[[], bool]]:
-    """Return what `compile_give` and `compile_has_all` return, in C."""
+    """Return the results of `compile_give` and `compile_has_all` in C."""
     give_all, wait, now = caller.give, caller.has_all, time.monotonic
 
     def give(command: int) -> None:
@@ -183,10 +183,10 @@ def exchange_natively(
 
     Args:
         words: of the pool's commands.
-        caller: what `native_caller` has returned.
+        caller: result of `native_caller`.
         absent: see `NativeExchange`.
         must_look: see `NativeExchange`.
-        facts: what the engine knows of the envs; see `protocol.fast_exchange`.
+        facts: of the engine; see `protocol.fast_exchange`.
     """
     module = native.load()
     exchange = module.Exchange({"caller": caller, "caller_type": module.Caller, **facts})

@@ -1,7 +1,7 @@
-"""The words of commands where a STEP_RESET is given as a STEP and, if that ends the episode, as a RESET after it.
+"""Command words for a STEP_RESET that is given as a STEP and, if that ends the episode, a RESET after it.
 
-Guarantees: an env that was given both has answered when it has answered the second. Until the numbers of the second are
-written, an interrupt leaves all as it was.
+Guarantees: an env that gets both has answered when it has answered the second. Until the numbers of the second are
+written, an interrupt changes nothing.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class FusedWords(CommandWords):
         num_envs = len(self.command_seq)
         self.order = np.zeros(num_envs, np.int64)
         self._ends = slab.words["ends"]
-        self._fused = np.full(num_envs, _NONE)  # number of the STEP that may call for a RESET
+        self._fused = np.full(num_envs, _NONE)  # number of the STEP that may require a RESET
         self._following = np.full(num_envs, _NONE)  # number of the RESET after it, until its messages are read
-        self._resets = np.zeros(num_envs, np.int64)  # what to give then
+        self._resets = np.zeros(num_envs, np.int64)  # the RESET to give
         self._num_ends = np.zeros(num_envs, np.int64)  # before the STEP
         self._followed_at = np.zeros(num_envs)  # monotonic seconds
 
     def note_order(self, env_ids: np.ndarray, ops: int | np.ndarray, resets: np.ndarray | int) -> None:
-        """Note what the next command of some envs is for.
+        """Record the op of the next command of some envs.
 
         Args:
             env_ids: int `[k]`.
@@ -46,7 +46,7 @@ class FusedWords(CommandWords):
         self._fused[env_ids] = np.where(np.equal(ops, STEP_RESET), number, _NONE)  # once the command has this number
 
     def take_ended(self) -> np.ndarray:
-        """Return the envs to be reset, int `[k]`: their STEP was one of a STEP_RESET and has ended their episode."""
+        """Return the envs to reset, int `[k]`: their STEP_RESET has ended their episode."""
         is_stepped = (self._fused == self.command_seq) & (self.command_seq == self.reply_seq)
         if not is_stepped.any():
             return np.flatnonzero(is_stepped)
@@ -55,7 +55,7 @@ class FusedWords(CommandWords):
         return np.flatnonzero(is_stepped & has_ended)
 
     def write_resets(self, env_ids: np.ndarray) -> None:
-        """Write the RESETs that the ends of episodes call for."""
+        """Write RESETs for envs whose episodes have ended."""
         self._following[env_ids], self._followed_at[env_ids] = self.number + 1, time.monotonic()
         self.write(env_ids, self._resets[env_ids])
 
@@ -68,7 +68,7 @@ class FusedWords(CommandWords):
         return bool(self.has_answered().all())
 
     def forfeit(self, env_ids: np.ndarray, outcome: Outcome) -> np.ndarray:
-        """Take what envs of a lost worker owe as answered; return those that owed something."""
+        """Count envs of a lost worker as answered; return those that owed an answer."""
         owing = super().forfeit(env_ids, outcome)
         self._fused[owing] = self._following[owing] = _NONE
         return owing
@@ -82,7 +82,7 @@ class FusedWords(CommandWords):
         self._following[is_read] = _NONE
 
     def is_in_parts(self) -> np.ndarray:
-        """Return which envs have reported a part of their answer, of which another is to come, bool `[N]`."""
+        """Return which envs have reported the first of two parts of their answer, bool `[N]`."""
         return np.asarray((self._fused == self.command_seq) | (self._following == self.command_seq))
 
     def owes_following(self) -> np.ndarray:

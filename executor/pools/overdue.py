@@ -1,10 +1,10 @@
-"""Workers that take too long over one env, where a wait does not last long enough to see it.
+"""Find workers that spend too long on one env, across waits that are each too short to notice it.
 
-A wait for all answers has a deadline by itself. A wait for the first that come, or one with the caller's timeout, ends
-before that and begins anew: an env that hangs would never be noticed.
+A wait for all answers has its own deadline. A wait for the first answers, or one with the caller's timeout, ends
+earlier and starts again, so a hanging env would never be noticed.
 
-Guarantees: a worker is overdue once it was seen with the same command of the same env for the option's seconds, in
-looks that are 10 to 30 ms apart. Envs that wait for their turn in a worker take none of its time.
+Guarantees: a worker is overdue once checks 10 to 30 ms apart have seen it at the same command of the same env for the
+option's seconds. The time in which envs wait for their turn in a worker does not count.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Overdue:
     """Watches the workers of a pool.
 
     Args:
-        step_s: seconds for a step; None: any.
-        reset_s: seconds for a reset, in addition to those for a step; None: any.
-        phase_of: returns what a worker is doing, and for which env.
+        step_s: seconds for a step; None: no limit.
+        reset_s: seconds for a reset, in addition to those for a step; None: no limit.
+        phase_of: returns the phase of a worker, and its env.
         command_seq: int64 `[N]`, the number of each env's latest command (VIEW of the slab).
         worker_of: int64 `[N]`, the worker of each env.
     """
@@ -39,10 +39,10 @@ class Overdue:
         self._seen: dict[int, tuple[tuple[str, int | None, int], float]] = {}
 
     def look(self, owing: Iterable[int]) -> list[tuple[int, float]]:
-        """Return the workers that are overdue, each with the seconds that it had.
+        """Return the overdue workers, each with its limit in seconds.
 
         Args:
-            owing: the workers that have a command to carry out; the others are forgotten.
+            owing: workers that have a command to carry out; the others are forgotten.
         """
         now, seen, late = time.monotonic(), self._seen, []
         self._seen = {}

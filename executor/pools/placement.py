@@ -1,17 +1,17 @@
-"""Where workers run: busy ones that share a processor while another has none of them are taken apart.
+"""Placement: separate busy workers that share a processor while another processor has none of them.
 
-The kernel leaves such a pair where it is for as long as the caller, looking for answers, keeps the other processor
-busy: to it, two and one is as even as one and two. A batch takes twice as long then. So the caller looks now and then,
-while it would wait anyway, where its workers are, and asks one of a pair to move.
+The kernel keeps such a pair together as long as the caller, which polls for answers, keeps the other processor busy:
+two tasks and one are as balanced as one and two. A batch then takes twice as long. So the caller checks from time to
+time, while it waits anyway, where its workers run, and asks one of a pair to move.
 
 Guarantees:
-- No pin: a worker moves itself, between two commands, and is as free as before at once. Nothing that an env starts
-  inherits less than the worker may use, and what comes later (other load, more threads) is the kernel's to balance.
-- A worker moves only to a processor that its affinity allows (which a cpuset is part of), that no busy worker is on,
-  and that others used for less than half of the time since the look before. With `options.affinity` none moves.
-- Looks take at most 1/`_COST` of the caller's time, and a worker is asked to move in one of them at most.
-Assumes: a process that computes in other threads than its first one, or that waits, is the kernel's to place.
-Platforms: Linux; what /proc or sysfs do not say is not acted on.
+- No pinning: a worker moves itself between two commands and keeps its affinity. Processes of an env inherit the
+  worker's full affinity, and the kernel balances later changes (other load, more threads).
+- A worker moves only to a processor that its affinity (which includes a cpuset) allows, that no busy worker is on, and
+  that other tasks used for less than half of the time since the last check. With `options.affinity` no worker moves.
+- Checks take at most 1/`_COST` of the caller's time, and each asks at most one worker to move.
+Assumes: the kernel places processes that wait, or that compute in threads other than their first one.
+Platforms: Linux; values that /proc or sysfs do not have are ignored.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from envherd.workers.processes import idle_s, place_of
 from envherd.workers.protocol import pack_seat
 
 _ROOT = Path("/")
-#: Seconds between looks, and between readings of what others do: /proc counts idle time in 10 ms.
+#: Seconds between checks, and between readings of the other load: /proc counts idle time in steps of 10 ms.
 _EVERY_S = 0.05
-#: Seconds after workers shared a processor for which looks are closer to each other, and seconds between these: where
-#: all spin between batches, a pair is back within tens of milliseconds (at a third of the looks; `w100` of
+#: Seconds of more frequent checks after workers shared a processor, and seconds between these checks: if all processes
+#: spin between batches, a pair forms again within tens of milliseconds (in a third of the checks; `w100` of
 #: benchmarks/placement.py, 23 Nov 2026).
 _WATCH_S, _SOON_S = 1.0, 0.01
-#: Looks take at most 1/`_COST` of the caller's time (10 to 30 us of processor time a worker).
+#: Checks take at most 1/`_COST` of the caller's time (10 to 30 us of processor time per worker).
 _COST = 128
-#: Share of a processor's time that must be left by others for a worker to be sent there.
+#: Least share of a processor's time that other tasks leave free, for a worker to be sent there.
 _ROOM = 0.5
-#: Share of its time that the caller must be computing for workers to be kept off its processor.
+#: Least share of its time that the caller computes, for workers to be kept off its processor.
 _BUSY_CALLER = 0.5
 
 
@@ -57,7 +57,7 @@ class Topology:
 
 @cache
 def read_topology(root: Path = _ROOT) -> Topology:
-    """Read from sysfs how processors belong together; once."""
+    """Read the topology of processors from sysfs; cached."""
     cores, nodes = {}, {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):
         siblings = parse_cpu_list(read_word(folder / "topology/thread_siblings_list") or "")
@@ -74,17 +74,17 @@ def choose(
     room: Mapping[int, float],
     topology: Topology,
 ) -> dict[int, int]:
-    """Return worker -> processor for those that share one, with another worker or with the caller, and can move.
+    """Return worker -> new processor for workers that share one with another worker or the caller, and can move.
 
-    The processor is one that no busy worker is on: best one that the caller is not on either (only a pair of workers
-    is taken apart by sending one to the caller), then a free core, then one of the same NUMA node.
+    The processor has no busy worker. Preferred is one without the caller (only one of a pair of workers may be sent to
+    the caller's), then a free core, then the same NUMA node.
 
     Args:
-        places: of each busy worker, the processor that it is on.
+        places: the processor of each busy worker.
         caller: the processor that the caller keeps busy, or None.
-        allowed: of each of these workers, the processors that it may use.
-        room: of each processor, the share of its time that no others use, 0..1.
-        topology: how processors belong together.
+        allowed: the processors that each of these workers may use.
+        room: for each processor, the share of its time that other tasks leave free, 0..1.
+        topology: of the processors.
     """
     taken = Counter(places.values())
     moves: dict[int, int] = {}
@@ -108,12 +108,12 @@ def choose(
 
 
 class Usage(NamedTuple):
-    """What the machine had done at some time.
+    """Counters of the machine at one time.
 
     Attributes:
         at: seconds of the monotonic clock.
         own: processor seconds of the calling thread.
-        idle: of each processor, seconds for which it had nothing to do.
+        idle: idle seconds of each processor.
     """
 
     at: float
@@ -122,7 +122,7 @@ class Usage(NamedTuple):
 
 
 def room_between(before: Usage, now: Usage, caller: int | None) -> dict[int, float]:
-    """Return of each processor the share of the time in between for which it had nothing to do, or only the caller."""
+    """Return for each processor the share of the time in between in which it was idle or ran only the caller."""
     span_s = max(now.at - before.at, 1e-9)
     room = {cpu: (idle - before.idle[cpu]) / span_s for cpu, idle in now.idle.items() if cpu in before.idle}
     if caller in room:
@@ -131,13 +131,13 @@ def room_between(before: Usage, now: Usage, caller: int | None) -> dict[int, flo
 
 
 class Placement:
-    """Places the workers of one pool: `look` when it is `due`, best while they have just begun to work.
+    """Places the workers of one pool: call `look` when it is `due`, best when they have just begun to work.
 
     Args:
         words: of the slab; "seat", "looks" and "stacked" of each worker are written here.
 
     Attributes:
-        due: when to look next, in seconds of the monotonic clock.
+        due: time of the next check, in seconds of the monotonic clock.
     """
 
     def __init__(self, words: Mapping[str, np.ndarray]) -> None:
@@ -148,7 +148,7 @@ class Placement:
         self._topology = read_topology()
 
     def look(self, pids: Sequence[int]) -> None:
-        """See where the workers are (by worker id), and ask those to move that share a processor and need not."""
+        """Check where the workers run, and ask those to move that share a processor unnecessarily."""
         before, now = self._before, Usage(time.monotonic(), time.thread_time(), {})
         is_busy = now.own - before.own >= _BUSY_CALLER * (now.at - before.at)
         caller = place_of("thread-self")[1] if is_busy else None
@@ -174,7 +174,7 @@ class Placement:
         self._stacked[[*moves]] += 1
         self._shared_at = now.at
         if not self._before.idle or now.at - self._before.at > _WATCH_S:
-            return  # what others do is not known yet
+            return  # the other load is not known yet
         room = room_between(self._before, now._replace(idle=idle_s()), caller)
         for worker_id, cpu in choose(places, caller, allowed, room, self._topology).items():
             self._seats[worker_id] = pack_seat(int(self._seats[worker_id]), cpu)

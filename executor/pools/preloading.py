@@ -1,8 +1,8 @@
 """`preloaded`: one helper for every executor of a `with` block, so that modules are imported once for all.
 
 An executor has its own helper process, which imports what its envs need and forks its workers (see
-`workers.process.zygote`). Where executors come and go (tests, notebooks, sweeps over settings) and imports take
-seconds (torch, torchrl, dm_control), those seconds are most of every start.
+`workers.process.zygote`). In programs with many short-lived executors (tests, notebooks, sweeps) and slow imports
+(torch, torchrl, dm_control), the imports take most of every start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _innermost: list[_Warm] = []
 
 @dataclass(frozen=True)
 class _Warm:
-    """A helper that executors share, and what its workers inherit from it."""
+    """A helper that executors share, and the settings that its workers inherit."""
 
     zygote: Zygote
     surroundings: tuple[object, ...]
@@ -28,29 +28,29 @@ class _Warm:
 
 @contextlib.contextmanager
 def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator[None]:
-    """Have the executors made in this block start their workers from one helper that has imported `modules`.
+    """Make executors created in this block start their workers from one helper that has imported `modules`.
 
         with preloaded("torchrl.envs", "gymnasium"):
             for setting in settings:
-                with ParallelEnv(8, make_env) as env:    # in milliseconds, not seconds, from the first on
+                with ParallelEnv(8, make_env) as env:    # starts in milliseconds instead of seconds
                     ...
 
-    What executors would have preloaded by themselves is imported by their workers, unless it is among `modules`.
-    A module is imported once: a worker of this block sees it as it was then, whatever has become of its file.
-    An executor has its own helper, as ever, where its workers would inherit something else: another start
-    method, `options.env_vars`, `worker_threads` or `worker_output` than `options` here. Environment variables, the
-    current folder and the import path are those at the time when a worker is started; what `modules` have read of
-    them, they have read at the begin of the block. Not for other processes forked from this one.
+    Modules that executors would preload by themselves are imported by their workers, unless they are among `modules`.
+    Each module is imported once, so workers of this block do not see later changes of its file. An executor still uses
+    its own helper if its start method, `env_vars`, `worker_threads` or `worker_output` differ from those of `options`
+    here. A worker has the environment variables, current folder and import path of the time when it is started, but
+    `modules` are imported with those at the beginning of the block. The block has no effect in processes forked from
+    this one.
 
-    The helper ends with the block, or with the last executor made in it. Closing an executor ends all its workers
-    and what their envs have started, as ever.
+    The helper ends with the block, or with the last executor created in it. As usual, closing an executor ends all its
+    workers and the processes of their envs.
 
     Args:
         *modules: full names.
-        options: of the executors to come: start method, `env_vars`, `worker_threads` and `worker_output` are used.
+        options: of the executors; only start method, `env_vars`, `worker_threads` and `worker_output` are used.
 
     Raises:
-        ImportError: a module cannot be imported; with the reason.
+        ImportError: a module cannot be imported.
         ValueError: there are no modules, or the start method is not "zygote".
     """
     options = options or ExecutorOptions()
@@ -69,9 +69,9 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
 
 @contextlib.contextmanager
 def preloading(*modules: str, options: ExecutorOptions) -> Iterator[Zygote]:
-    """Begin to import modules in a helper, for the executors of this block; the first of them waits for it.
+    """Begin to import modules in a helper, for the executors of this block; the first executor waits for it.
 
-    Workers import what could not be imported. Otherwise as `preloaded`.
+    Modules that cannot be imported are left to the workers. Otherwise as `preloaded`.
     """
     surroundings = _surroundings(options)
     zygote = Zygote(options, list(modules), is_shared=True)
@@ -88,7 +88,7 @@ def preloading(*modules: str, options: ExecutorOptions) -> Iterator[Zygote]:
 
 
 def find_helper(options: ExecutorOptions) -> Zygote | None:
-    """Return the helper of the innermost `preloaded` block that an executor can use, counted as used by it."""
+    """Return the helper of the innermost `preloaded` block that an executor can use, with the executor as a user."""
     if not _innermost or options.start_method != "zygote":
         return None
     surroundings = _surroundings(options)
@@ -99,5 +99,5 @@ def find_helper(options: ExecutorOptions) -> Zygote | None:
 
 
 def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
-    """Return what workers cannot be sent when they are started, and inherit from a helper."""
+    """Return the settings that workers inherit from a helper and cannot get at their start."""
     return (os.getpid(), dict(options.env_vars), options.worker_threads, options.worker_output)

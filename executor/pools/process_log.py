@@ -1,4 +1,4 @@
-"""What processes have written to their logs, which are files in memory that outlive them."""
+"""Read processes' logs, which are files in memory that outlive them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _STACK_WAIT_S = 1.0  # for a stuck process to have written its stack; it takes w
 
 
 def tail(log_fd: int) -> str:
-    """Return what is in a log; empty if there is none."""
+    """Return the content of a log; empty if there is none."""
     if log_fd < 0:
         return ""
     return os.pread(log_fd, os.fstat(log_fd).st_size, 0).decode(errors="replace")
 
 
 def dumped(log_fd: int, request: Callable[[], Any]) -> str:
-    """Return what a process writes to its log when it is requested to dump its stacks."""
+    """Make a process dump its stacks to its log, and return them."""
     before = size = os.fstat(log_fd).st_size
     request()
     end = time.monotonic() + _STACK_WAIT_S

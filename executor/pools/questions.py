@@ -1,7 +1,7 @@
-"""Questions to envs that are no commands: calls, attributes, states.
+"""Requests to envs other than commands: calls, attributes, states.
 
-Guarantees: an answer is to the question that was asked: one that an interrupt has kept from being read is thrown away.
-A worker that dies or is late with its answer is lost; the others have answered then.
+Guarantees: an answer belongs to its request: answers to interrupted requests are dropped. A worker that dies or is late
+with its answer is lost; by then the others have answered.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from envherd.workers.errors import EnvherdError
 
 
 class Questions:
-    """Asks workers and reads what they answer.
+    """Sends requests to workers and reads their answers.
 
     Args:
         crew: the workers.
-        supervisor: of theirs.
-        worker_of: int `[N]`, which worker serves each env; read at each question.
+        supervisor: of the workers.
+        worker_of: int `[N]`, the worker that serves each env; read at each request.
         options: of the executor.
     """
 
@@ -34,7 +34,7 @@ class Questions:
         self._number = 0
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
-        """Ask envs, and do not wait; return worker id -> the envs that it asks. See `Pool.question`."""
+        """Send a request without waiting; return worker id -> its envs in the request. See `Pool.question`."""
         by_worker: dict[int, list[int]] = {}
         for env_id in env_ids:
             by_worker.setdefault(int(self._worker_of[env_id]), []).append(env_id)
@@ -51,7 +51,7 @@ class Questions:
         return by_worker
 
     def answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
-        """Wait for the answers to the latest question."""
+        """Wait for the answers to the latest request."""
         return merge_answers(by_worker, lambda worker_id: self._answer(worker_id, by_worker[worker_id], what))
 
     def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""What workers report besides their rows: faults, side values, infos, losses."""
+"""Workers' reports besides their rows: faults, side values, infos, losses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from envherd.workers.errors import EnvherdError
 
 @dataclass
 class Outcome:
-    """What happened besides the rows, and was not handed out yet.
+    """The reports that were not handed out yet.
 
     Attributes:
-        faults: env id -> fault message (what an env raised).
+        faults: env id -> fault message (an exception of the env).
         side: env id -> side values message.
         infos: env id -> infos message.
         losses: worker id -> the error that describes its loss.
-        held_back: returns which envs have reported a part of an answer and owe another, bool `[N]`; None where an
-            answer has one part.
+        held_back: returns which envs have reported only a part of their answer, bool `[N]`; None if answers have one
+            part.
     """
 
     faults: dict[int, Frame] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Outcome:
         return bool(self.faults or self.side or self.infos or self.losses)
 
     def hand_out(self, env_ids: np.ndarray) -> Outcome:
-        """Remove and return what is about some envs, int `[k]`, without those that are held back, and all losses."""
+        """Remove and return the reports of some envs, int `[k]`, except held-back ones, and all losses."""
         if self.held_back is not None:
             env_ids = env_ids[~self.held_back()[env_ids]]
         given = Outcome(losses=self.losses)
@@ -68,6 +68,6 @@ class Outcome:
             log_notice(frame)
 
     def take_reset(self, frame: Frame) -> None:
-        """As `take`, for a reset that completes the answer of a step: what the step has reported stays."""
+        """As `take`, for a reset that completes the answer of a step: the step's reports are kept."""
         of_step = {"side": self.side, "infos": self.infos}.get(frame["kind"], {}).get(frame.get("env_id", -1))
         self.take(frame if of_step is None else {**frame, "next": of_step["next"]})

@@ -1,4 +1,4 @@
-"""How often what was lost may be replaced."""
+"""Limit how often lost workers are replaced."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import time
 
 from envherd.executor.options import ExecutorOptions
 
-#: Seconds before the second replacement within the window, and at most before any.
+#: Seconds before the second replacement within the window, and the longest delay.
 _BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.1, 10.0
 
 
 class Restarts:
-    """When workers were replaced after a loss: a crash loop slows down, and ends."""
+    """Records replacements after losses, so that a crash loop slows down and ends."""
 
     def __init__(self, options: ExecutorOptions) -> None:
         self._options = options
         self._times: dict[int, list[float]] = {}
 
     def next_delay_s(self, worker_id: int) -> float | None:
-        """Return how long to wait before a worker is replaced once more, and note it; None if it may not be.
+        """Return the seconds to wait before replacing a worker, and record that; None if it may not be replaced.
 
-        The first replacement within `restart_window_s` is made at once, the next after `_BACK_OFF_S`, and each after
-        twice as long as the one before, up to `_LONGEST_BACK_OFF_S`.
+        The first replacement within `restart_window_s` is immediate, the second after `_BACK_OFF_S`; each further delay
+        is twice the previous one, up to `_LONGEST_BACK_OFF_S`.
         """
         now = time.monotonic()
         recent = [t for t in self._times.get(worker_id, ()) if now - t < self._options.restart_window_s]

@@ -1,7 +1,7 @@
 """The pool without processes: the same block of envs, driven in the caller's own thread.
 
-Guarantees: the same rows, words and messages as `WorkerPool`, so that the executor above cannot tell
-them apart. The caller's global random generators are left as they were found.
+Guarantees: the same rows, words and messages as `WorkerPool`, so the executor treats both alike. The caller's global
+random generators are restored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from envherd.workers.reply import Fault
 
 
 class PrivateMemory:
-    """What `Segment` is to a pool of processes: memory for a rollout, here nobody else's."""
+    """Private memory for a rollout, in place of the `Segment` of a pool of processes."""
 
     def __init__(self, nbytes: int) -> None:
         self._array = np.empty(nbytes, np.uint8)
@@ -47,7 +47,7 @@ class PrivateMemory:
 
 
 class SerialPool(SlabPool):
-    """One block in this process; commands are carried out as they are submitted, by the loop of a worker."""
+    """One block in this process; a worker's loop carries out commands as they are submitted."""
 
     def __init__(self, factories: list[Factory], blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint = blueprint
@@ -106,20 +106,20 @@ class SerialPool(SlabPool):
         }
 
     def _make_server(self) -> Callable[[], None]:
-        """Return what carries out the commands that are written: the loop of a worker, one token at a time."""
+        """Return a function that carries out the written commands by a worker's loop."""
         mail = self.slab.words["mail_seq"]
         loop = loop_class()(self._block, self.slab, self._bells, lambda: int(mail[0]), lambda: None, int(mail[0]))
         serve_token, take_token = loop.server(), self._bells[1].try_wait
 
         def serve() -> None:
             serve_token()
-            while take_token():  # the loop rings, nobody waits, and a semaphore holds 2**31 - 1 tokens
+            while take_token():  # drop the loop's tokens: a semaphore holds only 2**31 - 1
                 pass
 
         return serve
 
     def _note_change(self) -> None:
-        """Have the loop look anew at the envs, which something else than a command has changed."""
+        """Make the loop read the envs again, after a change other than by a command."""
         self.slab.words["mail_seq"][0] += 1
 
     def _build(self, builder: Builder, env_id: int, factory: Factory) -> None:
@@ -136,7 +136,7 @@ class SerialPool(SlabPool):
             ) from error
 
     def settle(self, device: torch.device | None) -> dict[int, Residence]:
-        """Leave the rows of envs that live on a device there; return the rings of their groups."""
+        """Keep the rows of envs on a device there; return the rings of their groups."""
         residences = {}
         for index, group in enumerate(self.slab.groups):
             env_ids = group.plan.env_ids
@@ -148,7 +148,7 @@ class SerialPool(SlabPool):
         return residences
 
     def compile(self) -> FastCommands:
-        """Return commands to all envs; what is given is carried out at once."""
+        """Return compiled commands to all envs, which are carried out at once."""
         write_all, serve = self._words.write_all, self._serve_commands
 
         def give(command: int) -> None:
@@ -179,10 +179,10 @@ class SerialPool(SlabPool):
         self._serve()
 
     def _take(self, frame: dict[str, Any]) -> None:
-        self.outcome.take(plain.decode(plain.encode(frame)))  # what could not cross to a parent must not pass here
+        self.outcome.take(plain.decode(plain.encode(frame)))  # refuses what a worker could not send
 
     def nudge(self) -> None:
-        """What was submitted is done, or was broken off: it is not carried out any more."""
+        """Drop commands that were broken off: they will not be carried out."""
         self._words.reply_seq[:] = self._words.command_seq
         self._serve = self._make_server()
 
@@ -192,7 +192,7 @@ class SerialPool(SlabPool):
         return given
 
     def await_workers(self, env_ids: np.ndarray) -> None:
-        """There are none to wait for."""
+        """Do nothing: there are no workers."""
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
         """Return True: everything submitted is done already."""
@@ -235,7 +235,7 @@ class SerialPool(SlabPool):
         return dict(zip(env_ids, reply["values"], strict=True))
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Ask as `ask` does: the envs answer at once."""
+        """The same as `ask`: the envs answer at once."""
         return self.ask(what, env_ids, **question)
 
     def has_answered(self, asked: dict[int, Any]) -> bool:
@@ -243,7 +243,7 @@ class SerialPool(SlabPool):
         return True
 
     def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:
-        """Return the answers, which `question` has returned."""
+        """Return the answers that `question` has returned."""
         return asked
 
     def attach_storage(self, target: int, plan: StoragePlan) -> PrivateMemory:
@@ -279,13 +279,11 @@ class SerialPool(SlabPool):
         return True
 
     def figures(self) -> list[WorkerFigures]:
-        """Return what the machine says of this process."""
-        return [
-            WorkerFigures.of(os.getpid(), is_alone=True)
-        ]  # which of what this process has started is an env's is not known
+        """Return the figures of this process."""
+        return [WorkerFigures.of(os.getpid(), is_alone=True)]  # descendants are left out, as some are not the envs'
 
-    def close(self, timeout_s: float | None = None) -> None:  # nobody can end an env that is in a call
-        """Close the envs; what they raise is logged."""
+    def close(self, timeout_s: float | None = None) -> None:  # a call of an env cannot be ended
+        """Close the envs; log their exceptions."""
         adapters, self._adapters = self._adapters, {}
         for env_id, adapter in adapters.items():
             try:

@@ -1,4 +1,4 @@
-"""What the nameplate of a slab holds, by which `envherd top` finds and reads it."""
+"""The content of a slab's nameplate, by which `envherd top` finds and reads the slab."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMA = "envherd.slab/1"
 
 
 def describe(plan: SlabPlan, blocks: Sequence[Sequence[int]], family: str) -> dict[str, Any]:
-    """Return what is written to the nameplate of a slab of this process.
+    """Return the content of the nameplate of a slab of this process.
 
     Args:
         plan: of the slab.
@@ -35,5 +35,5 @@ def describe(plan: SlabPlan, blocks: Sequence[Sequence[int]], family: str) -> di
 
 
 def namespace() -> str:
-    """Return what names the pids that this process sees; empty where there is one such space alone."""
+    """Return the name of this process's pid namespace; empty on systems other than Linux."""
     return os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""

@@ -1,4 +1,4 @@
-"""What the pools over one slab have in common: the numbers of commands, and questions."""
+"""The base of pools over one slab: numbers of commands, and requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SlabPool:
 
     @property
     def num_ahead(self) -> int:
-        """0: no episode is begun before it is asked for."""
+        """0: no episode begins before it is requested."""
         return 0
 
     @property
@@ -54,9 +54,9 @@ class SlabPool:
         return np.flatnonzero(self._words.is_owed())
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Ask envs for something that is not a step; see `Pool.ask`."""
+        """Send envs a request other than a step; see `Pool.ask`."""
         return self.answers(self.question(what, env_ids, **question), what)
 
     def settle(self, device: torch.device | None) -> dict[int, Residence]:  # noqa: ARG002  # as of `Pool`
-        """Leave nothing on a device: what workers give goes through the slab."""
+        """Return no rings: all rows of workers go through the slab."""
         return {}

@@ -1,9 +1,9 @@
-"""Supervision where every env has two workers: the one that serves it, and a spare, which it can do without.
+"""Supervision for envs with two workers: one that serves the env, and an optional spare.
 
 Guarantees:
-- The loss of a spare, or of its successor, is nobody's answer: it is logged and counted, and with
-  `on_worker_loss="restart"` the spare is replaced, unless what has reached its env makes a new instance another one.
-- A reset that was handed to a worker which dies goes back to the env's other worker, if that can take it.
+- The loss of a spare, or of its successor, does not affect any answer: it is logged and counted. With
+  `on_worker_loss="restart"` the spare is replaced, unless its env has been changed since it was built.
+- A reset that was handed to a worker which dies goes back to the env's other worker, if that can make it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from envherd.workers.errors import EnvherdError, WorkerTimeout
 
 
 class SparelySupervised(Supervised, Protocol):
-    """What a `SpareSupervisor` uses of its pool besides; see `AheadPool`."""
+    """What a `SpareSupervisor` also uses of its pool; see `AheadPool`."""
 
     num_envs: int
 
@@ -42,10 +42,10 @@ class SpareSupervisor(Supervisor):
     """See the module.
 
     Args:
-        pool: whose workers they are.
+        pool: of the workers.
         crew: the workers.
         options: of the executor.
-        turns: who serves.
+        turns: of the envs.
     """
 
     def __init__(self, pool: SparelySupervised, crew: Crew, options: ExecutorOptions, turns: Turns) -> None:
@@ -53,7 +53,7 @@ class SpareSupervisor(Supervisor):
         self._owner, self._turns = pool, turns
 
     def is_there(self, worker_id: int) -> bool:
-        """Return whether a worker can be given something to do; notes the loss of a spare that has died."""
+        """Return whether a worker can take commands; record the loss of a spare that has died."""
         if worker_id in self.absent:
             return False
         if self._turns.is_spare(worker_id) and self._crew.workers[worker_id].has_exited():
@@ -62,14 +62,14 @@ class SpareSupervisor(Supervisor):
         return True
 
     def take_up_spares(self) -> None:
-        """Put the spares that have come up into service; never waits or raises."""
+        """Put spares that have built their envs into service; never waits or raises."""
         for worker_id, absence in list(self.absent.items()):
             is_built = absence.condition is Condition.BUILDING and self._turns.is_spare(worker_id)
             if is_built and self._crew.has_answered(worker_id):
                 self._take_up(worker_id)
 
     def declare_lost(self, worker_id: int, error: EnvherdError) -> None:
-        """Take a worker out of service; a reset that it was to answer goes back to the env's other one."""
+        """Take a worker out of service; a reset that it owes goes back to the env's other worker."""
         if self._turns.is_spare(worker_id):
             self._lose_spare(worker_id, error)
         elif isinstance(error, WorkerTimeout) or not self._take_back(worker_id, error):
@@ -89,7 +89,7 @@ class SpareSupervisor(Supervisor):
         return True
 
     def _lose_spare(self, worker_id: int, error: EnvherdError) -> None:
-        """Do without a spare, or replace it."""
+        """Replace a lost spare, or leave its env without one."""
         self.num_losses += 1
         self._crew.workers[worker_id].kill()
         env_id = worker_id % self._owner.num_envs
@@ -106,7 +106,7 @@ class SpareSupervisor(Supervisor):
         if not is_replaced:
             self._do_without(worker_id)
             return
-        self._leave(worker_id)  # first: an interrupt must not leave a successor that nobody takes up
+        self._leave(worker_id)  # first: after an interrupt no successor may be forgotten
         with contextlib.suppress(EnvherdError):  # no further process can be started: see `_give_up_on`
             self._succeed(worker_id)
 
@@ -119,13 +119,13 @@ class SpareSupervisor(Supervisor):
         super()._succeed(worker_id)
 
     def _take_up(self, worker_id: int) -> None:
-        """Put a successor into service; a spare then prepares what its env's turn says. For spares, never raises."""
+        """Put a successor into service; a spare prepares the episode in its env's turn. Never raises for spares."""
         env_id, is_spare = worker_id % self._owner.num_envs, self._turns.is_spare(worker_id)
         if is_spare and self._turns.is_changed[env_id]:
             self._do_without(worker_id)
             return
         super()._take_up(worker_id)
-        if not is_spare and not self.is_being_replaced(worker_id):  # the other instance, if there is one, is as new
+        if not is_spare and not self.is_being_replaced(worker_id):  # the other instance, if any, is new, too
             self._turns.is_changed[env_id] = False
 
     def _try_another(self, worker_id: int, error: EnvherdError) -> None:

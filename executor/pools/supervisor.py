@@ -1,9 +1,9 @@
-"""Supervision of workers: which of them serve, and what is done about those that do not.
+"""Supervision of workers: track which of them serve, and replace the others.
 
 Guarantees:
-- Every worker is in one condition, and one store moves it to the next: an interrupt leaves the one or the other.
-- A loss is logged and counted when it is noticed, and what the worker owed is taken as answered.
-- A worker that is being replaced owes what its predecessor was given later, however often that fails.
+- Every worker is in one condition, and a single store changes it, so an interrupt leaves the old or the new one.
+- A loss is logged and counted when it is noticed, and the worker's pending commands count as answered.
+- A worker that is being replaced owes the commands that were given after its loss, even if further successors fail.
 Assumes: one caller at a time.
 
 Condition  Meaning                                     Follows on
@@ -14,7 +14,7 @@ LEAVING    it is to be replaced: when that is due, or  LOST (restart), SERVING (
 BUILDING   its successor builds its envs               LEAVING
 GONE       it is not replaced: its envs do without     any of them, of workers that envs can do without
 
-Workers that serve are in no table: `absent` has the others.
+`absent` holds only the workers that do not serve.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Absence(NamedTuple):
 
 
 class Supervised(Protocol):
-    """What a `Supervisor` uses of the pool whose workers it supervises; see `WorkerPool`."""
+    """The methods that a `Supervisor` uses of its workers' pool; see `WorkerPool`."""
 
     outcome: Outcome
     specs: list[EnvSpec]
 
     def forfeit(self, worker_id: int) -> bool:
-        """Take what a lost worker's envs owe as answered; return whether they owed anything."""
+        """Count a lost worker's envs as answered; return whether they owed anything."""
         ...
 
     def knock(self, worker_id: int) -> None:
@@ -71,11 +71,11 @@ class Supervised(Protocol):
         ...
 
     def clear_words(self, worker_id: int) -> None:
-        """Forget what announced mail and commands to a worker that is replaced."""
+        """Clear the announcements of mail and commands to a worker that is replaced."""
         ...
 
     def phase_of(self, worker_id: int) -> tuple[str, int | None]:
-        """Return what a worker is doing, and for which env, if it says so."""
+        """Return the phase of a worker, and its env if known."""
         ...
 
 
@@ -83,12 +83,12 @@ class Supervisor:
     """See the module.
 
     Args:
-        pool: whose workers they are.
+        pool: of the workers.
         crew: the workers.
         options: of the executor.
 
     Attributes:
-        absent: worker id -> its condition, of workers that do not serve.
+        absent: worker id -> its absence, for workers that do not serve.
         num_losses: workers that were lost, ever.
         num_recycled: workers that were replaced between episodes, ever.
     """
@@ -108,15 +108,15 @@ class Supervisor:
         return {worker_id: absence.error for worker_id, absence in self.absent.items() if absence.error is not None}
 
     def is_serving(self, worker_id: int) -> bool:
-        """Return whether a worker is there: neither lost nor being replaced."""
+        """Return whether a worker is neither lost nor being replaced."""
         return worker_id not in self.absent
 
     def is_lost(self, worker_id: int) -> bool:
-        """Return whether a worker is lost, and nothing is done about it yet."""
+        """Return whether a worker is lost and not yet being replaced."""
         return self._is(worker_id, Condition.LOST)
 
     def is_being_replaced(self, worker_id: int) -> bool:
-        """Return whether a successor of a worker is to come."""
+        """Return whether a worker will have a successor."""
         return self._is(worker_id, Condition.LEAVING, Condition.BUILDING)
 
     def _is(self, worker_id: int, *conditions: Condition) -> bool:
@@ -126,24 +126,24 @@ class Supervisor:
     # ---- losses ------------------------------------------------------------------------------
 
     def declare_lost(self, worker_id: int, error: EnvherdError) -> None:
-        """Take a worker out of service: its words are the parent's now."""
+        """Take a worker out of service; the parent now owns its words."""
         self.num_losses += 1
         self._lost_at = now = time.monotonic()
         self.absent[worker_id] = Absence(Condition.LOST, now, error)
         self._pool.outcome.losses[worker_id] = error
         self._crew.workers[worker_id].kill()
         self._pool.forfeit(worker_id)
-        log.warning("%s", error.message)  # not the error itself: what keeps the record would keep its frames
+        log.warning("%s", error.message)  # not the error itself: a kept record would keep its frames alive
 
     def answer_for_lost(self) -> None:
-        """Let commands to workers that had been lost before end in that loss at once."""
+        """Answer commands to workers that were already lost with that loss."""
         for worker_id, error in self.lost.items():
             if self._pool.forfeit(worker_id):
                 self._pool.outcome.losses[worker_id] = error
                 self._lost_at = time.monotonic()
 
     def must_raise(self, now: float) -> bool:
-        """Return whether a loss has waited for the other workers' answers long enough.
+        """Return whether the grace period for the other workers' answers has passed since a loss.
 
         Args:
             now: monotonic seconds.
@@ -153,7 +153,7 @@ class Supervisor:
         return is_raised and options.loss_grace_s is not None and now >= self._lost_at + options.loss_grace_s
 
     def refuse_lost(self, worker_ids: Iterable[int]) -> None:
-        """Raise the loss of a worker that is lost and stays so."""
+        """Raise the loss of a worker that is not replaced."""
         if self.absent and self._options.on_worker_loss != "restart":
             lost = self.lost
             for worker_id in worker_ids:
@@ -161,15 +161,15 @@ class Supervisor:
                     raise lost[worker_id]
 
     def look(self, owing: Iterable[int]) -> bool:
-        """Notice deaths, and read what workers have written so that none blocks on a full socket.
+        """Notice deaths, and read workers' messages so that none blocks on a full socket.
 
         Args:
             owing: the workers that have a command to carry out.
 
         Returns:
-            Whether one is writing more than its socket holds.
+            Whether a worker is writing a message larger than its socket's buffer.
         """
-        if self.absent:  # an interrupt may have come between a loss and what it answers
+        if self.absent:  # an interrupt may have come between a loss and the answers to its commands
             self.answer_for_lost()
         is_reading = False
         for worker_id in owing:
@@ -190,11 +190,11 @@ class Supervisor:
         return worker_lost(self._crew.workers[worker_id], env_ids, phase, self._options, env_id)
 
     def give_up_late(self, owing: Iterable[int], timeout_s: float) -> None:
-        """Kill workers that have not answered in time; of those that are being replaced, the successors come.
+        """Kill workers that have not answered in time; for those that are being replaced, wait for the successors.
 
         Args:
             owing: the workers that have a command to carry out.
-            timeout_s: seconds that they had.
+            timeout_s: their limit in seconds.
         """
         for worker_id in owing:
             if not self.is_being_replaced(worker_id):
@@ -206,7 +206,7 @@ class Supervisor:
     # ---- successors --------------------------------------------------------------------------
 
     def begin_restart(self, worker_id: int) -> None:
-        """Start a successor of a lost worker; it builds its envs while others go on.
+        """Start a successor of a lost worker; it builds its envs while the other workers continue.
 
         Raises:
             WorkerLost, WorkerTimeout: too many restarts within the window (a crash loop).
@@ -220,19 +220,19 @@ class Supervisor:
             self._succeed(worker_id)
 
     def recycle(self, worker_id: int) -> None:
-        """Close the envs of a worker that has nothing to do, and begin to replace it."""
+        """Close the envs of an idle worker, and begin to replace it."""
         self.num_recycled += 1
         self._leave(worker_id)
         self._crew.dismiss(worker_id, self._options.close_timeout_s)
         self._succeed(worker_id)
 
     def revive(self, worker_ids: Iterable[int]) -> None:
-        """Make sure that workers are in service before they are given something to do.
+        """Make sure that workers are in service before they get commands.
 
-        Those that are lost but may be replaced are left as they are: their loss is their answer.
+        Lost workers that may be replaced are left unchanged: their commands are answered by the loss.
 
         Raises:
-            WorkerLost, WorkerTimeout: a worker is lost and stays so.
+            WorkerLost, WorkerTimeout: a worker is lost and not replaced.
         """
         if not self.absent:
             return
@@ -245,7 +245,7 @@ class Supervisor:
                 self._take_up(worker_id)
 
     def advance(self) -> None:
-        """Start the successors that are due, and put those into service that have built their envs."""
+        """Start successors that are due, and put those that have built their envs into service."""
         now, limit = time.monotonic(), self._options.build_timeout_s
         for worker_id, (condition, since, _) in list(self.absent.items()):
             try:
@@ -262,11 +262,11 @@ class Supervisor:
                 self._pool.outcome.losses[worker_id] = error
 
     def _leave(self, worker_id: int, delay_s: float = 0.0) -> None:
-        """Note that a worker is replaced when it is needed, whatever breaks off what follows."""
+        """Record that a worker must be replaced, so that this happens even if an interrupt comes now."""
         self.absent[worker_id] = Absence(Condition.LEAVING, time.monotonic() + delay_s)
 
     def _succeed(self, worker_id: int) -> None:
-        """Start the successor of a worker that has ended or is to be ended.
+        """Start the successor of a worker that has ended or must end.
 
         Raises:
             WorkerLost: no process can be started; the worker is lost.
@@ -280,10 +280,10 @@ class Supervisor:
         self.absent[worker_id] = Absence(Condition.BUILDING, time.monotonic())
 
     def _take_up(self, worker_id: int) -> None:
-        """Wait until a successor has built its envs, and put it into service; begin to replace one that cannot.
+        """Wait until a successor has built its envs, and put it into service; begin to replace one that fails.
 
         Raises:
-            WorkerLost, WorkerTimeout, ...: it did not come up, and no further successor is allowed.
+            WorkerLost, WorkerTimeout, ...: it did not start, and no further successor is allowed.
         """
         if not self._crew.workers[worker_id].is_attached:
             try:
@@ -299,7 +299,7 @@ class Supervisor:
         self._pool.knock(worker_id)
 
     def _try_another(self, worker_id: int, error: EnvherdError) -> None:
-        """Begin to replace a successor that did not come up. What its envs owe stays owed."""
+        """Begin to replace a successor that did not start. Its envs still owe their answers."""
         self.num_losses += 1
         self._crew.workers[worker_id].kill()
         delay_s = self._restarts.next_delay_s(worker_id)
@@ -311,7 +311,7 @@ class Supervisor:
         self._leave(worker_id, delay_s)
 
     def _give_up_on(self, worker_id: int, error: EnvherdError) -> None:
-        """Take a worker that was being replaced for lost."""
+        """Declare a worker lost that was being replaced."""
         self.declare_lost(worker_id, error)
 
     def _check_specs(self, worker_id: int, specs: list[EnvSpec]) -> None:

@@ -1,7 +1,7 @@
-"""Turns: which of an env's two workers serves it, and which episode each of them is to begin.
+"""Turns: which of an env's two workers serves it, and which episode each of them begins.
 
-A turn is a word of the slab (see `workers.process.ahead`), which both workers read. It is written before anything is
-noted here of it, so that after an interrupt `read_again` makes the notes true.
+A turn is a word of the slab (see `workers.process.ahead`), which both workers read. The word is written before the
+attributes here, so after an interrupt `read_again` can update these.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class Turns:
 
     Args:
         words: of the slab.
-        worker_of: int `[N]`, kept true: which worker serves each env.
+        worker_of: int `[N]`, kept up to date: the worker that serves each env.
         serving: the same as a list.
 
     Attributes:
         was_handed: bool `[N]`, whether the latest reset has gone to the other worker.
         is_stale: bool `[N]`, whether the next reset is not the one that was prepared.
-        is_changed: bool `[N]`, whether instances may not be as they were built.
-        episodes: by worker id, how many it has begun since it came.
-        num_ahead: resets whose episode was ready when it was asked for.
+        is_changed: bool `[N]`, whether instances may have changed since they were built.
+        episodes: by worker id, number of episodes begun since it was started.
+        num_ahead: resets whose episode was ready when it was requested.
         num_missed: all other resets.
     """
 
@@ -54,11 +54,11 @@ class Turns:
         return self._serving[worker_id % self._num_envs] != worker_id
 
     def begin_episode(self, env_id: int, *, is_handed: bool) -> None:
-        """Give the next episode of an env to one of its workers; the other is to prepare the one after.
+        """Give the next episode of an env to one of its workers; the other prepares the one after it.
 
         Args:
-            env_id: owes no answer.
-            is_handed: whether its spare begins it, and serves it from then on.
+            env_id: of an env that owes no answer.
+            is_handed: whether its spare begins the episode, and serves the env from then on.
         """
         episode = int(self._words["episode"][env_id])
         self.was_handed[env_id] = is_handed
@@ -73,22 +73,22 @@ class Turns:
         self.note_server(env_id, server)
 
     def give_back(self, env_id: int) -> None:
-        """Give back an episode that was handed over: the worker that served before begins it."""
+        """Return a handed-over episode to the worker that served before."""
         other = self.spare_of(env_id)
         _, episode = unpack_turn(int(self._words["turn"][env_id]))
         assert episode is not None
-        self._words["episode"][env_id] = episode - 1  # it may have begun to count
+        self._words["episode"][env_id] = episode - 1  # the other worker may have counted it
         self._words["turn"][env_id] = pack_turn(other, episode)
         self.note_server(env_id, other)
 
     def swap(self, env_id: int) -> None:
-        """Let an env be served by its spare, and no episode be prepared."""
+        """Make an env's spare serve it, and prepare no episode."""
         spare = self.spare_of(env_id)
         self._words["turn"][env_id] = pack_turn(spare, None)
         self.note_server(env_id, spare)
 
     def forget_episodes(self) -> None:
-        """Let no episode be prepared before one has begun."""
+        """Prepare no episode before the next one has begun."""
         self.is_stale[:] = True
         for env_id, server in enumerate(self._serving):
             self._words["turn"][env_id] = pack_turn(server, None)
@@ -102,6 +102,6 @@ class Turns:
         self._worker_of[env_id] = self._serving[env_id] = worker_id
 
     def read_again(self) -> None:
-        """Note which workers the turns name; an interrupt may have come between a turn and the notes of it."""
+        """Read the serving workers from the turns again: an interrupt may have come after a turn was written."""
         for env_id, turn in enumerate(self._words["turn"].tolist()):
             self.note_server(env_id, unpack_turn(turn)[0])

@@ -1,10 +1,9 @@
-"""The pool: workers that are given commands and waited for.
+"""The pool of worker processes: gives commands and waits for answers.
 
 Guarantees:
-- A command is announced only after its rows are complete, and an answer is read only after its number
-  has come. An interrupt or a timeout at any instant leaves numbers that tell what is outstanding.
-- A worker's death is noticed within `LOOK_S` while a thread waits, and is logged at once; no thread spins without
-  bound.
+- A command is announced only after its inputs are complete, and an answer is read only after its number has arrived.
+  After an interrupt or a timeout at any instant, the numbers show which answers are outstanding.
+- While a thread waits, a worker's death is noticed within `LOOK_S` and logged at once; no thread spins without bound.
 - After a loss the other workers continue, and their rows are complete.
 Assumes: one caller at a time.
 """
@@ -53,11 +52,11 @@ from envherd.workers.processes import memory_of
 from envherd.workers.protocol import Op, describe_phase, pack, pack_each
 
 _LOOK_NS = int(LOOK_S * 1e9)
-#: Seconds between looks at the workers' pidfds where answers come too fast for a wait; see `LOOK_S`.
+#: Seconds between checks of the workers' pidfds if answers arrive without a wait; see `LOOK_S`.
 _LOOK_ANYWAY_S = 0.03
-#: The same while a worker writes a large message, which it can do only as fast as it is read.
+#: The same while a worker writes a large message, which this process must read for it to continue.
 _LOOK_WHILE_READING_S = 0.0002
-#: Seconds for workers to close the envs they have built when another's factory has failed.
+#: Seconds for workers to close their envs after another worker's factory has failed.
 _FAREWELL_S = 1.0
 
 
@@ -68,17 +67,17 @@ class WorkerPool(SlabPool):
         self.blueprint, self.options = blueprint, options
         self.num_envs = len(blueprint.factories)
         self.worker_ids = range(len(blueprint.blocks))
-        self.serving: Sequence[int] = self.worker_ids  # those that run steps: all, unless envs have two instances
+        self.serving: Sequence[int] = self.worker_ids  # workers that run steps: all, unless envs have two instances
         self.num_workers = len(self.serving)
         self.worker_of = np.repeat(np.arange(self.num_workers), [len(b) for b in blueprint.blocks])
         self.outcome = Outcome()
-        self.lenders: dict[int, Lend] = {}  # workers read their inputs from the slab
+        self.lenders: dict[int, Lend] = {}  # empty: workers read their inputs from the slab
         self.specs: list[EnvSpec] = []
         self.crew = Crew(blueprint, options, self._take_frame)
         self._all_ids = np.arange(self.num_envs)
         self.holds_storages = False
         self._hailed, self._looked_at = np.zeros(1, np.uint8), 0.0
-        self.has_waited = False  # `FastCommands.has_all` has taken the tokens that `wait_all` would take
+        self.has_waited = False  # `FastCommands.has_all` has already taken the tokens for `wait_all`
         self._is_reading = False  # a worker is writing more than its socket holds
         self.began = np.zeros(len(self.worker_ids), np.int64)
 
@@ -93,7 +92,7 @@ class WorkerPool(SlabPool):
             self.specs = self.crew.start()
             self._make_slab()
         except FactoryError:
-            self.close(min(_FAREWELL_S, self.options.close_timeout_s))  # the other workers' envs end as envs should
+            self.close(min(_FAREWELL_S, self.options.close_timeout_s))  # the other workers close their envs
             raise
         except BaseException:
             self.close(timeout_s=0)
@@ -111,7 +110,7 @@ class WorkerPool(SlabPool):
         self._go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
         self._rings = [bell.ring for bell in self._go]
         self._words = self._make_words()
-        self._found = np.empty(self.num_envs, np.int64)  # what `Caller.first` finds
+        self._found = np.empty(self.num_envs, np.int64)  # output of `Caller.first`
         self._caller = self._make_caller()
         self.supervisor = self._make_supervisor()
         self._overdue = self._make_overdue()
@@ -122,7 +121,7 @@ class WorkerPool(SlabPool):
         return CommandWords(self.slab)
 
     def _make_caller(self) -> Any:
-        """Return what gives commands in C and waits for them; None where Python must do it."""
+        """Return the object that gives commands and waits in C; None if Python must do it."""
         return native_caller(self._words, self._go, self._done, self.slab.words, self.worker_of, self._hailed)
 
     def _make_overdue(self) -> Overdue | None:
@@ -160,7 +159,7 @@ class WorkerPool(SlabPool):
 
     @property
     def recyclable(self) -> RecyclablePool | None:
-        """This pool: the engine knows when the envs of a worker are between episodes."""
+        """This pool, because the engine knows when the envs of a worker are between episodes."""
         return self
 
     # ---- commands ----------------------------------------------------------------------------
@@ -188,7 +187,7 @@ class WorkerPool(SlabPool):
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
-        """Give some envs a command each, at columns of their own; see `Pool.submit`."""
+        """Give each of some envs a command at its own column; see `Pool.submit`."""
         commands = pack_each(op, target, columns, flags, self.plan.num_frames)
         if self._caller is not None and not self.supervisor.absent:
             self._words.number = number = self._words.number + 1
@@ -215,19 +214,19 @@ class WorkerPool(SlabPool):
     def nudge(self) -> None:
         """Make every worker that serves look for commands and messages.
 
-        Others look when they are put into service. One whose start an interrupt has broken off must not answer: another
-        will take its place, with envs that do not know what it did.
+        The others look when they are put into service. A worker whose start was interrupted must not answer: it will be
+        replaced, and its successor's envs would lack its steps.
         """
         for worker_id in self.worker_ids:
             if self.supervisor.is_serving(worker_id):
                 self.knock(worker_id)
 
     def forfeit(self, worker_id: int) -> bool:
-        """Take what a lost worker's envs owe as answered; return whether they owed anything."""
+        """Count a lost worker's envs as answered; return whether they owed anything."""
         return bool(len(self._words.forfeit(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
-        """As `submit`, for envs of a worker that is being rebuilt: its successor finds the commands when it comes."""
+        """As `submit`, for envs of a worker that is being replaced: its successor carries out the commands."""
         self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
 
     def is_idle(self) -> bool:
@@ -274,7 +273,7 @@ class WorkerPool(SlabPool):
         return exchange_natively(self._words, self._caller, self.supervisor.absent, self._must_look, facts)
 
     def _must_look(self) -> bool:
-        """Return whether the pool has not looked around for long, or reads a large message."""
+        """Return whether a check of the workers is due, or the pool is reading a large message."""
         return self._is_reading or time.monotonic() > self._looked_at + _LOOK_ANYWAY_S
 
     def wait_some(  # the kinds of waits
@@ -295,7 +294,7 @@ class WorkerPool(SlabPool):
             if (num_found := self._caller.first(env_ids, count, wait_ns, self._found)) >= 0:
                 return self._found[:num_found].copy()
         while self._done.try_wait():
-            pass  # tokens are hints; those of answers that no thread waited for must not pile up
+            pass  # tokens are hints; tokens of unawaited answers must not pile up
         self._follow_up()
         ready = self._words.ready(env_ids)
         if len(ready) < count:
@@ -306,15 +305,15 @@ class WorkerPool(SlabPool):
         return self._by_order(ready)
 
     def _by_order(self, ready: np.ndarray) -> np.ndarray:
-        """Return envs that have answered, int `[k]`, the longest sent first."""
+        """Return answered envs, int `[k]`, in the order in which they were sent."""
         return np.asarray(ready[self._words.order[ready].argsort(kind="stable")])
 
     def _wait_slowly(
         self, env_ids: np.ndarray, count: int, deadline: Deadline, *, through_losses: bool = False
     ) -> None:
-        """Wait token by token, looking around whenever none comes.
+        """Wait token by token, and check the workers whenever none comes.
 
-        Tokens are taken before the numbers are compared, so that none is missed and none pile up.
+        Tokens are taken before the numbers are compared, so no answer is missed and no tokens pile up.
         """
         num_resets = self.slab.words["resets"].copy()
         while True:
@@ -337,7 +336,7 @@ class WorkerPool(SlabPool):
                 self._log_stalls(waited_s)
 
     def _give_up_late(self, deadline: Deadline, num_resets: np.ndarray) -> bool:
-        """Kill workers that are late, but those that reset for the first time; return whether these are waited for."""
+        """Kill late workers, except those that can get more time for resets; return whether there are such workers."""
         resetting = self._that_reset(num_resets) if deadline.excuses_resets else set()
         self.supervisor.give_up_late([w for w in self._owing() if w not in resetting], deadline.limit_s)
         if not resetting.intersection(self._owing()):
@@ -351,18 +350,18 @@ class WorkerPool(SlabPool):
                 log_stall(self.crew.workers[worker_id], int(self.slab.words["phase"][worker_id]), waited_s)
 
     def _that_reset(self, num_resets: np.ndarray) -> set[int]:
-        """Return the workers that are in a reset, or have made one since these were counted (int `[N]`)."""
+        """Return the workers that are in a reset, or have made one since the counts `num_resets` (int `[N]`)."""
         words = self.slab.words
         have_reset = set(self.worker_of[words["resets"] != num_resets].tolist())
         return have_reset | {w for w in self.worker_ids if self.phase_of(w)[0] == "reset"}
 
     def hail(self) -> None:
-        """Let a wait in `wait_some` return with what there is, until `unhail`. From any thread."""
+        """Make waits in `wait_some` return at once, until `unhail`. May be called from any thread."""
         self._hailed[0] = 1
         self._done.ring()
 
     def unhail(self) -> None:
-        """Let waits last again; the holder of the pool calls it."""
+        """Undo `hail`; called by the thread that holds the pool."""
         self._hailed[0] = 0
 
     def _owing(self) -> list[int]:
@@ -370,7 +369,7 @@ class WorkerPool(SlabPool):
         return sorted(set(self.worker_of[self._words.is_owed()].tolist()))
 
     def _look_around(self) -> None:
-        """Notice deaths and successors, and read what workers have written so that none blocks on a full socket."""
+        """Notice deaths and successors, and read workers' messages so that none blocks on a full socket."""
         self._looked_at = time.monotonic()
         self.place()
         self.supervisor.advance()
@@ -381,7 +380,7 @@ class WorkerPool(SlabPool):
                 self.supervisor.give_up_late([worker_id], limit_s)
 
     def place(self) -> None:
-        """See where workers run, if it is time to."""
+        """Check where workers run, if a check is due."""
         if time.monotonic() >= self._placement.due:
             self._placement.look([w.pid if self.is_serving(w.worker_id) else 0 for w in self.crew.workers])
 
@@ -390,7 +389,7 @@ class WorkerPool(SlabPool):
         words = self._words
         if words.announces_nothing():
             return
-        answered = words.ready(self._all_ids)  # before reading: what these envs have written is there
+        answered = words.ready(self._all_ids)  # before reading, so the messages of these envs have arrived
         announced = answered[words.status[answered] != 0]
         for worker_id in set(self.worker_of[announced].tolist()):
             if not self.supervisor.is_being_replaced(worker_id):
@@ -411,12 +410,12 @@ class WorkerPool(SlabPool):
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         """Use a new root seed in every worker; see `Pool.seed`."""
         self.supervisor.refuse_lost(self.worker_ids)
-        # The workers will do so too; one that has died unnoticed would not.
+        # The workers set it, too; one that has died unnoticed would not.
         self.slab.words["episode"][:] = 0 if episodes is None else episodes
         self.crew.seed(root_seed, episodes)
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
-        """Ask as `ask` does, and do not wait; return worker id -> whom it asks, for `answers`."""
+        """Begin `ask` without waiting; return worker id -> its envs, for `answers`."""
         return self._questions.ask(what, env_ids, **question)
 
     def has_answered(self, by_worker: dict[int, list[int]]) -> bool:
@@ -430,7 +429,7 @@ class WorkerPool(SlabPool):
     # ---- rollout storages --------------------------------------------------------------------
 
     def attach_storage(self, target: int, plan: StoragePlan) -> Segment:
-        """Make every worker map a new rollout storage as `target`; its pages are touched by those that write them."""
+        """Make every worker map a new rollout storage as `target`; the workers touch its pages when they write."""
         self.supervisor.refuse_lost(self.worker_ids)
         segment = Segment.create(plan.nbytes, "envherd-rollout", is_prefaulted=False)
         self.crew.attach_storage(target, plan, segment)
@@ -443,7 +442,7 @@ class WorkerPool(SlabPool):
     # ---- facts about workers -----------------------------------------------------------------
 
     def worker_output(self, worker_id: int) -> str:
-        """Return what a worker has printed, as far as it is kept."""
+        """Return the kept part of a worker's output."""
         return self.crew.workers[worker_id].log()
 
     def pid_of(self, worker_id: int) -> int:
@@ -459,7 +458,7 @@ class WorkerPool(SlabPool):
         return not self.crew.workers[worker_id].has_exited()
 
     def figures(self) -> list[WorkerFigures]:
-        """Return what the machine says of each worker."""
+        """Return the figures of each worker."""
         pids = [self.pid_of(worker_id) for worker_id in self.worker_ids]
         return [WorkerFigures.of(pid) for pid in pids]
 
@@ -470,21 +469,21 @@ class WorkerPool(SlabPool):
         self.supervisor.begin_restart(worker_id)
 
     def is_serving(self, worker_id: int) -> bool:
-        """Return whether a worker is there: neither lost nor being replaced."""
+        """Return whether a worker is neither lost nor being replaced."""
         return self.supervisor.is_serving(worker_id)
 
     def memory_of(self, worker_id: int) -> int:
-        """Return the bytes that a worker, and what it has started, have to themselves."""
+        """Return the bytes of private memory of a worker and its descendants."""
         return memory_of(self.pid_of(worker_id))["uss"]
 
     def recycle(self, worker_id: int, *, is_anew: bool) -> None:
-        """Close the envs of a worker that has nothing to do, and begin to replace it; see `RecyclablePool`."""
+        """Close the envs of an idle worker, and begin to replace it; see `RecyclablePool`."""
         self.supervisor.recycle(worker_id)
         if is_anew:
             self.slab.words["episode"][list(self.blueprint.blocks[worker_id])] -= 1
 
     def clear_words(self, worker_id: int) -> None:
-        """Forget what announced mail and commands to a worker that is replaced."""
+        """Clear the announcements of mail and commands to a worker that is replaced."""
         words = self.slab.words
         self.began[worker_id] = words["resets"][list(self.crew.blueprint.blocks[worker_id])].max()
         words["mail_seq"][worker_id] = words["phase"][worker_id] = 0
@@ -492,7 +491,7 @@ class WorkerPool(SlabPool):
             pass  # tokens that its predecessor did not take
 
     def phase_of(self, worker_id: int) -> tuple[str, int | None]:
-        """Return what a worker is doing, and for which env, if it says so."""
+        """Return the phase of a worker, and its env if known."""
         return describe_phase(int(self.slab.words["phase"][worker_id]))
 
     def close(self, timeout_s: float | None = None) -> None:

@@ -1,6 +1,6 @@
 """Worker processes: how they start, how they are watched, how they end.
 
-Guarantee: a worker and what its envs started end with this process, whatever ends it (see `workers.process.entry`).
+Guarantee: a worker and its envs' processes end with this process, however it ends (see `workers.process.entry`).
 Assumes: Linux (pidfd, memfd, /proc).
 """
 
@@ -22,8 +22,8 @@ from envherd.executor.pools.zygote import Zygote
 from envherd.workers.messages import Channel
 
 _LAST_LINES = 60
-#: Descriptors of the owner: for each worker (socket, log, pidfd), and once per executor (the helper's socket,
-#: lifeline and log; the slab; what starting a process takes meanwhile).
+#: Number of descriptors of the owner: for each worker (socket, log, pidfd), and once per executor (the helper's socket,
+#: lifeline and log; the slab; temporary ones while a process is started).
 _FDS_PER_WORKER, _FDS_OF_EXECUTOR = 3, 12
 
 
@@ -35,7 +35,7 @@ class WorkerProcess:
         generation: 0 for the first process of that id, then 1, ...
         pid: its process id and process group.
         channel: the parent's end of its socket.
-        root_seed: what it was built with.
+        root_seed: with which it was built.
         is_attached: whether it has the slab, and reads mail.
     """
 
@@ -74,7 +74,7 @@ class WorkerProcess:
         return bool(poller.poll(0))
 
     def exit_code(self) -> int | None:
-        """Return how it ended, negative for a signal; None if it lives or nobody knows."""
+        """Return the exit code, negative for a signal; None if the process lives or its exit code is unknown."""
         if self._exit_code is None:
             self._exit_code = self._zygote.exit_code(self.pid)
         return self._exit_code
@@ -92,7 +92,7 @@ class WorkerProcess:
             return f"signal {-code}"
 
     def killed_for_memory(self) -> Literal["group", "machine", "nobody", "unknown"]:
-        """Return whom the kernel has killed for want of memory since this process started, as far as it says.
+        """Return where the kernel has killed processes for lack of memory since this process started.
 
         Returns:
             "group": a process of this one's control group, for that group's limit. "machine": some process.
@@ -105,22 +105,22 @@ class WorkerProcess:
         return "machine" if everywhere > self._oom_kills[1] else "nobody"
 
     def last_lines(self, count: int = _LAST_LINES) -> str:
-        """Return the end of what the worker has printed."""
+        """Return the last lines of the worker's output."""
         return "\n".join(self.log().splitlines()[-count:])
 
     def log(self) -> str:
-        """Return what the worker has printed, as far as it is kept."""
+        """Return the kept part of the worker's output."""
         return tail(self.log_fd)
 
     def stack(self) -> str:
-        """Return the python stacks of the worker's threads now, also when it is stuck in C."""
+        """Return the present Python stacks of the worker's threads, also if it is stuck in C."""
         try:
             return dumped(self.log_fd, lambda: signal.pidfd_send_signal(self.pidfd, signal.SIGUSR2))
         except OSError:
             return "(the worker has gone)"
 
     def kill(self) -> None:
-        """Kill the worker and what its envs have started; safe on a dead one."""
+        """Kill the worker and its envs' processes; safe if it is dead."""
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL) if not self.has_exited() else None
 
@@ -138,12 +138,12 @@ class WorkerProcess:
         for name in ("pidfd", "log_fd"):
             fd = getattr(self, name)
             if fd >= 0:
-                setattr(self, name, -1)  # first: an interrupt in between must not have it closed twice
+                setattr(self, name, -1)  # first: after an interrupt it must not be closed twice
                 os.close(fd)
 
 
 def check_descriptors(num_workers: int) -> None:
-    """Refuse to start workers that the limit on open files has no room for.
+    """Refuse to start workers beyond the limit on open files.
 
     Raises:
         OSError: EMFILE, with the numbers.
@@ -159,7 +159,7 @@ def check_descriptors(num_workers: int) -> None:
 
 
 def worker_config(options: ExecutorOptions, worker_id: int) -> dict[str, Any]:
-    """Return what a worker process needs to know before its first message."""
+    """Return the settings that a worker process needs before its first message."""
     affinity = None
     if options.affinity:
         affinity = [options.affinity[worker_id % len(options.affinity)]]

@@ -1,9 +1,9 @@
 """The owner's handle of the helper that forks workers; see `workers.process.zygote`.
 
 Guarantees:
-- Nothing is forked from the user's process; its signal handlers, threads and `__main__` are untouched.
+- The user's process is never forked; its signal handlers, threads and `__main__` are untouched.
 - `Zygote.close` is bounded: one deadline for all workers, then SIGKILL to their process groups.
-- If the user forks this process, the child lets go of the lifelines, so that they still work.
+- If the user forks this process, the child closes its copies of the lifelines, so these still work.
 Assumes: Linux (pidfd, memfd, /proc).
 """
 
@@ -29,9 +29,9 @@ from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
 
 _PACKET = 1 << 18
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-_FAREWELL_S = 5.0  # for the helper to kill what is left and end
-_RECEIVE_S = 0.02  # between looks at whether an answer has been taken
-_HELPER_END_S = 1.0  # for the helper, whose socket is closed, to have ended
+_FAREWELL_S = 5.0  # for the helper to kill remaining processes and end
+_RECEIVE_S = 0.02  # between checks whether another thread has taken the answer
+_HELPER_END_S = 1.0  # for the helper to end after its socket is closed
 _LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
@@ -39,7 +39,7 @@ _BOOT = (
 )
 
 _zygotes: weakref.WeakSet[Zygote] = weakref.WeakSet()
-#: Held while descriptors that a fork must let go of are made and noted, and by every fork of this process.
+#: Held by every fork of this process, and while descriptors are created and registered that a fork must close.
 _fork_lock = threading.RLock()
 
 
@@ -55,13 +55,13 @@ os.register_at_fork(before=_fork_lock.acquire, after_in_parent=_fork_lock.releas
 class Zygote:
     """The owner's handle of the helper that forks workers (see the module).
 
-    Several may use it, in turn or at once, from one thread at a time: each `join`s and `close`s it, and the last
-    one's `close` ends it. Its maker is the first.
+    Several users may share it, from one thread at a time: each calls `join` and `close`, and the last `close` ends it.
+    Its creator is the first user.
 
     Args:
         options: for its environment variables, output and start method.
         preload: modules to import.
-        is_shared: its workers are sent environment variables, folder and import path, which may have changed since.
+        is_shared: send workers the present environment variables, folder and import path, which may have changed.
     """
 
     def __init__(self, options: ExecutorOptions, preload: list[str], *, is_shared: bool = False) -> None:
@@ -89,11 +89,11 @@ class Zygote:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                process_group=0,  # not another session: see `workers.zygote`
+                process_group=0,  # not another session: see `process.zygote`
             )
         except BaseException as error:
             self._release()
-            if isinstance(error, BlockingIOError):  # what fork says at a limit
+            if isinstance(error, BlockingIOError):  # fork's error at a limit
                 message = f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}"
                 raise WorkerLost(message, phase="start") from error
             raise
@@ -106,7 +106,7 @@ class Zygote:
 
     @staticmethod
     def import_path() -> list[str]:
-        """Return `sys.path` as a process in another folder would have to have it."""
+        """Return `sys.path` for a process in another folder."""
         return [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
 
     @property
@@ -115,13 +115,13 @@ class Zygote:
         return self._process.pid
 
     def join(self) -> bool:
-        """Use it too, and `close` it later; return whether it is there to be used."""
+        """Register another user, which must `close` it later; return whether it is usable."""
         is_there = self._owner == os.getpid() and self._sock.fileno() >= 0 and self._process.poll() is None
         self._num_users += is_there
         return is_there
 
     def begin(self) -> None:
-        """Make it import the modules, and do not wait; idempotent."""
+        """Make it import the modules, without waiting; idempotent."""
         if self._start_number is None:
             self._start_number = self._post(self._start, [])
 
@@ -137,7 +137,7 @@ class Zygote:
         self._is_ready = True
         self.begin()
         assert self._start_number is not None
-        try:  # takes seconds; Ctrl-C ends it, and the executor that waited for it closes this
+        try:  # takes seconds; after a Ctrl-C, the waiting executor closes this
             answer = self._answer(self._start_number, self._options.build_timeout_s)
         except TimeoutError:
             raise self._late() from None
@@ -145,7 +145,7 @@ class Zygote:
         self.num_threads = answer["num_threads"]
 
     def _late(self) -> WorkerTimeout:
-        """Read where the helper is stuck, kill it, and return the error."""
+        """Read the helper's stack, kill it, and return the error."""
         stack = dumped(self._log_fd, lambda: self._process.send_signal(signal.SIGUSR2))
         self._kill()
         return WorkerTimeout(
@@ -158,8 +158,8 @@ class Zygote:
         )
 
     def _kill(self) -> None:
-        """Kill the helper and what its imports have started, and wait for its end."""
-        if self._process.returncode is None:  # not waited for yet: the id is its own
+        """Kill the helper and its imports' processes, and wait for its end."""
+        if self._process.returncode is None:  # not reaped yet, so the id was not reused
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -180,7 +180,7 @@ class Zygote:
         return int(answer["pid"])
 
     def exit_code(self, pid: int, timeout_s: float = 0.5) -> int | None:
-        """Return how a worker ended, or None if it lives or the zygote has gone."""
+        """Return a worker's exit code, or None if it lives or the zygote has ended."""
         end = time.monotonic() + timeout_s
         while True:
             try:
@@ -192,7 +192,7 @@ class Zygote:
             time.sleep(0.002)
 
     def close(self) -> None:
-        """End the zygote, which kills every worker that is left; while others use it, only what workers have left."""
+        """End the zygote and so all its workers; while it has other users, only kill orphans of ended workers."""
         if self._owner != os.getpid() or self._sock.fileno() < 0:
             return
         self._num_users -= 1
@@ -202,13 +202,13 @@ class Zygote:
             return
         self._sock.close()
         self._close_lifeline()
-        with contextlib.suppress(OSError):  # EMFILE: then without waiting for what it does at its end
+        with contextlib.suppress(OSError):  # EMFILE: then do not wait for its cleanup
             _wait_exit(self.pid, _FAREWELL_S)
         self._kill()
         self._release()
 
     def _release(self) -> None:
-        """Close what this process holds of it. Idempotent."""
+        """Close this process's descriptors of it. Idempotent."""
         for name in ("_sock", "_theirs"):
             if name in vars(self):
                 getattr(self, name).close()
@@ -219,10 +219,10 @@ class Zygote:
         _zygotes.discard(self)
 
     def let_go(self) -> None:
-        """In a forked copy of the owner: close what would keep workers alive after the owner's death."""
+        """In a forked copy of the owner, close descriptors that would keep workers alive after the owner's death."""
         self._release()
         if "_process" in vars(self):
-            self._process.returncode = 0  # not this process's child: Popen must neither wait nor warn
+            self._process.returncode = 0  # not this process's child, so Popen must neither wait nor warn
 
     def _close_lifeline(self) -> None:
         for name in ("lifeline_read", "_lifeline_write"):
@@ -236,8 +236,7 @@ class Zygote:
     ) -> dict[str, Any]:
         """Send a request and wait for its answer; from any thread, also while the same thread waits for another's.
 
-        Requests are numbered, and answers carry the number: one that nobody waits for, as an interrupt has broken its
-        request off, is dropped.
+        Answers carry the number of their request; the answer to an interrupted request is dropped.
 
         Raises:
             TimeoutError: no answer came within `timeout_s` seconds.
@@ -275,7 +274,7 @@ class Zygote:
             socket.send_fds(self._sock, [json.dumps(request).encode()], fds, socket.MSG_NOSIGNAL)
 
     def _receive(self) -> None:
-        """Take an answer, if one comes soon: a finalizer in this thread may have taken the one that is waited for."""
+        """Take an answer, if one comes soon: a finalizer in this thread may have taken the expected one."""
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         if not poller.poll(_RECEIVE_S * 1000):

@@ -1,1 +1,1 @@
-"""What may be asked of the envs now, and what became of it."""
+"""The protocol of the caller's side: legal commands, and the handling of answers."""

@@ -1,7 +1,7 @@
 """The call guard: one caller at a time, in the process that made the executor, until it is closed.
 
-Guarantees: an exception at any bytecode (a signal handler that raises) leaves the executor usable: the call that it
-broke off is no longer in progress once its frame has gone, and the next call begins with `Engine.recover`.
+Guarantees: the executor remains usable after an exception at any bytecode (a signal handler that raises). The
+interrupted call is no longer in progress once its frame has ended, and the next call begins with `Engine.recover`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from envherd.workers.errors import Busy, Closed, EnvherdError
 
-#: Modules whose functions stand around methods.
+#: Modules whose functions wrap methods.
 _WRAPPERS = ("envherd.executor.keywords", "envherd.executor.batches.grad_mode")
 
 _guards: weakref.WeakSet[CallGuard] = weakref.WeakSet()
@@ -29,7 +29,7 @@ os.register_at_fork(after_in_child=_disown_in_fork)
 
 
 def call_name() -> str:
-    """Return which method of the executor or of a facade was called from outside of these, for an error's message."""
+    """Return the public method of the executor or of a facade that user code has called, for error messages."""
     name: str = "the call"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -43,12 +43,12 @@ def call_name() -> str:
 
 
 class Guarded(Protocol):
-    """What a call guard asks of the engine that it guards.
+    """The attributes that a call guard uses of its engine.
 
     Attributes:
         is_dirty: a call was broken off; the guard sets it, and `recover` clears it.
-        is_rolling: the policy or the callback of a rollout runs, which may make calls.
-        is_in_flight: a command of the present call is under way.
+        is_rolling: the policy or the callback of a rollout is running; these may make calls.
+        is_in_flight: a command of the current call is under way.
     """
 
     is_dirty: bool
@@ -60,33 +60,33 @@ class Guarded(Protocol):
         ...
 
     def recover(self) -> None:
-        """Bring the engine into a known state after a call that was broken off."""
+        """Bring the engine into a known state after an interrupted call."""
         ...
 
 
 class CallGuard:
     """Holds the engine for one call: refuses a second thread, a call inside a call, a closed executor, a forked copy.
 
-    The frame of the call is what holds it. The policy and the callback of a rollout may make calls inside that call.
+    The call's frame is its holder. The policy and the callback of a rollout may make calls inside that call.
 
     Attributes:
         is_closed: the executor was closed.
         is_foreign: this process is a fork of the one that made the executor.
-        hold: `("call", frame)` -> the frame that holds the guard: this one, unless another did already.
-        release: lets go of it, for a call that has ended without an exception; see `break_off`.
+        hold: `("call", frame)` -> the frame that holds the guard: this one, unless another already does.
+        release: releases it after a call that has ended without an exception; see `break_off`.
     """
 
     def __init__(self, engine: Guarded) -> None:
         self._engine = engine
         self._holder: dict[str, FrameType] = {}
-        self.hold = self._holder.setdefault  # one C function: two threads cannot both be first
+        self.hold = self._holder.setdefault  # one C function, so only one of two threads is first
         self.release = self._holder.clear
         self.is_closed = False
         self.is_foreign = False
         _guards.add(self)
 
     def check(self) -> None:
-        """Raise `Closed` unless the executor can be used from here."""
+        """Raise `Closed` unless this process can use the executor."""
         if self.is_closed:
             raise Closed(f"{call_name()} failed: this executor is closed. Make a new one.")
         if self.is_foreign:
@@ -107,12 +107,12 @@ class CallGuard:
                 raise
 
     def _take_over(self, holder: FrameType, frame: FrameType) -> bool:
-        """Take the place of a call that an interrupt has ended; return False for a call that may be made inside it.
+        """Take over from an interrupted call; return False if the call is nested in the holder's and allowed.
 
         Raises:
             Busy: the call is in progress.
         """
-        if self.is_foreign:  # the thread of that call is not in this process
+        if self.is_foreign:  # that call's thread does not exist in this process
             return False
         if _is_below(holder, frame):
             if self._engine.is_rolling:
@@ -136,10 +136,10 @@ class CallGuard:
             self.release()
 
     def break_off(self, frame: FrameType, error: BaseException) -> None:
-        """Let go of the guard after an exception.
+        """Release the guard after an exception.
 
         Args:
-            frame: of the call; it holds the guard, unless it has let go already.
+            frame: of the call; it holds the guard, unless it has already released it.
             error: the exception.
 
         Raises:

@@ -1,6 +1,6 @@
 """Columns that workers write rows to: the frames of the ring, or the time steps of a rollout's storage.
 
-A command names a target and a column. Both kinds of target are read here with one index order, `[column, row, ...]`.
+A command names a target and a column. This module gives both kinds of target the index order `[column, row, ...]`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from envherd.workers.protocol import RING
 
 
 class Places:
-    """Which row of which group of equal envs each env has: the same in all columns.
+    """The group and the row of each env, which are the same in all columns.
 
     Attributes:
         pairs: per env, `(group, row)`.
         group_of, row_of: the same, int64 `[N]`.
         env_ids: per group, the envs of its rows, int64, ascending.
-        is_one_group: whether all envs are of one group; their rows are their ids.
-        is_flat: whether moreover no env is a batch itself: the done flags of a column are bool `[N, 1]`.
+        is_one_group: whether all envs are in one group, so that rows equal ids.
+        is_flat: whether also no env is a batch itself: the done flags of a column are bool `[N, 1]`.
     """
 
     def __init__(self, plan: SlabPlan) -> None:
@@ -35,7 +35,7 @@ class Places:
         self.is_flat = self.is_one_group and not plan.groups[0].spec.batch_shape
 
     def rows_of(self, env_ids: np.ndarray) -> np.ndarray:
-        """Return the rows of some envs in their groups, int64 `[k]`; it may be `env_ids` itself."""
+        """Return the rows of some envs in their groups, int64 `[k]`; may return `env_ids` itself."""
         return env_ids if self.is_one_group else self.row_of[env_ids]
 
 
@@ -43,8 +43,8 @@ class Columns:
     """The arrays of one target.
 
     Attributes:
-        target: the number by which workers know it.
-        root_ahead: how many columns after its `next` the root that follows a step is: 0 in the ring, 1 in a storage.
+        target: its number in commands.
+        root_ahead: column offset from a step's `next` to the root after it: 0 in the ring, 1 in a storage.
         groups: per group, `("next" | "root", *key)` -> array `[column, row, ...]` (VIEW).
     """
 
@@ -66,9 +66,9 @@ class Columns:
         return {name: array[column, row : row + 1].reshape(array.shape[2:]) for name, array in arrays}
 
     def find_ended(self, column: int) -> np.ndarray | None:
-        """Return the envs whose `next` at a column says done, int64 `[k]`, ascending, fresh; None for none.
+        """Return the envs whose `next` at a column is done, int64 `[k]`, ascending, fresh; None for none.
 
-        A worker computes `done` from the env's two flags, so that True is the byte 1 whatever bytes these were.
+        A worker computes `done` from the env's two flags, so True is always the byte 1.
         """
         if self._only_next_done is not None and b"\x01" not in self._only_next_done[column].tobytes():
             return None
@@ -84,15 +84,15 @@ class Columns:
         return None if ended is None else np.flatnonzero(ended)
 
     def next_done_of(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return whether the `next` of some envs, each at its own column, says done: bool `[k]`, fresh."""
+        """Return whether the `next` of some envs, each at its own column, is done: bool `[k]`, fresh."""
         return self._done_of(self._next_done, env_ids, columns)
 
     def root_done_of(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return whether the roots of some envs, each at its own column, say done: bool `[k]`, fresh."""
+        """Return whether the roots of some envs, each at its own column, are done: bool `[k]`, fresh."""
         return self._done_of(self._root_done, env_ids, columns)
 
     def has_no_done_root(self, column: int) -> bool:
-        """Return whether surely no root at a column says done (0.2 us); False where that takes longer to find out."""
+        """Return True if a fast check shows that no root at a column is done (0.2 us); False otherwise."""
         return self._places.is_flat and b"\x01" not in self._root_done[0][column].tobytes()
 
     def _done_of(self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:

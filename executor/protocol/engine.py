@@ -1,8 +1,8 @@
 """The engine of an executor: which commands the envs accept now, and how their answers are handled.
 
-It joins a pool (commands and waiting) with positions (where every env is) and keeps the protocol:
-nothing is sent unless all of it is legal, and whatever breaks a call off (an interrupt, a fault, a
-loss) leaves every env in a known state. `BatchedEnv`, rollouts and the exchange all stand on it.
+It combines a pool (commands and waiting) with positions (the envs' latest rows) and enforces the protocol: a command is
+sent only if it is legal for all its envs, and after an interrupt, a fault or a loss every env is in a known state.
+`BatchedEnv`, rollouts and the exchange are built on it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NO_EXTRAS: Mapping[int, messages.Prepare] = {}
 
 
 class Rolling:
-    """A context in which `engine.is_rolling` (0.3 us; a generator's takes 1)."""
+    """A context that sets `engine.is_rolling` (0.3 us; a generator-based one takes 1)."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -63,16 +63,16 @@ class Engine:
     """See the module.
 
     Attributes:
-        guard: held for the length of every call.
-        positions: where every env is.
-        side: what envs give besides rows.
+        guard: held during every call.
+        positions: of every env.
+        side: the envs' values outside the slab.
         batches: makes batches of the rows.
         states: the state of every env.
         flights: all commands.
-        is_rolling: a rollout is in progress; its policy and callback may ask the envs things, but not step them.
-        received: the batch that was received last, while it says where its envs are; else None.
+        is_rolling: a rollout is in progress; its policy and callback may send requests to envs, but not step them.
+        received: the batch that was received last, while it holds its envs' present roots; else None.
         ready_at: monotonic seconds.
-        memory: what is known of the workers' growth.
+        memory: samples of the workers' memory.
         known: keys of the envs' leaves, without `next`.
         side_inputs: env id -> the inputs of its latest step that did not go through the slab, one per side leaf.
     """
@@ -118,7 +118,7 @@ class Engine:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a flight is open that the present call has begun, or was landing."""
+        """Whether a flight of the current call is open."""
         return self.flights.current is not None
 
     @property
@@ -129,7 +129,7 @@ class Engine:
     # ---- refusals ----------------------------------------------------------------------------
 
     def refuse_under_way(self, env_ids: np.ndarray) -> None:
-        """Raise `Busy` if any of the envs has a command whose answer is not taken yet."""
+        """Raise `Busy` if any of the envs has a command whose answer was not taken yet."""
         if not self.states.are_running():
             self.states.check(Event.RESET, env_ids)
 
@@ -141,13 +141,13 @@ class Engine:
             )
 
     def rolling(self) -> Rolling:
-        """Let the policy or callback of a rollout run, which must not step envs: `with engine.rolling(): ...`."""
+        """Return the context for a rollout's policy or callback, during which envs must not be stepped."""
         return self._rolling
 
     # ---- inputs ------------------------------------------------------------------------------
 
     def write_inputs(self, td: TensorDictBase, env_ids: np.ndarray | None = None) -> None:
-        """Check and write the actions of a batch (for all envs, or for some); all of it or nothing."""
+        """Check and write the actions of a batch, for all envs or for some; on an error nothing is written."""
         if self._intake is None:
             self._write_mixed_inputs(td, self.all_ids if env_ids is None else env_ids)
             return
@@ -212,7 +212,7 @@ class Engine:
         return self.land_step(flight, draft)
 
     def land_step(self, flight: Flight, draft: Draft | None) -> tuple[TensorDictBase, TensorDictBase | None]:
-        """Land a step of all envs, whose batches may have been drafted meanwhile; return what `step_all` does."""
+        """Land a step of all envs, with batches if they were drafted; return the same as `step_all`."""
         batches = self.batches
         try:
             self.flights.land(flight)
@@ -226,16 +226,16 @@ class Engine:
 
     @property
     def is_unusual(self) -> bool:
-        """Whether a step of all may take or give more than tensors on the cpu, or have more to do than that."""
+        """Whether a step of all envs may involve side values, infos, other devices or recycling."""
         return not self.batches.is_plain or self.options.recycles or self.options.infos != "drop"
 
     @property
     def plain_intake(self) -> PlainIntake | None:
-        """What takes the actions of a step of all, if these are one leaf of one group."""
+        """The fast path for the actions of a step of all envs, if they are one leaf of one group."""
         return None if self._intake is None else self._intake.plain
 
     def recover(self) -> None:
-        """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""
+        """After a call was broken off anywhere: wait for pending commands, and drop their answers."""
         self.is_rolling = False
         self.received = None
         self.positions.move_back()
@@ -243,7 +243,7 @@ class Engine:
         self.is_dirty = False
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Ask envs for something that is not a step; see `Pool.ask`."""
+        """Send envs a request other than a step; see `Pool.ask`."""
         try:
             return self.pool.ask(what, env_ids=env_ids, **question)
         except EnvherdError:
@@ -262,7 +262,7 @@ class Engine:
         self.flights.begin(Op.RESET, env_ids, extras=extras).land()
 
     def allow_steps(self) -> None:
-        """Let all envs be stepped that were never reset, where a facade leaves that to the envs themselves."""
+        """Allow steps of envs that were never reset, for facades that leave this check to the envs."""
         self.ask("allow_steps", self.all_ids.tolist())
         self.states.move(self.all_ids, Event.IS_ALLOWED)
 
@@ -270,8 +270,8 @@ class Engine:
         """Reset all envs, or those that have ended.
 
         Returns:
-            `(fresh, cut)`: bool `[N]`, which were reset; int64 `[k]`, which were running until a loss that came up
-            meanwhile (see `flight.Flight.cut`), or None for none.
+            `(fresh, cut)`: bool `[N]`, envs that were reset; int64 `[k]`, envs that were running until a loss during
+            this call (see `Flight`), or None for none.
         """
         if auto_reset:
             self.write_reset_masks(None)
@@ -288,7 +288,7 @@ class Engine:
         self.write_reset_masks(self.batches.ended_parts(fresh))
         self.reset_envs(np.flatnonzero(fresh))
         cut = np.flatnonzero(self.states.needs_reset & ~fresh)
-        for env_id in cut.tolist():  # the interrupted row tells of the loss, not the row before it
+        for env_id in cut.tolist():  # the interrupted row reports the loss, not the row before it
             for key, flag in flags[env_id].items():
                 positions.latest_root(env_id)[key][...] = flag
         return fresh, cut if len(cut) else None
@@ -300,7 +300,7 @@ class Engine:
         per_env: Sequence[dict[str, Any]] | None,
         common: dict[str, Any],
     ) -> dict[int, messages.Prepare]:
-        """Return what is to go ahead of the envs' resets: seeds and keyword arguments; env id -> message.
+        """Return the messages to send ahead of the envs' resets, by env id: seeds and keyword arguments.
 
         Raises:
             ValueError, TypeError: not one item for each env, or an item is no seed or no dict.
@@ -321,14 +321,14 @@ class Engine:
         return extras
 
     def write_reset_masks(self, mask: np.ndarray | None) -> None:
-        """Tell envs that are batches themselves which of their rows to reset: bool `[N, *B]`, None for all."""
+        """Write the reset masks of envs that are batches themselves: bool `[N, *B]`, None for all."""
         for group in self.pool.slab.groups:
             target = group.inputs.get(("reset_mask",))
             if target is not None:
                 target[...] = True if mask is None else mask[list(group.plan.env_ids)].reshape(target.shape)
 
     def use_seed(self, seed: int | None) -> None:
-        """Draw random actions from a root seed."""
+        """Seed the generator of random actions."""
         self.seed = as_root_seed(seed, "set_seed")
         self.sampler = ActionSampler(self.specs, self.seed, self.options.first_env_id)
 
@@ -339,7 +339,7 @@ class Engine:
         self.pool.seed(self.seed, episodes)
 
     def statistics(self) -> Statistics:
-        """Return what was done so far."""
+        """Return the statistics so far."""
         flights = self.flights
         return count(self.pool, self.memory, Tally(flights.num_errors, flights.losses.num_interrupted, self.ready_at))
 

@@ -18,7 +18,7 @@ from envherd.executor.protocol.side_data import SideData
 from envherd.shm.layout import Name
 from envherd.workers.protocol import Op
 
-#: The batches of a step, made before their memory is filled: `(memory, None for views; next; root)`.
+#: The batches of a step, created before their memory is filled: `(memory, or None for views; next; root)`.
 Draft = tuple[np.ndarray | None, TensorDict, TensorDict | None]
 
 
@@ -26,19 +26,19 @@ class EnvBatches:
     """Hands out the rows of all envs of one executor; see the module.
 
     Args:
-        positions: where the envs are.
-        side: their values that are not in rows.
-        device: where batches go; None leaves them on the cpu.
-        mover: what takes frames to the device; None on the cpu.
+        positions: of the envs.
+        side: the envs' values outside the slab.
+        device: of the batches; None leaves them on the CPU.
+        mover: moves frames to the device; None on the CPU.
         is_copy: hand out copies of steps, not views of the ring.
 
     Attributes:
         mover: as given.
-        groups: per group of equal envs, what hands out its rows.
-        is_plain: one group on the cpu, with nothing besides the slab's leaves.
+        groups: the `GroupBatch` of each group of equal envs.
+        is_plain: one group on the CPU, with only the slab's leaves.
         root_shell: for all envs of that group.
-        draft: op -> `column -> draft`: makes the batches of a step before its rows are there, which `finish` fills in.
-            The parent does it while the workers step. Only where batches are plain.
+        draft: op -> `column -> draft`: creates the batches of a step before its rows exist, while the workers step;
+            `finish` fills them. Only for plain batches.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EnvBatches:
     # ---- steps of all envs -------------------------------------------------------------------
 
     def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
-        """Return what drafts the batches of a step to a column; see `draft`."""
+        """Return the function that drafts the batches of a step to a column; see `draft`."""
         batch, build_next, build_root = self.groups[0], self._next_shell.build, self._root_shell_over_next.build
         blank, views = batch.blank_next, batch.next_views
 
@@ -103,7 +103,7 @@ class EnvBatches:
     def after_step(
         self, column: int, reset_ids: np.ndarray | None, *, has_root: bool
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
-        """Return what `finish` does, of rows that are there, and that need not be plain; without root if not wanted."""
+        """The same as `finish` without a draft, also for rows that are not plain; with a root only if `has_root`."""
         leaves = self.next_leaves(column)
         return self.next_td(leaves), self._root_after(leaves, column, reset_ids) if has_root else None
 
@@ -121,7 +121,7 @@ class EnvBatches:
         return stack_groups(tds, self._places.pairs)
 
     def _group_next(self, batch: GroupBatch, leaves: Leaves, env_ids: np.ndarray) -> TensorDict:
-        """Return the `next` batch `[k]` of some envs of a group over given leaves, and what else belongs to it."""
+        """Return the `next` batch `[k]` of some envs of a group over given leaves, with its other entries."""
         if self._has_interrupted:
             leaves = [*leaves, self._interrupted_leaf(batch, env_ids)]
         td = batch.shell("next", (len(env_ids),)).build(leaves)
@@ -162,7 +162,7 @@ class EnvBatches:
         return self._by_group(env_ids, make)
 
     def current(self, env_ids: np.ndarray) -> TensorDictBase:
-        """Return where some envs are now: a root batch `[k]` in its own memory."""
+        """Return the present root batch `[k]` of some envs, in its own memory."""
         if self._places.is_one_group and not self._side.has_values:
             return self.groups[0].roots(self._roots_of(0, env_ids))
 
@@ -182,13 +182,13 @@ class EnvBatches:
         return self._roots_of(group, env_ids if rows is None else env_ids[rows])[batch.root_keys.index(key)]
 
     def add_root_side(self, td: TensorDict, batch: GroupBatch, env_ids: Iterable[int]) -> None:
-        """Add the side-channel leaves of where some envs are now."""
+        """Add the side-channel leaves of some envs' present roots."""
         if batch.side_keys:
             in_root, side = self._positions.in_root, self._side
             add_side(td, batch.side_keys, [side.root[i] if in_root[i] else side.next[i] for i in env_ids])
 
     def _roots_of(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
-        """Return where some envs of a group are now, as fresh arrays `[k, ...]`, or tensors on their device."""
+        """Return present root leaves of envs of one group, as fresh arrays `[k, ...]` or tensors on their device."""
         positions = self._positions
         if positions.where is not positions.ring:
             return positions.gather_roots(group, env_ids)
@@ -213,7 +213,7 @@ class EnvBatches:
         """Return which parts of envs that are batches themselves have ended, bool `[N, *B]`; None for no such envs.
 
         Args:
-            needs_reset: bool `[N]`, which envs must be reset: as a whole, where no row of theirs says done.
+            needs_reset: bool `[N]`, envs that must be reset; all parts of an env of which no row is done.
         """
         if not any(batch.spec.batch_shape for batch in self.groups):
             return None
@@ -225,11 +225,11 @@ class EnvBatches:
     # ---- roots that are saved ----------------------------------------------------------------
 
     def roots(self) -> list[dict[str, Any]]:
-        """Return where each env is now, as nested dicts of tensors and side values, in memory of their own."""
+        """Return each env's present root, as nested dicts of tensors and side values (copies)."""
         return [td.to_dict() for td in self.current(np.arange(self._places.num_envs)).unbind(0)]
 
     def check_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse roots that are not of these envs.
+        """Refuse roots that do not fit these envs.
 
         Raises:
             ValueError: with the first leaf that is missing or of another shape.
@@ -244,7 +244,7 @@ class EnvBatches:
                     raise ValueError(f"load_state_dict failed: expected {leaf}, got {got} (root of env {env_id}).")
 
     def put_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
-        """Note where all envs are: what `roots` returned."""
+        """Set the roots of all envs, from `roots`."""
         positions, column = self._positions, self._positions.column
         for env_id, root in enumerate(roots):
             (group, row), place = self._places.pairs[env_id], positions.row_at(env_id, column)

@@ -1,7 +1,7 @@
-"""The states of an env, as the caller's side knows them: a table of what may happen, and one array that holds them.
+"""The states of envs on the caller's side: a table of transitions, and one array that holds the states.
 
-Guarantees: no state changes but by an entry of `FOLLOWS`. A command that the table does not have for one of its envs is
-refused with the exception of `REFUSED_WITH`, and changes nothing.
+Guarantees: a state changes only by an entry of `FOLLOWS`. If the table has no entry for a command and the state of one
+of its envs, the command is refused with the exception in `REFUSED_WITH`, and nothing changes.
 
 State           Meaning
 NEEDS_RESET     it was never reset, or a loss, an exception or an interrupt has taken its episode
@@ -11,7 +11,7 @@ STEPPING        it has a STEP; its answer is not taken yet
 STEP_RESETTING  it has a STEP_RESET, likewise
 RESETTING       it has a RESET, likewise
 
-`print(table())` prints what follows on what.
+`print(table())` prints the transitions.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ class State(IntEnum):
 
 
 class Event(IntEnum):
-    """What happens to an env.
+    """An event of an env.
 
     STEP, STEP_RESET, RESET: it is given this command.
     ANSWERED: its row was taken, and it is in an episode: the same one, or one that the command has begun.
-    ENDS: its row was taken, and says done: that of a STEP, or the root of a reset.
+    ENDS: its row was taken and is done: that of a STEP, or the root of a reset.
     FAILS: it raised.
     IS_LOST: its worker was lost.
     IS_BROKEN_OFF: an interrupt or a time limit ended the call that waited for it; its answer will be dropped.
     IS_WITHDRAWN: the call was ended before the command was given.
-    IS_ALLOWED: the caller may step it, reset or not (a facade whose host leaves that to the env; a restored state).
+    IS_ALLOWED: the caller may step it without a reset (a facade whose host leaves that check to the env; a restored
+        state).
     """
 
     STEP = Op.STEP
@@ -90,7 +91,7 @@ FOLLOWS: dict[State, dict[Event, State]] = {
     },
 }
 
-#: What refuses a command in the states for which `FOLLOWS` lacks it. Other pairs that it lacks cannot come about.
+#: The exception that refuses a command in states for which `FOLLOWS` lacks it. Other missing pairs cannot occur.
 REFUSED_WITH: dict[State, type[EnvherdError]] = {
     State.NEEDS_RESET: ResetNeeded,
     State.ENDED: ResetNeeded,
@@ -100,17 +101,17 @@ REFUSED_WITH: dict[State, type[EnvherdError]] = {
 }
 COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
 
-_IMPOSSIBLE, _IMPOSSIBLE_BYTE = -1, b"\xff"  # bytes are searched in a tenth of the time of an array
+_IMPOSSIBLE, _IMPOSSIBLE_BYTE = -1, b"\xff"  # searching bytes takes a tenth of the time of an array
 #: `[event, state]`: the state that follows.
-#: Event -> array, by state: the state that follows. In plain numbers; see `workers.protocol.STEP`.
+#: Event -> array, by state: the state that follows. As plain ints; see `workers.protocol.STEP`.
 _NEXT = {
     int(event): np.array([int(FOLLOWS[state].get(event, _IMPOSSIBLE)) for state in State], np.int8) for event in Event
 }
 _NEEDS_RESET, _RUNNING, _ENDED = int(State.NEEDS_RESET), int(State.RUNNING), int(State.ENDED)
-_FIRST_UNDER_WAY = np.int8(State.STEPPING)  # compared in half the time of an int
-#: The state that follows on an answer.
+_FIRST_UNDER_WAY = np.int8(State.STEPPING)  # comparing it takes half the time of an int
+#: The state that follows an answer.
 (_ANSWERED,) = {int(row[Event.ANSWERED]) for row in FOLLOWS.values() if Event.ANSWERED in row}
-#: Command -> the state that it begins, whatever the one before it, if it is not refused.
+#: Command -> the state that follows it, from any state in which it is not refused.
 _STARTED = {int(event): int(FOLLOWS[State.RUNNING][event]) for event in COMMANDS}
 
 
@@ -149,16 +150,16 @@ class EnvStates:
 
     @property
     def needs_reset(self) -> np.ndarray:
-        """Which envs cannot be stepped before they are reset: NEEDS_RESET or ENDED; bool `[N]`, fresh."""
+        """Envs that must be reset before a step: NEEDS_RESET or ENDED; bool `[N]`, fresh."""
         return (self.values == _NEEDS_RESET) | (self.values == _ENDED)
 
     @property
     def under_way(self) -> np.ndarray:
-        """Which envs have a command whose answer is not taken yet, bool `[N]`, fresh."""
+        """Envs with a command whose answer was not taken yet, bool `[N]`, fresh."""
         return self.values >= _FIRST_UNDER_WAY
 
     def check(self, event: Event | Op, env_ids: np.ndarray) -> None:
-        """Raise what refuses a command for some envs; change nothing.
+        """Raise if a command is illegal for some envs; change nothing.
 
         Raises:
             Busy: an env has a command already.
@@ -194,7 +195,7 @@ class EnvStates:
         self.values[env_ids] = following
 
     def answer(self, env_ids: np.ndarray) -> None:
-        """Note that some envs, all of which are under way, have answered, and are in an episode."""
+        """Note that some envs, all of them under way, have answered and are in an episode."""
         self.values[env_ids] = _ANSWERED
 
     def start(self, env_ids: np.ndarray, op: Op, columns: Any) -> None:
@@ -222,5 +223,5 @@ class EnvStates:
             self.values[ended] = _ENDED
 
     def restore(self, env_ids: np.ndarray, has_ended: np.ndarray) -> None:
-        """Note that something else than a command has moved some envs, and whether they have ended, bool `[k]`."""
+        """Set the states of some envs that were changed other than by a command; `has_ended` is bool `[k]`."""
         self.values[env_ids] = np.where(has_ended, _ENDED, _RUNNING)

@@ -1,8 +1,8 @@
 """Asynchronous stepping: send some envs, receive the first that are ready.
 
-Guarantees: an env that was sent is received exactly once; first-K is fair (the longest sent first); a
-receive that is interrupted or out of time loses nothing; the data of an env do not depend on which
-env was ready first.
+Guarantees: a sent env is received exactly once. First-K is fair: ready envs are received in the order in which they
+were sent. A receive that is interrupted or times out loses nothing. The data of an env do not depend on which env was
+ready first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Exchange:
         self._engine = engine
 
     def ids_of(self, td: TensorDictBase, env_ids: Any) -> np.ndarray:
-        """Return which envs a batch is for: as given, else its own `env_ids`, else all.
+        """Return the ids of a batch's envs: the argument, else its own `env_ids`, else all.
 
         Raises:
             ValueError: ids out of range or twice, or not one row for each.
@@ -73,7 +73,7 @@ class Exchange:
                 f"{ids.dtype} of shape {ids.shape}."
             )
         ids = ids.astype(np.int64)
-        if ids.ndim > 1:  # of envs that are batches, as `set_ids` gives them: each row says its env
+        if ids.ndim > 1:  # from `set_ids` for envs that are batches: each row holds its env's id
             ids = ids.reshape(len(ids), -1)[:, 0]
         distinct = set(ids.tolist())
         if distinct and (min(distinct) < 0 or max(distinct) >= num_envs or len(distinct) != len(ids)):
@@ -83,14 +83,14 @@ class Exchange:
         return ids
 
     def recall(self, env_ids: Any) -> TensorDictBase | None:
-        """Return where the envs received last are, sharing their `next`, if these are they and nothing came after."""
+        """Return the roots of the envs received last, sharing their `next`; None for other envs, or if outdated."""
         received, pool = self._engine.received, self._engine.pool
         if received is None or received.leaves is None or env_ids is not received.ids:
             return None
         stamp = pool.number, pool.num_losses
         if env_ids._version != received.version or stamp != received.stamp:  # noqa: SLF001  # counts writes
             return None
-        if num_writes(received.leaves) != received.num_writes:  # the caller has written to its `next`
+        if num_writes(received.leaves) != received.num_writes:  # the caller has changed its `next`
             return None
         td = self._engine.batches.groups[0].root_over(received.leaves, len(received.env_ids))
         set_leaf(td, (ENV_IDS,), received.ids)
@@ -137,7 +137,7 @@ class Exchange:
         return self._take(sent if env_ids is not None and least == len(sent) else ready[:most], with_root=with_root)
 
     def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
-        """Make the batch for envs that have answered, and take them off the list of those sent."""
+        """Build the batch of envs that have answered, and mark them as received."""
         engine, batches, flights = self._engine, self._engine.batches, self._engine.flights
         flights.open_delivery(ready)
         columns = engine.states.columns[ready]
@@ -165,7 +165,7 @@ class Exchange:
 
 
 def set_ids(td: TensorDictBase, env_ids: np.ndarray) -> TensorDictBase:
-    """Say in a batch which envs it is of: int64 `[k]`; `[k, *B]` for envs that are batches, each row saying its env."""
+    """Set `env_ids` in a batch: int64 `[k]`; `[k, *B]` for envs that are batches."""
     ids = torch.from_numpy(env_ids.copy())
     if td.ndim > 1:
         ids = ids.view(-1, *(1,) * (td.ndim - 1)).expand(td.batch_size).clone()

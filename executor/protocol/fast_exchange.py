@@ -1,8 +1,8 @@
-"""Sends and receives in C, compiled for one executor and its plain case: rows alone, and no loss.
+"""Sends and receives in C, compiled for one executor, for the plain case: only rows, and no loss.
 
-Guarantees: `Exchange` and `Flights` are the specification. What is not plain is left to them, and nothing has been
-changed then. C gives all of a call or nothing, and takes all of it or nothing. So an interrupt at any line finds envs
-either sent or not, and either taken or not: no flight is open meanwhile.
+Guarantees: `Exchange` and `Flights` are the specification. Calls that are not plain are left to them before anything is
+changed. C sends or receives all envs of a call, or none. So at an interrupt every env is either sent or not, and either
+received or not; no flight is open.
 Limits: needs the C extension, and envs of one kind on worker processes of this machine.
 """
 
@@ -30,13 +30,13 @@ from envherd.shm.slab import input_leaves, next_leaves, root_leaves
 from envherd.shm.specs import LeafSpec
 from envherd.workers.protocol import STEP, STEP_RESET
 
-#: Bytes of kept memory for batches of each layout, and numbers of envs of whose batches memory is always kept. Where
-#: receives take whoever is ready, these numbers vary from one to all envs.
+#: Bytes of memory that is kept for batches of each layout; memory for at least `_LEAST_KEPT` batch sizes is kept. Batch
+#: sizes vary from one to all envs where a receive takes the envs that are ready.
 _KEPT_BYTES, _LEAST_KEPT = 1 << 24, 4
 
 
 class _Size(NamedTuple):
-    """What makes batches of one number of envs; see `_Sizes`.
+    """The functions that create batches of one number of envs; see `_Sizes`.
 
     Attributes:
         make: makes a batch of a dict.
@@ -60,7 +60,7 @@ class _Size(NamedTuple):
 
 
 class _Sizes:
-    """What makes batches of each number of envs, and memory for them.
+    """The functions that create batches of each number of envs, and memory for the batches.
 
     Attributes:
         of: number of envs -> `_Size`.
@@ -104,7 +104,7 @@ def _requests(section: str, leaves: Iterable[LeafSpec], count: int) -> list[tupl
 
 
 def facts_of(engine: Engine) -> dict[str, Any]:
-    """Return what C takes of an engine; see `workers/native/exchange.c`."""
+    """Return an engine's arguments for C; see `workers/native/exchange.c`."""
     batch, positions, states, plain = engine.batches.groups[0], engine.positions, engine.states, engine.plain_intake
     can_send = plain is not None and plain.legal is not None
     return {
@@ -130,7 +130,7 @@ def facts_of(engine: Engine) -> dict[str, Any]:
 
 
 def compile_exchange(engine: Engine) -> FastExchange | None:
-    """Return sends and receives in C; None where all is Python's."""
+    """Return sends and receives in C; None if C cannot be used."""
     if engine.is_unusual or not engine.positions.places.is_flat or not IS_AS_EXPECTED:
         return None
     commands = engine.pool.compile_exchange(facts_of(engine))
@@ -138,7 +138,7 @@ def compile_exchange(engine: Engine) -> FastExchange | None:
 
 
 class FastExchange:
-    """What `BatchedEnv` tries before the methods of `Exchange`; each method returns None where it has done nothing.
+    """`BatchedEnv` tries these methods before those of `Exchange`; each returns None if it has done nothing.
 
     The methods hold the call guard in the name of their callers.
     """
@@ -156,7 +156,7 @@ class FastExchange:
         return not (guard.is_closed or guard.is_foreign or self._engine.is_dirty or self._absent or self._has_reports())
 
     def _as_ids(self, env_ids: Any) -> np.ndarray | None:
-        """Return ids, which need not be legal, as int64 `[k]`; None for others."""
+        """Return ids as int64 `[k]`, without a check of their values; None for other objects."""
         received = self._engine.received
         if received is not None and env_ids is received.ids and env_ids._version == received.version:  # noqa: SLF001
             return received.env_ids
@@ -224,7 +224,7 @@ class FastExchange:
         return td
 
     def _wait_for(self, min_envs: Any, max_envs: Any, env_ids: Any) -> int:
-        """Return how many envs to take; 0 where the request, or what came of it, is not plain."""
+        """Wait; return how many envs to take, or 0 if the request or its outcome is not plain."""
         ids = None if env_ids is None else self._as_ids(env_ids)
         if env_ids is not None and ids is None:
             return 0
@@ -261,7 +261,7 @@ class FastExchange:
     # ---- current -----------------------------------------------------------------------------
 
     def current(self, env_ids: Any) -> TensorDict | None:
-        """Return where the envs are that were received last; see `BatchedEnv.current`."""
+        """Return the roots of the envs received last; see `BatchedEnv.current`."""
         received = self._engine.received
         if received is None or env_ids is not received.ids:
             return None

@@ -1,8 +1,8 @@
-"""A step of all envs, compiled for one executor and its plain case: all envs run, and answer with rows alone.
+"""A step of all envs, compiled for one executor, for the plain case: all envs are running and answer only with rows.
 
-Guarantees: `Engine.step_all` is the specification. What is not plain is left to it: before the command is given,
-nothing has been changed, and the caller goes on to it as if nothing had been tried; after it, the command becomes a
-`Flight` that `Flights` lands. An exception at any line leaves what `Flights.recover` takes for a flight of all envs.
+Guarantees: `Engine.step_all` is the specification and handles all other cases. If a step is not plain before the
+command is given, nothing has changed and the caller calls `step_all`. If the answer is not plain, the command becomes a
+`Flight` that `Flights` lands. After an exception at any line, `Flights.recover` sees a flight of all envs.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from envherd.workers.protocol import RING, STEP_RESET, Op, pack
 if TYPE_CHECKING:
     from envherd.executor.protocol.engine import Engine
 
-#: `td -> (next, root)`, or None where the step was not made.
+#: `td -> (next, root)`, or None if the step was not made.
 FastStep = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None]
 
 
 def never(_: Any) -> None:
-    """Do nothing, which says that the general way is to be gone."""
+    """Return None: the caller must use `Engine.step_all`."""
 
 
 def compile_step(engine: Engine, op: Op) -> FastStep:
-    """Return a step of all envs; it holds the call guard in the name of its caller, and sets `next` of its batch."""
+    """Return a step of all envs; it holds the call guard for its caller, and sets `next` of its batch."""
     commands = _commands(engine)
     if commands is None or not IS_AS_EXPECTED:
         return never
@@ -89,10 +89,10 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
 
 
 def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
-    """Return what gives all envs a command whose inputs are written, at a column of the target in use now.
+    """Return a function that gives all envs a command, after inputs were written, at a column of the present target.
 
     Returns:
-        column -> a flight that may have landed already.
+        A function: column -> flight, which may have landed already.
     """
     commands, flights = _commands(engine), engine.flights
     begin = flights.begin
@@ -124,7 +124,7 @@ def _commands(engine: Engine) -> FastCommands | None:
 
 
 def compile_take(engine: Engine) -> Callable[[dict[str, Any]], bool | None]:
-    """Return what takes the actions among the entries of a batch, if they are plain, and says whether it has."""
+    """Return a function that writes plain actions from the entries of a batch, and returns whether it has."""
     plain = engine.plain_intake
     if plain is None:
         return never
@@ -133,7 +133,7 @@ def compile_take(engine: Engine) -> Callable[[dict[str, Any]], bool | None]:
 
 
 def compile_note(engine: Engine, op: Op) -> Callable[[int], np.ndarray | None]:
-    """Return what notes that all envs, which were RUNNING, have answered at a column; it returns who was reset."""
+    """Return a function that records that all RUNNING envs have answered at a column; it returns the envs reset."""
     positions, states = engine.positions, engine.states
 
     def note_step(column: int) -> None:

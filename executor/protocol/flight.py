@@ -1,15 +1,15 @@
-"""Commands under way: begun, waited for and landed. Only this module reads what a pool reports besides rows.
+"""Commands under way: begin, wait for and land them. Only this module reads a pool's reports besides rows.
 
-A `Flight` is one command for some envs. `Flights.begin` gives it to the pool. `Flight.land` waits for it and then does
-all that there may be to do: it notes side values and infos, writes the rows that a loss has left open, moves the envs'
-states and positions, has lost workers replaced, resets in their successors what the command would have left reset, and
-raises what envs raised. Envs that were sent (`send`) land one by one: `Flights.wait_for` and `Flights.deliver`.
+A `Flight` is one command for some envs. `Flights.begin` gives it to the pool. `Flight.land` waits for it and then
+handles the outcome: it records side values and infos, writes rows in place of lost answers, updates the envs' states
+and positions, replaces lost workers, resets envs in the successors if the command would have reset them, and raises
+envs' exceptions. Envs that were sent (`send`) land one by one: `Flights.wait_for` and `Flights.deliver`.
 
 Guarantees:
-- A command that is refused changes nothing. What was to go ahead of it (seeds, options) is not used by a later one.
-- After an exception at any line, `recover` leaves every env in a known state: it waits for what is under way, drops
-  those answers, and the envs concerned need a reset. Envs that were sent, and are not being received, stay sent.
-- No env counts as reset unless its present instance has answered a RESET, or a STEP_RESET that reset it.
+- A refused command changes nothing. Its messages (seeds, options) are not used by a later command.
+- After an exception at any line, `recover` leaves every env in a known state: it waits for pending commands and drops
+  their answers, and the envs concerned need a reset. Envs that were sent, and are not being received, stay sent.
+- An env counts as reset only if its present instance has answered a RESET, or a STEP_RESET that reset it.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class Flight:
         op: what the envs do, except those of `resets`.
         ids: int64 `[k]`.
         is_all: whether these are all envs.
-        at: the column that the rows go to: int where all envs have one, else int64 `[k]`.
+        at: the column of the rows: int if all envs have the same, else int64 `[k]`.
         resets: int64 `[j]`, envs of `ids` that are reset instead; None for none.
-        cut: int64 `[j]`, envs whose episodes a loss had ended before: their `next` is an interrupted row. None for
+        cut: int64 `[j]`, envs whose episodes an earlier loss had ended: their `next` is an interrupted row. None for
             none.
-        extras: env id -> what goes ahead of its RESET.
+        extras: env id -> message to send ahead of its RESET.
         number: of the latest command before this one.
         is_parked: whether it may stay under way between two calls, and is not being landed.
-        has_landed: whether rows and states show what became of it.
+        has_landed: whether rows and states include its outcome.
 
     After landing:
         ended: int64 `[j]`, ascending: envs whose episodes ended with their step; None for none.
         was_reset: int64 `[j]`, envs that were reset; None for none.
         dead: int64 `[j]`, envs that raised or were lost.
-        faults: env id -> what it raised.
+        faults: env id -> its fault.
     """
 
     resets: np.ndarray | None = None
@@ -81,17 +81,17 @@ class Flight:
 
     @property
     def fresh(self) -> np.ndarray:
-        """Which envs were reset by it, bool `[N]`."""
+        """The envs that it reset, bool `[N]`."""
         fresh = np.zeros(len(self._flights.all_ids), bool)
         if self.was_reset is not None:
             fresh[self.was_reset] = True
         return fresh
 
     def land(self, timeout_s: float | None = None) -> Flight:
-        """Wait for the answers and deal with all that happened; see the module.
+        """Wait for the answers and handle the outcome; see the module.
 
         Args:
-            timeout_s: seconds; None for the deadlines of the options, after which a worker is killed.
+            timeout_s: seconds; None uses the deadlines of the options, after which a worker is killed.
 
         Returns:
             Itself.
@@ -100,7 +100,7 @@ class Flight:
             TimeoutError: `timeout_s` has passed; the envs need a reset.
             EnvError, WorkerLost, WorkerTimeout: the envs concerned need a reset. The others' rows are complete, if
                 `has_landed`; else the envs of this flight all need a reset.
-            ResetNeeded: it was broken off between its begin and now.
+            ResetNeeded: it was broken off after it began.
         """
         self._flights.land(self, timeout_s)
         return self
@@ -111,7 +111,7 @@ class Flights:
 
     Attributes:
         pool, positions, side, states: of the executor.
-        current: the flight that the present call begins or lands; None between calls.
+        current: the flight that the current call begins or lands; None between calls.
         losses: of workers.
         num_errors: exceptions of envs.
     """
@@ -127,11 +127,11 @@ class Flights:
         self._recycler = recycler
         self.losses = Losses(pool, positions, self.states, options)
         self._has_infos = options.infos != "drop"
-        self._num_settled = 0  # losses of the pool that were dealt with while envs were sent
+        self._num_settled = 0  # number of the pool's losses handled while envs were sent
 
     # ---- begin -------------------------------------------------------------------------------
 
-    def begin(  # noqa: PLR0913  # what a command may be
+    def begin(  # noqa: PLR0913  # the parts of a command
         self,
         op: Op,
         ids: np.ndarray | None = None,
@@ -145,19 +145,20 @@ class Flights:
         is_late: bool = False,
         flags: int = 0,
     ) -> Flight:
-        """Give envs a command. Reset masks must be written.
+        """Give envs a command. Reset masks must have been written.
 
         Args:
             op: the command.
             ids: int64 `[k]`, all different; None for all.
-            at: the column that rows go to, int (of all envs) or int64 `[k]`; None for the next one of the ring.
-            resets: int64 `[j]`, of a step of all: envs that are reset instead. Their `next` says reward 0 and no flag.
-            cut: int64 `[j]`, of a step of all: see `Flight`. A STEP_RESET resets them, a STEP leaves them out.
+            at: the column of the rows, int (of all envs) or int64 `[k]`; None for the next one of the ring.
+            resets: int64 `[j]`, for a step of all envs: envs that are reset instead. Their `next` has reward 0 and no
+                flag.
+            cut: int64 `[j]`, for a step of all envs: see `Flight`. A STEP_RESET resets them, a STEP leaves them out.
             extras: see `Flight`.
-            write_inputs: checks and writes the inputs of a step; called once nothing else can refuse the command. None
-                for none, or if they are written.
+            write_inputs: checks and writes the inputs of a step; called after all other checks. None if there are no
+                inputs, or if they have been written.
             is_parked: the call may end before the flight lands.
-            is_late: the workers are being replaced, and their successors are to find the command.
+            is_late: the workers are being replaced, and their successors will carry out the command.
             flags: of the command.
 
         Raises:
@@ -215,7 +216,7 @@ class Flights:
         return self.positions.next_column() if ids is None else self.positions.next_columns(ids)
 
     def _depart(self, flight: Flight, resets: np.ndarray | None, cut: np.ndarray | None) -> None:
-        """Note which command every env of a flight has, and that it is under way."""
+        """Record the command of every env of a flight as under way."""
         op, at, positions, states = flight.op, flight.at, self.positions, self.states
         if resets is None and cut is None:
             states.start(flight.ids, op, at)
@@ -231,7 +232,7 @@ class Flights:
         if cut is not None and op == Op.STEP_RESET:
             states.start(cut, Op.RESET, at + positions.where.root_ahead)
         elif cut is not None:
-            states.start(cut, op, at)  # no worker has it: its row is complete
+            states.start(cut, op, at)  # no worker gets it: its row is complete
 
     def _submit(self, flight: Flight, flags: int, *, is_late: bool) -> None:
         pool, op, target, ids, cut = self.pool, flight.op, self.positions.where.target, flight.ids, flight.cut
@@ -248,12 +249,12 @@ class Flights:
         columns = self.states.columns[ids] if flight.at.__class__ is int or cut is not None else flight.at
         if is_late:
             pool.submit_later(ids, op, target, columns, flags)
-            pool.nudge()  # this may be the successor already, with no worker left to rebuild
+            pool.nudge()  # the successor may be running already, so no worker is replaced
         else:
             pool.submit(ids, op if cut is None else self.states.ops[ids], target, columns, flags)
 
     def adopt(self, op: Op, at: int) -> Flight:
-        """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given, and does not land."""
+        """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given but cannot land."""
         flight = Flight(self, op, None, at)
         flight.outer = None
         self.states.start_all(op, at)
@@ -263,7 +264,7 @@ class Flights:
     # ---- land --------------------------------------------------------------------------------
 
     def land(self, flight: Flight, timeout_s: float | None = None) -> None:
-        """Wait for a flight and deal with all that happened; see `Flight.land`."""
+        """Wait for a flight and handle the outcome; see `Flight.land`."""
         if flight.is_parked:
             if not self.states.under_way[flight.ids].all():
                 raise ResetNeeded(f"{call_name()} failed: what it waits for was broken off. Reset the envs.")
@@ -276,7 +277,7 @@ class Flights:
             self.current = flight.outer
 
     def _note_usual(self, flight: Flight) -> None:
-        """Note what became of a flight of which the pool reports nothing but rows."""
+        """Record the outcome of a flight for which the pool reports only rows."""
         if self.positions.has_interrupted:
             self._forget_interrupted(flight)
         if self._has_infos:
@@ -301,12 +302,12 @@ class Flights:
             self._close(flight, Event.IS_BROKEN_OFF)
             raise
         if not has_all and pool.outcome.losses and self._options.on_worker_loss != "restart":
-            raise next(iter(pool.outcome.losses.values()))  # the flight is open: the next call waits for the others
+            raise next(iter(pool.outcome.losses.values()))  # the flight stays open: the next call waits for the others
         if not has_all:
             raise TimeoutError(f"{call_name()} failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them.")
 
     def _close(self, flight: Flight, event: Event | None = None) -> None:
-        """End a flight; its envs' states follow from an event, or have been noted."""
+        """End a flight; move its envs' states by an event, unless they have been set."""
         if event is not None:
             if flight.cut is not None:
                 self.states.move(flight.cut, Event.IS_LOST)
@@ -314,7 +315,7 @@ class Flights:
         self.current = flight.outer
 
     def _note_rows(self, flight: Flight) -> None:
-        """Note where all envs of a flight are, none of which raised or was lost."""
+        """Update the positions of all envs of a flight, none of which raised or was lost."""
         positions, at = self.positions, flight.at
         if not (flight.is_all and isinstance(at, int) and flight.op != Op.RESET):
             self._note_some(flight)
@@ -335,7 +336,7 @@ class Flights:
         self.states.land_all(over)
 
     def _note_some(self, flight: Flight) -> None:
-        """Note where the envs of a flight are, of which some may be dead."""
+        """Update the positions of the envs of a flight, some of which may be dead."""
         positions, ids = self.positions, flight.ids
         ops, at = self.states.ops[ids], self.states.columns[ids]
         is_reset, is_alive = ops == RESET, ~np.isin(ids, flight.dead)
@@ -352,9 +353,9 @@ class Flights:
         self.states.move(ids[is_alive & ~is_over], Event.ANSWERED)
 
     def _land_unusual(self, flight: Flight) -> None:
-        """Land a flight of which the pool reports more than its rows, or after which workers may be replaced.
+        """Land a flight for which the pool reports more than rows, or after which workers may be replaced.
 
-        An interrupt meanwhile breaks it off as a whole: the caller has none of its rows.
+        An interrupt breaks off the whole flight: the caller gets none of its rows.
         """
         try:
             if self.pool.outcome:
@@ -372,13 +373,13 @@ class Flights:
         self._close(flight)
 
     def _note_unusual(self, flight: Flight) -> tuple[Outcome, np.ndarray]:
-        """Note what became of a flight; return what the pool reported, and the flight's envs that were lost."""
+        """Record the outcome of a flight; return the pool's reports, and the flight's envs that were lost."""
         positions, ids = self.positions, flight.ids
         outcome = self.pool.outcome.hand_out(ids)
         lost = self.pool.blueprint.envs_of(outcome.losses)
         own = lost[np.isin(lost, ids)]
         is_stepped = self.states.ops != RESET
-        outcome.forget_rows(own)  # an env may have answered before its worker died in the command of another
+        outcome.forget_rows(own)  # an env may have answered before its worker died in another env's command
         self.side.note_values(outcome.side)
         self.side.note_infos(outcome.infos, ids.tolist())
         self._forget_interrupted(flight)
@@ -399,14 +400,14 @@ class Flights:
         return outcome, own
 
     def _forget_interrupted(self, flight: Flight) -> None:
-        """Note which rows of a step are interrupted before any loss in it: those of `cut`."""
+        """Set the interrupted rows of a step before any loss in it: those of `cut`."""
         if self.positions.has_interrupted and flight.op != Op.RESET:
             self.positions.interrupted[flight.ids] = False
             if flight.cut is not None:
                 self.losses.note_interrupted(flight.cut)
 
     def _make_good(self, flight: Flight, lost: np.ndarray) -> EnvherdError | None:
-        """Reset, in the successors of lost workers, the envs that the flight would have left reset."""
+        """Reset, in the successors of lost workers, the envs that the flight would have reset."""
         ops = self.states.ops[lost]
         self.losses.note_interrupted(lost[ops != RESET])
         is_due = ops != STEP
@@ -421,22 +422,22 @@ class Flights:
         return None
 
     def _recycle(self, flight: Flight) -> None:
-        """Replace workers that are due, all of whose envs a step has just reset."""
+        """Replace workers that are due and all of whose envs a step has just reset."""
         if self._recycler is not None and flight.ended is not None:
             alive = flight.ended[~np.isin(flight.ended, flight.dead)]
             alive = alive[self.states.ops[alive] == STEP_RESET]
             self._recycler.after_steps(alive, self.states.columns[alive], self._renew)
 
     def _renew(self, env_ids: np.ndarray, columns: np.ndarray, replace: Callable[[], None]) -> None:
-        """Reset envs that steps at some columns have reset, in new instances; `replace` begins to build these."""
-        self.states.move(env_ids, Event.IS_LOST)  # first: an interrupt must not leave them as running
+        """Reset envs, which steps at `columns` have reset, again in new instances, which `replace` begins to build."""
+        self.states.move(env_ids, Event.IS_LOST)  # first: after an interrupt they must not count as running
         replace()
         self.begin(Op.RESET, env_ids, at=columns + self.positions.where.root_ahead).land()
 
     # ---- envs that were sent -----------------------------------------------------------------
 
     def wait_for(self, sent: np.ndarray, wanted: int, timeout_s: float | None) -> np.ndarray:
-        """Wait until some of the envs that were sent have answered; return those that have, the longest sent first.
+        """Wait until some of the sent envs have answered; return these, in the order in which they were sent.
 
         Args:
             sent: int64 `[k]`, under way.
@@ -444,7 +445,7 @@ class Flights:
             timeout_s: seconds, after which fewer are returned; None for the deadlines of the options.
 
         Raises:
-            EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer sent; the others are.
+            EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer under way; the others still are.
         """
         pool, options = self.pool, self._options
         deadline = options.step_timeout_s if timeout_s is None else timeout_s
@@ -461,18 +462,18 @@ class Flights:
                 continue
             if timeout_s is not None:
                 return ready
-            end = time.monotonic() + (deadline or 0.0)  # the late worker is gone; its successor has as long again
+            end = time.monotonic() + (deadline or 0.0)  # the late worker was killed; its successor has the same time
 
     def _settle_sent(self) -> None:
-        """Deal with what happened to envs that were sent: raise, or let a successor reset what was lost."""
+        """Handle failures of sent envs: raise, or make a successor reset lost envs."""
         pool = self.pool
         num_losses = pool.num_losses
         faults = dict(pool.outcome.faults)
         faulty = np.array([*faults], np.int64)
-        self.losses.drop(faulty, Event.FAILS)  # before these are taken: an interrupt must not leave them as sent
+        self.losses.drop(faulty, Event.FAILS)  # first: after an interrupt these must not count as sent
         self.num_errors += len(faults)
         losses = pool.outcome.hand_out(faulty).losses
-        # Not by `losses` alone: an interrupt may have come after these were taken, and before they were dealt with.
+        # Not only `losses`: an interrupt may have come after they were taken and before they were handled.
         forfeited = self.states.under_way & pool.forfeited
         workers = {int(w) for w in pool.worker_of[forfeited]} & set(pool.lost)
         error = self.losses.replace({**{w: pool.lost[w] for w in workers}, **losses}, _NOBODY)
@@ -485,20 +486,20 @@ class Flights:
             raise error
 
     def has_reports(self) -> bool:
-        """Return whether the pool reports more than rows, or a loss that was not dealt with for envs that were sent."""
+        """Return whether the pool reports more than rows, or a loss that was not handled for sent envs."""
         return bool(self.pool.outcome) or self.pool.num_losses != self._num_settled
 
     def put(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
-        """Note where envs are that something else than a command has moved: at the roots of columns, int64 `[k]`."""
+        """Set the positions of envs that were changed other than by a command: at the roots of columns, int64 `[k]`."""
         self.states.restore(env_ids, self.positions.were_reset(env_ids, columns))
 
     def open_delivery(self, env_ids: np.ndarray) -> Flight:
-        """Begin to hand out envs that were sent and have answered; `deliver` must follow."""
+        """Begin to hand out sent envs that have answered; `deliver` must follow."""
         self.current = Flight(self, Op.STEP, env_ids, None)
         return self.current
 
     def take_news(self, env_ids: np.ndarray) -> None:
-        """Note what envs that were sent have given besides their rows."""
+        """Record the reports of sent envs besides their rows."""
         if self.pool.outcome:
             outcome = self.pool.outcome.hand_out(env_ids)
             self.side.note_values(outcome.side)
@@ -507,12 +508,12 @@ class Flights:
             self.side.note_infos({}, env_ids.tolist())
 
     def deliver(self, env_ids: np.ndarray, at: np.ndarray, is_over: np.ndarray | None) -> np.ndarray | None:
-        """Note where envs are that were sent and are handed out now; see `open_delivery`.
+        """Update the positions of sent envs that are handed out now; see `open_delivery`.
 
         Args:
             env_ids: int64 `[k]`.
             at: int64 `[k]`, the columns of their rows.
-            is_over: bool `[k]`, whether their steps have ended their episodes; None where that is not known yet.
+            is_over: bool `[k]`, whether their steps have ended their episodes; None if that is not known yet.
 
         Returns:
             The envs that were reset, int64 `[j]`; None for none.
@@ -542,7 +543,7 @@ class Flights:
         return _some(env_ids[is_fresh])
 
     def fault_error(self, faults: Mapping[int, Any]) -> EnvherdError | None:
-        """Return the error for what envs raised; None for nothing."""
+        """Return the error for envs' faults; None without faults."""
         if not faults:
             return None
         frames = list(faults.values())
@@ -554,7 +555,7 @@ class Flights:
     # ---- after an interrupt ------------------------------------------------------------------
 
     def recover(self) -> None:
-        """After a call was broken off, anywhere: let what is under way finish, and forget its answers."""
+        """After a call was broken off anywhere: wait for pending commands, and drop their answers."""
         flight, broken_off = self.current, [_NOBODY]
         while flight is not None:
             broken_off.append(self._break_off(flight))
@@ -564,7 +565,7 @@ class Flights:
         idle = np.flatnonzero(~self.states.under_way)
         limits = [s for s in (options.step_timeout_s, options.reset_timeout_s) if s is not None]
         pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
-        losses = pool.outcome.hand_out(idle).losses  # which has the pool's own emptied
+        losses = pool.outcome.hand_out(idle).losses  # this empties the pool's own
         pool.outcome.losses.update(losses)
         self.losses.accept()
         self.positions.mark_lost(np.unique(np.concatenate(broken_off)))

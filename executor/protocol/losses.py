@@ -1,7 +1,7 @@
-"""What envs have lost with their workers, and how it is made good.
+"""Record envs' losses, and replace lost workers.
 
-Guarantees: an env whose worker is lost does not count as running before its successor's instance was reset. What a lost
-worker did not answer is either an interrupted row, or raised.
+Guarantees: an env whose worker is lost does not count as running before its instance in the successor was reset. A
+missing answer of a lost worker either becomes an interrupted row, or is raised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOBODY = np.zeros(0, np.int64)
 
 
 class Losses:
-    """Notes losses, and has lost workers replaced if the options say so.
+    """Records losses, and replaces lost workers if the options allow it.
 
     Attributes:
         num_interrupted: rows that a loss has ended so far.
@@ -38,34 +38,34 @@ class Losses:
         self._positions.interrupted[env_ids] = True
 
     def lose(self, env_ids: np.ndarray) -> None:
-        """Note that envs that have no command under way have lost their episodes."""
+        """Record that envs without a command under way have lost their episodes."""
         self._states.move(env_ids, Event.IS_LOST)
         self._positions.mark_lost(env_ids)
 
     def drop(self, env_ids: np.ndarray, event: Event) -> None:
-        """Note that envs that were sent have failed or are lost; they are no longer sent."""
+        """Record that sent envs have failed or are lost; they are no longer under way."""
         if len(env_ids):
             self._positions.mark_lost(env_ids)
             self._pool.outcome.forget_rows(env_ids)
-            self._states.move(env_ids, event)  # last: until then, an interrupt leaves all of it to be done again
+            self._states.move(env_ids, event)  # last: after an earlier interrupt, all of this is repeated
 
     def forget(self) -> None:
-        """Forget the losses that the pool reports: the caller tells of them, or notes them itself."""
+        """Drop the pool's reported losses: the caller raises or records them itself."""
         self._pool.outcome.losses.clear()
 
     def accept(self) -> None:
-        """Note losses that came up outside of any flight; those that are made good wait for the next one to tell."""
+        """Record losses outside any flight; the next flight reports those whose workers are replaced."""
         if not self._is_replacing:
             losses = dict(self._pool.outcome.losses)
             self.forget()
             self.replace(losses, _NOBODY)
 
     def replace(self, losses: Mapping[int, EnvherdError], own: np.ndarray) -> EnvherdError | None:
-        """Begin to replace lost workers, and note what envs outside of a flight have lost.
+        """Begin to replace lost workers, and record the losses of envs outside a flight.
 
         Args:
             losses: worker id -> the error that describes its loss.
-            own: int64 `[k]`, envs of a flight that has noted what it lost.
+            own: int64 `[k]`, envs of a flight, which has recorded its losses.
 
         Returns:
             The loss to raise, of a worker that may not be replaced; None for none.
@@ -75,7 +75,7 @@ class Losses:
         others = np.setdiff1d(self._pool.blueprint.envs_of(losses), own)
         is_sent = self._states.under_way[others]
         idle, sent = others[~is_sent], others[is_sent]
-        self._pool.forfeited[sent] = True  # first: an interrupt must not leave them as running, or as answered
+        self._pool.forfeited[sent] = True  # first: after an interrupt they must not count as running or answered
         self._states.move(idle, Event.IS_LOST)
         error = self._begin_restarts(losses) if self._is_replacing else next(iter(losses.values()))
         self._positions.mark_lost(idle)
@@ -88,7 +88,7 @@ class Losses:
     def _begin_restarts(self, worker_ids: Iterable[int]) -> EnvherdError | None:
         for worker_id in worker_ids:
             env_ids = self._pool.blueprint.envs_of([worker_id])
-            for group in self._positions.slab.groups:  # of an env that is a batch, all rows must be reset
+            for group in self._positions.slab.groups:  # all rows of an env that is a batch must be reset
                 if ("reset_mask",) in group.inputs:
                     group.inputs["reset_mask",][np.isin(group.plan.env_ids, env_ids)] = True
             try:
@@ -98,7 +98,7 @@ class Losses:
         return None
 
     def cut_off_sent(self, lost: np.ndarray) -> None:
-        """End the episodes of envs that were sent and lost: their answer is an interrupted row, once they are reset."""
+        """End the episodes of sent envs that were lost: after their reset, their answer is an interrupted row."""
         pool, positions, states = self._pool, self._positions, self._states
         pool.outcome.forget_rows(lost)
         ops, columns = states.ops[lost], states.columns[lost]

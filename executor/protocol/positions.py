@@ -1,7 +1,7 @@
-"""Where every env is: which column holds its latest row, and which rows are written for envs that cannot.
+"""The envs' positions: which column holds each env's latest row. Also writes rows in place of lost envs.
 
-An env's present root is the `next` of its latest step, or the `root` of its latest reset. Nothing is copied to keep
-that true; two small arrays say which. Numpy only: `env_batches` makes TensorDicts of the rows.
+An env's present root is the `next` of its latest step, or the `root` of its latest reset. Rows are not copied for that;
+two small arrays record the place. Uses only numpy: `env_batches` makes TensorDicts of the rows.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Positions:
         slab: of the pool.
         side: side values; they move with the rows that they belong to.
         options: of the executor.
-        mover: what reads frames of the ring for a device; None on the cpu.
-        residences: group -> its rows on a device, where the slab has only flags.
+        mover: reads frames of the ring for a device; None on the CPU.
+        residences: group -> its rows on a device; the slab then holds only flags.
 
     Attributes:
         specs: of each env.
         places: group and row of each env.
-        has_interrupted: whether a loss ends rows, instead of being raised.
-        interrupted: bool `[N, 1]`, rows of the last step that a loss has ended.
+        has_interrupted: whether a loss interrupts rows instead of being raised.
+        interrupted: bool `[N, 1]`, rows of the last step that a loss has interrupted.
         ring: the frames of the ring.
-        where: the columns that hold the latest rows: the ring's, or those of a rollout in progress.
+        where: the columns with the latest rows: the ring's, or those of a rollout in progress.
         column: of the ring, of the latest command to all envs.
     """
 
-    _reset_there: np.ndarray | None = None  # those that were reset at `_stepped_to`
-    _latest: tuple[np.ndarray, np.ndarray | int, bool] | None = None  # what `_put` has begun to note
+    _reset_there: np.ndarray | None = None  # envs that were reset at `_stepped_to`
+    _latest: tuple[np.ndarray, np.ndarray | int, bool] | None = None  # the update that `_put` has begun
 
     def __init__(
         self,
@@ -70,20 +70,20 @@ class Positions:
         self._columns = np.zeros(self.num_envs, np.int64)
         self._in_root = np.ones(self.num_envs, bool)
         self._step_columns = np.zeros(self.num_envs, np.int64)  # of the ring, of each env's latest step
-        self._stepped_to: int | None = None  # a column that all envs were stepped to, which the two do not say yet
+        self._stepped_to: int | None = None  # a column to which all envs were stepped, not yet in these two arrays
         self._following = (np.arange(self.num_frames) + 1) % self.num_frames
         self._is_mixed = False  # whether latest rows may be in several columns
         self._is_poisoning = options.poison
 
     @property
     def columns(self) -> np.ndarray:
-        """Which of the columns `where` has each env's latest row: int64 `[N]` (VIEW)."""
+        """The column of `where` with each env's latest row: int64 `[N]` (VIEW)."""
         self._catch_up()
         return self._columns
 
     @property
     def step_columns(self) -> np.ndarray:
-        """Which column of the ring has the latest step of each env: int64 `[N]` (VIEW)."""
+        """The ring column of each env's latest step: int64 `[N]` (VIEW)."""
         self._catch_up()
         return self._step_columns
 
@@ -105,7 +105,7 @@ class Positions:
             self._stepped_to = None
 
     def _put(self, env_ids: np.ndarray, columns: np.ndarray | int, *, in_root: bool) -> None:
-        """Note where some envs are now, as a whole: what an interrupt leaves undone is done by `_catch_up`."""
+        """Update the positions of some envs atomically: after an interrupt `_catch_up` completes the update."""
         self._catch_up()
         self._latest = env_ids, columns, in_root
         self._put_latest(env_ids, columns, in_root)
@@ -131,7 +131,7 @@ class Positions:
         return self.column
 
     def begin_mixed(self) -> None:
-        """Note that envs will be in columns of their own: some of them are given a command."""
+        """Note that envs will be in different columns, because only some get a command."""
         self._is_mixed = True
         self._catch_up()
 
@@ -141,20 +141,20 @@ class Positions:
         return np.asarray(self._following[self._step_columns[env_ids]])
 
     def reset_columns(self, env_ids: np.ndarray) -> np.ndarray:
-        """Return the ring columns for resets, int64 `[k]`: of the envs' latest steps, so that no frame is used up.
+        """Return the ring columns for resets, int64 `[k]`: those of the envs' latest steps, so no frame is used up.
 
-        A reset writes roots alone, and views are handed out of steps alone. An env that is at the root of that column
-        goes to the column before it: a reset that is broken off may leave a root of which only some leaves are written.
+        A reset writes only roots, and only steps are handed out as views. An env whose latest row is the root of that
+        column uses the previous column, because an interrupted reset may leave a partly written root.
         """
         self._catch_up()
         columns = self._step_columns[env_ids]
         is_there = self._in_root[env_ids] & (self._columns[env_ids] == columns)
         if is_there.any():
-            self._is_mixed = True  # in a ring of two frames, the next step writes to the column before
+            self._is_mixed = True  # in a ring of two frames, the next step writes to the previous column
         return np.asarray((columns - is_there) % self.num_frames)
 
     def _keep_latest(self, column: int) -> None:
-        """Put aside the latest rows in a column that is to be written: they are needed should the step fail."""
+        """Move the latest rows out of a column that will be overwritten: they are needed if the step fails."""
         for env_id in np.flatnonzero(self.columns == column).tolist():
             self._move_latest(env_id, (column - 1) % self.num_frames)
             self._step_columns[env_id] = column
@@ -180,7 +180,7 @@ class Positions:
         return self.residences.get(int(self.places.group_of[env_id]))
 
     def _poison(self, column: int) -> None:
-        """Make a frame that is no longer valid unusable, unless it still says where some env is."""
+        """Poison a frame that is no longer valid, unless it holds an env's latest row."""
         if (self.columns == column).any():
             return
         for group in self.slab.groups:
@@ -189,11 +189,11 @@ class Positions:
     # ---- a rollout's columns -----------------------------------------------------------------
 
     def move_to(self, where: Columns) -> None:
-        """Copy where all envs are to the root of column 0 of a rollout's storage; the next commands write there."""
+        """Copy all envs' roots to column 0 of a rollout's storage, to which the next commands write."""
         self._move(where, 0)
 
     def move_back(self) -> None:
-        """Copy where all envs are back to the ring. A move that an interrupt has ended is undone first."""
+        """Copy all envs' roots back to the ring. An interrupted move is undone first."""
         self._catch_up()
         if self._before is not None:
             self._undo(*self._before)
@@ -215,7 +215,7 @@ class Positions:
         self._before = None
 
     def _undo(self, where: Columns, columns: np.ndarray, in_root: np.ndarray, step_columns: np.ndarray) -> None:
-        """Be where all envs were before a move. It has written to roots alone at which none of them was."""
+        """Restore the positions before a move, which has written only to roots that no env's position used."""
         self._columns[:], self._in_root[:], self._step_columns[:] = columns, in_root, step_columns
         self._is_mixed = True
         self.where = where
@@ -228,7 +228,7 @@ class Positions:
 
         Args:
             column: of the ring.
-            reset_ids: envs that were not stepped, after `blank_steps`.
+            reset_ids: envs that were reset instead, after `blank_steps`.
         """
         self._stepped_to, self._reset_there = column, reset_ids
         self._is_mixed = False
@@ -241,11 +241,11 @@ class Positions:
         return ended
 
     def over_at_once(self, env_ids: np.ndarray | None, column: int) -> np.ndarray | None:
-        """Return which of some envs that were just reset, int `[k]`, have roots that say done (some resets do).
+        """Return which of the envs that were just reset, int `[k]`, have roots that are done (some resets end at once).
 
         Args:
             env_ids: int `[k]`; None for none.
-            column: of their roots, where these are in one column.
+            column: of their roots.
         """
         if env_ids is None or self.where.has_no_done_root(column):
             return None
@@ -253,14 +253,14 @@ class Positions:
         return over if len(over) else None
 
     def stepped(self, env_ids: np.ndarray, columns: np.ndarray, ended: np.ndarray | None = None) -> np.ndarray:
-        """Note that some envs were stepped to columns of their own; return `ended`, bool `[k]`, found if None."""
+        """Note that some envs were stepped, each to its own column; return `ended`, bool `[k]`, computed if None."""
         self._put(env_ids, columns, in_root=False)
         if ended is None:
             ended = self.where.next_done_of(env_ids, columns)
         return ended
 
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
-        """Note that some envs were reset, at one column or at columns of their own; return whose roots say done."""
+        """Note that some envs were reset, at one column or each at its own; return which roots are done."""
         self._put(env_ids, columns, in_root=True)
         return self.where.root_done_of(env_ids, self._columns[env_ids])
 
@@ -277,7 +277,7 @@ class Positions:
         return {name[1:]: array for name, array in found.items() if name[0] == section}
 
     def gather_roots(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
-        """Return where some envs of a group are now, per leaf of a root `[k, ...]`, fresh arrays."""
+        """Return the present roots of some envs of a group, one fresh array `[k, ...]` per leaf."""
         columns, in_root, rows = self.columns[env_ids], self.in_root[env_ids], self.places.row_of[env_ids]
         arrays, gathered = self.where.groups[group], []
         is_all_root = bool(in_root.all())
@@ -292,14 +292,14 @@ class Positions:
 
     @functools.cached_property
     def _blanks(self) -> list[list[np.ndarray]]:
-        """What a step says besides its observation, by group, each `[column, row, ...]` (VIEWS)."""
+        """The leaves of `next` other than the observation, by group, each `[column, row, ...]` (VIEWS)."""
         return [
             [group.columns["next", *leaf.key] for leaf in (*group.spec.reward, *group.spec.done)]
             for group in self.slab.groups
         ]
 
     def blank_steps(self, column: int, env_ids: np.ndarray) -> None:
-        """Write reward 0 and no flag to the `next` of envs that are reset at a column: no step writes it."""
+        """Write reward 0 and no flag to the `next` of envs that are reset at a column, because no step writes it."""
         row_of, group_of = self.places.row_of, self.places.group_of
         for index, arrays in enumerate(self._blanks):
             rows = env_ids if len(self._blanks) == 1 else row_of[env_ids[group_of[env_ids] == index]]
@@ -324,14 +324,14 @@ class Positions:
             self._side.next[env_id] = self._side.root[env_id]
 
     def mark_lost(self, env_ids: np.ndarray) -> None:
-        """Note that envs have lost their episodes: their present rows say truncated from now on.
+        """Note that envs have lost their episodes: set truncated in their present rows.
 
-        A step's `next` that was handed out as a view keeps what it says.
+        A step's `next` that was handed out as a view is not changed.
         """
         self._set_flags(env_ids, is_cut_off=True)
 
     def mark_running(self) -> None:
-        """Note that all envs are in the middle of an episode, whatever their rows say of that."""
+        """Note that all envs are running: clear the flags of their present rows."""
         self._set_flags(np.arange(self.num_envs), is_cut_off=False)
 
     def _set_flags(self, env_ids: np.ndarray, *, is_cut_off: bool) -> None:
@@ -343,7 +343,7 @@ class Positions:
 
 
 def poison(slab: GroupSlab, column: int) -> None:
-    """Fill a frame with values that no env gives: NaN, the largest integer, or True."""
+    """Fill a frame with values that no env returns: NaN, the largest integer, or True."""
     for array in slab.columns.values():
         kind = array.dtype.kind
         array[column] = np.nan if kind in "fc" else np.iinfo(array.dtype).max if kind in "iu" else True

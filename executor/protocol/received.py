@@ -1,4 +1,4 @@
-"""The batch that was received last: a caller that asks where its envs are, or sends them on, is answered from it."""
+"""The batch that was received last; `current` and `send` for the same envs reuse it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Received(NamedTuple):
     Attributes:
         ids: its `env_ids`, and `version`, their count of writes.
         env_ids: the same.
-        leaves: of its `next`; None where they do not say where the envs are.
-        num_writes: to these, until it was received.
-        stamp: the number of the latest command and of losses: with others, `leaves` are of the past.
+        leaves: of its `next`; None if they are not the envs' present roots.
+        num_writes: number of writes to these leaves when it was received.
+        stamp: numbers of the latest command and of losses; if these have changed, `leaves` are outdated.
     """
 
     ids: torch.Tensor

@@ -1,10 +1,10 @@
-"""Workers that are replaced before their envs have leaked too much, and what envs leak.
+"""Replace workers before their envs leak too much memory.
 
-Guarantees: a worker is replaced only where an episode of every one of its envs has ended and the next has not begun
-(its envs are about to be reset, or were reset by the step that ended them), so no row is interrupted. Envs are closed
-as at the end, built anew, and reset with the seeds that they would have had: the data are those of a run without it.
+Guarantees: a worker is replaced only when all its envs are between episodes (they are about to be reset, or were reset
+by the step that ended them), so no row is interrupted. Envs are closed as usual, built again, and reset with the seeds
+that they would have had, so the data equal those of a run without recycling.
 Does not know when a worker's envs will all be between episodes: with one env per worker, at every end; with several,
-when they end together or are all reset. Until then it waits.
+when they end together or are all reset. It waits until then.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from envherd.executor.pools.base import RecyclablePool
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
 
-#: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace`, and resets the envs.
+#: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace` and resets the envs.
 Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
 
 
 @contextlib.contextmanager
 def keeping_steps(positions: Positions, side: SideData, env_ids: np.ndarray, columns: np.ndarray) -> Iterator[None]:
-    """Keep what steps have returned, while the envs that they ended are reset by separate commands.
+    """Keep the rows of steps, while the envs that they ended are reset by separate commands.
 
     Args:
         positions: of the engine.
         side: of the engine.
         env_ids: int `[k]`.
-        columns: int `[k]`, where their steps are.
+        columns: int `[k]`, of their steps.
     """
     values, infos = dict(side.next), dict(side.infos["next"])
     flags: list[np.ndarray] = []
@@ -44,7 +44,7 @@ def keeping_steps(positions: Positions, side: SideData, env_ids: np.ndarray, col
     try:
         yield
     finally:
-        for flag, end in zip(flags, ends, strict=True):  # a loss meanwhile cuts the next episode short, not this one
+        for flag, end in zip(flags, ends, strict=True):  # a loss in the block ends the next episode, not this one
             flag[...] = end
         for env_id in env_ids.tolist():
             side.next[env_id] = values[env_id]
@@ -53,7 +53,7 @@ def keeping_steps(positions: Positions, side: SideData, env_ids: np.ndarray, col
 
 
 class Recycler:
-    """Replaces the workers of an engine that are due (its options say when), where that interrupts nothing."""
+    """Replaces the workers of an engine that are due according to the options, when that interrupts no episode."""
 
     def __init__(
         self, pool: RecyclablePool, positions: Positions, side: SideData, options: ExecutorOptions, memory: MemoryLog
@@ -62,11 +62,11 @@ class Recycler:
         self._pool = pool
 
     def before_resets(self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]) -> None:
-        """Replace the workers that must be replaced and all of whose envs are about to be reset.
+        """Replace due workers all of whose envs are about to be reset.
 
         Args:
             env_ids: int `[k]`, which will be reset.
-            lose: notes that envs must be reset, int `[k]`: an interrupt may come before their reset.
+            lose: marks envs, int `[k]`, as in need of a reset, because an interrupt may come before it.
         """
         for worker_id in self._whole_workers(env_ids):
             if self._is_due(worker_id, num_begun=0) and self._are_reset_whole(worker_id):
@@ -74,12 +74,12 @@ class Recycler:
                 self._pool.recycle(worker_id, is_anew=False)
 
     def after_steps(self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew) -> None:
-        """Replace the workers that are due and all of whose envs were just reset by the steps that ended them.
+        """Replace due workers all of whose envs were just reset by the steps that ended them.
 
         Args:
             env_ids: int `[k]`, which were reset.
             columns: int `[k]`, where their steps are.
-            renew: has envs whose instances are replaced begin their episodes again.
+            renew: makes envs in new instances begin their episodes again.
         """
         column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
         with keeping_steps(self._positions, self._side, env_ids, columns):
@@ -99,11 +99,11 @@ class Recycler:
         return [w for w in np.flatnonzero(counts).tolist() if counts[w] == len(blocks[w]) and self._pool.is_serving(w)]
 
     def _has_batches(self, worker_id: int) -> bool:
-        """Return whether an env of a worker is a batch: where a part of it has ended, the rest is in mid-episode."""
+        """Return whether an env of a worker is a batch: when a part of it ends, the rest is still in an episode."""
         return any(self._pool.specs[env_id].batch_shape for env_id in self._pool.blueprint.blocks[worker_id])
 
     def _are_reset_whole(self, worker_id: int) -> bool:
-        """Return whether the reset to come begins all episodes of a worker's envs, where an env is a batch."""
+        """Return whether the next reset begins all episodes of a worker's envs, if an env is a batch."""
         positions = self._positions
         for env_id in self._pool.blueprint.blocks[worker_id]:
             group, row = positions.places.pairs[env_id]

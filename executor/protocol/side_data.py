@@ -1,4 +1,4 @@
-"""What envs give besides the rows of the slab: values of side-channel leaves, and infos."""
+"""The envs' data outside the slab: values of side-channel leaves, and infos."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class SideData:
 
     Attributes:
         has_values: whether any env has side-channel leaves among its observation.
-        next, root: env id -> one value per leaf of the observation, None for those in the slab: of the latest step, and
-            of the latest reset.
+        next, root: env id -> one value per leaf of the observation (None for leaves in the slab), of the latest step
+            and of the latest reset.
         infos: "next" and "root" -> env id -> the env's info of the step and of the reset of its latest command;
             envs without one may be missing.
     """
 
     def __init__(self, specs: Sequence[EnvSpec], info_policy: InfoPolicy) -> None:
         self.has_values = any(leaf.is_side for spec in specs for leaf in spec.observation)
-        # Of an env that was never reset: None for each leaf, as its numbers are 0.
+        # An env that was never reset has None for each leaf, just as its numbers are 0.
         blank: dict[int, list[Any]] = {i: [None] * len(spec.observation) for i, spec in enumerate(specs)}
         self.next = dict(blank)
         self.root = dict(blank)
@@ -37,12 +37,12 @@ class SideData:
     def note_values(self, frames: Mapping[int, Mapping[str, Any]]) -> None:
         """Keep the side-channel values that came with the latest rows."""
         for env_id, frame in frames.items():
-            if any(value is not None for value in frame["next"]):  # else a new instance that has made no step
+            if any(value is not None for value in frame["next"]):  # otherwise a new instance that has made no step
                 self.next[env_id] = frame["next"]
             self.root[env_id] = frame["root"]
 
     def latest(self, in_root: np.ndarray) -> dict[int, list[Any]]:
-        """Return each env's values where it is now; a fresh dict.
+        """Return the values of each env's present root; a fresh dict.
 
         Args:
             in_root: bool `[N]`, see `Positions`.
@@ -53,11 +53,11 @@ class SideData:
     # ---- infos -------------------------------------------------------------------------------
 
     def note_infos(self, frames: Mapping[int, Mapping[str, Any]], env_ids: Iterable[int]) -> None:
-        """Keep the infos of the latest command, and forget those of the command before it.
+        """Replace the infos of some envs by those of the latest command.
 
         Args:
-            frames: env id -> infos message, of those that have one.
-            env_ids: who was given the command.
+            frames: env id -> infos message, for envs that have one.
+            env_ids: of the command.
         """
         if not frames and not any(self.infos.values()):
             return
@@ -69,7 +69,7 @@ class SideData:
                     kept[env_id] = unpack(frame[section], self._info_policy)
 
     def forget_infos(self) -> None:
-        """Note that the latest command, which was for all envs, has brought no infos."""
+        """Drop all infos: the latest command, which was for all envs, has returned none."""
         for kept in self.infos.values():
             if kept:
                 kept.clear()

@@ -14,12 +14,12 @@ from envherd.shm.specs import Key
 
 
 class ContiguousRows:
-    """Rows of T steps, each of one env: written step by step, and taken when they are full.
+    """Rows of T steps of one env each: written step by step, and taken when full.
 
     Args:
         num_envs: N.
         num_steps: T.
-        num_more: rows besides one per env; more are added when they are needed.
+        num_more: rows in addition to one per env; more are added when needed.
     """
 
     def __init__(self, num_envs: int, num_steps: int, num_more: int) -> None:
@@ -30,12 +30,12 @@ class ContiguousRows:
         self._num_slots = num_envs + num_more
         self._free = list(range(num_envs, self._num_slots))
         self._leaves: dict[Key, torch.Tensor] = {}
-        self._names: dict[bool, tuple[str, ...]] = {False: (), True: ()}  # of the batches written last
+        self._names: dict[bool, tuple[str, ...]] = {False: (), True: ()}  # leaf names of the batches written last
         self._targets: dict[bool, list[tuple[Any, torch.Tensor]]] = {}
         self._nested: dict[bool, TensorDictBase] = {}  # how the leaves nest
 
     def write(self, env_ids: np.ndarray, td: TensorDictBase, *, is_next: bool) -> None:
-        """Write what belongs to the present step of some envs: batch `[k]`."""
+        """Write entries of the present step of some envs: batch `[k]`."""
         names = tuple(td.keys())
         if names != self._names[is_next]:
             self._targets[is_next] = [self._target(td, key, is_next=is_next) for key in leaf_keys(td)]
@@ -47,7 +47,7 @@ class ContiguousRows:
             flat.index_copy_(0, index, value if value.device == flat.device else value.to(flat.device))
 
     def _target(self, td: TensorDictBase, key: Key, *, is_next: bool) -> tuple[Any, torch.Tensor]:
-        """Return how a leaf is called in `td`, and where it is written: `[slots * T, ...]` (VIEW)."""
+        """Return a leaf's key in `td`, and the tensor that it is written to: `[slots * T, ...]` (VIEW)."""
         name, value = ("next", *key) if is_next else key, td.get(key)
         if name not in self._leaves:
             shape = (self._num_slots, self._num_steps, *value.shape[1:])
@@ -55,7 +55,7 @@ class ContiguousRows:
         return key[0] if len(key) == 1 else key, self._leaves[name].flatten(0, 1)
 
     def advance(self, env_ids: np.ndarray) -> None:
-        """Go on to the next step of some envs; rows that are full are put aside."""
+        """Advance some envs to their next step; full rows are put aside."""
         self._at[env_ids] += 1
         for env_id in np.flatnonzero(self._at == self._num_steps).tolist():
             slot = int(self._slots[env_id])
@@ -70,30 +70,30 @@ class ContiguousRows:
         self._slots[env_id] = self._free.pop()
 
     def repair(self) -> None:
-        """Finish what an interrupt, which may have come between any two lines, has left of `advance`."""
+        """Complete an `advance` that was interrupted at any line."""
         self.advance(np.zeros(0, np.int64))
         for env_id in np.flatnonzero(np.isin(self._slots, self.full)).tolist():
             self._begin_row(env_id)
 
     def cut(self, env_ids: np.ndarray) -> None:
-        """Mark the latest steps of some envs as truncated: what follows them was lost, and another episode begins."""
+        """Mark the latest steps of some envs as truncated: the next step was lost, and another episode begins."""
         env_ids = env_ids[self._at[env_ids] > 0]
         slots, at = torch.from_numpy(self._slots[env_ids]), torch.from_numpy(self._at[env_ids] - 1)
         for key, leaf in self._leaves.items():
             if key[0] == "next" and key[-1] == "done":
                 truncated = self._leaves.get((*key[:-1], "truncated"))
-                if truncated is not None:  # an interrupt may have come before it was made
-                    truncated[slots, at] |= ~leaf[slots, at]  # what had ended by itself is not cut
+                if truncated is not None:  # an interrupt may have come before it was created
+                    truncated[slots, at] |= ~leaf[slots, at]  # not for episodes that had ended by themselves
                 leaf[slots, at] = True
 
     def _add_rows(self) -> None:
-        self._names = {False: (), True: ()}  # whose targets are views of the old leaves
+        self._names = {False: (), True: ()}  # the cached targets are views of the old leaves
         self._leaves = {key: torch.cat([leaf, torch.zeros_like(leaf)]) for key, leaf in self._leaves.items()}
         self._num_slots *= 2
         self._free = list(range(self._num_slots // 2, self._num_slots))
 
     def take(self, num_rows: int) -> TensorDictBase:
-        """Return the rows that were full first, batch `[num_rows, T]`, in memory of their own."""
+        """Return the rows that were full first, batch `[num_rows, T]`, a copy."""
         taken, self.full = self.full[:num_rows], self.full[num_rows:]
         self._free += taken
         index = torch.tensor(taken)

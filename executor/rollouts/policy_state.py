@@ -1,8 +1,8 @@
-"""What a policy hands on to itself from step to step: recurrent state, and whatever else it puts into `next`.
+"""Carry a policy's state from step to step: recurrent state, and all other keys that it writes into `next`.
 
-Guarantees: the envs' own keys are never touched. What the policy wrote as `("next", key)` is `key` in the
-root it is given next, row by row and untouched; rows of envs that were reset in between get the primer's
-values where there is a primer, and otherwise keep the old ones (policies that want to know look at `done`).
+Guarantees: the envs' own keys are never changed. A key that the policy wrote as `("next", key)` is `key` in its next
+root, unchanged row by row. Rows of envs that were reset in between get the primer's values, or keep the old ones if
+there is no primer (policies can read `done`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.shm.specs import Key
 
-#: Root names that are neither the envs' nor the policy's.
+#: Root names that belong neither to the envs nor to the policy.
 _NOT_STATE = ("next", "env_ids", "interrupted")
 
 
@@ -24,9 +24,9 @@ class Carried:
     """The state of one policy over one rollout.
 
     Args:
-        known: keys that are the envs'.
-        start: a root batch `[N]`, whose other keys are the state before the first step; or None.
-        primer: batch `[N]`, the state at the begin of an episode; or None.
+        known: the envs' keys.
+        start: a root batch `[N]`; its other keys are the state before the first step. Or None.
+        primer: batch `[N]`, the state at the beginning of an episode; or None.
     """
 
     def __init__(self, known: set[Key], start: TensorDictBase | None, primer: TensorDictBase | None) -> None:
@@ -36,16 +36,16 @@ class Carried:
 
     @property
     def state(self) -> TensorDictBase | None:
-        """What the policy is to be given where the envs are now, by root key."""
+        """The state that belongs to the envs' present roots, by root key."""
         return self._state
 
     @property
     def is_in_use(self) -> bool:
-        """Whether there is anything to hand over."""
+        """Whether there is any state."""
         return self._state is not None or self._primer is not None
 
     def hand_over(self, root: TensorDictBase, fresh: np.ndarray) -> None:
-        """Put the state into the root that the policy is given next.
+        """Write the state into the policy's next root.
 
         Args:
             root: batch `[N]`.
@@ -56,7 +56,7 @@ class Carried:
             root.update(self._state)
 
     def renew(self, fresh: np.ndarray) -> None:
-        """Begin anew for envs that were reset since the last step, bool `[N]`."""
+        """Set the primer's values for envs that were reset since the last step, bool `[N]`."""
         if self._primer is None:
             return
         if self._state is None or fresh.all():
@@ -65,19 +65,19 @@ class Carried:
             self._state = _where(fresh, self._primer, self._state)
 
     def keep(self, acted: TensorDictBase) -> None:
-        """Take the state out of what the policy returned, when its actions have been accepted."""
+        """Read the state from the policy's result, after its actions were accepted."""
         written = get_leaf(acted, "next")
         self._state = None if written is None else own_leaves(written, self._known)
 
 
 def own_leaves(td: TensorDictBase, known: set[Key]) -> TensorDictBase | None:
-    """Return what in a batch is the policy's and not the envs' (VIEW); None if there is nothing."""
+    """Return a batch's entries that are the policy's and not the envs' (VIEW); None if there are none."""
     keys = [key for key in leaf_keys(td) if key not in known and key[0] not in _NOT_STATE]
     return td.select(*keys) if keys else None
 
 
 def check_acted(acted: Any) -> TensorDictBase:
-    """Return what a policy returned.
+    """Return a policy's result.
 
     Raises:
         TypeError: it is no TensorDict.
@@ -97,7 +97,7 @@ def leaf_keys(td: TensorDictBase) -> list[Key]:
 
 
 def _where(rows: np.ndarray, chosen: TensorDictBase, other: TensorDictBase) -> TensorDictBase:
-    """Return `other` with some rows from `chosen`, where it has the key."""
+    """Return `other` with some rows from `chosen`, for keys that `chosen` has."""
     mask = torch.from_numpy(rows)
     result = other.clone(recurse=False)
     for key in leaf_keys(chosen):

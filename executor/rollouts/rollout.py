@@ -1,8 +1,7 @@
-"""Rollouts: T steps of all envs, written by the workers straight into `[N, T, ...]`.
+"""Rollouts: T steps of all envs, which the workers write directly into `[N, T, ...]`.
 
-Guarantees: an observation is written by the worker that has it and not copied again; the policy sees
-views of what will be returned; a transition's `next` is never a reset observation, and the root after
-an end is never a terminal one.
+Guarantees: a worker writes an observation once, and it is not copied again; the policy gets views of the data that will
+be returned; a transition's `next` is never a reset observation, and the root after an end is never a terminal one.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _log = logging.getLogger("envherd")
 
 
 class Actor(Protocol):
-    """What a rollout asks of the executor where it has no policy."""
+    """The method that a rollout without a policy uses of the executor."""
 
     def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
         """Return `td` (or a new batch) with random actions."""
@@ -51,8 +50,7 @@ class RolloutRunner:
     """Runs rollouts for one executor.
 
     Attributes:
-        state_left: what the policy had handed on when the latest rollout was broken off, own memory; None after one
-            that was not.
+        state_left: the policy's state when the latest rollout was broken off, own memory; None if it was not.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -132,7 +130,7 @@ class RolloutRunner:
 
     @contextlib.contextmanager
     def _leaving(self, carried: Carried) -> Iterator[None]:
-        """Keep the policy's state of a rollout that is broken off."""
+        """Keep the policy's state if the rollout is broken off."""
         self.state_left = None
         try:
             yield
@@ -141,7 +139,7 @@ class RolloutRunner:
             raise
 
     def _check_out(self, out: TensorDictBase) -> None:
-        """Refuse an `out` that the rollouts of these envs do not fit into."""
+        """Refuse an `out` that does not fit the rollouts of these envs."""
         shape, own = tuple(out.batch_size), tuple(self._engine.batch_size)
         if len(shape) < 2 or (shape[0], *shape[2:]) != own or not shape[1]:
             expected = ", ".join(map(str, (own[0], "T", *own[1:])))
@@ -153,7 +151,7 @@ class RolloutRunner:
             )
 
     def _checked(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call of the policy or the callback, after which the executor must still be open."""
+        """Return a call of the policy or the callback that checks afterwards that the executor is still open."""
 
         def checked(*args: Any) -> Any:
             result = call(*args)
@@ -164,7 +162,7 @@ class RolloutRunner:
 
 
 def _check(max_steps: Any, policy: Any, callback: Any, switches: tuple[Any, Any, Any]) -> None:
-    """Refuse arguments of a rollout that are of a wrong kind."""
+    """Refuse arguments of wrong types."""
     if callable(max_steps):
         raise TypeError("rollout failed: expected the number of steps first, got a callable. Write (200, policy).")
     need_callables("rollout", policy=policy, callback=callback)
@@ -203,7 +201,7 @@ class _Run:
         self.carried = carried
         self._fresh = np.ones(engine.num_envs, bool)
         self._cut: np.ndarray | None = None  # see `Flight`
-        #: Where the inputs of a step are kept, and where they are read from.
+        #: The tensors that keep the inputs of a step, and the keys that they are read from.
         self._kept_inputs = [
             (columns["input", *leaf.key], group.inputs["input", *leaf.key])
             for group, columns in zip(self._positions.slab.groups, lease.storage.columns, strict=True)
@@ -211,7 +209,7 @@ class _Run:
         ]
 
     def start(self, *, auto_reset: bool) -> None:
-        """Reset what is to be reset, and fill column 0 of the root."""
+        """Reset envs as requested, and fill column 0 of the root."""
         self._fresh, self._cut = self._engine.reset_for_rollout(auto_reset=auto_reset)
         lease = self._lease
         self._positions.move_to(storage_columns(lease.target, lease.storage, self._positions.places))
@@ -249,7 +247,7 @@ class _Run:
         return num_steps
 
     def _with_next(self, acted: TensorDictBase, step: int) -> TensorDictBase:
-        """Return a step's batch with its `next` (VIEWS), and what the policy had put there."""
+        """Return a step's batch with its `next` (VIEWS), including the policy's entries there."""
         leaves = [
             [tensors["next", *key][:, step] for key in batch.next_keys]
             for tensors, batch in zip(self._lease.tensors, self._batches.groups, strict=True)
@@ -342,7 +340,7 @@ class _Run:
 
 
 def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:
-    """Mark the last step of every env, and of its agents, as truncated, in the data alone: the envs go on."""
+    """Mark the last step of every env, and of its agents, as truncated, only in the data: the envs keep running."""
     rows = data.tensordicts if isinstance(data, LazyStackedTensorDict) else [data]
     for row, spec in zip(rows, specs, strict=False):
         last = -1 if row is not data else (slice(None), -1)
@@ -352,7 +350,7 @@ def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:
 
 
 def _fill(out: TensorDictBase, data: TensorDictBase) -> TensorDictBase:
-    """Put a rollout's data into the caller's batch; return as much of it as was filled."""
+    """Copy a rollout's data to the caller's batch; return the part that was filled."""
     num_steps = data.batch_size[1]
     part = out if num_steps == out.batch_size[1] else out[:, :num_steps]
     if isinstance(data, LazyStackedTensorDict):

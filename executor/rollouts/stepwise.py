@@ -1,8 +1,8 @@
-"""Rollouts whose steps are handed out one by one, and stacked at the end: for batches that live on a device.
+"""Rollouts for batches on a device: steps are moved one by one and stacked at the end.
 
-Workers cannot write into a device's memory, so nothing is gained by a storage that they share; each step
-crosses as one transfer instead, and the stack is made where the learner wants it.
-Guarantees and result are those of `rollout`; a loss replaced in between is marked `interrupted` as there.
+Workers cannot write to a device's memory, so a shared storage has no advantage. Instead each step is one transfer, and
+the steps are stacked on the learner's device.
+Guarantees and result are those of `rollout`, including `interrupted` rows after a loss.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StepwiseRun:
         self._callback = callback
         self._breaks = break_when_any_done
         self._steps: list[TensorDictBase] = []
-        self._keys: list[Key] = []  # of the first step, which all others have too
+        self._keys: list[Key] = []  # of the first step, as of all others
         self._root_keys = {leaf.key for spec in engine.specs for leaf in (*spec.observation, *spec.done)}
 
     def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
@@ -78,7 +78,7 @@ class StepwiseRun:
         try:
             next_td, after = engine.step_all(acted, op, cut)
         except EnvherdError as error:
-            if error.partial is not None:  # the others were stepped
+            if error.partial is not None:  # the other envs were stepped
                 self._carried.keep(acted)
                 self._carried.renew(engine.positions.in_root)
             raise

@@ -1,13 +1,13 @@
-"""Rollout storages: memory `[N, T, ...]` that workers write into directly, lent out and taken back.
+"""Rollout storages: memory `[N, T, ...]` that workers write to directly, lent to callers and reused.
 
-A storage that a rollout was returned in belongs to the caller for as long as any tensor of it lives.
-Then it is used again, which saves the page faults of fresh memory (94 us against 6 us for a batch of
-8 images of 84x84x4). Workers keep the latest `_MAX_ATTACHED` storages mapped, used or free; an older
-one is the caller's alone, so that a program that keeps all its rollouts runs out of nothing but memory.
+The storage of a returned rollout belongs to the caller as long as any of its tensors lives. Then it is reused, which
+saves the page faults of fresh memory (94 us against 6 us for a batch of 8 images of 84x84x4). Workers keep the latest
+`_MAX_ATTACHED` storages mapped, used or free. Older ones belong only to the caller, so a program that keeps all its
+rollouts uses up only memory, and no descriptors.
 
-Guarantees: a storage whose tensors a forked process may hold is never used again. (It stays shared memory: what
-either process changes in it in place, the other sees.) The last tensor may go in any thread, at any instant.
-Assumes: `lend`, `find` and `settle` are called by one thread at a time; forks are python's (`os.fork`).
+Guarantees: a storage whose tensors a forked process may hold is never reused. (It stays shared memory: each process
+sees the other's changes in place.) The last tensor may be freed in any thread, at any instant.
+Assumes: `lend`, `find` and `settle` are called by one thread at a time; forks are made by `os.fork`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _MAX_ATTACHED = 4
 
-#: Grows before each fork of this process and after it; storages lent before a fork are known by it.
+#: Incremented before and after each fork of this process; identifies storages that were lent before a fork.
 _num_forks = 0
 
 
@@ -44,7 +44,7 @@ class Lease:
     """One storage in use by one rollout.
 
     Attributes:
-        target: the number by which workers know it.
+        target: its number in commands.
         lent_at: `_num_forks` when it was lent.
         storage: its arrays.
         tensors: per group, name -> tensor `[n, T, ...]` over the same memory.
@@ -59,7 +59,7 @@ class Lease:
         self.lent_at = 0
 
     def open(self) -> np.ndarray:
-        """Make the arrays; return the buffer whose end means that nobody uses them any more."""
+        """Create the arrays; return the buffer, which is freed once they are unused."""
         buffer: np.ndarray = self.memory.array()
         self.storage = Storage(self.plan, buffer)
         self.tensors = [{n: torch.from_numpy(a) for n, a in group.items()} for group in self.storage.columns]
@@ -69,7 +69,7 @@ class Lease:
         return buffer
 
     def shut(self) -> None:
-        """Let go of the arrays; tensors over them keep their memory."""
+        """Drop the arrays; tensors over them keep their memory."""
         for name in ("storage", "tensors", "roots"):
             vars(self).pop(name, None)
 
@@ -90,19 +90,19 @@ class Lease:
 
     @property
     def address(self) -> int:
-        """Where its `next/done` of group 0 starts: by this an `out` is recognised."""
+        """The address of its `next/done` of group 0, by which an `out` is recognised."""
         return self.tensors[0]["next", "done"].data_ptr()
 
 
 class StorageShelf:
-    """Makes, lends and takes back storages for one pool."""
+    """Creates, lends and reuses storages for one pool."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._next_target = 1
         self._free: deque[Lease] = deque()
         self._lent: dict[int, Lease] = {}
-        #: `(address, target)` of storages whose last tensor has gone: any thread appends, `lend` takes.
+        #: `(address, target)` of storages whose last tensor was freed: any thread appends, `lend` removes.
         self._returned: deque[tuple[int, int]] = deque()
 
     def lend(self, num_columns: int) -> Lease:
@@ -120,7 +120,7 @@ class StorageShelf:
         return lease
 
     def find(self, out: TensorDictBase) -> Lease | None:
-        """Return the storage that `out` is; None if it came from no rollout of this executor, or is a part of one."""
+        """Return the storage of `out`; None unless it is a whole rollout of this executor."""
         done = out.get(("next", "done"), None)
         lease = self._lent.get(done.data_ptr()) if isinstance(done, torch.Tensor) else None
         if lease is None:
@@ -132,7 +132,7 @@ class StorageShelf:
         return None
 
     def settle(self, lease: Lease) -> None:
-        """The rollout is done: the caller's tensors alone keep the storage now."""
+        """End a rollout: from now on only the caller's tensors keep the storage."""
         if self._pool.holds_storages:  # until it closes
             self._pool.detach_storage(lease.target)
             self._lent.pop(lease.address, None)
@@ -151,11 +151,11 @@ class StorageShelf:
             weakref.finalize(buffer, self._returned.append, (address, lease.target)).atexit = False
 
     def _take_back(self) -> None:
-        """Make storages free that nobody holds tensors of any more; forget those that a forked process may hold."""
+        """Mark storages without live tensors as free; drop those that a forked process may hold."""
         while self._returned:
             address, target = self._returned[0]
             lease = self._lent.get(address)
-            if lease is not None and lease.target == target:  # else it was the caller's alone
+            if lease is not None and lease.target == target:  # otherwise it belonged only to the caller
                 if lease.lent_at == _num_forks:
                     self._free.append(lease)
                 else:

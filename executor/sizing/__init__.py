@@ -1,12 +1,12 @@
-"""How many envs on how many workers: settings are run on this machine, and the smallest of the best is taken.
+"""Choose numbers of envs and workers: run settings on this machine, and take the smallest of the fastest ones.
 
-settings       which settings are compared
-probing        a probe worker builds, resets and steps one env: its figures are a `measurement`
-limits         what a setting takes, and which settings do not fit
-driving        an executor run as a training loop would, a turn at a time
-choosing       the choice, from a table of speeds in rounds
-search         executors started, run in rounds, dropped, compared
-scaling        what was measured, for other numbers and other machines
-reasons        what binds, in sentences
-recommending   all of it in one call, and "auto"
+settings       the settings to compare
+probing        a probe worker builds, resets and steps one env; the result is a `measurement`
+limits         the resources of a setting, and the settings that do not fit
+driving        run an executor like a training loop, in turns
+choosing       choose from a table of speeds in rounds
+search         start executors, run them in rounds, drop and compare them
+scaling        scale measurements to other numbers and other machines
+reasons        sentences on the bottleneck
+recommending   all of this in one call, and "auto"
 """

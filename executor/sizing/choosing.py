@@ -1,7 +1,7 @@
-"""Which setting is taken: pure, from a table of speeds in rounds.
+"""Choose a setting from a table of speeds in rounds; pure.
 
-In a round every setting that is still compared has one turn, so what disturbs the machine for seconds disturbs all of
-them. Settings are therefore compared within rounds, and the median over rounds counts.
+In a round every remaining setting has one turn, so a disturbance of some seconds affects all of them. Settings are
+therefore compared within rounds, and the median over rounds counts.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from envherd.executor.sizing.driving import Turn
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.settings import Setting
 
-#: A smaller setting is taken if it makes this share of the best one's steps.
+#: A smaller setting is chosen if it reaches this share of the best one's speed.
 GOOD_ENOUGH = 0.95
-#: What the logarithm of a relative speed varies by from round to round, at least.
+#: Least standard deviation of the logarithm of a relative speed between rounds.
 _LEAST_SPREAD = 0.06
-#: Standard errors by which a setting is too slow to be run further, and by which the choice is clear.
+#: Number of standard errors by which a setting is too slow to be continued, and by which the choice is clear.
 _DROP_ERRORS, _CLEAR_ERRORS = 2.0, 1.0
-#: Rounds before a setting is dropped, before the choice is believed, and after which it is believed anyway.
+#: Least rounds before a setting is dropped, least rounds before the choice is accepted, and rounds after which it is
+#: always accepted.
 _BEFORE_DROP, _BEFORE_CHOICE, MOST_ROUNDS = 2, 4, 6
-#: Ends of episodes, in the probe or in all turns, from which on they say how often episodes end.
+#: Number of episode ends, in the probe or in all turns, that is enough to estimate their rate.
 _MANY_RESETS = 20
-#: What is left of a turn's seconds at least, however many resets more than usual it had.
+#: Least share of a turn's seconds that remains after the correction for resets.
 _LEAST_PART = 0.2
-#: Of a reset in the probe, which was alone, the most for which one of several together keeps a batch waiting.
+#: Largest wait of a batch for one of several simultaneous resets, relative to a single reset in the probe.
 _MOST_OF_RESET = 2.0
 
 #: The speeds of one round, env-steps per second.
@@ -34,11 +35,11 @@ Round = Mapping[Setting, float]
 
 
 def choose(rounds: Sequence[Round], target: float | None = None) -> Setting:
-    """Return the smallest setting within 5 % of the best, or the smallest that reaches a target.
+    """Return the smallest setting within 5 % of the fastest, or the smallest one that reaches a target.
 
     Args:
         rounds: at least one. A setting that was dropped is missing from the latest, and is not chosen.
-        target: env-steps per second. Where none reaches it, the best counts.
+        target: env-steps per second. If no setting reaches it, the fastest counts.
     """
     rates = {one: rate for one, rate in speeds(rounds).items() if one in rounds[-1]}
     enough = GOOD_ENOUGH * max(rates.values())
@@ -75,7 +76,7 @@ def survivors(rounds: Sequence[Round], target: float | None = None) -> set[Setti
 
 
 def is_sure(rounds: Sequence[Round]) -> bool:
-    """Return whether more rounds would hardly change the choice."""
+    """Return whether more rounds are unlikely to change the choice."""
     logs, spread = _alive_logs(rounds)
     fewest = min(len(values) for values in logs.values())
     if fewest < _BEFORE_CHOICE or fewest >= MOST_ROUNDS:
@@ -90,18 +91,18 @@ def is_sure(rounds: Sequence[Round]) -> bool:
 def corrected(
     turn: Turn, setting: Setting, measured: Measurement, end_share: float, own_turns: Sequence[Turn], cores: float
 ) -> float:
-    """Return the speed of a turn, as if it had had as many resets as its steps have on average.
+    """Return the speed of a turn, corrected to the average number of resets for its steps.
 
-    How many episodes end in a turn is chance where they are long, and envs whose episodes have one length are reset
-    together. In synchronous batches the time for which the setting's own turns waited for resets is spread over all
-    steps; if there was none, as with first-K, it is what the probe measured: a reset keeps all waiting, or its own
-    worker. Resets ahead keep nobody waiting, but need the processors that steps need.
+    With long episodes the number of ends in a turn is random, and envs whose episodes have one length are reset
+    together. For synchronous batches, the setting's measured time of waiting for resets is spread over all steps.
+    Without such a measurement, as with first-K, the probe's time of a reset is used: a reset delays all envs, or only
+    its worker. Resets ahead delay no env, but take processor time from steps.
 
     Args:
-        turn: as it was.
-        setting: that made it.
+        turn: as measured.
+        setting: of the turn.
         measured: of the env; how long a reset takes.
-        end_share: of all steps, those that end an episode.
+        end_share: share of steps that end an episode.
         own_turns: all turns of the setting.
         cores: that may be used.
     """
@@ -125,10 +126,10 @@ def corrected(
 
 
 def share_of_ends(turns: Sequence[Turn], measured: Measurement) -> float:
-    """Return the share of steps that end an episode: of the probe if it saw many end, else of all turns if they did.
+    """Return the share of steps that end an episode, from the probe or from all turns, whichever saw enough ends.
 
-    Turns are short: where all episodes have one length, their ends may fall between the turns. Where the probe saw
-    none, its steps and those of all turns count together.
+    Turns are short: if all episodes have one length, their ends may fall between the turns. If the probe saw no end,
+    its steps and those of all turns count together.
     """
     resets, steps = sum(turn.resets for turn in turns), sum(turn.steps for turn in turns)
     is_known = measured.episode_steps > 0 or measured.end_share * measured.steps_measured >= _MANY_RESETS
@@ -146,7 +147,7 @@ def _by_setting(rounds: Sequence[Round]) -> dict[Setting, list[float]]:
 
 
 def _anchor(rounds: Sequence[Round]) -> Setting:
-    """Return the setting of the latest round that had most rounds; of several, the fastest."""
+    """Return the setting of the latest round with the most rounds; of several, the fastest."""
     rates = _by_setting(rounds)
     return max(rounds[-1], key=lambda one: (len(rates[one]), np.median(rates[one])))
 
@@ -162,9 +163,9 @@ def _logs(rounds: Sequence[Round], anchor: Setting) -> dict[Setting, list[float]
 
 
 def _alive_logs(rounds: Sequence[Round]) -> tuple[dict[Setting, list[float]], float]:
-    """Return the logarithms of those in the latest round, and by how much one varies from round to round.
+    """Return the logarithms of the settings in the latest round, and the standard deviation between rounds.
 
-    The spread is that of all settings: a few values of one may agree by chance.
+    The deviation is pooled over all settings, because a few values of one may agree by chance.
     """
     anchor = _anchor(rounds)
     logs = {one: values for one, values in _logs(rounds, anchor).items() if one in rounds[-1]}

@@ -1,4 +1,4 @@
-"""Running an executor as a training loop would, with random actions: synchronously or first-K, a turn at a time."""
+"""Run an executor like a training loop, with random actions, synchronously or first-K, in turns."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.monitor.loads import read_loads
 from envherd.executor.sizing.settings import Mode
 
-#: Batches of random actions that are drawn beforehand and used in turn.
+#: Number of batches of random actions that are drawn in advance and used cyclically.
 _NUM_DRAWN = 16
-#: Batches before a turn that are not counted, batches of a turn at least, and the seconds up to which that holds.
+#: Uncounted batches before a turn, least number of batches of a turn, and the largest number of seconds for reaching
+#: it.
 _WARM_UP, _LEAST_BATCHES, _LEAST_S = 2, 4, 1.0
-#: A batch that takes this many times as long as the fastest, and in which envs were reset, waited for the resets.
+#: A batch with resets that takes this many times as long as the fastest batch waited for the resets.
 _STANDS_OUT = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one setting did in one turn.
+    """The measurements of one turn of a setting.
 
     Attributes:
-        steps: env-steps that were made.
-        seconds: that they took.
-        resets: of envs meanwhile.
-        busy_s: seconds that workers spent on commands meanwhile, summed over workers.
+        steps: env-steps.
+        seconds: of all steps.
+        resets: of envs in the turn.
+        busy_s: seconds that workers spent on commands, summed over workers.
         reset_s: of these, on commands with a reset; estimated from samples.
-        reset_wait_s: seconds by which batches with resets took longer than others, where that stood out.
+        reset_wait_s: seconds by which batches with resets took longer than others, if clearly longer.
     """
 
     steps: int
@@ -50,11 +51,11 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What is known of an executor after its turns.
+    """Figures of an executor after its turns.
 
     Attributes:
-        step_p50_s, step_p99_s: of the worker where they are largest; None if too few steps were timed.
-        worker_bytes: memory that its workers do not share.
+        step_p50_s, step_p99_s: of the worker with the largest ones; None if too few steps were timed.
+        worker_bytes: private memory of its workers.
     """
 
     step_p50_s: float | None = None
@@ -72,10 +73,10 @@ class Runner(Protocol):
     start_s: float
 
     def turn(self, mode: Mode, least_steps: int = 0) -> Turn:
-        """Run for a while in a mode, and for that many env-steps at least."""
+        """Run for a turn in a mode, and for at least `least_steps` env-steps."""
 
     def figures(self) -> Figures:
-        """Return what is known of it."""
+        """Return its figures."""
 
     def close(self) -> None:
         """End it."""
@@ -85,9 +86,9 @@ class Driver:
     """Starts an executor and steps it in turns; between turns no env is stepping.
 
     Args:
-        open_env: starts it.
+        open_env: starts the executor.
         span_s: seconds of a turn.
-        policy_s: seconds to wait before each batch of actions, as for a policy on a GPU.
+        policy_s: seconds to sleep before each batch of actions, like a policy on a GPU.
     """
 
     def __init__(self, open_env: Callable[[], BatchedEnv], span_s: float, policy_s: float = 0.0) -> None:
@@ -111,7 +112,7 @@ class Driver:
         self._env.close()
 
     def figures(self) -> Figures:
-        """Return what `statistics()` reports of the workers."""
+        """Return the figures of the workers in `statistics()`."""
         workers = self._env.statistics().workers
         known = [(one.step_p50_s, one.step_p99_s) for one in workers if one.step_p50_s and one.step_p99_s]
         return Figures(
@@ -121,9 +122,9 @@ class Driver:
         )
 
     def turn(self, mode: Mode, least_steps: int = 0) -> Turn:
-        """Run for a while in a mode, and for that many env-steps at least; then from a reset of all envs."""
+        """Run for a turn in a mode, or for at least `least_steps` env-steps from a reset of all envs."""
         batch = self._step if mode == "sync" else self._exchange
-        if least_steps:  # first-K has moved the episodes of envs apart, which synchronous steps never do
+        if least_steps:  # first-K shifts envs' episodes against each other, which synchronous steps do not
             self._root = self._env.reset()
         if mode == "first-k":
             self._env.send(self._act(self._root, None))
@@ -131,7 +132,7 @@ class Driver:
             batch()
         before = self._counters()
         steps, seconds, reset_wait_s = self._run(batch, least_steps)
-        if mode == "first-k" and least_steps:  # resets under way belong to whole episodes
+        if mode == "first-k" and least_steps:  # pending resets belong to whole episodes
             began = time.perf_counter()
             steps += self._receive_rest()
             seconds += time.perf_counter() - began
@@ -143,13 +144,13 @@ class Driver:
         )
 
     def _receive_rest(self) -> int:
-        """Wait for the envs that step, and return how many these were."""
+        """Wait for the envs that are stepping, and return their number."""
         received = self._env.recv(with_root=False)
         self._root = self._env.current()
         return len(received)
 
     def _run(self, batch: Callable[[], int], least_steps: int) -> tuple[int, float, float]:
-        """Return steps, the seconds that they took, and those for which batches waited for resets."""
+        """Return the steps, their seconds, and the seconds of waiting for resets."""
         num_resets = self._env.engine.pool.slab.words["resets"].sum
         count, steps, spent_s, waited_s = 0, 0, 0.0, 0.0
         fastest_s, seen = math.inf, num_resets()
@@ -166,7 +167,7 @@ class Driver:
         return steps, spent_s, waited_s
 
     def _counters(self) -> tuple[float, float, float]:
-        """Return what `statistics()` counts, without its look at the processes: resets, busy and reset seconds."""
+        """Return resets, busy and reset seconds as in `statistics()`, without reading the processes."""
         pool = self._env.engine.pool
         loads = [
             load

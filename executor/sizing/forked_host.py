@@ -1,10 +1,10 @@
-"""A process for `SerialEnv` that is forked from the command line's, which has imported torch: it starts in no time.
+"""A process for `SerialEnv`, forked from that of the command line, which has already imported torch: it starts at once.
 
-Only `envherd size` uses it, before it has started a thread. A program's own process is never forked: see
+Only `envherd size` uses it, before it has started a thread. Other programs' processes are never forked: see
 `opening.SerialProcess`.
 
-Guarantees: an env that crashes or hangs there is an error here. The process ends with this one, and `close` kills it
-and what its envs have started.
+Guarantees: a crash or hang of an env there raises an error here. The process ends with this one, and `close` kills it
+and its envs' processes.
 Platforms: Linux (pidfd, prctl).
 """
 
@@ -34,7 +34,7 @@ class ForkedHost:
         owner = os.getpid()
         self._connection, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: numpy's, which is ready for forks
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they are numpy's, which supports forks
             self._pid = os.fork()
         if self._pid == 0:
             _become_host(owner, self._connection, theirs)
@@ -43,7 +43,7 @@ class ForkedHost:
         self._is_closed = False
 
     def prepare(self, made_by: SerialFactory, patience_s: float) -> None:
-        """Say what to run, and how many seconds a call may take.
+        """Set what to run, and the seconds that a call may take.
 
         Raises:
             WorkerLost: the process has ended.
@@ -55,7 +55,7 @@ class ForkedHost:
         """Call a method of the host and return what it returns.
 
         Raises:
-            EnvError: it raised. WorkerLost: the process has ended. WorkerTimeout: it was late, and was killed.
+            EnvError: the method raised. WorkerLost: the process has ended. WorkerTimeout: it was late, and was killed.
         """
         self._send((name, args))
         # The connection ends with the process.
@@ -91,7 +91,7 @@ class ForkedHost:
                     os.kill(self._pid, signal.SIGKILL)
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._pid, signal.SIGKILL)  # what its envs have started; the id is not reused before the wait
+                os.killpg(self._pid, signal.SIGKILL)  # its envs' processes; the id is not reused before the wait
             self._code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             self._is_closed = True
             os.close(self._pidfd)
@@ -100,7 +100,7 @@ class ForkedHost:
 
 
 def _become_host(owner: int, ours: Connection, theirs: Connection) -> None:
-    """Serve calls until the owner has gone; never returns."""
+    """Serve calls until the owner has ended; never returns."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != owner:

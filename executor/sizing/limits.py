@@ -1,4 +1,4 @@
-"""What a setting takes, and what does not fit: memory with headroom, files, processes, GPU memory, processors."""
+"""A setting's resources and the limits for them: memory with headroom, files, processes, GPU memory, processors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from envherd.executor.sizing.measurement import Measurement, slab_bytes
 from envherd.executor.sizing.settings import WAITS, Goal, Setting, counted
 from envherd.workers.errors import EnvherdError
 
-#: Descriptors the executor keeps open, in all and for each worker.
+#: Number of descriptors that the executor keeps open, in all and for each worker.
 FILES_FIXED, FILES_PER_WORKER = 6, 3
 _MIB = 2**20
 
@@ -25,7 +25,7 @@ class Refusal:
 
     Attributes:
         kind: "memory", "open files", "processes", "GPU memory", "processors", "start", "failure" or "budget".
-        text: with the numbers.
+        text: the reason, with the numbers.
     """
 
     kind: str
@@ -33,17 +33,17 @@ class Refusal:
 
     @property
     def is_of_machine(self) -> bool:
-        """Whether the machine is too small, rather than the time."""
+        """Whether the machine is too small, not the time budget."""
         return self.kind in ("memory", "open files", "processes", "GPU memory")
 
 
 class Limits:
-    """What an env takes of a machine.
+    """The limits of a machine for settings of one env.
 
     Args:
         measured: of the env.
-        machine: what may be used.
-        goal: whose headroom is kept.
+        machine: the available resources.
+        goal: with the headroom to keep.
         num_frames: of the executor's ring.
 
     Attributes:
@@ -58,7 +58,7 @@ class Limits:
         self.usable = int(self.room * (1 - goal.headroom))
 
     def memory_bytes(self, setting: Setting) -> int:
-        """Return bytes of workers, helper and shared memory; nothing of the learner's."""
+        """Return bytes of workers, helper and shared memory, without the learner's."""
         one, processes = self.measured, setting.num_processes
         envs = setting.num_envs * (1 + setting.reset_ahead)
         slab = self.slab_bytes(setting)
@@ -72,7 +72,7 @@ class Limits:
         return slab_bytes(self.measured.spec, setting.num_envs, setting.num_processes, self._num_frames)
 
     def start_s(self, setting: Setting) -> float:
-        """Return seconds until an executor is ready and its envs are reset, the helper being there."""
+        """Return seconds until an executor is ready and its envs are reset, with a running helper."""
         one = self.measured
         rest = setting.most_per_worker - 1
         each = one.build_s + one.first_reset_s + rest * (one.build_further_s + one.reset_median_s)
@@ -101,7 +101,7 @@ class Limits:
         return None
 
     def fitted(self, setting: Setting) -> Setting | None:
-        """Return the largest setting that fits, with as many or fewer envs a worker, then workers; None for none."""
+        """Return the largest setting that fits, reducing first envs per worker and then workers; None if none fits."""
         if self.refusal(setting) is None:
             return setting
         if setting.reset_ahead or not setting.num_workers:
@@ -116,7 +116,7 @@ class Limits:
         return self._filled(fewer(counts[num_fitting - 1]), setting.most_per_worker) if num_fitting else None
 
     def _filled(self, setting: Setting, most_each: int) -> Setting:
-        """Return a setting with as many envs for each worker as fit, where their number is not fixed."""
+        """Return a setting with as many envs per worker as fit, if their number is not fixed."""
         each = most_each if self._goal.num_envs is None else 1
         while each > 1:
             more = replace(setting, num_envs=setting.num_workers * each)
@@ -126,7 +126,7 @@ class Limits:
         return setting
 
     def most_envs(self, num_workers: int) -> int | None:
-        """Return how many envs fit the memory on a number of workers, or None for over a thousand for each."""
+        """Return how many envs fit the memory with `num_workers` workers; None for more than a thousand per worker."""
         workers = max(1, num_workers)
         first, more = (
             self.memory_bytes(Setting(num_envs=count, num_workers=workers)) for count in (workers, workers + 16)
@@ -135,7 +135,7 @@ class Limits:
         return most if most < 1000 * workers else None
 
     def does_not_fit(self, refusal: Refusal) -> DoesNotFit:
-        """Return the error that says what does not fit."""
+        """Return the error for a refusal."""
         one, goal = self.measured, self._goal
         wanted = Setting(num_envs=goal.num_envs or 1, num_workers=min(goal.num_workers or 1, goal.num_envs or 1))
         needed = self.memory_bytes(wanted)

@@ -1,4 +1,4 @@
-"""What a probe has measured of an env, as plain frozen values in seconds and bytes."""
+"""A probe's measurements of an env, as plain frozen values in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from envherd.shm.specs import EnvSpec
 
 #: A step blocks if it waits (sleeps, reads, lets its own threads work) for more than this share of its time.
 _BLOCKING_SHARE = 0.2
-#: Bytes that a process may take more for reasons of python's own.
+#: Bytes by which a process may grow because of Python itself.
 _NOISE_BYTES = 64 * 1024
-#: Envs up to which a slab is planned to the byte.
+#: Number of envs up to which the size of a slab is exact.
 _MANY_ENVS = 1024
-#: Squared coefficient of variation of episodes' lengths, where only one has ended.
+#: Squared coefficient of variation of episodes' lengths if only one has ended.
 _VARIATION = 0.5
 
 
@@ -27,30 +27,30 @@ class Measurement:
 
     Attributes:
         spec: its observations and actions.
-        build_s: the first build in a process. Imports that its factory does not announce are part of it.
-        build_further_s: a further build in the same process; `build_s` where there was none.
+        build_s: the first build in a process, including imports that the factory does not announce.
+        build_further_s: a further build in the same process; `build_s` if there was none.
         first_reset_s: the first reset.
-        reset_median_s: median of the resets after the first; `first_reset_s` where there was none.
-        step_median_s, step_p99_s: of steps as the clock saw them, whatever else the machine did.
-        step_mean_s: of a step on an undisturbed processor, row written, reset not included.
+        reset_median_s: median of the resets after the first; `first_reset_s` if there was none.
+        step_median_s, step_p99_s: of steps in wall time, including disturbances.
+        step_mean_s: of a step on an undisturbed processor, including its row, without resets.
         cpu_per_step_s: processor seconds of a step, of all threads and child processes.
-        hidden_cpu_share: of `cpu_per_step_s`, what the env's threads and processes use.
+        hidden_cpu_share: share of `cpu_per_step_s` that the env's threads and processes use.
         num_threads: threads (and processes) that the env has started.
-        steps_measured: steps that the figures are from.
-        end_share: steps after which an episode had ended, of all; 0 if none did.
-        episode_steps: the length of all episodes, if several ended and all had one length; else 0.
-        contention: share of the time in which the probe waited for a processor that others used.
+        steps_measured: number of steps behind the figures.
+        end_share: share of steps that ended an episode; 0 if none did.
+        episode_steps: the length of episodes, if several ended and all had the same; else 0.
+        contention: share of the time in which the probe waited for a processor.
         worker_bytes: memory of a worker without an env.
-        first_env_bytes: what the first env of a worker adds.
-        further_env_bytes: what each further one adds; `first_env_bytes` where there was none.
+        first_env_bytes: added by the first env of a worker.
+        further_env_bytes: added by each further one; `first_env_bytes` if there was none.
         shared_bytes: what exists once for all workers: the helper, and libraries.
         grown_per_reset_bytes, grown_per_1000_steps_bytes: of one env; small ones are noise.
         row_bytes: of one env in a batch: a transition, the next root and the action.
-        gpu_bytes: memory of GPUs that the probe used; None where there is none.
-        start_s: from nothing to a worker that could build.
+        gpu_bytes: memory of GPUs that the probe used; None without a GPU.
+        start_s: from the start of the helper until a worker could build.
         is_alone: whether a process can have only one such env.
         imported: packages that were imported when the first env was built.
-        stopped_by: what ended the probe early, in words; empty if nothing did.
+        stopped_by: text that describes what ended the probe early; empty if nothing did.
     """
 
     spec: EnvSpec
@@ -85,7 +85,7 @@ class Measurement:
 
     @property
     def waits_share(self) -> float:
-        """Share of a step in which the processor is free for others."""
+        """Share of a step in which the processor is free."""
         return max(0.0, 1 - self.cpu_per_step_s / self.step_mean_s) if self.step_mean_s > 0 else 0.0
 
     @property
@@ -95,7 +95,7 @@ class Measurement:
         return resets_s / (self.step_mean_s + resets_s) if resets_s else 0.0
 
     def whole_steps(self, steps: int, resets: int) -> float:
-        """Return the steps, each with its share of a reset, that are as much work as these steps and resets."""
+        """Return the number of steps (each with its share of a reset) with the same work as these steps and resets."""
         return (steps * self.step_mean_s + resets * self.reset_median_s) / (
             self.step_mean_s + self.end_share * self.reset_median_s
         )
@@ -109,7 +109,7 @@ class Measurement:
 
 
 def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **further: Any) -> Measurement | None:
-    """Return what a probe's figures say, or None if it did not get as far as steps.
+    """Return the measurement from a probe's figures, or None if it made no steps.
 
     Args:
         figures: of `workers.probing.probe`.
@@ -162,10 +162,10 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
 
 
 def _own_times(times: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return wall seconds, seconds on an undisturbed processor (of each call), and mean processor seconds.
+    """Return per call wall seconds and seconds on an undisturbed processor, and mean processor seconds.
 
-    Where calls only compute, what they took of the processor is their own time, whatever else the machine did.
-    Where they also wait, it is wall time less the time for which others had the processor.
+    For calls that only compute, the undisturbed time is their processor time. For calls that also wait, it is wall time
+    minus the time spent waiting for a processor.
 
     Args:
         times: ns `[3, n]`: wall, processor, waiting for a processor.
@@ -181,7 +181,7 @@ def _env_bytes(figures: Mapping[str, Any]) -> tuple[int, int, int]:
     envs = [env for env in figures["envs"] if "ready" in env or "stepped" in env]
     before = [figures["base"], *(env["before"] for env in envs[1:])]
     after = [env.get("ready", env.get("stepped")) for env in envs]
-    # The rows that the probe itself had for the env are no more the env's than its other memory.
+    # The probe's own rows for the env do not count as the env's memory.
     row = row_bytes(EnvSpec.from_plain(figures["spec"]))
     each = [max(0, one["dirty"] - other["dirty"] - row) for one, other in zip(after, before, strict=True)]
     return each[0], int(np.mean(each[1:] or each)), after[-1]["clean"]
@@ -195,9 +195,9 @@ def _grown_per_1000_steps(env: Mapping[str, Any], count: int) -> int:
 def share_of_ends(episodes: np.ndarray, under_way: int) -> float:
     """Return the share of steps that end an episode.
 
-    Ends over steps would be too little, for the episode under way has not ended: by half an episode where all have one
-    length, by none where the next step is as likely to end one as any, by `(1 - cv^2) / 2` between (cv: the coefficient
-    of variation of their lengths; the elementary renewal theorem's second term).
+    Ends divided by steps would be too small, because the current episode has not ended: by half an episode if all have
+    one length, by nothing if every step is equally likely to end one, in general by `(1 - cv^2) / 2` episodes (cv: the
+    coefficient of variation of their lengths; the second term of the elementary renewal theorem).
 
     Args:
         episodes: `[k]`, how many steps those had that have ended.
@@ -219,7 +219,7 @@ def row_bytes(spec: EnvSpec) -> int:
 
 
 def slab_bytes(spec: EnvSpec, num_envs: int, num_workers: int, num_frames: int) -> int:
-    """Return bytes of the memory that parent and workers share; from `_MANY_ENVS` on they grow evenly."""
+    """Return bytes of the memory that parent and workers share; linear in the envs from `_MANY_ENVS` on."""
 
     def planned(count: int) -> int:
         return plan_slab([spec] * count, max(1, num_workers), num_frames).nbytes

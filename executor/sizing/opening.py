@@ -1,7 +1,7 @@
-"""Starting the executors that a search runs, all from one helper process.
+"""Start the executors of a search, all from one helper process.
 
-Guarantees: this process builds no env. A worker that dies or hangs, also in a start, is an error within the patience,
-and ends no other executor. `Opener.close` ends all that it has started.
+Guarantees: this process builds no env. A worker that dies or hangs, also during a start, raises an error within
+`patience_s`, and does not affect other executors. `Opener.close` ends all that it has started.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from envherd.executor.sizing.serial_host import SerialFactory, options_of_host
 from envherd.executor.sizing.settings import Mode, Setting
 from envherd.workers.build import pickle_factory
 
-#: Seconds of a turn; and where a quota stops all processes, mostly ten times a second.
+#: Seconds of a turn; and of a turn under a CPU quota, which usually stops all processes ten times a second.
 _SPAN_S, _THROTTLED_SPAN_S = 0.1, 0.5
 
 
@@ -40,7 +40,7 @@ class Opener:
 
     Args:
         subject: the env.
-        options: the executors'.
+        options: of the executors.
         span_s: seconds of a turn.
         policy_s: see `Driver`.
         forked: for `SerialEnv`; None for a worker process. Closed by `close`.
@@ -64,10 +64,10 @@ class Opener:
 
         Args:
             setting: see `Setting`.
-            patience_s: seconds that a build, a reset or a step of a worker may take.
+            patience_s: seconds for a build, a reset or a step of a worker.
 
         Raises:
-            EnvherdError: it cannot be started; nothing of it is left running.
+            EnvherdError: it cannot be started; none of its processes is left running.
         """
         if not setting.num_workers:
             if self._serial is None:
@@ -102,7 +102,7 @@ class Opener:
             raise
 
     def close(self) -> None:
-        """End the process of `SerialEnv`; runners are closed by the caller."""
+        """End the process of `SerialEnv`; the caller closes runners."""
         for process in (self._serial, self._forked):
             if process is not None:
                 process.close()
@@ -138,11 +138,11 @@ class _SerialRunner:
         return Figures(**self._process.call("figures", self._num_envs))
 
     def close(self) -> None:
-        """Leave it to the opener, which ends the process of all of them."""
+        """Do nothing: the opener ends the process of all of them."""
 
 
 def _within(options: ExecutorOptions, patience_s: float) -> ExecutorOptions:
-    """Return options whose deadlines are these, where they are not shorter."""
+    """Return options whose deadlines are at most `patience_s`."""
     return replace(
         options,
         build_timeout_s=min(patience_s, options.build_timeout_s or patience_s),
@@ -152,7 +152,7 @@ def _within(options: ExecutorOptions, patience_s: float) -> ExecutorOptions:
 
 
 def subject_of(make_env: Callable[..., Any], env_kwargs: dict[str, Any] | None, options: ExecutorOptions) -> Subject:
-    """Return what a probe builds: an env from a factory, pickled."""
+    """Return the subject of a probe: a pickled factory."""
     blueprint = draw(as_factories(1, make_env), env_kwargs, 1, 0, options)
     return Subject(
         factory=blueprint.factories[0],
@@ -164,9 +164,9 @@ def subject_of(make_env: Callable[..., Any], env_kwargs: dict[str, Any] | None, 
 
 @contextlib.contextmanager
 def helper(subject: Subject, options: ExecutorOptions) -> Iterator[None]:
-    """Let the probe and all executors start their workers from one helper, where they can."""
+    """Make the probe and all executors start their workers from one helper, if possible."""
     with contextlib.ExitStack() as stack:
         if subject.preload and options.start_method == "zygote":
-            with contextlib.suppress(ImportError):  # a module that cannot be imported is the workers' own error
+            with contextlib.suppress(ImportError):  # workers report a module that cannot be imported
                 stack.enter_context(preloaded(*subject.preload, options=options))
         yield

@@ -1,4 +1,4 @@
-"""Pictures of a sizing: the speed of each setting that was run, and how long steps and resets take."""
+"""Plots of a sizing: the speed of each setting that was run, and the durations of steps and resets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Running a probe: one worker process that measures an env, under a limit of time and of memory.
+"""Run a probe, a worker process that measures an env, under limits of time and memory.
 
-Guarantees: nothing is left behind, whatever happens; a probe that had to be ended, or that the kernel ended, is
-reported with what it had measured until then, or as `ProbeFailed` if that is nothing.
+Guarantees: nothing is left behind in any case. If a probe is killed, by a limit or by the kernel, its measurements
+until then are returned, or `ProbeFailed` is raised if there are none.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import anonymous_bytes, descendants, memory_of
 
-#: Seconds between looks at the probe's memory. An env that takes 10 GiB/s is seen 0.2 GiB late.
+#: Seconds between readings of the probe's memory. An env that allocates 10 GiB/s is noticed 0.2 GiB late.
 _LOOK_S = 0.02
 #: Seconds between reports of progress in one stage.
 _SHOW_S = 0.1
-#: A probe may be late by one build, reset or step; then it is ended.
+#: A probe may be late by one build, reset or step; then it is killed.
 _LATE_FACTOR = 4.0
-#: Envs that it builds in one process.
+#: Number of envs that it builds in one process.
 _NUM_ENVS = 2
 _MIB = 2**20
 
@@ -38,17 +38,17 @@ Progress = Callable[[str, float], None]
 
 
 class ProbeFailed(EnvherdError, RuntimeError):
-    """An env could not be measured: the probe was ended, by a limit or by itself, before it had made a step."""
+    """An env could not be measured: the probe ended or was killed before it had made a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeLimits:
-    """How much a probe may take.
+    """Limits of a probe.
 
     Attributes:
-        budget_s: seconds that it measures for, starting and building included.
-        memory_bytes: that it may take; None for as much as there is.
-        grace_s: seconds by which one build, reset or step may be later than four budgets.
+        budget_s: seconds of the measurement, including start and build.
+        memory_bytes: largest memory; None for all that is available.
+        grace_s: seconds in addition to four budgets for one build, reset or step.
     """
 
     budget_s: float = 3.0
@@ -58,7 +58,7 @@ class ProbeLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is probed: a pickled factory, its arguments, and what its modules are."""
+    """The subject of a probe: a pickled factory, its arguments and its modules."""
 
     factory: bytes
     env_kwargs: dict[str, Any]
@@ -72,8 +72,8 @@ def probe(subject: Subject, limits: ProbeLimits, options: ExecutorOptions, progr
     Args:
         subject: see `Subject`.
         limits: see `ProbeLimits`.
-        options: how workers are started and envs are run.
-        progress: called with the stage and the share of the budget that is used up.
+        options: of workers and envs.
+        progress: called with the stage and the used share of the budget.
 
     Raises:
         FactoryError: the factory raised, or returned no env.
@@ -86,7 +86,7 @@ def probe(subject: Subject, limits: ProbeLimits, options: ExecutorOptions, progr
         watch = _Watch(worker, limits, progress)
         watch.begin(subject, options)
         watch.run()
-        # Read while both live: what they share is the helper's as far as workers are concerned.
+        # Read while both live: memory shared by both counts as the helper's.
         return watch.result(zygote, start_s)
 
 
@@ -111,7 +111,7 @@ def _worker(subject: Subject, options: ExecutorOptions) -> Iterator[tuple[Zygote
 
 
 class _Watch:
-    """Reads what a probe says, and ends it at its limits."""
+    """Reads a probe's reports, and kills it at its limits."""
 
     def __init__(self, worker: WorkerProcess, limits: ProbeLimits, progress: Progress) -> None:
         self._worker = worker
@@ -136,7 +136,7 @@ class _Watch:
         self._worker.channel.queue_message(message)
 
     def run(self) -> None:
-        """Wait until the probe has reported everything, or has ended, or must be ended."""
+        """Wait until the probe has reported everything, has ended, or must be killed."""
         began, shown_at, shown = time.monotonic(), 0.0, ""
         end = began + self._limits.budget_s * _LATE_FACTOR + self._limits.grace_s
         poller = select.poll()
@@ -159,7 +159,7 @@ class _Watch:
                 self._look_at_memory()
 
     def _take(self) -> bool:
-        """Read what has come; return whether it was the last."""
+        """Read new reports; return whether the last one has come."""
         channel = self._worker.channel
         with contextlib.suppress(ConnectionError):
             channel.flush_nowait()
@@ -181,7 +181,7 @@ class _Watch:
         most = self._limits.memory_bytes
         if most is None or self._peak_bytes <= most:
             return
-        used = memory_of(self._worker.pid)["uss"]  # the quick look counts pages that are shared with the helper
+        used = memory_of(self._worker.pid)["uss"]  # the fast reading counts pages that are shared with the helper
         self._peak_bytes = used
         if used > most:
             self._worker.kill()
@@ -210,7 +210,7 @@ class _Watch:
         self._stopped_by = f"one call took longer than the {seconds:.0f} s that it was given ({self._at}):\n{stack}"
 
     def result(self, zygote: Zygote, start_s: float) -> Measurement:
-        """Return what was measured, or raise what kept it from being."""
+        """Return the measurement, or raise the reason why there is none."""
         if self._fault is not None and (self._fault["phase"] == "build" or "steps" not in self._figures):
             raise self._error(self._fault)
         if self._fault is not None:
@@ -236,7 +236,7 @@ class _Watch:
 
 
 def memory_of_alone(zygote_pid: int, worker_pid: int) -> dict[str, int]:
-    """Return what the helper holds, and shares with its workers: "pss" of both less what is the worker's alone."""
+    """Return the helper's memory, shared pages included: "pss" of both minus the worker's private memory."""
     both = memory_of(zygote_pid)  # the worker is its child
     worker = memory_of(worker_pid)
     return {"pss": max(0, both["pss"] - worker["uss"]), "uss": max(0, both["uss"] - worker["uss"])}

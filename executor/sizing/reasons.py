@@ -1,4 +1,4 @@
-"""Why a setting was chosen, in sentences: what binds it first, then what a reader should know about the env."""
+"""Sentences that explain a choice: first the bottleneck, then notable facts about the env."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from envherd.executor.sizing.search import Run
 from envherd.executor.sizing.settings import WAITS, Goal, Setting, counted, time_text
 
 _MIB = 2**20
-#: Share of a batch from which on something is worth a sentence.
+#: Least share of a batch that is worth a sentence.
 _WORTH_A_SENTENCE = 0.15
-#: Share of their time for which workers are busy where the envs bind.
+#: Least busy share of workers if the envs are the bottleneck.
 _BUSY = 0.6
 #: Steps vary if their 99th percentile is above this many medians.
 _VARIES = 4.0
-#: Growth of one env that is not noise: bytes in 1,000 steps, and in a reset.
+#: Least growth of one env that is not noise: bytes in 1,000 steps, and in a reset.
 _GROWS, _GROWS_PER_RESET = 2 * _MIB, 2 * _MIB
-#: Share of the time in which others had the processor, from which on measurements are doubtful.
+#: Share of the time spent waiting for a processor above which measurements are doubtful.
 _DISTURBED = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What reasons are drawn from.
+    """The facts behind the reasons.
 
     Attributes:
-        limits: of the machine that is planned for; with the env's figures.
-        goal: what was wanted.
+        limits: of the planned machine, with the env's figures.
+        goal: of the search.
         runs: all settings that were considered here.
-        chosen, predicted: the setting, and what it makes.
-        base: the run of the chosen setting, or the one it was scaled from.
+        chosen, predicted: the setting, and its prediction.
+        base: the run of the chosen setting, or the run that it was scaled from.
         best_steps_per_s: of all settings.
         figures: of the chosen setting's executor here.
     """
@@ -56,14 +56,14 @@ class Facts:
 
 
 def reasons(facts: Facts) -> tuple[str, tuple[str, ...]]:
-    """Return what binds, and the sentences."""
+    """Return the bottleneck and the sentences."""
     binding, sentence = _binding(facts)
     lines = [sentence, *_target(facts), *_kind(facts), *_scaled(facts), *_about_env(facts)]
     return binding, tuple(lines)
 
 
 def _binding(facts: Facts) -> tuple[str, str]:
-    """Return what keeps the setting from being faster, and the sentence."""
+    """Return the bottleneck and its sentence."""
     predicted = facts.predicted
     if facts.meets_target:
         return "target", (
@@ -77,7 +77,7 @@ def _binding(facts: Facts) -> tuple[str, str]:
 
 
 def _waiting_for_caller(facts: Facts) -> tuple[str, str] | None:
-    """Return what keeps workers waiting, where they are not busy."""
+    """Return the reason why workers wait, if they are not busy."""
     busy, median_s, p99_s = facts.base.busy_share, facts.figures.step_p50_s or 1.0, facts.figures.step_p99_s or 1.0
     if not facts.base.setting.num_workers or busy >= _BUSY:
         return None
@@ -123,7 +123,7 @@ def _processors_bind(facts: Facts) -> tuple[str, str]:
 
 
 def _limited(facts: Facts) -> tuple[str, str] | None:
-    """Return which limit struck out settings with more workers, if the chosen one has the most that were left."""
+    """Return the limit that excluded settings with more workers, if the chosen one has the most of the rest."""
     refused = [one for one in facts.runs if one.refusal is not None and one.refusal.is_of_machine]
     larger = [one for one in refused if one.setting.num_workers > facts.chosen.num_workers > 0]
     is_largest = facts.chosen.num_workers == max(one.setting.num_workers for one in facts.runs if one.refusal is None)
@@ -144,7 +144,7 @@ def _target(facts: Facts) -> Iterator[str]:
 
 
 def _kind(facts: Facts) -> Iterator[str]:
-    """Say how the chosen kind of setting compares with the others."""
+    """Yield sentences that compare the chosen kind of setting with the others."""
     ran = [one for one in facts.runs if one.refusal is None]
     serial = [one for one in ran if not one.setting.num_workers]
     workers = [one for one in ran if one.setting.num_workers]

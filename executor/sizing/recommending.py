@@ -1,4 +1,4 @@
-"""`recommend`: measure an env and decide, in one call; and what `num_envs="auto"` and `num_workers="auto"` do."""
+"""`recommend`: measure an env and decide in one call; also behind `num_envs="auto"` and `num_workers="auto"`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from envherd.executor.sizing.serial_host import importing
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
 
 _log = logging.getLogger("envherd")
-#: Seconds that `recommend` may take to measure, and `"auto"`, for which a program waits when it starts.
+#: Seconds of measurement for `recommend`, and for `"auto"`, which delays a program's start.
 BUDGET_S, AUTO_BUDGET_S = 20.0, 5.0
 #: Share of the available memory that a probe, and all executors of a search, may take.
 PROBE_MEMORY_SHARE = 0.8
@@ -36,18 +36,18 @@ Auto = Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What was decided.
+    """The decision.
 
     Attributes:
         setting: see `Setting`; with 0 workers it is `SerialEnv`.
-        predicted: what it makes.
-        binding: what keeps it from being faster, one word or two.
+        predicted: its prediction.
+        binding: its bottleneck, in one or two words.
         why: sentences, the most important first.
         preload: modules worth adding to `ExecutorOptions.preload`.
         parallel: the best setting with worker processes; None if none was run.
-        memory_room_bytes: that are available, before headroom.
-        most_envs_in_memory: envs that fit on that number of workers; None for over a thousand for each.
-        meets_target: whether the wanted steps per second are reached; None if none were wanted.
+        memory_room_bytes: available memory, before headroom.
+        most_envs_in_memory: envs that fit with that number of workers; None for more than a thousand per worker.
+        meets_target: whether the target in steps per second is reached; None without a target.
     """
 
     setting: Setting
@@ -74,12 +74,12 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """What was measured, and what follows from it.
+    """The measurements and the decision.
 
     Attributes:
-        machine: that is planned for.
+        machine: the planned one.
         measured: of the env.
-        runs: every setting that was considered, with its speed on this machine or why it was not run.
+        runs: every setting that was considered, with its speed on this machine or the reason why it was not run.
         advice: the decision.
     """
 
@@ -95,7 +95,7 @@ class Sizing:
         return max(ran, key=lambda one: one.steps_per_s, default=None)
 
 
-def recommend(  # noqa: PLR0913  # what is measured, for what, and within which limits
+def recommend(  # noqa: PLR0913  # the env, the goal and the limits
     make_env: Callable[..., Any],
     *,
     env_kwargs: dict[str, Any] | None = None,
@@ -106,17 +106,18 @@ def recommend(  # noqa: PLR0913  # what is measured, for what, and within which 
     probe_bytes: int | None = None,
     progress: Progress = lambda _text, _share: None,
 ) -> Sizing:
-    """Measure an env, run settings of it on real executors, and say which to take: the smallest of the best.
+    """Measure an env, run settings on real executors, and recommend the smallest of the fastest ones.
 
     Args:
-        make_env: builds one env; see `ParallelEnv`. It is called in worker processes alone.
+        make_env: builds one env; see `ParallelEnv`. It is called only in worker processes.
         env_kwargs: keyword arguments of the call.
-        goal: what is fixed and what is wanted; see `Goal`.
-        budget_s: seconds to measure for; less is taken where it is clear earlier, and a few more where starts are slow.
-        machine: to plan for; None for this one. What was measured here is scaled to another.
-        options: the executor's; `reset_ahead` is tried where resets are costly, whatever they say.
-        probe_bytes: memory that the probe, and all executors together, may take; None for most of what is there.
-        progress: called with what is done now, and the share of the budget that is used up.
+        goal: fixed and wanted numbers; see `Goal`.
+        budget_s: seconds of measurement; it may end earlier if the choice is clear, and a few seconds later if starts
+            are slow.
+        machine: to plan for; None for this one. Measurements are scaled to another machine.
+        options: of the executors; `reset_ahead` is tried if resets are costly, whatever its value here.
+        probe_bytes: memory for the probe, and for all executors together; None for most of what is available.
+        progress: called with the current activity and the used share of the budget.
 
     Raises:
         FactoryError, EnvError: the env failed. ProbeFailed: it could not be measured within the limits.
@@ -141,7 +142,7 @@ def measure(  # as `recommend`
     Args:
         subject: the env.
         goal: see `recommend`.
-        limits: seconds and bytes for everything.
+        limits: seconds and bytes of the whole measurement.
         options: the executors'.
         progress: see `recommend`.
         forked: see `Opener`.
@@ -168,7 +169,7 @@ def measure(  # as `recommend`
 def decide(
     measured: Measurement, here: Machine, found: Found, goal: Goal, machine: Machine, num_frames: int = 4
 ) -> Sizing:
-    """Return what follows from a search, for the machine on which it was made or for another; pure.
+    """Return the decision from a search, for the machine on which it ran or for another; pure.
 
     Raises:
         DoesNotFit: the other machine has no room.
@@ -214,7 +215,7 @@ def decide(
 
 
 def _preload(measured: Measurement) -> tuple[str, ...]:
-    """Return the packages whose import made the first build slower than later ones, if none starts threads."""
+    """Return the packages whose import slowed down the first build, if none starts threads."""
     if measured.num_threads or measured.build_s < 2 * measured.build_further_s + 0.2:
         return ()
     return measured.imported
@@ -227,7 +228,7 @@ def resolve(
     env_kwargs: Any,
     options: ExecutorOptions,
 ) -> tuple[int, int | None]:
-    """Return the numbers that `ParallelEnv` was given, `"auto"` replaced by what is measured and decided.
+    """Return the arguments of `ParallelEnv` with `"auto"` replaced by the measured choice.
 
     With a list of factories the first is measured, and their number is the number of envs. With `reset_ahead`, the
     number of workers is that of the envs, and nothing is measured. No env is built in this process.

@@ -1,8 +1,8 @@
-"""What was measured here, scaled to other numbers of envs and workers and to another machine. Pure arithmetic.
+"""Scale measurements to other numbers of envs and workers, and to another machine. Pure arithmetic.
 
-A batch's time has a part in which workers are busy, and the rest, which is the caller's. The first is divided among the
-workers that there are, as far as they have processors; the rest stays (Amdahl's law). Cores are taken to be as fast as
-this machine's, and memory and caches to suffice for all.
+A batch's time consists of the workers' busy time and of the caller's time. The first is divided among the workers that
+have processors; the second is constant (Amdahl's law). The model assumes cores as fast as this machine's, and enough
+memory and cache for all.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from envherd.executor.sizing.settings import WAITS, Goal, Setting, ladder, small
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a setting makes.
+    """The predicted performance of a setting.
 
     Attributes:
-        steps_per_s: env-steps per second, policy included: measured, or scaled from what was.
-        batch_s: seconds in which all envs make one step.
+        steps_per_s: env-steps per second, including the policy: measured, or scaled from a measurement.
+        batch_s: seconds of one step of all envs.
         policy_s: of these, the policy's.
         memory_bytes: of workers, helper and shared memory.
-        start_s: until the executor is ready, and its first reset done.
-        is_scaled: whether it was scaled from what was measured with other settings or on another machine.
+        start_s: until the executor is ready and its first reset is done.
+        is_scaled: whether it was scaled from other settings or another machine.
     """
 
     steps_per_s: float
@@ -41,13 +41,13 @@ class Prediction:
 
 
 class Scale:
-    """Predicts settings on a machine, from runs on another one or on the same.
+    """Predicts settings on a machine from runs on the same machine or another.
 
     Args:
         measured: of the env.
-        runs: that were made.
+        runs: of the search.
         here: the machine on which they were made.
-        limits: of the machine that is planned for.
+        limits: of the planned machine.
         policy_s: seconds of the policy for each batch.
     """
 
@@ -59,7 +59,7 @@ class Scale:
         self._here, self._limits, self._policy_s = here, limits, policy_s
 
     def predict(self, setting: Setting) -> Prediction | None:
-        """Return what a setting makes; None where nothing like it was run."""
+        """Return the prediction of a setting; None if no similar setting was run."""
         there = self._limits.machine
         base = self.base(setting)
         if base is None:
@@ -76,7 +76,7 @@ class Scale:
         )
 
     def base(self, setting: Setting) -> Run | None:
-        """Return the run that is most like a setting: with as many envs for each worker, then workers for each core."""
+        """Return the run most similar to a setting: first by envs per worker, then by workers per core."""
         share = setting.num_workers / self._limits.machine.cores
 
         def distance(run: Run) -> tuple[bool, float, float]:
@@ -106,15 +106,15 @@ class Scale:
 
 
 def plan(scale: Scale, limits: Limits, goal: Goal) -> tuple[Setting, dict[Setting, Prediction]]:
-    """Return the setting to take on a machine on which nothing was run, and what each setting makes there.
+    """Return the choice for a machine on which nothing was run, and the prediction of each setting there.
 
     Raises:
-        DoesNotFit: not even one env fits, or not as many as are wanted.
+        DoesNotFit: one env, or the wanted number of envs, does not fit.
     """
     predicted: dict[Setting, Prediction] = {}
 
     def has_run(fewer: Setting) -> bool:
-        """Return whether so few envs of a worker were run: what a batch costs is not scaled to fewer."""
+        """Return whether as few envs per worker were run: a batch's cost is not scaled to fewer."""
         base = scale.base(fewer)
         return base is not None and base.setting.most_per_worker == fewer.most_per_worker
 

@@ -1,9 +1,9 @@
-"""The search: settings run on real executors, in rounds, until it is clear which one to take.
+"""The search: run settings on real executors, in rounds, until the choice is clear.
 
-Guarantees: whatever happens, an interrupt too, nothing is left running. The time budget is kept, late by one start of
-an executor, one round and three seconds at most. A setting that fails, dies or hangs is struck out. What is not run has
-the reason.
-Assumes: the env was probed, so that a single one is known to work.
+Guarantees: nothing is left running, also after an interrupt. The search exceeds its time budget by at most one start of
+an executor, one round and three seconds. A setting that fails, dies or hangs is excluded. Each setting that was not run
+has a reason.
+Assumes: the env was probed, so a single env is known to work.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from envherd.executor.sizing.settings import (
 )
 from envherd.workers.errors import WorkerTimeout
 
-#: Called with what is done now, and the share of the budget that is used up.
+#: Called with the current activity and the used share of the budget.
 Progress = Callable[[str, float], None]
 
 #: A start that takes longer is announced with its seconds.
 _LONG_START_S = 5.0
-#: Share of the time that is left which the start of one executor may take; and the starts of all, where the number of
-#: envs is free, so that fewer envs make starts quicker.
+#: Largest share of the remaining time for the start of one executor; and for all starts, if the number of envs is free,
+#: so that fewer envs can shorten them.
 _START_SHARE, _ALL_STARTS_SHARE = 0.4, 0.5
-#: Share of the time that is left for comparing numbers of workers, where the number of envs is to be chosen too.
+#: Share of the remaining time for comparing numbers of workers, if the number of envs must also be chosen.
 _FIRST_SHARE = 0.6
-#: Rounds even if the time is up, and the seconds by which they may be late; one round is always run.
+#: Least number of rounds even if the time is up, and the seconds by which they may exceed it; one round is always run.
 _LEAST_ROUNDS, _LATE_S = 2, 3.0
-#: A call that takes this many times as long as expected, and this many seconds more, hangs.
+#: A call that takes this many times as long as expected, plus this many seconds, counts as hanging.
 _PATIENCE_FACTOR, _PATIENCE_S = 10.0, 20.0
-#: Share of an env's time that its resets take, from which on settings are run for whole episodes.
+#: Share of an env's time spent in resets above which settings are run for whole episodes.
 _LONG_RESETS = 0.2
-#: What the process of `SerialEnv` takes in addition to the envs, most of it torch.
+#: Memory of the process of `SerialEnv` in addition to the envs, most of it torch.
 _SERIAL_BYTES = 400 * 2**20
 
 
 class Open(Protocol):
-    """What starts executors; see `opening.Opener`."""
+    """Starts executors; see `opening.Opener`."""
 
     def open(self, setting: Setting, patience_s: float) -> Runner:
         """Start the executor of a setting; a call of it that takes longer fails."""
@@ -59,17 +59,17 @@ class Open(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One setting, run or struck out.
+    """One setting, run or excluded.
 
     Attributes:
         setting: see `Setting`.
-        steps_per_s: env-steps per second; see `choosing.speeds`. 0 if it was struck out.
-        relative: to the fastest of those that were run to the end.
+        steps_per_s: env-steps per second; see `choosing.speeds`. 0 if it was excluded.
+        relative: speed relative to the fastest setting that was run to the end.
         busy_share: of its workers' time, spent on commands, 0..1.
         reset_share: of that time, spent on commands with a reset.
-        resets: that happened while it ran.
-        rounds: turns that it had.
-        memory_bytes: of workers, helper and shared memory, from what the probe measured.
+        resets: while it ran.
+        rounds: number of its turns.
+        memory_bytes: of workers, helper and shared memory, from the probe's measurement.
         start_s: until it was ready and its envs reset, as measured.
         refusal: why it was not run; None if it was.
     """
@@ -94,11 +94,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
-        runs: of all settings, those that were struck out too, in the order in which they were considered.
-        chosen: the setting to take.
+        runs: of all settings, including excluded ones, in the order in which they were considered.
+        chosen: the chosen setting.
         figures: of the chosen setting's executor.
     """
 
@@ -112,10 +112,10 @@ class Search:
 
     Args:
         opener: starts executors.
-        limits: what fits this machine.
-        goal: what is fixed and wanted.
-        most_bytes: that all executors together may take.
-        budget: when the search began and must end (monotonic seconds).
+        limits: of this machine.
+        goal: fixed and wanted numbers.
+        most_bytes: largest memory of all executors together.
+        budget: begin and end of the search (monotonic seconds).
         progress: see `Progress`.
     """
 
@@ -143,13 +143,13 @@ class Search:
         """Search.
 
         Raises:
-            DoesNotFit: not even one env fits, or not as many as are wanted.
+            DoesNotFit: one env, or the wanted number of envs, does not fit.
             EnvherdError, OSError: every setting failed; the error of the last.
         """
         try:
             alive = self._start_all()
             is_free, is_waiting = self._goal.num_envs is None, self._limits.measured.waits_share > WAITS
-            if not (is_free or is_waiting):  # else it is not known yet which settings are the fastest of their kinds
+            if not (is_free or is_waiting):  # otherwise the fastest settings of their kinds are not known yet
                 self._run_whole_episodes(alive)
                 alive = [one for one in alive if self._considered[one] is None]
             if not alive or any(one not in self._whole for one in alive):
@@ -163,7 +163,7 @@ class Search:
                 self._run_whole_episodes(sorted(ran, key=rates.__getitem__, reverse=True))
             return self._found()
         finally:
-            with contextlib.ExitStack() as stack:  # closes all of them, whatever one raises
+            with contextlib.ExitStack() as stack:  # closes all of them, even if one raises
                 for runner in self._runners.values():
                     stack.callback(runner.close)
 
@@ -178,7 +178,7 @@ class Search:
     # ---- starting ----------------------------------------------------------------------------
 
     def _start_all(self) -> list[Setting]:
-        """Start what fits, and return it, the most promising first, since time or memory may not suffice for all."""
+        """Start and return the settings that fit, the most promising first in case time or memory runs out."""
         limits, goal = self._limits, self._goal
         alive: list[Setting] = []
         cores = limits.machine.cores
@@ -203,7 +203,7 @@ class Search:
         return alive
 
     def _wanted(self) -> list[Setting]:
-        """Return the ladder, with so few envs for each worker that all of it can be started."""
+        """Return the ladder, with few enough envs per worker to start all settings."""
         limits, goal = self._limits, self._goal
         each, most_s = most_envs_per_worker(limits.measured), _ALL_STARTS_SHARE * self._left
         while True:
@@ -218,7 +218,7 @@ class Search:
             each //= 2
 
     def _consider(self, setting: Setting, alive: list[Setting]) -> None:
-        """Start a setting, or strike it out; with fewer envs where it takes too long and their number is free."""
+        """Start or exclude a setting; use fewer envs if it takes too long and their number is free."""
         fewer = smaller(setting) if self._goal.num_envs is None else ()
         candidates = [setting, *(one for one in fewer if one not in self._considered)]
         for one in candidates:
@@ -232,7 +232,7 @@ class Search:
                 return
 
     def _refusal_now(self, setting: Setting, kept_s: float, *, must_start: bool) -> Refusal | None:
-        """Return why a setting that fits the machine cannot be started next to the others, with seconds to be kept."""
+        """Return why a fitting setting cannot be started next to the others, keeping `kept_s` seconds free."""
         if (refusal := self._limits.refusal(setting)) is not None or _key(setting) in self._runners:
             return refusal
         start_s, most_s = self._limits.start_s(setting), _START_SHARE * (self._left - kept_s)
@@ -255,13 +255,13 @@ class Search:
         self._show(f"starting {setting}" + (f", about {start_s:,.0f} s" if start_s > _LONG_START_S else ""))
         try:
             self._runners[key] = self._opener.open(setting, self._patience_s(setting))
-        except Exception as error:  # whatever keeps one setting from being run: the others are run
+        except Exception as error:  # any failure excludes only this setting
             return self._failure(setting, error)
         self._taken_bytes[key] = self._needed_bytes(setting)
         return None
 
     def _patience_s(self, setting: Setting) -> float:
-        """Return how long a call may take before it hangs."""
+        """Return the seconds after which a call counts as hanging."""
         return _PATIENCE_S + _PATIENCE_FACTOR * self._limits.start_s(setting)
 
     def _failure(self, setting: Setting, error: Exception) -> Refusal:
@@ -273,7 +273,7 @@ class Search:
     # ---- running -----------------------------------------------------------------------------
 
     def _rounds(self, alive: Iterable[Setting], end: float) -> list[Setting]:
-        """Run settings in rounds until it is clear which is the best, or the time is up; return those left."""
+        """Run settings in rounds until the best is clear or the time is up; return the remaining ones."""
         alive, done, target = list(alive), 0, self._goal.target_steps_per_s
         while done == 0 or time.monotonic() < (end if done >= _LEAST_ROUNDS else end + _LATE_S):
             is_whole = self._round(alive, math.inf if done == 0 else end + _LATE_S)
@@ -291,7 +291,7 @@ class Search:
         return alive
 
     def _round(self, alive: list[Setting], end: float) -> bool:
-        """Run each setting once; return False, and forget the round, if there was no time for all."""
+        """Run each setting once; drop the round and return False if there was no time for all."""
         self._turns.append({})
         is_whole = True
         for setting in tuple(alive):
@@ -299,13 +299,13 @@ class Search:
                 self._turns[-1].clear()
                 is_whole = False
                 break
-            if setting in alive:  # still: two modes share an executor
+            if setting in alive:  # may be gone already: two modes share an executor
                 self._run_turn(setting, alive)
         self._turns = [one for one in self._turns if one]
         return is_whole
 
     def _run_turn(self, setting: Setting, alive: list[Setting], least_steps: int = 0) -> None:
-        """Run one setting; if it fails, strike out all settings of its executor."""
+        """Run one setting; if it fails, exclude all settings of its executor."""
         key = _key(setting)
         self._show(f"round {len(self._turns)}{self._leader()}")
         try:
@@ -329,7 +329,7 @@ class Search:
         return f", best so far: {best} ({rates[best]:,.0f}/s)"
 
     def _vary_envs(self, alive: list[Setting]) -> None:
-        """Compare the best with the same on fewer envs, and with an env of each worker reset ahead."""
+        """Compare the best setting with the same on fewer envs, and with resets ahead."""
         best = choose(self._speeds(), self._goal.target_steps_per_s)
         others = [*smaller(best)]
         if best.num_workers and tries_reset_ahead(self._limits.measured, self._goal):
@@ -343,10 +343,10 @@ class Search:
             self._rounds([*started, *others], self._end)
 
     def _whole_episodes(self, settings: Iterable[Setting]) -> tuple[list[Setting], float]:
-        """Return the settings to run for whole episodes, the first of each kind, and the seconds that this takes.
+        """Return the settings to run for whole episodes, the first of each kind, and the seconds needed.
 
-        What resets ahead take from steps is seen only while they are made, and envs whose episodes have one length are
-        reset together: where resets take long, turns are too short to see it.
+        Resets ahead slow steps down only while they run, and envs whose episodes have one length are reset together: if
+        resets are long, normal turns are too short to show that.
         """
         one = self._limits.measured
         kinds: dict[tuple[str, bool], Setting] = {}
@@ -356,18 +356,18 @@ class Search:
             return [], 0.0
 
         def seconds(setting: Setting) -> float:
-            """Return how long a reset of each env, an episode, and its end take."""
+            """Return the seconds of a reset of each env, an episode, and its end."""
             busy = max(1.0, min(setting.num_workers, self._limits.machine.cores))
             return setting.num_envs * (2 * one.reset_median_s + one.step_mean_s / one.end_share) / busy
 
         needed_s = sum(map(seconds, kinds.values()))
         if needed_s > self._left:
             return [], 0.0
-        # resets ahead go on after their turn, so it is the last
+        # resets ahead continue after their turn, so it comes last
         return sorted(kinds.values(), key=lambda one: one.reset_ahead), needed_s
 
     def _run_whole_episodes(self, settings: Sequence[Setting]) -> None:
-        """Run the first setting of each kind for an episode of each env, where resets take long and there is time."""
+        """Run the first setting of each kind for an episode of each env, if resets are long and there is time."""
         chosen, _ = self._whole_episodes(settings)
         if not chosen:
             return
@@ -383,7 +383,7 @@ class Search:
         self._turns = [one for one in self._turns if one]
 
     def _speeds(self) -> list[Mapping[Setting, float]]:
-        """Return the table of speeds, resets at their usual number."""
+        """Return the table of speeds, corrected to the usual number of resets."""
         measured, cores = self._limits.measured, self._limits.machine.cores
         turns: dict[Setting, list[Turn]] = {}
         for setting, turn in (item for one in self._turns for item in one.items()):
@@ -430,5 +430,5 @@ _Key = tuple[int, int, bool]
 
 
 def _key(setting: Setting) -> _Key:
-    """Return which executor runs a setting: one runs both modes."""
+    """Return the key of a setting's executor, which runs both modes."""
     return setting.num_envs, setting.num_workers, setting.reset_ahead

@@ -1,7 +1,7 @@
-"""`SerialEnv`s in a worker process, where a search runs them: an env that crashes or hangs there ends nothing else.
+"""Run a search's `SerialEnv`s in a worker process, so that an env that crashes or hangs affects nothing else.
 
-The worker has one env, a `SerialHost`, which is called and never stepped. Its helper process imports torch and the
-executor; `importing` lets it begin early. This module itself imports neither.
+The worker's only env is a `SerialHost`, whose methods are called and which is never stepped. Its helper process imports
+torch and the executor; `importing` starts that early. This module itself imports neither.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from envherd.executor.sizing.driving import Driver
     from envherd.executor.sizing.settings import Mode
 
-#: An environment variable that workers with a `SerialHost` have, so that their helper is not used by other workers.
+#: An environment variable of workers with a `SerialHost`, so that other workers do not use their helper.
 _MARK = {"ENVHERD_SERIAL_HOST": "1"}
 
 
@@ -36,7 +36,7 @@ def options_of_host(options: ExecutorOptions) -> ExecutorOptions:
 
 @contextlib.contextmanager
 def importing(options: ExecutorOptions) -> Iterator[None]:
-    """Import in a helper what a `SerialHost` needs, while this process does other things."""
+    """Import the modules of a `SerialHost` in a helper, while this process continues."""
     with contextlib.ExitStack() as stack:
         if options.start_method == "zygote":
             modules = ("envherd.executor.serial", "envherd.executor.sizing.driving")
@@ -46,7 +46,7 @@ def importing(options: ExecutorOptions) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class SerialFactory:
-    """Builds a `SerialHost`, as the adapter that a worker needs.
+    """Builds a `SerialHost` behind an adapter.
 
     Attributes:
         factory: of the env, pickled.
@@ -67,7 +67,7 @@ class SerialFactory:
 
 
 class SerialHost:
-    """Executors in this process, by their number of envs. Answers are plain data, as replies of workers are."""
+    """Executors in this process, by their number of envs. Answers are plain data, like workers' replies."""
 
     def __init__(self, made_by: SerialFactory) -> None:
         self._made_by = made_by
@@ -79,7 +79,7 @@ class SerialHost:
         from envherd.executor.sizing.driving import Driver
 
         made_by = self._made_by
-        make_env = pickle.loads(made_by.factory)  # by the process that started the search
+        make_env = pickle.loads(made_by.factory)  # pickled by the process that started the search
 
         def start() -> SerialEnv:
             return SerialEnv(num_envs, make_env, env_kwargs=made_by.env_kwargs, seed=0, options=made_by.options)

@@ -1,4 +1,4 @@
-"""The settings that are compared: how many envs on how many workers, and how they are stepped. Pure."""
+"""The settings to compare: numbers of envs and workers, and the mode of stepping. Pure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from envherd.executor.sizing.measurement import Measurement
 Mode = Literal["sync", "first-k"]
 MODES: tuple[Mode, ...] = ("sync", "first-k")
 
-#: Seconds of a step, its share of a reset included, from which `SerialEnv` is not tried on several cores: workers cost
-#: less than a tenth of that.
+#: Seconds of a step, including its share of a reset, from which `SerialEnv` is not tried on several cores, because
+#: workers cost less than a tenth of that.
 _TOO_LONG_FOR_SERIAL_S = 0.5e-3
 #: An env waits if the processor is free for more than this share of its steps.
 WAITS = 0.2
-#: Workers for each core at most, which only envs that wait have use for; and workers in all.
+#: Largest number of workers per core, used only for envs that wait; and of workers in all.
 _MOST_PER_CORE, _MOST_WAITING_WORKERS = 16, 128
-#: Seconds of work of a worker in a batch that hide what the batch costs, and envs of a worker at least and at most.
+#: Seconds of a worker's work in a batch that make the batch's cost negligible; least and largest number of envs per
+#: worker.
 _HIDES_S, _LEAST_ENVS, _MOST_ENVS = 1e-3, 4, 64
-#: Fewer envs of a worker are tried as these parts of the most.
+#: Fractions of the largest number of envs per worker that are also tried.
 _PARTS = (4, 16)
-#: Resets are costly if they take this share of an env's time, and one takes this long.
+#: Resets are costly from this share of an env's time and this duration of one reset on.
 _COSTLY_SHARE, _COSTLY_S = 0.1, 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How to run.
+    """One way to run envs.
 
     Attributes:
         num_envs: N.
@@ -56,11 +57,11 @@ class Setting:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """What orders settings from small to large: processes, then what is more to write, then envs."""
+        """Sort key from small to large: processes, then the effort in user code, then envs."""
         return self.num_processes, self.mode != "sync", self.num_envs
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Describe it in words."""
         envs = counted(self.num_envs, "env")
         if not self.num_workers:
             return f"SerialEnv of {envs}"
@@ -70,15 +71,15 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What is fixed and what is wanted.
+    """Fixed and wanted numbers.
 
     Attributes:
         num_envs: fixed, or None to choose.
         num_workers: fixed, or None to choose.
         policy_s: seconds of the policy for each batch.
-        target_steps_per_s: take the smallest setting that is so fast.
-        episode_steps: how long episodes are; None for what the probe sees.
-        headroom: share of the available memory that is left alone.
+        target_steps_per_s: choose the smallest setting that reaches this speed.
+        episode_steps: length of episodes; None for the probe's estimate.
+        headroom: share of the available memory to leave free.
         modes: that may be advised.
         has_serial: whether `SerialEnv` may be advised.
         has_reset_ahead: whether resets ahead may be advised.
@@ -95,7 +96,7 @@ class Goal:
     has_reset_ahead: bool = True
 
 
-#: For executors that have worker processes, and are stepped and reset as usual.
+#: For executors with worker processes, stepped and reset in the usual way.
 WORKERS_ONLY = Goal(modes=("sync",), has_serial=False, has_reset_ahead=False)
 
 
@@ -105,8 +106,8 @@ def ladder(measured: Measurement, cores: float, goal: Goal, each: int | None = N
     Args:
         measured: of the env.
         cores: that may be used.
-        goal: what is fixed.
-        each: envs of a worker, where their number is free; None for `most_envs_per_worker`.
+        goal: with the fixed numbers.
+        each: envs per worker, if their number is free; None for `most_envs_per_worker`.
     """
     top = math.ceil(cores)
     rungs = worker_counts(measured, cores, goal)
@@ -124,7 +125,7 @@ def ladder(measured: Measurement, cores: float, goal: Goal, each: int | None = N
 
 
 def worker_counts(measured: Measurement, cores: float, goal: Goal) -> list[int]:
-    """Return the numbers of workers: 1, half the cores, the cores; more where envs wait; or the one that is fixed."""
+    """Return the numbers of workers: 1, half the cores, the cores; more if envs wait; or the fixed one."""
     most = goal.num_envs or _MOST_WAITING_WORKERS * math.ceil(cores)
     if goal.num_workers:
         return [min(goal.num_workers, most)]
@@ -139,7 +140,7 @@ def worker_counts(measured: Measurement, cores: float, goal: Goal) -> list[int]:
 
 
 def most_envs_per_worker(measured: Measurement) -> int:
-    """Return how many envs a worker gets at most: enough to hide what a batch costs, and 1 where envs must be alone."""
+    """Return the most envs per worker: enough to make a batch's cost negligible; 1 if envs must be alone."""
     if measured.is_alone or measured.spec.batch_shape:
         return 1
     needed = math.ceil(_HIDES_S / max(measured.step_mean_s, 1e-9))
@@ -147,7 +148,7 @@ def most_envs_per_worker(measured: Measurement) -> int:
 
 
 def smaller(setting: Setting) -> Iterator[Setting]:
-    """Yield the same with a quarter and a sixteenth of the envs, with one for each worker at least."""
+    """Yield the same setting with a quarter and a sixteenth of the envs, at least one per worker."""
     workers = max(1, setting.num_workers)
     each = setting.num_envs // workers
     if setting.reset_ahead:
@@ -158,14 +159,14 @@ def smaller(setting: Setting) -> Iterator[Setting]:
 
 
 def tries_serial(measured: Measurement, cores: float, goal: Goal) -> bool:
-    """Return whether `SerialEnv` can be the best: on one core, with one env, or where steps are short."""
+    """Return whether `SerialEnv` can be the best: on one core, with one env, or with short steps."""
     is_short = measured.step_mean_s + measured.end_share * measured.reset_median_s < _TOO_LONG_FOR_SERIAL_S
     is_possible = goal.has_serial and goal.num_workers is None and not (measured.is_alone and goal.num_envs != 1)
     return is_possible and (cores <= 1 or goal.num_envs == 1 or is_short)
 
 
 def tries_reset_ahead(measured: Measurement, goal: Goal) -> bool:
-    """Return whether resets are long and many enough to be made ahead."""
+    """Return whether resets are long and frequent enough to be made ahead."""
     is_costly = measured.reset_share >= _COSTLY_SHARE and measured.reset_median_s >= _COSTLY_S
     fits = goal.num_workers in (None, goal.num_envs) and not measured.spec.batch_shape
     return goal.has_reset_ahead and is_costly and fits
@@ -177,7 +178,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a duration for readers, e.g. "7.2 us"."""
+    """Return a duration as text, e.g. "7.2 us"."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:,.1f} us"
     return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"

@@ -1,4 +1,4 @@
-"""Processor time is counted right: of processes that burn a known share, and of nobody else."""
+"""Processor time is counted correctly for processes with a known load, and for no others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from envherd.benchmarks.accounting import Meter, Usage, busy_ns, started_by, usage_of
 
-#: Burns processor time until it has used so many seconds of it, in two threads, says so, and sleeps.
+#: Uses a number of seconds of processor time in two threads, reports that, and sleeps.
 BURNER = """
 import sys, threading, time
 def burn(seconds):
@@ -59,7 +59,7 @@ def test_what_a_process_burns_is_counted(burner):
     burner.stdin.write("\n")
     assert burner.stdout.readline() == "done\n"
     used = usage_of([burner.pid]).since(before)
-    # The threads have ended and took theirs along: the main thread's 100 ms and what waiting for them cost are left.
+    # The ended threads' time is gone: the main thread's 100 ms and the cost of waiting remain.
     assert 90e6 < used.run_ns < 160e6
     assert 90e6 < meter.run_ns() - metered < 160e6
     assert busy_ns() - busy > 150e6, "the machine has worked for all of it"

@@ -1,4 +1,4 @@
-"""The model of many processors: what it says where the answer is known, and that it keeps to its own rules."""
+"""The model of many processors: known results, and its own invariants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves of several seeds are compared where all of them have been."""
+"""Curves of several seeds are compared at steps that all of them have reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a slot is believed: decisions on recorded numbers."""
+"""When a slot is valid: decisions on recorded numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages are written where they are, whatever link the benchmarks are imported by."""
+"""Pages are written to the checkout, through whichever link the benchmarks are imported."""
 
 from envherd.benchmarks import ROOT, cluster_page, page
 

@@ -1,4 +1,4 @@
-"""What scripts write into pages: between their own lines, again and again; and the summary's tables."""
+"""Scripts rewrite their own parts of pages; and the summary's tables."""
 
 from __future__ import annotations
 

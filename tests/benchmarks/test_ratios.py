@@ -1,4 +1,4 @@
-"""What is said of measured numbers, on numbers whose answer is known."""
+"""Statistics of measured numbers, on numbers with known results."""
 
 from __future__ import annotations
 

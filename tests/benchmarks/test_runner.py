@@ -1,4 +1,4 @@
-"""One process for each pool: what it measures, and what happens when a pool fails, hangs or will not end."""
+"""One process for each pool: its measurements, and pools that fail, hang or do not end."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_free_running_processes_stop_outside_their_slots(started):
 
 
 def cpu_while_asleep(_pool: Pool, seconds: float) -> dict[str, int]:
-    """Return what the pool's processes used while nobody asked them to."""
+    """Return the processor use of an idle pool."""
     from envherd.benchmarks.accounting import started_by, usage_of
 
     pids = started_by(os.getpid())

@@ -1,4 +1,4 @@
-"""What the sweep of settings says of a choice."""
+"""The sweep's verdict on a choice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_equal_settings_are_not_told_apart_by_chance() -> None:
         medians = {setting: np.median(own) for setting, own in rates.items()}
         largest.append(medians[0] / max(medians.values()))
     assert np.mean(shares) == pytest.approx(1, abs=0.01)
-    assert np.mean(largest) < 0.98  # what comparing with the largest figure would have said
+    assert np.mean(largest) < 0.98  # the result of comparing with the largest figure
 
 
 def test_one_round_is_compared_with_itself() -> None:

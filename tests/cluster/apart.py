@@ -1,6 +1,6 @@
-"""Hosts with networks of their own on this machine, a Ray node on each, and the driver whose network is cut.
+"""Hosts with separate networks on this machine, a Ray node on each, and a driver whose network is cut.
 
-    python -m tests.cluster.apart ADDRESS IP     the driver: says what is on the host IP, waits for a line, then steps
+    python -m tests.cluster.apart ADDRESS IP    the driver: lists what runs on host IP, waits for a line, then steps
 
 The head and the driver are on the first host. Needs root and `ip netns`.
 """
@@ -51,7 +51,7 @@ def _ip(*words: str, is_checked: bool = True) -> int:
 
 
 def name_of(host: int) -> str:
-    """Return what a host's network is called."""
+    """Return the name of a host's network."""
     return f"envherd-{os.getpid()}-{host}"
 
 
@@ -69,7 +69,7 @@ def hosts_apart(folder: Path) -> Iterator[str]:
             _make_host(host)
         address = f"{address_of(0)}:{_PORT}"
         head = ("--head", f"--port={_PORT}", f"--system-config={json.dumps(_CONFIG)}")
-        for host in range(NUM_HOSTS):  # one after the other: they choose names in one folder
+        for host in range(NUM_HOSTS):  # sequentially, because they choose names in one folder
             options = head if host == 0 else (f"--address={address}", "--num-cpus=2")
             nodes.append(_start(host, *options, folder=folder))
             _wait_until_up(nodes[-1], folder / f"host-{host}.log")
@@ -85,7 +85,7 @@ def hosts_apart(folder: Path) -> Iterator[str]:
 
 
 def _kill_all(name: str) -> None:
-    """Kill what a host still runs: Ray's own helpers of a node that was cut off outlive it for a while."""
+    """Kill a host's remaining processes: Ray's helpers outlive a node that was cut off for some time."""
     listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
     for pid in map(int, listed.stdout.split()):
         with contextlib.suppress(ProcessLookupError):
@@ -108,12 +108,12 @@ def _make_host(host: int) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of nodes and driver: a token that another cluster has left in the home is not theirs."""
+    """Return the environment of nodes and driver, without another cluster's token in the home folder."""
     return {**os.environ, "RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
 
 
 def cut(host: int) -> None:
-    """Have nothing pass between a host and the others any more; nobody is told."""
+    """Silently drop all packets between a host and the others."""
     _ip("-n", name_of(0), "link", "set", f"port{host}", "down")
 
 
@@ -141,7 +141,7 @@ def _wait_until_up(node: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def drive(address: str, ip: str) -> None:
-    """Step two shares, one of which is on the host that is cut off."""
+    """Step two shares, one of them on the host that is cut off."""
     import ray
 
     from envherd.executor import ExecutorOptions

@@ -1,8 +1,8 @@
 """One Ray cluster of three nodes on this machine, for all tests here.
 
-It is started before a test's possessions are counted, so what the check of every test finds is what the executor has
-left. The driver's own sockets and maps of Ray's object store come and go with Ray and are not counted; hosts and what
-they have started are, wherever they run.
+It is started before the first count of a test's resources, so the check after each test finds only resources left by
+the executor. The driver's own sockets and maps of Ray's object store are not counted; hosts and their descendants are,
+on any node.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEALTH_CHECKS = {
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 3,
 }
-#: Seconds for Ray to have ended a host that was killed, on a busy machine.
+#: Seconds for Ray to end a killed host on a busy machine.
 _GRACE_S = 20.0
 
 
@@ -57,7 +57,7 @@ def cluster() -> Iterator[Any]:
 
 
 def hosts() -> list[str]:
-    """Return what of envherd's runs below this process: hosts, helpers, workers."""
+    """Return envherd's descendants of this process: hosts, helpers, workers."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -79,7 +79,7 @@ def is_rays(line: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves anything behind, on any node; as the check of the same name elsewhere."""
+    """Fail a test that leaves anything behind on any node; see the fixture of this name in `tests/conftest.py`."""
     if "cluster" in request.fixturenames:
         request.getfixturevalue("cluster")
     if "shared_env" in request.fixturenames:

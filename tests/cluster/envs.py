@@ -32,7 +32,7 @@ class GatedEnv(CountingEnv):
 
 
 class OnceEnv(CountingEnv):
-    """Can be built once: a file says that it was. Its episodes have two steps.
+    """Can be built only once, which a file records. Its episodes have two steps.
 
     Args:
         flag: the file's path.
@@ -58,7 +58,7 @@ class Counter(torch.nn.Module):
 
 
 class HeldCounter(Counter):
-    """The same with something inside that cannot be pickled."""
+    """The same with an attribute that cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`--cluster` of the commands: on a cluster of this machine, and where there is none."""
+"""The commands' option `--cluster`, with a cluster on this machine and without one."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A node stalls, its store is full, its host is killed: rows are interrupted or whole, others go on, nobody stays."""
+"""A node stalls, its store is full, its host is killed: rows are interrupted or complete, no process stays."""
 
 import functools
 import json
@@ -63,7 +63,7 @@ def test_a_stalled_raylet_and_a_host_that_the_kernel_kills(cluster):
             assert sorted(first["env_ids"].tolist()) in ([0, 1], [2, 3], [0, 2], [0, 3], [1, 2], [1, 3])
             env.recv()
             stepped, end = 0, time.monotonic() + 120
-            while not (lost := interrupted(step(env)[0]))[0]:  # until Ray gives the node up, its host does its work
+            while not (lost := interrupted(step(env)[0]))[0]:  # its host works until Ray declares the node dead
                 stepped += 1
                 assert lost == [False] * N
                 assert time.monotonic() < end
@@ -71,7 +71,7 @@ def test_a_stalled_raylet_and_a_host_that_the_kernel_kills(cluster):
             assert lost == [True, True, False, False]
             assert env.nodes[0].node_id not in (stalled.node_id, env.nodes[1].node_id), "moved to the third node"
             assert interrupted(step(env)[0]) == [False] * N
-            os.kill(raylet_of(stalled), signal.SIGCONT)  # it learns that it is dead, and takes all that it has along
+            os.kill(raylet_of(stalled), signal.SIGCONT)  # it learns that it counts as dead, and kills its processes
             wait_until_gone(there)
             assert env.statistics().worker_losses == 2
     finally:
@@ -97,13 +97,13 @@ def test_a_network_that_is_cut():
             assert told["lost"] == [[there["cut_off"] == env_id // 2 for env_id in range(4)], [False] * 4]
             assert told["moved"] == apart.address_of(1)
             assert told["losses"] in (1, 2), "a successor may be lost too: Ray counts on the silent node for a while"
-            wait_until_gone(there["pids"])  # its raylet gives up, and takes along what it has
+            wait_until_gone(there["pids"])  # its raylet gives up and kills its processes
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def said_by(driver):
-    """Return the next that the driver says; Ray says things in between."""
+    """Return the driver's next line, skipping Ray's output."""
     return json.loads(next(line for line in driver.stdout if line.startswith("{")))
 
 

@@ -1,4 +1,4 @@
-"""The facades over a cluster: the same program, the same data as over worker processes of this machine."""
+"""The facades over a cluster: the same program gives the same data as over worker processes of this machine."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A cluster loses workers, hosts, nodes, its driver: rows are interrupted, the rest goes on, nobody stays behind."""
+"""A cluster loses workers, hosts, nodes, its driver: rows are interrupted, the rest continues, no process stays."""
 
 import contextlib
 import functools
@@ -38,7 +38,7 @@ def interrupted(td):
 
 
 def check_loss(env, lost):
-    """Step once after a loss: its rows are interrupted and start anew, the others go on."""
+    """Step once after a loss: its rows are interrupted and begin new episodes, the others continue."""
     before = env.current()["observation"].clone()
     td, root = step(env)
     assert interrupted(td) == lost
@@ -54,7 +54,7 @@ def check_loss(env, lost):
 
 
 def add_node(cluster):
-    """Add a node that nobody else is placed on; Ray's handler of SIGTERM, which comes with it, is taken away again."""
+    """Add an empty node; restore the handler of SIGTERM that Ray replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     node = cluster.add_node(num_cpus=1, resources={"mine": 1}, object_store_memory=80 * 2**20)
     signal.signal(signal.SIGTERM, handler)
@@ -74,7 +74,7 @@ def test_what_is_lost_is_replaced_and_the_rest_goes_on(cluster):
             step(env)
             os.kill(env.statistics().workers[3].pid, signal.SIGKILL)
             check_loss(env, [False, False, False, True])
-            os.kill(env.nodes[0].pid, signal.SIGSTOP)  # silent, as behind a cut network
+            os.kill(env.nodes[0].pid, signal.SIGSTOP)  # silent, like a node behind a cut network
             stopped = env.nodes[0].pid
             check_loss(env, [True, True, False, False])
             assert env.nodes[0].pid != stopped
@@ -95,7 +95,7 @@ def test_what_is_lost_is_replaced_and_the_rest_goes_on(cluster):
 
 
 def receive_for_ever(env, env_ids):
-    """Step some envs again and again, while another place is looked for, for seconds, where others were."""
+    """Step some envs repeatedly during a search of seconds for another share's place."""
     began = time.monotonic()
     try:
         while True:
@@ -152,7 +152,7 @@ def test_an_env_lost_with_its_host_goes_on_as_one_lost_with_its_worker():
 
 @contextlib.contextmanager
 def starved(pid):
-    """Have a process in a memory group that has no page left for it: the kernel kills it when it needs one."""
+    """Move a process to a full memory group: the kernel kills it at its next page."""
     own = Path(f"/sys/fs/cgroup/memory/envherd-test-{pid}")
     try:
         own.mkdir()

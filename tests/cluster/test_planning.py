@@ -22,7 +22,7 @@ TRIP_S = 0.002
 
 
 def plan(cores, memory=64 * GIB, names=None, step_s=1e-3, **goal):
-    """Plan for nodes with so many processors each, each on a machine of its own unless they are named."""
+    """Plan for nodes with given numbers of processors, each on a separate machine unless `names` are given."""
     names = names or [f"host{index}" for index in range(len(cores))]
     reports = [
         Report(node_id=str(i), hostname=name, pid=1, cores=count, memory_bytes=0, versions={}, boot_id=name)

@@ -1,4 +1,4 @@
-"""The examples of the cluster, on the one that all tests here share."""
+"""The examples for clusters, on the cluster that all tests here share."""
 
 import re
 

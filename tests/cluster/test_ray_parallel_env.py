@@ -1,4 +1,4 @@
-"""One batch over the nodes of a cluster is the batch of one machine: data, errors, rollouts, whoever is ready first."""
+"""A batch over the nodes of a cluster equals that of one machine: data, errors, rollouts, first-K."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ make_env = functools.partial(CountingEnv, None)
 
 @pytest.fixture(scope="module")
 def shared_env(cluster):
-    """Two nodes with three and two envs; every test gives it a seed of its own."""
+    """Two nodes with three and two envs; every test sets a different seed."""
     with RayParallelEnv(N, make_env, seed=0, resources_per_node={"CPU": 2}) as env:
         yield env
 

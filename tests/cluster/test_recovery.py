@@ -1,4 +1,4 @@
-"""When another place is looked for, for a share whose host is gone; with a clock that the test moves."""
+"""The search of another place for a share whose host is gone, with a simulated clock."""
 
 import pytest
 
@@ -18,7 +18,7 @@ REPORT = Report(node_id="ab12", hostname="far", pid=1, cores=2, memory_bytes=0, 
 
 
 class Clock:
-    """Stands for the module `time`."""
+    """Replaces the module `time`."""
 
     now = 100.0
 
@@ -30,7 +30,7 @@ class Clock:
 
 
 class Place:
-    """A place that is found at the second question, unless there is none; notes when it was looked for."""
+    """A place that is found at the second query, unless there is none; records the times of searches."""
 
     is_there = has_room = True
 
@@ -67,7 +67,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def fleet(clock, monkeypatch):
-    """A fleet of one share, of two workers, that serves; `lost` is what it has reported as lost."""
+    """A serving fleet of one share with two workers; `lost` holds its reported losses."""
     monkeypatch.setattr(fleet_module, "Connection", lambda _: None)
     options = ExecutorOptions(max_restarts=3)
     fleet = Fleet(None, 30.0, options)

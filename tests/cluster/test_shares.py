@@ -1,4 +1,4 @@
-"""How envs are spread over nodes, and how their rows are laid out to cross; no cluster, no process."""
+"""Spread envs over nodes, and pack their rows; no cluster, no process."""
 
 import numpy as np
 import pytest

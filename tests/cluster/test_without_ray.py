@@ -1,4 +1,4 @@
-"""What is said before there is a cluster."""
+"""Errors before there is a cluster."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Factories of envs that are batches themselves; what imports them does without torch, as workers do."""
+"""Factories of envs that are batches themselves; importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def maniskill(*, resets_itself: bool, draws: bool = False) -> Any:
 
 
 def isaac(kind: str, **cfg: Any) -> Any:
-    """Make a stand-in of IsaacLab's interface, of which there is one in a process."""
+    """Make a stand-in of IsaacLab's interface; a process can hold only one."""
     from tests.workers import isaaclab_standin
 
     make = {"direct": isaaclab_standin.make_direct, "managed": isaaclab_standin.make_managed}[kind]

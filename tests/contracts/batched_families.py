@@ -1,4 +1,4 @@
-"""Families whose envs are batches themselves: several rows, each with ends and resets of its own."""
+"""Families whose envs are batches themselves: several rows with separate ends and resets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODES = ("NEXT_STEP", "SAME_STEP", "DISABLED")
 
 
 def isaac_by_hand(kind: str) -> Any:
-    """Make one that publishes its last observations, whatever others there are in this process."""
+    """Make one that publishes its last observations, even if the process holds others."""
     from tests.workers import isaaclab_standin
 
     isaaclab_standin.forget_simulator()

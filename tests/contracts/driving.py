@@ -38,11 +38,11 @@ class Mirror:
         self.done = np.zeros_like(self.done) if inner is None else self.done & ~inner
 
     def is_at(self, row: Mapping[Key, Any]) -> bool:
-        """Return whether a root row is where this env is."""
+        """Return whether a root row equals this env's present root."""
         return self._agrees(self.root, row) and np.array_equal(row["done",], self.done)
 
     def makes(self, action: Row, following: Mapping[Key, Any]) -> bool:
-        """Make a step, and return whether the env's own gave exactly what a `next` row says."""
+        """Step this env, and return whether the result equals a `next` row exactly."""
         observation, reward, terminated, truncated = self._plain.step(action)
         self.root = _copied(observation)
         flags = [np.resize(np.asarray(flag, bool), self.done.shape) for flag in (terminated, truncated)]
@@ -74,9 +74,9 @@ class Driven:
             mirror.close()
 
     def roll(self, num_steps: int) -> tuple[int, int]:
-        """Collect a rollout; return its transitions, and those that no env has made (or not from there).
+        """Collect a rollout; return the number of its transitions, and of those that no env has made from that root.
 
-        A step of an env of several rows is as many transitions, and if one is wrong, all are.
+        A step of an env with several rows counts as that many transitions; if one is wrong, all are.
         """
         data = self.env.rollout(num_steps, break_when_any_done=False)
         num_invalid = 0
@@ -87,12 +87,12 @@ class Driven:
                 was_there = mirror.is_at(_at(columns["root"], step))
                 was_made = mirror.makes(_at(columns["action"], step), _at(columns["next"], step))
                 num_invalid += 0 if was_there and was_made else mirror.num_rows
-                if mirror.done.any() and step + 1 < data.shape[1]:  # the next rollout begins with a reset of all
+                if mirror.done.any() and step + 1 < data.shape[1]:  # the next rollout begins by resetting all envs
                     mirror.reset(mirror.done)
         return data.numel(), num_invalid
 
     def step_and_reset_at_random(self, num_steps: int, rng: np.random.Generator) -> int:
-        """Step by hand, reset the ended ones and random others by mask, and none at all; return how many were reset."""
+        """Step by hand; reset ended envs and random others by mask, then none; return how many were reset."""
         env, num_resets = self.env, 0
         roots = _rows(env.reset(), self.spec, "root")
         for mirror in self.mirrors:
@@ -127,7 +127,7 @@ class Driven:
         return num_steps * env.batch_size.numel()
 
     def exchange(self, num_transitions: int) -> int:
-        """Send and receive envs one by one, whoever is ready; return the transitions."""
+        """Send envs and receive them one by one as they become ready; return the number of transitions."""
         env, count = self.env, 0
         env.reset()
         for mirror in self.mirrors:
@@ -162,7 +162,7 @@ class Driven:
 
 
 def _random(env: Any, root: TensorDictBase) -> TensorDictBase:
-    """Return a root with random actions for its envs: those of a whole batch, of which the rest is dropped."""
+    """Return a root with random actions for its envs, drawn for a whole batch."""
     whole = env.rand_action(env.current() if root.shape[0] == env.num_envs else None)
     for leaf in env.action_spec:
         root.set(leaf.key, whole[leaf.key][_ids_of(root)])
@@ -170,7 +170,7 @@ def _random(env: Any, root: TensorDictBase) -> TensorDictBase:
 
 
 def _ids_of(td: TensorDictBase) -> torch.Tensor:
-    """Return the ids of the envs of a batch `[k]`, of which each row of an env has one."""
+    """Return the env ids of a batch `[k]`; each row of an env that is a batch has the id."""
     return td["env_ids"].reshape(td.shape[0], -1)[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""The contract's `Batch` over an executor: what users get, held to the same rules as a bare block."""
+"""The contract's `Batch` over an executor, to check it by the same rules as a bare block."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _stack(leaf: LeafSpec, values: list[Any]) -> Any:
     return torch.from_numpy(np.stack([np.asarray(value, leaf.dtype) for value in values]))
 
 
-#: What the contract is run through, everywhere in this folder.
+#: The batches through which this folder runs the contract.
 BATCHES: dict[str, Any] = {
     "block": BlockBatch,
     "serial": partial(ExecutorBatch, SerialEnv),
@@ -74,5 +74,5 @@ BATCHES: dict[str, Any] = {
 
 
 def batch_apart(make_env: Any, num_envs: int, num_workers: int, root_seed: int) -> ExecutorBatch:
-    """Run envs of which there can be one in a process: each in a worker of its own, whatever is asked for."""
+    """Run envs that must be alone in their process: one worker per env, ignoring `num_workers`."""
     return ExecutorBatch(ParallelEnv, make_env, num_envs, num_envs, root_seed)

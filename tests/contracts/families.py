@@ -27,7 +27,7 @@ def gymnasium_env(
 
 
 def nested_spaces() -> Any:
-    """Return an env whose observations and actions are Dicts and Tuples of everything with a fixed shape."""
+    """Return an env whose observations and actions are Dicts and Tuples of all spaces with a fixed shape."""
     import gymnasium
     from gymnasium import spaces
 
@@ -76,14 +76,14 @@ def dmlab2d_env(seed: int | None = None) -> Any:
 
 
 def pettingzoo_spread(*, draws: bool = False) -> Any:
-    """Return three agents who stay to the end."""
+    """Return an env with three agents that stay to the end."""
     from mpe2 import simple_spread_v3
 
     return simple_spread_v3.parallel_env(max_cycles=7, render_mode="rgb_array" if draws else None)
 
 
 def pettingzoo_village() -> Any:
-    """Return an env whose agents leave and return, have unlike spaces and action masks."""
+    """Return an env whose agents leave and return, and have different spaces and action masks."""
     from tests.workers.pettingzoo_envs import Village
 
     return Village()

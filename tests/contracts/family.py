@@ -1,4 +1,4 @@
-"""What the contract and the matrix are told of an env."""
+"""The description of an env for the contract and the matrix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.contracts.plain_loops import Plain
 
-#: Whether the matrix is made in full, as `docs/reports/families.md` has it.
+#: Whether the full matrix of `docs/reports/families.md` is run.
 IS_FULL = "ENVHERD_MATRIX" in os.environ
 
 
@@ -19,19 +19,19 @@ class Family:
 
     Attributes:
         title: in the table.
-        make_env: a factory, as users give it.
-        plain: the same env driven by hand; None where nothing can be compared (its seeds decide nothing).
-        num_steps: that show several of its episodes to the contract.
-        extra: without which it is left out (see `tests.extras`).
-        draws: what `render` gives: a picture, None, or a picture only with an OpenGL driver ("OpenGL").
+        make_env: a user's factory.
+        plain: the same env driven by hand; None if nothing can be compared (its seeds have no effect).
+        num_steps: enough for several episodes in the contract.
+        extra: that it needs (see `tests.extras`).
+        draws: the result of `render`: a picture, None, or a picture only with an OpenGL driver ("OpenGL").
         is_seeded: whether the same seed gives the same data.
-        is_ordinary: whether its contract is run through every executor in an ordinary run of the tests; others are
-            then run through a block alone, or not at all if they are slow.
+        is_ordinary: whether an ordinary run runs its contract through every executor; others are run only through a
+            block, or not at all if they are slow.
         is_slow: whether an ordinary run makes only one of the matrix's checks.
         is_only_in_full: whether an ordinary run leaves it out.
         num_rows: of an env that is itself a batch.
-        is_alone: whether there can be one in a process.
-        needs_worker: whether it is run in a worker in ordinary runs too, as it leaves something to its process.
+        is_alone: whether a process can hold only one.
+        needs_worker: whether ordinary runs also use a worker, because it leaves resources in its process.
     """
 
     title: str

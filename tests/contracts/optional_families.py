@@ -1,6 +1,6 @@
-"""Families whose packages no ordinary environment has, as they pin versions of others: an extra each.
+"""Families with packages that pin versions of other packages, each in a separate extra.
 
-Their rows of `docs/reports/families.md` are made with `make matrix FAMILY=NAME` where the extra is installed.
+Their rows of `docs/reports/families.md` are written by `make matrix FAMILY=NAME` with the extra installed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def robotics_maze() -> Any:
 
 
 def _seeded(env: Any, seed_env: Callable[[int], Any]) -> Any:
-    """Return an env around one whose `reset(seed=...)` seeds nothing: `seed_env` is called before."""
+    """Wrap an env whose `reset(seed=...)` does not seed it: `seed_env` is called before."""
     import gymnasium
 
     class Seeded(gymnasium.Wrapper):
@@ -77,7 +77,7 @@ def metaworld_reach() -> Any:
 
 
 class _Material:
-    """What a cube looks like, where nothing can draw it."""
+    """The material of a cube without a renderer."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Take colors."""
@@ -86,7 +86,7 @@ class _Material:
 def maniskill_push() -> Any:
     """Return ManiSkill's arm that pushes a cube, on its physics for processors, with observations of the state.
 
-    SAPIEN makes materials only where there is a Vulkan driver, although nothing is drawn here.
+    SAPIEN creates materials only with a Vulkan driver, although nothing is drawn here.
     """
     import gymnasium
     import mani_skill.envs  # noqa: F401  # registers it

@@ -1,4 +1,4 @@
-"""The worked example of an env of one's own, `examples/ctypes_env.py`, for the contract and the matrix."""
+"""The example of a custom env, `examples/ctypes_env.py`, for the contract and the matrix."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Envs of several rows driven by hand: what the executor's data are compared with, as in `plain_loops`.
+"""Envs of several rows driven by hand, as the reference for the executor's data; see `plain_loops`.
 
-Where rows have nothing to do with each other, a row is an env of its own (`PlainRows`). A simulator whose rows share
-one generator is driven as a whole, as if it were alone in its process.
+If rows are independent, each row is a separate env (`PlainRows`). A simulator whose rows share one generator is driven
+as a whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from envherd.shm.specs import Key
 from tests.contracts.plain_loops import MakeEnv, Result, Values
 
-#: Which seeds the rows of a partial reset get: none, `seed` + row, or `seed` + place among the rows that are reset.
+#: The seeds of rows in a partial reset: none, `seed` + row, or `seed` + index among the reset rows.
 PartialSeeds = Literal["none", "row", "place"]
 
 
@@ -24,7 +24,7 @@ class Row(Protocol):
     """One env, driven by hand."""
 
     def reset(self, seed: int | None) -> Values:
-        """Start an episode; from a seed, or from where the env's generator is."""
+        """Start an episode, from a seed or from the env's present generator."""
 
     def step(self, action: Mapping[Key, np.ndarray]) -> Result:
         """Make one step."""
@@ -34,15 +34,15 @@ class Row(Protocol):
 
 
 class PlainRows:
-    """A vector env as its documentation has it: envs of their own, of which row i gets `seed` + i at a reset of all.
+    """A vector env according to its documentation: separate envs; row i gets `seed` + i at a reset of all.
 
     Args:
         make_row: makes one of them.
         num_rows: how many.
-        seeds: which seeds a reset of some rows gives.
-        resets_itself: whether a row is reset in the step in which it ends, without a seed; resetting it then shows
-            where it begins, and does nothing more.
-        num_seeds: seeds are counted modulo this.
+        seeds: of the rows in a partial reset.
+        resets_itself: whether a row is reset in the step in which it ends, without a seed; its next reset then only
+            returns the first observation.
+        num_seeds: modulus of the seeds.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class PoolRow:
 
 
 class PlainPool(PlainRows):
-    """An EnvPool: seeds are given once, and no reset of it gives others."""
+    """An EnvPool: its seeds are set once, and resets do not change them."""
 
     def __init__(self, make_env: Callable[..., Any], num_rows: int) -> None:
         super().__init__(lambda: PoolRow(make_env), num_rows, num_seeds=2**31 - num_rows)
@@ -177,7 +177,7 @@ class PlainVmas:
 
 
 class PlainSimulator:
-    """A simulator in torch as its users drive it: last observations are those that it publishes.
+    """A torch simulator driven as by its users, with the last observations that it publishes.
 
     Args:
         make_env: one that resets rows in the step in which they end publishes `extras["final_obs"]`
@@ -194,7 +194,7 @@ class PlainSimulator:
         self._random_state = torch.get_rng_state()
         self._now: Values = {}
         self._first: Values = {}
-        self._has_begun: Any = False  # bool `[B]`: the rows that it has reset and nobody else
+        self._has_begun: Any = False  # bool `[B]`: rows that only the simulator has reset
 
     def reset(self, seed: int, mask: np.ndarray | None = None) -> Values:
         with self._alone():

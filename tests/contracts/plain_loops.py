@@ -1,7 +1,7 @@
-"""Envs driven by hand, as their own documentation says: what the executor's data are compared with.
+"""Envs driven by hand according to their own documentation, as the reference for the executor's data.
 
-A `Plain` knows nothing of adapters. It says what a reset and a step of its env gave, under the keys that
-the executor promises; keys that it leaves out are not compared.
+A `Plain` knows nothing of adapters. It returns the results of its env's resets and steps under the executor's keys;
+missing keys are not compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Plain(Protocol):
         """Start an episode from a seed (of the rows in `mask`, where the env is itself a batch)."""
 
     def step(self, action: Mapping[Key, np.ndarray]) -> Result:
-        """Make one step with what the executor was given for it, by key."""
+        """Make one step with the executor's action, by key."""
 
     def close(self) -> None:
         """Close the env."""
@@ -87,7 +87,7 @@ class PlainOldGym:
 
 
 class PlainDmEnv:
-    """dm_env, which has seeds only where envs are built: a new env for every episode.
+    """dm_env, which takes seeds only when an env is built: a new env for every episode.
 
     Args:
         make_env: called with the seed.
@@ -125,7 +125,7 @@ class PlainDmEnv:
 
 
 class PlainPettingZoo:
-    """A parallel env whose agents all stay to the end and look alike: one group, stacked."""
+    """A parallel env whose agents all stay to the end and have equal spaces: one stacked group."""
 
     def __init__(self, make_env: MakeEnv, group: str) -> None:
         self.env, self.group = make_env(), group
@@ -174,7 +174,7 @@ class PlainTorchRL:
 
 
 class PlainMeltingPot:
-    """A substrate, seeded through its episode builder; cut off after so many steps."""
+    """A substrate, seeded through its episode builder; truncated after a number of steps."""
 
     def __init__(self, factory: Any, max_steps: int) -> None:
         from envherd.workers.adapters.meltingpot.episodes import Episodes

@@ -1,6 +1,6 @@
-"""Short fixed horizons, as RoboHive's tasks have: what share of the transitions did not happen?
+"""Short fixed horizons, as in RoboHive's tasks: the share of transitions that did not happen.
 
-Every API is used the way its documentation says, over 10,000 steps of envs that are cut off after 50.
+Every API is used according to its documentation, over 10,000 steps of envs that are truncated after 50.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_every_transition_was_made(way):
 
 @pytest.mark.parametrize("make", [lambda: gymnasium.vector.SyncVectorEnv([HorizonEnv] * NUM_ENVS), None])
 def test_next_step_autoreset_puts_two_percent_in(make):
-    """Gymnasium's default mode, its own class or ours: the steps that only reset are in the data."""
+    """In Gymnasium's default mode, with its own class or ours, steps that only reset are in the data."""
     data = _of_vector_env(make()) if make is not None else of_gymnasium(AutoresetMode.NEXT_STEP)
     share = count_invalid(*data) / (NUM_ENVS * NUM_STEPS)
     assert share == pytest.approx(1 / (HORIZON + 1), rel=0.05)

@@ -12,7 +12,7 @@ from tests.contracts.families import FAMILIES, gymnasium_env
 from tests.extras import skip_without
 from tests.scale import scaled
 
-#: In an ordinary run other families' processes are left to the matrix, which drives them through both executors too.
+#: In an ordinary run the matrix covers processes of other families; it also drives them through both executors.
 IN_PROCESSES = scaled(("gymnasium_cartpole",), full=tuple(FAMILIES))
 CASES = [
     (name, how)
@@ -24,7 +24,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # what envs say is theirs
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # warnings of the envs
 @pytest.mark.parametrize(("name", "batch"), CASES)
 def test_every_rule_holds(name: str, batch: str) -> None:
     family = FAMILIES[name]

@@ -1,6 +1,6 @@
-"""The matrix family x check that is `docs/reports/families.md`: `make matrix` runs it in full and writes that page.
+"""The matrix family x check of `docs/reports/families.md`: `make matrix` runs it in full and writes that page.
 
-An ordinary run of the tests makes the same checks with fewer steps, in this process.
+An ordinary run makes the same checks with fewer steps, in this process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_ENVS = 2
 #: Envs, or rows of envs that are batches.
 NUM_COUNTED_AT_ONCE = 10
 ROOT_SEED = 11
-#: Transitions: of the plain-loop and async checks, and of the count of those that no env has made.
+#: Numbers of transitions: of the plain-loop and async checks, and of the check for invented transitions.
 NUM_COMPARED, NUM_COUNTED = (400, 10_000) if IS_FULL else (48, 0)
 PAGE = Path(__file__).parents[2] / "docs" / "reports" / "families.md"
 
@@ -39,7 +39,7 @@ Cell = Callable[[str, str], None]
 @contextlib.contextmanager
 def opened(family: Family, *, seed: int = ROOT_SEED, num_workers: int = 2, num_envs: int = NUM_ENVS) -> Iterator[Any]:
     in_workers = IS_FULL or family.needs_worker
-    if family.is_alone:  # as many workers as envs, and in this process one env
+    if family.is_alone:  # one worker per env, and one env in this process
         num_envs = num_workers = min(num_envs, num_workers) if in_workers else 1
     kind: Any = partial(ParallelEnv, num_workers=num_workers) if in_workers else SerialEnv
     with kind(num_envs, family.make_env, seed=seed) as env:
@@ -66,7 +66,7 @@ def check_contract(family: Family) -> str:
 def check_plain_loop(family: Family) -> str:
     count = 0
     with opened(family) as env, driven(family, env) as batch:
-        for part in (3, 4):  # a rollout and single round trips, in turn, in the same envs
+        for part in (3, 4):  # alternate a rollout and single steps in the same envs
             num_made, num_invalid = batch.roll(NUM_COMPARED // (part * NUM_ENVS))
             assert num_invalid == 0
             count += num_made + batch.step_fused(NUM_COMPARED // (part * NUM_ENVS))
@@ -92,7 +92,7 @@ def check_invalid(family: Family) -> str:
 
 
 def alike(env: Any, seed: int) -> Callable[[Any], Any]:
-    """Return a policy that gives every env the same random actions, however many there are."""
+    """Return a policy that gives every env the same random actions, for any number of envs."""
     sampler = ActionSampler([env.spec], seed)
     return lambda td: td.update(sampler.fill(None, torch.Size([1, *td.batch_size[1:]]), None).expand(td.batch_size))
 
@@ -104,7 +104,7 @@ def check_seeds(family: Family) -> str:
             policy = alike(env, seed) if family.is_alone else None
             data = env.rollout(NUM_COMPARED // 4, policy, break_when_any_done=False)
             keys = [leaf.key for leaf in (*env.spec.observation, *env.spec.reward) if not leaf.is_side]
-            # where each env has a worker of its own, there is one env on one worker
+            # if each env needs its own worker, there is one env on one worker
             seen.append([data[:1]["next", *key].contiguous().view(torch.uint8) for key in keys])
     assert all(map(torch.equal, seen[0], seen[1]))
     assert not all(map(torch.equal, seen[0], seen[2]))
@@ -128,7 +128,7 @@ def check_async(family: Family) -> str:
         return f"{batch.exchange(NUM_COMPARED):,} equal transitions"
 
 
-#: Column -> its check. What is drawn is drawn in workers, as a driver that fails may take the process with it.
+#: Column -> its check. Rendering runs in workers, because a failing driver may kill its process.
 CHECKS: dict[str, Callable[[Family], str]] = {
     "contract": check_contract,
     "rendering": check_rendering,
@@ -152,7 +152,7 @@ def columns_for(family: Family) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # what envs say is theirs
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # warnings of the envs
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str, record_property: Cell) -> None:
     family = FAMILIES[name]
@@ -172,7 +172,7 @@ def test_every_column_is_checked() -> None:
 
 
 def test_the_page_has_every_family_and_nothing_failed() -> None:
-    """It is what `make matrix` wrote; run that again after a change of the families."""
+    """`make matrix` writes the page; run it again after a change of the families."""
     rows = read_page(PAGE)
     assert [row[0] for row in rows] == [family.title for family in FAMILIES.values()]
     assert not any("FAILED" in cell for row in rows for cell in row)

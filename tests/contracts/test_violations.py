@@ -1,4 +1,4 @@
-"""The contract finds what it is there to find: for every rule an env, or a runner, that breaks it."""
+"""The contract detects violations: for every rule an env, or a runner, that breaks it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepsTwice(CountingEnv):
 
 
 class ResetsItself(CountingEnv):
-    """As Gymnasium's vector envs in SAME_STEP mode: the last observation is the next episode's first."""
+    """Like Gymnasium's vector envs in SAME_STEP mode: the last observation is the next episode's first."""
 
     def step(self, action: list[Any]) -> Any:
         observation, *others = super().step(action)
@@ -53,14 +53,14 @@ class SharesState(CountingEnv):
 
 
 class Remembers(CountingEnv):
-    """Lets the number of earlier episodes show."""
+    """Its observations depend on the number of earlier episodes."""
 
     def _observe(self, action: int) -> list[Any]:
         return [values + self.episode for values in super()._observe(action)]
 
 
 class OverwritesText(CountingEnv):
-    """Hands out a list over the side channel, and changes it later."""
+    """Returns a list over the side channel, and changes it later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class WritesMasks(BlockBatch):
 
 
 class LosesEnds(BlockBatch):
-    """Hands out the reset observation as the last one."""
+    """Returns the reset observation as the last one."""
 
     def step(self, actions: Any, *, resets_ended: bool) -> Any:
         nexts, roots = super().step(actions, resets_ended=resets_ended)

@@ -1,4 +1,4 @@
-"""Envs whose resets take as long as a test wants, or break. They need numpy alone: see `tests.faults.envs`."""
+"""Envs whose resets wait for the test, or fail. They need only numpy: see `tests.faults.envs`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GatedEnv(CountingEnv):
         self._seed = episode_seed(ROOT_SEED, 0, episode)
 
     def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
-        """Begin the next episode, once it may."""
+        """Wait at the gate if necessary, and begin the next episode."""
         if seed == self._seed:
             self._gate.pass_through()
         return super().reset(seed, options)
@@ -42,8 +42,8 @@ class BreakingEnv(CountingEnv):
     """Its resets for some episodes of env 0 raise, or kill its process, the first time each is tried.
 
     Args:
-        folder: where it is noted what was tried; empty: they break every time.
-        episodes: which.
+        folder: records the tries; if empty, they break every time.
+        episodes: in which they break.
         is_fatal: whether to kill.
     """
 
@@ -65,7 +65,7 @@ class BreakingEnv(CountingEnv):
 
 
 class LevelEnv(CountingEnv):
-    """Observes its level in place of its last action after a reset; the level is for `set` and `call` to choose."""
+    """Observes its level in place of its last action after a reset; `set` and `call` change the level."""
 
     level = 0
 
@@ -84,13 +84,13 @@ class LevelEnv(CountingEnv):
         return {**super().state_dict(), "level": self.level}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Put them back."""
+        """Restore them."""
         super().load_state_dict(state)
         self.level = state["level"]
 
 
 def telling() -> Any:
-    """Return a gymnasium env that ends every third step, and says something in every info but the second step's."""
+    """Return a Gymnasium env that ends every third step; every info but the second step's is non-empty."""
     import gymnasium
 
     class Telling(gymnasium.Env):

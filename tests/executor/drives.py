@@ -1,4 +1,4 @@
-"""Every way to drive an executor to and over the ends of episodes, as a list of batches that another can be held to."""
+"""All ways to drive an executor up to and beyond the ends of episodes; each returns batches for comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from envherd.workers.protocol import Op
 
 
 def act(td: Any) -> Any:
-    """Set actions that what is observed decides, of test envs of one agent or of several."""
+    """Set actions that depend on the observations, for test envs with one agent or several."""
     key = ("agents",) if "agents" in td.keys() else ()  # noqa: SIM118  # a batch is no dict
     observed = td[*key, "observation"]
     return td.set((*key, "action"), (observed[..., 0] + observed[..., 1]).long() % 5)

@@ -1,4 +1,4 @@
-"""An env that tells of its process; this module imports little, as workers import it."""
+"""An env that reports on its process; this module imports little, because workers import it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from envherd.workers.testing import CountingEnv
 
 
 class Seeing(CountingEnv):
-    """Tells what its process is; starts a process that has left its group."""
+    """Reports on its process; can start a process outside its process group."""
 
     def helper(self):
         return os.getppid()
@@ -29,7 +29,7 @@ class Seeing(CountingEnv):
         return subprocess.Popen(["sleep", "60"], start_new_session=True).pid
 
     def leave_background(self, *, is_forked):
-        """Start a process in a session without this one, whose parent ends at once; return its pid."""
+        """Start a process in a new session whose parent ends at once; return its pid."""
         if not is_forked:
             done = subprocess.run(
                 ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, check=True

@@ -1,4 +1,4 @@
-"""Envs whose cost is known."""
+"""Envs with known costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SleepingEnv(CountingEnv):
 
 
 class HeavyMemoryEnv(CountingEnv):
-    """Has 48 MiB of its own."""
+    """Holds 48 MiB of private memory."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class LeakingEnv(CountingEnv):
 
 
 class BottomlessEnv(CountingEnv):
-    """Takes memory in its first reset for as long as there is any."""
+    """Allocates memory in its first reset until none is left."""
 
     def reset(self, seed, options=None):
         taken = []
@@ -94,7 +94,7 @@ class HangingInSerialEnv(CountingEnv):
 
 
 class CrowdedEnv(CountingEnv):
-    """Ends its process in its 100th step if that has more than two of it, and sleeps if the class's `hangs`."""
+    """Ends its process in its 100th step if the process holds more than two such envs; sleeps instead if `hangs`."""
 
     num_built = 0
     hangs = False
@@ -141,7 +141,7 @@ class HangingEnv(CountingEnv):
 
 
 class TailedEnv(CountingEnv):
-    """Waits 30 ms in one of twelve steps, and hardly in the others; its episodes last 1,000 steps."""
+    """Waits 30 ms in one of twelve steps, and little in the others; its episodes last 1,000 steps."""
 
     def __init__(self):
         super().__init__(1000)

@@ -1,4 +1,4 @@
-"""A team of players in one env, whose observations, rewards and pictures say who did what; imported by workers."""
+"""A team of players in one env, whose observations, rewards and pictures identify the player; imported by workers."""
 
 from __future__ import annotations
 

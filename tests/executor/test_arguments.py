@@ -1,4 +1,4 @@
-"""Wrong arguments are refused in the caller, with their name and what to write, before anything has happened."""
+"""Wrong arguments are refused in the caller, with their name and the fix, before any effect."""
 
 import functools
 import importlib
@@ -29,7 +29,7 @@ def act(td):
     return td.set("action", torch.ones(td.shape[0], dtype=torch.int64))
 
 
-#: Types are what is wrong in these calls, so no checker looks at them.
+#: These calls have wrong types, so they are hidden from the type checker.
 collector: Any = Collector
 async_collector: Any = AsyncCollector
 CONSTRUCTORS = {

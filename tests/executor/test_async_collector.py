@@ -1,4 +1,4 @@
-"""The asynchronous collector: every step once and in order, whichever env is ready first."""
+"""The asynchronous collector returns every step once and in order, whichever env is ready first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MakeEnv = functools.partial(CountingEnv, LENGTH)
 
 
 def policy(root: Any) -> Any:
-    """Act on the env's own step, so that what it did does not depend on the order of the others."""
+    """Act on the env's own step, so that its data do not depend on the order of the others."""
     return root.set("action", (root["observation"][:, 1] + root["env_ids"]) % 4)
 
 
@@ -71,7 +71,7 @@ def test_every_step_is_there_once_and_as_it_would_be_alone(options, in_backgroun
     wanted = expected_rows(most + 1, 3)
     for env_id, steps in seen.items():
         gaps = set(range(max(steps, default=-1) + 1)) - steps.keys()
-        # Rows that were full, and are not handed out yet, may be older than others of their env only by whole rows.
+        # Full rows that were not handed out yet are whole rows older than the env's other rows.
         assert len(gaps) % 6 == 0, (env_id, gaps)
         for step, rows in steps.items():
             assert torch.equal(rows, wanted[env_id][step])
@@ -99,7 +99,7 @@ def test_the_policy_sees_batches_of_the_given_sizes_alone():
 
 
 class Recurrent(nn.Module):
-    """Counts its own steps in a hidden state, which it hands on to itself."""
+    """Counts its own steps in a hidden state."""
 
     def forward(self, root: Any) -> Any:
         hidden = root.get("hidden", None)
@@ -119,7 +119,7 @@ def test_the_state_of_a_recurrent_policy_is_its_envs_own():
         for _ in range(3):
             data = collector.collect()
             assert torch.equal(data["seen"][..., 0], 10.0 + data["observation"][..., 1])
-    # Without a primer it goes on from episode to episode.
+    # Without a primer the state continues from episode to episode.
     with (
         ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
         AsyncCollector(env, Recurrent(), frames_per_batch=60) as collector,
@@ -216,7 +216,7 @@ class Versioned(nn.Module):
 @pytest.mark.parametrize("in_background", [0, 1])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 def test_the_steps_of_an_env_are_those_of_a_serial_executor_with_the_same_versions(layout, in_background):
-    """What each env went through follows from the seed and the versions that acted, whichever env was ready first."""
+    """Each env's data depend only on the seed and the versions that acted, whichever env was ready first."""
     learner = Versioned()
     steps: list[dict[int, Any]] = [{} for _ in range(N)]
     with (
@@ -232,7 +232,7 @@ def test_the_steps_of_an_env_are_those_of_a_serial_executor_with_the_same_versio
                 learner.weight.add_(1)
             collector.update_policy_()
     assert sum(map(len, steps)) == 12 * 24
-    last = [next(step for step in range(10**6) if step not in of_env) for of_env in steps]  # before a row not given out
+    last = [next(step for step in range(10**6) if step not in of_env) for of_env in steps]  # of the rows not handed out
     assert layout == "rows" or last == [len(of_env) for of_env in steps], "flat batches have no gaps"
     with SerialEnv(N, MakeEnv, seed=5) as env:
         root = env.reset()
@@ -281,7 +281,7 @@ def test_no_more_batches_are_collected_ahead_than_asked_for(num_ahead):
     ):
         collector.collect()
         num_frames = -1
-        while num_frames != collector.statistics().frames:  # until nothing is collected any more
+        while num_frames != collector.statistics().frames:  # until collection stops
             num_frames = collector.statistics().frames
             threading.Event().wait(0.3)
         assert (1 + num_ahead) * frames <= num_frames <= (1 + num_ahead) * frames + N - 1
@@ -301,7 +301,7 @@ def test_statistics_say_how_long_answers_waited_for_the_policy():
         for _ in range(3):
             collector.collect()
         found = collector.statistics()
-    # One env is acted for at a time, so an answer waits while the policy runs for others.
+    # The policy acts for one env at a time, so an answer waits while it acts for others.
     assert 0.01 < found.queue_p50_s <= found.queue_p99_s < sum(found.spent.values())
     assert found.bound_by == "policy"
     assert 0.5 < found.policy_share <= 1

@@ -18,7 +18,7 @@ def test_frames_of_more_than_2_gib():
     image = LeafSpec(("pixels",), (1024, 1024, 3), "uint8")
     spec = EnvSpec(observation=(image,), action=(LeafSpec(("action",), (), "int64"),))
     plan = plan_slab([spec] * 700, 1, 2)
-    slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))  # no page of it is touched
+    slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))  # none of its pages is touched
     batch = GroupBatch(slab.groups[0], 2, None, has_interrupted=False)
     assert plan.groups[0].next_nbytes > 2**31
     _, leaves = batch.blank_next()

@@ -1,4 +1,4 @@
-"""The command line, run for real: what it prints, writes and returns."""
+"""The command line: its output, files and exit codes in real runs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ USER_MODULE = """
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Run in a folder of its own, which has a user's module in it."""
+    """Run in a temporary folder that contains a user's module."""
     (tmp_path / "my_envs.py").write_text(textwrap.dedent(USER_MODULE))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -419,7 +419,7 @@ def test_ctrl_c_ends_it_with_what_was_collected(tmp_path):
         while not mark.exists():
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to everyone
+        os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
         printed, complaints = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""What a rollout is reported as: returns added up, figures, table, JSON as documented."""
+"""The report of a rollout: returns, figures, table, and JSON as documented."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from envherd.executor.cli.interrupts import DeferredInterrupt
 
 
 def press_ctrl_c() -> None:
-    """Send this process what a terminal sends; delivered before the call returns."""
+    """Send this process SIGINT, as a terminal does; delivered before the call returns."""
     signal.raise_signal(signal.SIGINT)
 
 

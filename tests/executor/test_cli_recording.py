@@ -50,7 +50,7 @@ def test_a_replay_names_the_first_difference_and_draws(tmp_path):
     envherd("rollout", COUNTING, "--envs", 2, "--steps", 12, "--seed", 4, "--out", tmp_path / "data")
     data, facts = load_rollout(tmp_path / "data")
     assert (facts["env"], facts["seed"]) == (COUNTING, 4)
-    data["next", "reward"][1, 7] += 1  # memory-mapped: changed on disk
+    data["next", "reward"][1, 7] += 1  # memory-mapped, so this changes the file
     again = envherd("replay", tmp_path / "data", "--gif", tmp_path / "again.gif")
     assert again.exit_code == 1
     assert "next/reward of env 1 at step 7" in " ".join(again.output.split())
@@ -180,7 +180,7 @@ def test_long_animations_leave_steps_out(tmp_path):
 @needs("meltingpot")
 @pytest.mark.slow
 def test_a_timeline_shows_where_an_agent_went_and_what_it_got(script_host, tmp_path):
-    """In a process of its own: matplotlib keeps its font files open."""
+    """In a separate process, because matplotlib keeps its font files open."""
     from PIL import Image
 
     name = "prisoners_dilemma_in_the_matrix__repeated"

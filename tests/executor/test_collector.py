@@ -1,4 +1,4 @@
-"""`Collector`: batches without a gap, policies as they are, state that passes through untouched."""
+"""`Collector`: batches without gaps, unchanged policies, and unchanged policy state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ones(td):
 
 
 class Holding(nn.Module):
-    """A policy that holds something that can neither be copied nor pickled."""
+    """A policy with an attribute that can be neither copied nor pickled."""
 
     def __init__(self, held):
         super().__init__()
@@ -181,7 +181,7 @@ def test_the_data_goes_to_the_policy():
     placed = Placed(OnMeta())
     placed.policy.register_forward_hook(lambda _module, args, _out: seen.append(args[0].device))
     assert placed.device == torch.device("meta")
-    with pytest.raises(NotImplementedError, match="meta"):  # values cannot come back from there: they were sent there
+    with pytest.raises(NotImplementedError, match="meta"):  # values cannot come back, so they were sent there
         placed(root)
     assert seen == [torch.device("meta")]
 
@@ -193,7 +193,7 @@ def test_what_a_policy_overwrites_comes_back_too():
 
     root = TensorDict({"observation": torch.zeros(2, 3), "hidden": torch.zeros(2)}, [2], device="cpu")
     observation = root["observation"]
-    acted = Placed(policy, "cpu:0")(root)  # another device by name, which is enough to move
+    acted = Placed(policy, "cpu:0")(root)  # another device name is enough to move
     assert acted["hidden"].tolist() == [1, 1]
     assert acted["action"].tolist() == [1, 1]
     assert acted["observation"] is observation
@@ -201,7 +201,7 @@ def test_what_a_policy_overwrites_comes_back_too():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_what_a_policy_changes_in_place_comes_back_too(monkeypatch, mode):
-    monkeypatch.setattr(TensorDict, "to", lambda td, *_, **__: td.clone())  # as between devices
+    monkeypatch.setattr(TensorDict, "to", lambda td, *_, **__: td.clone())  # as for another device
 
     def policy(td):
         td["hidden"].add_(1)
@@ -256,7 +256,7 @@ def test_nothing_is_said_about_policies_that_may_stay(env, holding):
 
 
 def recurrent(td):
-    """Add up the steps of the episode, or of all time if nobody primes."""
+    """Count the steps of the episode, or of all episodes without a primer."""
     hidden = td.get("hidden", None)
     hidden = torch.zeros(td.shape[0], 2) if hidden is None else hidden
     td["next", "hidden"] = hidden + 1

@@ -1,7 +1,7 @@
-"""Batches on a device: the right bytes, one transfer per batch, and a clear word where there is no such device.
+"""Batches on a device: the right bytes, one transfer per batch, and a clear error without such a device.
 
-What needs no GPU is tested with the meta device (shapes, dtypes, number of transfers) and with the cpu in
-the device's place (values); the tests marked so run where there is a GPU.
+Without a GPU, the meta device (shapes, dtypes, number of transfers) and the CPU in the device's place (values) are
+tested; marked tests need a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def actions():
 
 
 def act_alone(_root=None):
-    """Return a batch that holds the action alone: on the meta device it would lose its values."""
+    """Return a batch with only the action: on the meta device it would lose its values."""
     return TensorDict({"action": actions()}, [NUM_ENVS])
 
 
@@ -163,7 +163,7 @@ def test_the_action_may_be_anywhere_but_nowhere():
 
 
 class Linear(torch.nn.Module):
-    """Acts by its weights, and keeps the stream that it was called in."""
+    """Acts by its weights, and records the stream of the call."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +178,7 @@ class Linear(torch.nn.Module):
 
 
 def collected(device, *, updates=True):
-    """Return the data of three batches that a thread collects, whose policy has its weights changed after each."""
+    """Return three batches collected by a thread; the policy's weights change after each."""
     policy = Linear().to(device)
     env = SerialEnv(NUM_ENVS, CountingEnv, seed=0)
     found = []

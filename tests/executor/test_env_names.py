@@ -1,4 +1,4 @@
-"""Names of envs on the command line, and the factories they stand for."""
+"""Names of envs on the command line, and their factories."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SHORT = {
     "collections:Counter.fromkeys": "python:collections:Counter.fromkeys",
 }
 
-#: What is written -> what the message must say.
+#: Input -> text that the message must contain.
 UNKNOWN = {
     "meltingpot:clean_pu": ["'clean_pu'", "clean_up"],
     "gymnasium:CartPol-v1": ["'CartPol-v1'", "CartPole-v1"],
@@ -86,7 +86,7 @@ UNKNOWN = {
 needs_dm_control = pytest.mark.slow  # importing what they need takes a second and more
 
 
-#: What names begin with -> the extra that knows them.
+#: Prefix of names -> the extra that provides them.
 EXTRAS = {
     "dm_control": "dm-control", "envpool": "envpool", "gymnasium": "gymnasium", "meltingpot": "meltingpot",
     "clean_": "meltingpot", "CartPole": "gymnasium", "pettingzoo": "pettingzoo", "torchrl": "torchrl", "vmas": "vmas",

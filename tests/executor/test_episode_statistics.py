@@ -1,4 +1,4 @@
-"""`ExecutorOptions(episode_statistics=True)`: every row says what the rewards and steps of its episode come to."""
+"""`ExecutorOptions(episode_statistics=True)`: every row has its episode's return and length so far."""
 
 import functools
 import os

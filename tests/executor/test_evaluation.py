@@ -79,7 +79,7 @@ def test_background_players_do_not_count_as_focal():
 
 
 def test_each_env_plays_its_share_whatever_the_lengths():
-    """Short episodes do not count more often, and what is found does not depend on the workers."""
+    """Short episodes do not count more often, and the result does not depend on the workers."""
     found = [evaluate(None, DRAWN, 7, num_envs=3, num_workers=workers, seed=4) for workers in (1, 2)]
     assert np.array_equal(found[0].returns, found[1].returns)
     with SerialEnv(3, DRAWN, seed=4) as env:
@@ -144,7 +144,7 @@ def test_results_become_json():
 @needs("media")
 @pytest.mark.slow
 def test_a_chart_of_two_evaluations(tmp_path):
-    """In a process of its own: matplotlib keeps its font files open."""
+    """In a separate process, because matplotlib keeps its font files open."""
     code = (
         "import numpy as np\n"
         "from envherd import Evaluation, plot_evaluations\n"

@@ -1,4 +1,4 @@
-"""Send and receive at the edges: what comes between, what fails, what is large."""
+"""Edge cases of send and receive: interleaved calls, failures, large messages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_different_tasks_come_back_with_their_actions(make):
 
 
 def test_no_row_of_an_env_that_raised_is_handed_out():
-    """All raise at about the same time: each is reported exactly once, whenever its message is read."""
+    """All envs raise at about the same time: each is reported exactly once, whenever its message is read."""
     with ParallelEnv(6, functools.partial(FaultyEnv, "value_error", step=1), num_workers=3) as env:
         for _ in range(30):
             env.reset()
@@ -90,7 +90,7 @@ def test_wake_ups_that_nobody_waited_for_do_not_pile_up():
         env.reset()
         for _ in range(50):
             env.send(act(env))
-            time.sleep(0.002)  # all have answered before they are asked for
+            time.sleep(0.002)  # all have answered before `recv`
             env.recv()
         num_tokens = 0
         while env._pool._done.try_wait():
@@ -99,7 +99,7 @@ def test_wake_ups_that_nobody_waited_for_do_not_pile_up():
 
 
 def test_large_questions_meet_large_answers():
-    """Both ends of a socket write more than it holds: neither waits for the other for ever."""
+    """Both ends of a socket write more than its buffer holds: no deadlock."""
 
     class Measures(TextEnv):
         def measure(self, data: bytes) -> int:
@@ -119,7 +119,7 @@ def test_closing_does_not_wait_for_what_was_sent():
     env.send(act(env))
     began = time.monotonic()
     env.close()
-    assert time.monotonic() - began < 2  # one step of 0.3 s, not four, and far from the five seconds allowed
+    assert time.monotonic() - began < 2  # one step of 0.3 s, not four, and far below the limit of five seconds
 
 
 @pytest.mark.parametrize("make", EXECUTORS)
@@ -131,7 +131,7 @@ def test_questions_name_real_envs(make, env_ids):
 
 @pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
 def test_where_received_envs_are_may_be_asked_at_once_and_later_and_is_the_same(kind):
-    """What is asked at once shares what was received; what is asked otherwise is gathered."""
+    """`current` right after `recv` shares the received leaves; later calls gather rows."""
     with kind(4, functools.partial(CountingEnv, 5), seed=0) as env:
         root = env.reset()
         for _ in range(12):
@@ -241,9 +241,9 @@ def test_who_waits_for_some_envs_does_not_wait_for_others(tmp_path):
 
 
 def test_the_caller_is_woken_once_for_all_that_it_waits_for(monkeypatch):
-    """Envs answer every 3 ms: nothing is to be done before the last.
+    """Envs answer every 3 ms, and the caller has nothing to do before the last answer.
 
-    A caller that looks around just then may see an answer that is not counted yet, and is woken once more than needed.
+    A caller that checks at that moment may see an answer that is not counted yet, and is then woken once more.
     """
     rings, wait, counts = [], Doorbell.wait, []
 
@@ -301,7 +301,7 @@ def test_what_is_neither_ids_nor_a_mask_is_refused(make, env_ids):
 
 @pytest.mark.slow
 class TestAtMost:
-    """`recv(min_envs, timeout_s, max_envs=...)`: no env that is ready is held back."""
+    """`recv(min_envs, timeout_s, max_envs=...)` returns all ready envs."""
 
     def test_all_that_are_ready_come_without_a_deadline(self):
         with ParallelEnv(4, CountingEnv, num_workers=2, seed=0) as env:

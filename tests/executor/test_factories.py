@@ -1,4 +1,4 @@
-"""Only factories: whatever else is given is refused at once, by name, with the fix shown."""
+"""Anything but a factory is refused at once, by name, with the fix."""
 
 import functools
 import re

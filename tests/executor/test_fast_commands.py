@@ -1,4 +1,4 @@
-"""Commands to all envs in C and in Python: the same words, the same rings, the same answers to the same replies."""
+"""Commands to all envs in C and in Python write the same words, ring the same bells, and read answers alike."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Side:
         self.num_placed += 1
 
     def state(self) -> tuple[Any, ...]:
-        """Return all that commands may change; take the tokens."""
+        """Return all state that commands may change; take the tokens."""
         tokens = [_take_all(bell) for bell in (self.done, *self.go)]
         words = [getattr(self.words, name).tolist() for name in (*NAMES, "forfeited")]
         return tokens, words, self.words.number, self.has_waited, self.num_placed
@@ -115,7 +115,7 @@ def test_answers_that_come_late_are_waited_for(in_c):
             side.words.reply_seq[env_id] = side.words.command_seq[env_id]
             side.done.ring()
 
-    worker = threading.Thread(target=answer)  # it runs: the wait gives the interpreter up
+    worker = threading.Thread(target=answer)  # it can run, because the wait releases the GIL
     worker.start()
     assert side.has_all()
     worker.join()
@@ -232,13 +232,13 @@ def test_a_hail_ends_the_wait_for_some(is_before):
 
 
 class Alarm(Exception):
-    """What the handler raises."""
+    """Raised by the signal handler."""
 
 
 @pytest.mark.parametrize("delay_s", [0.0001, 0.004])
 @pytest.mark.parametrize("is_for_all", [True, False])
 def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
-    """While it spins, and while it blocks."""
+    """During the spin, and while it blocks."""
     monkeypatch.setattr(fast_commands, "LOOK_S", 30.0)
     side = Side(1, 1, in_c=True)
     side.give(1)
@@ -312,7 +312,7 @@ def test_it_keeps_its_memory_and_lets_go_of_it():
     gone = weakref.ref(side.buffer)
     side.words.command = side.words.command_seq = side.buffer = None
     del side, arrays
-    give(3)  # nothing that it writes to is gone
+    give(3)  # its memory still exists
     assert words.number == 1
     assert gone() is not None
     give = None

@@ -1,4 +1,4 @@
-"""Sends and receives in C do what those in Python do: same data, same refusals, same state of the engine after it."""
+"""Sends and receives in C and in Python have the same data, the same refusals and the same engine state afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [
 NUM_ENVS = 4
 ENVS: dict[str, Any] = {
     "numbers": functools.partial(CountingEnv, 3),
-    "pixels": functools.partial(CountingEnv, size=40),  # leaves that have a storage of their own
+    "pixels": functools.partial(CountingEnv, size=40),  # leaves with separate storages
     "agents": AgentsEnv,
     "switches": FlagsEnv,
     "floats": Driving,
@@ -50,11 +50,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Pair:
-    """Two executors to which the same is done; only one sends and receives in C.
+    """Two executors with the same calls; only one sends and receives in C.
 
     Attributes:
-        batches: the latest of each, for `current` and `send` to go on from.
-        held: what each has returned and a caller keeps, with a copy.
+        batches: the latest of each, for the next `current` and `send`.
+        held: batches of each that the caller keeps, with a copy.
     """
 
     def __init__(self, fast: Any, general: Any) -> None:
@@ -104,7 +104,7 @@ class Pair:
         return leaf.key, torch.from_numpy(values)
 
     def _ids(self, env: Any, side: int, rng: np.random.Generator) -> Any:
-        """Draw envs, those received last or others, in one of the ways in which they can be named."""
+        """Draw env ids, of the envs received last or of others, in one of the accepted forms."""
         batch = self.batches[side]
         if batch is not None and "env_ids" in batch and rng.random() < 0.5:
             return batch["env_ids"]
@@ -186,7 +186,7 @@ class Pair:
             if batch is None
             else [leaf for leaf in batch.values(include_nested=True, leaves_only=True) if leaf.dtype != torch.bool]
         )
-        self.held[side] = []  # which it may be among
+        self.held[side] = []  # it may be one of these
         if leaves:
             leaves[rng.integers(len(leaves))].zero_()
 
@@ -210,9 +210,9 @@ def order_of(td: TensorDict) -> list[Any]:
 
 
 def comparable(env: Any) -> dict[str, Any]:
-    """Return the state of an executor but the number of its commands, some of which C refuses to give.
+    """Return the state of an executor except the number of commands, because C does not give some of them.
 
-    For such a one `is_mixed` may be set in vain, which costs the next step of all a look.
+    For such a command `is_mixed` may be set unnecessarily, which costs the next step of all envs a check.
     """
     state = state_of(env)
     positions = env._engine.positions
@@ -279,7 +279,7 @@ def env():
 
 @pytest.fixture
 def in_c(monkeypatch):
-    """Let Python neither send nor receive."""
+    """Make sends and receives in Python fail."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("this was Python's")
@@ -292,7 +292,7 @@ def in_c(monkeypatch):
 
 @pytest.mark.parametrize("with_root", [True, False])
 def test_a_plain_cycle_is_made_in_c(in_c, with_root):
-    """Also where episodes end: what each env observes is the count of its steps since the latest end."""
+    """Also when episodes end: each env observes its number of steps since the latest end."""
     with ParallelEnv(4, functools.partial(CountingEnv, 3), num_workers=2, seed=0) as env:
         root = env.reset()
         env.send(root.set("action", torch.tensor([0, 1, 2, 3])))
@@ -414,7 +414,7 @@ def test_a_call_inside_it_is_refused(env, other):
 
 
 class Rang(Exception):
-    """What a signal handler raises."""
+    """Raised by a signal handler."""
 
 
 def test_a_handler_that_raises_in_it_loses_nothing(env):
@@ -447,7 +447,7 @@ def test_an_executor_that_is_closed_meanwhile_says_so():
 
 @pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)])
 def test_a_state_that_was_loaded_is_where_the_envs_are(make):
-    """Not where those were that were received before."""
+    """The roots are not those of the envs received before."""
     with make(2, functools.partial(CountingEnv, 9), seed=0) as env:
         root = env.reset()
         state = env.state_dict()

@@ -1,4 +1,4 @@
-"""The compiled step does what the general one does: same data, same refusals, same state of the engine after it."""
+"""The compiled step and the general one have the same data, the same refusals and the same engine state afterwards."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Driving(gymnasium.Env[np.ndarray, np.ndarray]):
 
 
 class Slow(CountingEnv):
-    """Takes its time where its action is 3; raises where it is 2."""
+    """Slow if its action is 3; raises if it is 2."""
 
     time_s = 0.05
 
@@ -71,7 +71,7 @@ class Slow(CountingEnv):
 
 
 class Stuck(Slow):
-    """Takes much longer than the deadline of its test, which the other env keeps on a busy machine too."""
+    """Takes much longer than the deadline of its test, which the other env meets even on a busy machine."""
 
     time_s = 60.0
 
@@ -92,11 +92,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Derived(TensorDict):
-    """A TensorDict of a class of its own."""
+    """A subclass of TensorDict."""
 
 
 def generalised(env: Any) -> Any:
-    """Let an executor make no compiled step, send or receive."""
+    """Disable compiled steps, sends and receives of an executor."""
     env._pool.compile = lambda: None
     env._pool.compile_exchange = lambda _: None
     env.compile()
@@ -104,7 +104,7 @@ def generalised(env: Any) -> Any:
 
 
 def state_of(env: Any) -> dict[str, Any]:
-    """Return what an executor knows of its envs and its calls."""
+    """Return an executor's state of its envs and calls."""
     engine, positions, words = env._engine, env._engine.positions, env._pool.slab.words
     return {
         "states": engine.states.values.tolist(),
@@ -142,11 +142,11 @@ def assert_same(one: Any, other: Any) -> None:
         mine, theirs = one[key], other[key]
         if isinstance(mine, torch.Tensor):
             assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), key
-            assert mine.detach().numpy().tobytes() == theirs.detach().numpy().tobytes(), key  # NaN too
+            assert mine.detach().numpy().tobytes() == theirs.detach().numpy().tobytes(), key  # also for NaN
 
 
 class Pair:
-    """Two executors to which the same is done; only one makes compiled steps."""
+    """Two executors with the same calls; only one makes compiled steps."""
 
     def __init__(self, fast: Any, general: Any) -> None:
         self.envs = fast, general
@@ -173,7 +173,7 @@ class Pair:
         if isinstance(one, tuple) and isinstance(one[0], type):
             assert one == other
         else:
-            for mine, theirs in zip(*(held[-2:] for held in self.held), strict=True):  # views too are what they were
+            for mine, theirs in zip(*(held[-2:] for held in self.held), strict=True):  # views are also unchanged
                 if not (isinstance(mine, tuple) and isinstance(mine[0], type)):
                     assert_same(mine, theirs)
         assert state_of(self.envs[0]) == state_of(self.envs[1])
@@ -265,10 +265,10 @@ class Pair:
         return env.rollout(2, lambda td: env.step_and_maybe_reset(td.update(self._action(env, rng)))[0])
 
     def _ask(self, env: Any, rng: np.random.Generator) -> None:
-        env.call("reset", 4 + int(rng.integers(3)))  # what it answers differs by family; it must not disturb a step
+        env.call("reset", 4 + int(rng.integers(3)))  # its result depends on the family; it must not affect a step
 
 
-#: One thing that is done, and a number from which all else about it is drawn.
+#: One call, and a number from which its arguments are drawn.
 DEEDS = st.tuples(
     st.sampled_from(
         [*["fused"] * 3, "step", "step_where_ended", "odd_actions", "odd_callers", "reset", "exchange", "rollout"]
@@ -312,14 +312,14 @@ def slow_pair(*, copy: bool = True, **options: Any) -> Any:
 
 
 def be_patient(patch: pytest.MonkeyPatch) -> None:
-    """Let compiled steps wait for slow answers themselves, also where the machine is busy."""
+    """Let compiled steps wait for slow answers themselves, even on a busy machine."""
     patch.setattr(fast_commands, "LOOK_S", 30.0)
 
 
 @pytest.fixture(scope="module", params=["copies", "views"])
 def shared(request):
     with pytest.MonkeyPatch.context() as patch:
-        be_patient(patch)  # C keeps what it is built with
+        be_patient(patch)  # before compiling: C copies the constants
         env = slow_pair(copy=request.param == "copies")
     with env:
         yield env
@@ -415,7 +415,7 @@ def test_a_worker_that_is_late_is_given_up():
 
 
 class Rang(Exception):
-    """What a signal handler raises."""
+    """Raised by a signal handler."""
 
 
 @pytest.mark.parametrize("other", ["a handler", "a thread"])

@@ -1,4 +1,4 @@
-"""Rows gathered by their addresses are the rows that two index arrays give."""
+"""Rows gathered by their addresses equal rows indexed by two arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries of infos as leaves; and infos of every bad kind, none of which costs a step."""
+"""Entries of infos as leaves; bad infos of every kind do not make a step fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_ENVS = 2
 
 
 class Evil:
-    """Raises from whatever it is asked."""
+    """Raises in every method."""
 
     def __repr__(self):
         raise RuntimeError("no repr")
@@ -28,7 +28,7 @@ class Evil:
 
 
 class Unloadable(Exception):
-    """Pickles, and cannot be unpickled: exceptions with arguments of their own are like this."""
+    """Can be pickled but not unpickled, like many exceptions with their own arguments."""
 
     def __init__(self, one, two):
         super().__init__(one)
@@ -60,7 +60,7 @@ class Mean(dict):
     items = get = __iter__ = __len__ = __getitem__ = keys  # type: ignore[assignment]
 
 
-#: What an info holds -> whether `plain` and `pickle` hand on its entry `bad`.
+#: Content of an info -> whether `plain` and `pickle` pass on its entry `bad`.
 BAD = {
     "evil": (Evil, False, False),
     "unloadable": (lambda: Unloadable(1, 2), False, False),
@@ -75,7 +75,7 @@ BAD = {
 
 
 class Telling(gymnasium.Env):
-    """Ends every third step; what its infos hold is a matter of `what`."""
+    """Ends every third step; `what` selects the content of its infos."""
 
     observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -184,7 +184,7 @@ def test_no_info_costs_a_step(what, infos):
 
 @pytest.mark.slow
 def test_no_info_costs_a_worker():
-    """All of them at once, each in an env of its own."""
+    """All bad infos at once, each in a separate env."""
     names = [*BAD, "mean", "list"]
     factories = [functools.partial(Telling, what) for what in names]
     for infos in ("plain", "pickle"):
@@ -232,7 +232,7 @@ def test_keys_that_are_none_are_refused(keys):
 
 
 def test_looking_up_changes_nothing():
-    """The env's data are what they are without; one further env is built for each kind of env, and closed."""
+    """The env's data are unchanged; one additional env is built for each kind of env, and closed."""
     built = []
 
     def build(wind=0):
@@ -269,7 +269,7 @@ def test_the_contract_holds():
 
 @pytest.mark.parametrize("mode", list(gymnasium.vector.AutoresetMode))
 def test_rows_of_a_vector_env_tell_of_themselves(mode):
-    """Also at an end that the vector env buries in `final_info`, and in resets of some rows."""
+    """Also at an end whose info is inside `final_info`, and in resets of some rows."""
 
     class Long(Telling):
         def step(self, action):

@@ -1,4 +1,4 @@
-"""Infos: what envs say beside their observations, at the right env, step and reset, or not at all."""
+"""Infos belong to the right env, step and reset, or are dropped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_ENVS = 3
 
 
 class Telling(gymnasium.Env):
-    """Ends every third step; says its step count in every info but the second step's, which is empty."""
+    """Ends every third step; every info has the step count, except the second step's, which is empty."""
 
     observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -50,7 +50,7 @@ class Telling(gymnasium.Env):
 
 
 class Ringing:
-    """Has its process sent SIGALRM when it is unpickled."""
+    """Sends SIGALRM to its process when it is unpickled."""
 
     def __reduce__(self):
         return signal.raise_signal, (signal.SIGALRM,)

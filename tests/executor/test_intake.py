@@ -1,4 +1,4 @@
-"""What a caller gives is checked value by value before anything of it is written; no process."""
+"""The caller's values are checked one by one before any is written; no process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from envherd.workers.errors import ActionError
 NUM_ENVS = 3
 UNIT = Box(np.full(2, -1.0), np.array([1.0, 2.0]))
 
-#: domain, dtype -> values of one env that are legal, and some in which the entries that are marked are not.
+#: domain, dtype -> legal values of one env, and values whose marked entries are illegal.
 CASES: list[tuple[Domain, str, list[Any], list[tuple[Any, Any]]]] = [
     (Discrete(3), "int64", [0, 1, 2], [(3, True), (-1, True), (2**62, True)]),
     (Discrete(3), "uint8", [0, 2], [(3, True), (255, True)]),
@@ -69,7 +69,7 @@ def intake_of(
     num_envs: int = NUM_ENVS,
     present: Any = None,
 ) -> Any:
-    """Return an intake, and what is in its slab."""
+    """Return an intake, and the arrays of its slab."""
     spec = EnvSpec(observation=(LeafSpec(("observation",), (1,)),), action=action, state=state, family="plain")
     plan = plan_slab([spec] * num_envs, num_workers=1, num_frames=2)
     slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))

@@ -57,7 +57,7 @@ def leaves(draw: Any) -> LeafSpec:
 
 
 def telling(leaf: LeafSpec) -> np.ndarray:
-    """Return values at and around every bound of a leaf, and what is in no domain, in its dtype."""
+    """Return values at and around every bound of a leaf, and values outside any domain, in its dtype."""
     dtype, domain = np.dtype(leaf.dtype), leaf.domain
     ends: list[Any] = [0, 1, 2]
     if isinstance(domain, Discrete):
@@ -79,7 +79,7 @@ def telling(leaf: LeafSpec) -> np.ndarray:
 
 
 def batch_of(leaf: LeafSpec, seed: int) -> np.ndarray:
-    """Return the telling values of two envs, drawn for each value of the leaf or one for all."""
+    """Return values at the bounds for two envs, drawn per value of the leaf or one for all."""
     rng, shape = np.random.default_rng(seed), (2, *leaf.shape)
     values = telling(leaf)
     return rng.choice(values, shape) if seed % 2 else np.full(shape, rng.choice(values))

@@ -1,4 +1,4 @@
-"""Worker processes and their helper: what starting them can meet, and what is left of it."""
+"""Worker processes and their helper: failures during their start, and cleanup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from envherd.workers.testing import CountingEnv
 from tests.faults.children import in_child
 from tests.gates import wait_for
 
-#: Hangs where a variable says so: the pid of what it has started is written to the file of that name.
+#: Hangs if an environment variable is set, after writing the pid of its child to the file named by it.
 HANGING = """
 import os, subprocess, sys, time
 if "HANGS" in os.environ:
@@ -146,7 +146,7 @@ def test_a_worker_that_is_started_while_another_thread_closes_is_ended(monkeypat
         return launched[-1]
 
     monkeypatch.setattr(Crew, "_launch", launch_late)
-    with preloaded("wave"):  # a helper that outlives the executor, and so ends no worker of it
+    with preloaded("wave"):  # a helper that outlives the executor does not end its workers
         env = ParallelEnv(1, CountingEnv)
         env.engine.pool.crew.replace(0)
         assert env.is_closed

@@ -1,4 +1,4 @@
-"""After a loss: no env is stepped that was not reset, nothing refused is used later, and the caller hears at once."""
+"""After a loss no env is stepped without a reset, no refused input is used, and the caller is informed at once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def die_in_step(tmp_path: Path, step: int = 2) -> Any:
 
 
 class FlakyBuild(FaultyEnv):
-    """Dies in a step, and so does the process of its first successor while it is built."""
+    """Dies in a step; its first successor's process dies during the build."""
 
     def __init__(self, folder: str, step: int) -> None:
         builds = Path(folder, "builds")
@@ -130,14 +130,14 @@ class TestBetweenRollouts:
 
     @pytest.mark.parametrize("fault", ["kill", "value_error"])
     def test_of_one_step_in_which_another_env_fails(self, tmp_path, fault):
-        """The row of the env that was lost before is of this step, though it makes none."""
+        """The row of the env that was lost earlier belongs to this step, although it makes none."""
         fails = functools.partial(FaultyEnv, fault, step=1, flag=str(tmp_path / "failed"), length=2)
         with ParallelEnv(2, [fails, ENDLESS], num_workers=1 + (fault != "kill"), options=RESTART) as env:
             (tmp_path / "failed").touch()
             env.rollout(2, break_when_any_done=False)
             (tmp_path / "failed").unlink()
             kill(env, -1)
-            with contextlib.suppress(WorkerLost):  # which is known before the step
+            with contextlib.suppress(WorkerLost):  # already known before the step
                 env.get("num_steps")
             if fault == "kill":
                 data = env.rollout(1, auto_reset=False)
@@ -174,7 +174,7 @@ class TestSuccessorsThatFail:
                 builds = tmp_path / "builds"
                 with builds.open("a") as file:
                     file.write("b")
-                if builds.stat().st_size == 3:  # the first successor of the two instances
+                if builds.stat().st_size == 3:  # only the first successor dies
                     os._exit(3)
 
         options = ExecutorOptions(on_worker_loss="restart", reset_ahead=True)
@@ -231,7 +231,7 @@ class TestRefusals:
     def test_no_worker_steps_an_env_that_was_never_reset(self):
         for make in (functools.partial(ParallelEnv, num_workers=1), SerialEnv):
             with make(2, ENDLESS) as env:
-                env.engine.states.move(env.engine.all_ids, Event.IS_ALLOWED)  # as a bug of the caller's side would
+                env.engine.states.move(env.engine.all_ids, Event.IS_ALLOWED)  # simulates a bug of the caller's side
                 with pytest.raises(InternalError, match=r"was never reset\. It was not stepped"):
                     env.step(act(env))
                 assert env.get("num_steps") == [0, 0]
@@ -330,7 +330,7 @@ class TestFaultsAndLosses:
             with pytest.raises(EnvError) as caught:
                 env.reset()
             assert caught.value.env_ids == (0,)
-            env.send(act(env)[1:], [1])  # it was reset by its successor
+            env.send(act(env)[1:], [1])  # its successor has reset it
             assert counters(env.recv()["next"]) == [1]
 
 
@@ -568,7 +568,7 @@ def test_an_interrupted_row_has_the_last_true_text(tmp_path, way, when):
 
 @pytest.mark.parametrize("way", ["fused", "rollout"])
 def test_the_text_of_an_env_that_answered_before_its_worker_died(tmp_path, way):
-    """Its neighbour's step kills their worker: both rows are interrupted, and have the text of before."""
+    """Its neighbour's step kills their worker: both rows are interrupted, with the previous text."""
 
     class Dies(TextEnv):
         def step(self, action: list[Any]) -> Any:
@@ -591,7 +591,7 @@ def test_the_text_of_an_env_that_answered_before_its_worker_died(tmp_path, way):
 
 
 def test_the_root_of_an_env_whose_reset_was_answered_before_its_worker_died():
-    """Numbers and text are those of the reset before, which the caller has seen: the row is marked as ended."""
+    """Numbers and text are those of the earlier reset, which the caller has seen; the row is marked as ended."""
 
     class Dies(TextEnv):
         def reset(self, *args: Any, **kwargs: Any) -> Any:
@@ -644,7 +644,7 @@ def test_the_last_observation_is_complete_where_the_reset_after_it_raises(how):
 
 
 class HalfReset(TextEnv):
-    """Its second reset gives numbers as they should be, and a second leaf of a wrong shape."""
+    """Its second reset returns correct numbers, and a second leaf of a wrong shape."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a process may use, read from trees of files as real machines show them, and from this one."""
+"""The resources of a process, read from file trees of real machines, and from this machine."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def group(folder: Path, files: dict[str, str]) -> Iterator[Path]:
 
 
 def own_group(controller: str) -> Path | None:
-    """Return the folder under which a group of a v1 controller can be made, if that is how this machine is."""
+    """Return the folder in which a v1 group can be created, if this machine has v1 groups."""
     path = Path("/sys/fs/cgroup") / controller
     return path if (path / "cgroup.procs").exists() and os.access(path, os.W_OK) else None
 

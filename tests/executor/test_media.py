@@ -1,4 +1,4 @@
-"""Pictures: what is kept, how tiles are laid out, and that files decode to what was drawn."""
+"""Pictures: which are kept, the layout of tiles, and that files decode to the drawn pictures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sprite(colour: tuple[int, int, int], height: int = 6, width: int = 8) -> np.
 
 
 def moving_log(num_envs: int, num_moments: int = 5) -> FrameLog:
-    """Return a log in which env i is a shade of its own, and a dot moves."""
+    """Return a log in which each env has a different shade, and a dot moves."""
     log = FrameLog(num_moments - 1)
     for step in range(num_moments):
         frames = []

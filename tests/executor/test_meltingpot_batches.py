@@ -1,4 +1,4 @@
-"""Melting Pot in workers: unlike substrates in one executor, custom roles, chosen observations, scenarios."""
+"""Melting Pot in workers: different substrates in one executor, custom roles, selected observations, scenarios."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def same(one, other):
 
 
 def test_unlike_substrates_in_one_executor():
-    """Each env gives its own keys, players and lengths; resets by mask touch only theirs; data are the serial ones."""
+    """Each env has its own keys, players and lengths; masks reset only their envs; data equal the serial ones."""
     batches = []
     for kind, kwargs in ((ParallelEnv, {"num_workers": 2}), (SerialEnv, {})):
         with kind(len(HERD), HERD, seed=3, **kwargs) as env:

@@ -1,4 +1,4 @@
-"""Options are checked where they are made, and where the workers run."""
+"""Options are checked when they are created, and on the workers' machine."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ NUM_ENVS = 2
 
 
 class Always:
-    """A scripted player, which notes what it was called with."""
+    """A scripted player, which records its arguments."""
 
     def __init__(self, action):
         self.action, self.calls = action, []
@@ -29,7 +29,7 @@ class Always:
 
 
 class Counting(nn.Module):
-    """A recurrent player: hands on how often it has acted in the episode, and whose count it is."""
+    """A recurrent player: its state is its number of actions in the episode, and the player."""
 
     def __init__(self, scale=1.0):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where workers run: who is to move where, by tables; and real workers that were put on one processor."""
+"""Placement: decisions from tables, and real workers that start on one processor."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_move_leaves_no_pin(monkeypatch):
 
 
 class _Confined(CountingEnv):
-    """Takes some milliseconds a step, and says to which processors its worker was confined, and is."""
+    """Takes some milliseconds a step; reports the worker's affinity at the start and now."""
 
     def __init__(self):
         super().__init__()
@@ -144,7 +144,7 @@ class _Confined(CountingEnv):
 
 @pytest.fixture
 def _looking(monkeypatch):
-    """Look in every wait, whatever else runs on this machine."""
+    """Check in every wait, despite other load on this machine."""
     monkeypatch.setattr(placement, "_EVERY_S", 0.0)
     monkeypatch.setattr(placement, "_SOON_S", 0.0)
     monkeypatch.setattr(placement, "_COST", 0)
@@ -164,7 +164,7 @@ def step_on(env, until, most=300):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_looking")
 def test_workers_that_were_put_on_one_processor_are_taken_apart_and_stay_free(monkeypatch):
-    """They are confined to it, for the kernel might take them apart first, and they and the caller see them as free."""
+    """They are pinned to it, so the kernel cannot separate them first; their affinity is made to look unrestricted."""
     with ParallelEnv(2, _Confined, num_workers=2, seed=0) as env:
         pids = [worker.pid for worker in env.statistics().workers]
         env.call("feel_free")
@@ -197,7 +197,7 @@ def test_an_affinity_that_was_asked_for_is_left_alone():
 
 @pytest.mark.slow
 def test_a_yield_of_the_caller_reaches_its_workers():
-    """Where sessions are groups of the scheduler, one of the workers' own would be one that no yield leads to."""
+    """If sessions are scheduling groups, a yield would not reach workers in a separate session."""
     with ParallelEnv(2, CountingEnv, num_workers=2, seed=0) as env:
         pids = [worker.pid for worker in env.statistics().workers]
         assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
@@ -208,7 +208,7 @@ def test_a_yield_of_the_caller_reaches_its_workers():
 
 
 class _Printing(CountingEnv):
-    """Writes to its terminal, and says whether it has one that could stop it for that."""
+    """Writes to its terminal, and reports whether that terminal could stop it."""
 
     def terminal(self):
         os.write(1, b"printed ")
@@ -232,7 +232,7 @@ with ParallelEnv(1, _Printing, seed=0, options=ExecutorOptions(worker_output="in
 
 @pytest.mark.slow
 def test_workers_have_no_terminal_that_could_stop_them():
-    """They are of the caller's session, and not in the foreground of its terminal."""
+    """They are in the caller's session, but not in the foreground of its terminal."""
     ours, theirs = os.openpty()
     flags = termios.tcgetattr(theirs)
     flags[3] |= termios.TOSTOP  # who writes from the background is stopped

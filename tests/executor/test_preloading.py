@@ -1,4 +1,4 @@
-"""One helper for several executors: they start from it, end without a trace, and do not meet in it."""
+"""One helper for several executors: they start from it, leave nothing behind, and do not affect each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_executors_share_a_helper_that_has_the_modules():
         with ParallelEnv(2, Seeing, num_workers=1) as env:
             assert env.call("has_imported", "sched") == [True, True]
             assert env.call("helper") == [first, first]
-            assert helper_of() == first  # while the other is open
+            assert helper_of() == first  # while the other executor is open
             assert env.rollout(2).shape == (2, 2)
     assert not is_there(first)
     assert helper_of() != first

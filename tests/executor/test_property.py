@@ -1,4 +1,4 @@
-"""Whatever is done in whatever order on however many workers, the data are those of `SerialEnv`, bit for bit."""
+"""For any operations in any order on any number of workers, the data equal those of `SerialEnv`, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENVS: dict[str, Any] = {
 }
 SETTINGS = [(1, True), (2, True), (3, True), (2, False)]
 
-#: One thing done to an executor: what, and a number from which masks, actions and counts are drawn.
+#: One operation, and a number from which masks, actions and counts are drawn.
 DEEDS = st.tuples(
     st.sampled_from(["step", "fused", "reset", "reset", "exchange", "groups", "rollout", "breaking rollout", "seed"]),
     st.integers(0, 2**32 - 1),
@@ -36,7 +36,7 @@ DEEDS = st.tuples(
 
 
 class Tape:
-    """Does deeds to one executor, and keeps every row it gets, by env."""
+    """Applies operations to one executor, and keeps every row by env."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -56,7 +56,7 @@ class Tape:
         self.rows += [(env_id, td[position].clone()) for position, env_id in enumerate(ids)]
 
     def _act(self, td: Any, rng: np.random.Generator, env_ids: Any = None) -> Any:
-        """Set actions that depend on the env alone, so that the order of answers cannot matter."""
+        """Set actions that depend only on the env, not on the order of answers."""
         base = int(rng.integers(1000))
         ids = range(NUM_ENVS) if env_ids is None else env_ids.tolist()
         leaf = self.env.action_spec[0]
@@ -69,7 +69,7 @@ class Tape:
         return self._act(td, rng, env_ids)
 
     def _revive(self) -> Any:
-        """Reset what has ended, so that all can be stepped."""
+        """Reset ended envs, so that all can be stepped."""
         root = self.env.current()
         done = torch.stack([root[i]["done"] for i in range(NUM_ENVS)])
         mask = torch.stack([self.env.rand_action()[i].set("_reset", done[i]) for i in range(NUM_ENVS)])
@@ -91,7 +91,7 @@ class Tape:
         self._keep(self.env.reset(td))
 
     def _exchange(self, rng: np.random.Generator) -> None:
-        """Send all, receive a few at a time, in whatever order they come; send those on for two more rounds."""
+        """Send all, receive a few at a time in any order; send those again for two more rounds."""
         self._revive()
         few = int(rng.integers(1, NUM_ENVS + 1))
         base = int(rng.integers(1000))

@@ -1,4 +1,4 @@
-"""A step with isolated generators and the short intake do what the plain ways do."""
+"""A step with isolated generators and the short intake are equivalent to the plain ways."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENVS = {
 
 
 def transitions(make_env, **options):
-    """Return what 12 steps and two rollouts give; `isolate_rng` swaps the global generators around every step."""
+    """Return the data of 12 steps and two rollouts; `isolate_rng` swaps the global generators around every step."""
     with SerialEnv(NUM_ENVS, make_env, seed=3, options=ExecutorOptions(**options)) as env:
         root, seen = env.reset(), []
         for _ in range(12):

@@ -1,4 +1,4 @@
-"""After a loss, a fault or an interrupt: what is said about every env is true, and the executor goes on."""
+"""After a loss, a fault or an interrupt, the state of every env is correct, and the executor remains usable."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def only(env: Any, *env_ids: int) -> TensorDict:
 def kill(env: Any, worker_id: int) -> None:
     pid = env.statistics().workers[worker_id].pid
     os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(OSError):  # it is gone as a file, or between the opening and the reading
+    with contextlib.suppress(OSError):  # the process ended before or during the read
         while Path(f"/proc/{pid}/cmdline").read_bytes():
             time.sleep(0.005)
 
@@ -278,7 +278,7 @@ class TestLosses:
 
         def let_through() -> None:
             gate.await_somebody()
-            time.sleep(0.4)  # for the loss to be noticed meanwhile; it need not be
+            time.sleep(0.4)  # usually the loss is noticed in this time
             gate.open()
 
         make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(WaitingEnv, tmp_path)]
@@ -351,7 +351,7 @@ class TestLosses:
 
     @pytest.mark.parametrize("fault", ["wrong_reward", "kill"])
     def test_the_last_true_observation_survives_what_was_sent_before(self, fault, tmp_path):
-        """Sends move an env to a ring column that the next step of all may write to."""
+        """Sends move an env to a ring column that the next step of all envs may overwrite."""
 
         class Breaks(FaultyEnv):
             def step(self, action: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What a pool has reported besides rows is handed out once, and for the envs that were asked for."""
+"""A pool's reports besides rows are handed out once, and only for the requested envs."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ NAMES = ("faults", "side", "infos")
 
 
 def reported(held_back=None):
-    """Return what pools of four envs have reported, of all kinds."""
+    """Return an outcome of a pool of four envs with reports of all kinds."""
     outcome = Outcome(held_back=held_back)
     for env_id in range(4):
         for kind in ("fault", "side", "infos"):

@@ -1,4 +1,4 @@
-"""Reset-ahead: the same data, from episodes begun before they are asked for; and what breaks harms no row."""
+"""Reset-ahead: the same data from episodes begun ahead; failures affect no row."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def serial(make: Any, num_envs: int = 2, **kwargs: Any) -> SerialEnv:
 def assert_equal(got: list[Any], expected: list[Any]) -> None:
     assert len(got) == len(expected) > 0
     for one, other in zip(got, expected, strict=True):
-        assert (one == other).all()  # which raises where keys differ
+        assert (one == other).all()  # raises if keys differ
 
 
 def uninterrupted(rows: list[Any]) -> list[Any]:
@@ -81,7 +81,7 @@ def are_built(env: Any) -> bool:
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(OSError):  # it is gone as a file, or between the opening and the reading
+    with contextlib.suppress(OSError):  # the process ended before or during the read
         wait_for(lambda: not Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
@@ -168,7 +168,7 @@ class TestData:
 
 class TestHandOver:
     def test_steps_go_on_while_an_episode_is_begun(self, tmp_path):
-        """The reset for episode 1 takes until the test lets it end; without reset-ahead nothing could be done then."""
+        """The reset for episode 1 waits for the test; without reset-ahead no step would be possible."""
         with ahead([functools.partial(GatedEnv, str(tmp_path)), ENDLESS]) as env:
             root = env.reset()
             Gate(tmp_path).await_somebody()
@@ -373,7 +373,7 @@ class TestFaults:
                 patched.setattr(Turns, "note_server", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     env.step_and_maybe_reset(act(root))
-            plain.step_and_maybe_reset(act(root))  # as what was broken off, which is finished
+            plain.step_and_maybe_reset(act(root))  # like the interrupted call, which is completed
             with pytest.raises(ResetNeeded):
                 env.step_and_maybe_reset(act(root))
             assert_equal(reset_by_hand(env, 7), reset_by_hand(plain, 7))
@@ -401,7 +401,7 @@ class TestLosses:
 
     @pytest.mark.parametrize("options", [AHEAD, RESTART], ids=["raise", "restart"])
     def test_of_a_spare_that_was_given_its_episode(self, options, tmp_path):
-        """It dies while the caller waits for it: the old instance resets in its stead."""
+        """It dies while the caller waits for it: the old instance resets instead."""
         make = [functools.partial(GatedEnv, str(tmp_path), 2), ENDLESS]
         with ahead(make, options=options) as env:
             root = env.step_and_maybe_reset(act(env.reset()))[1]
@@ -459,7 +459,7 @@ class TestLosses:
             plain.reset()
             assert root["observation"][0, 0] == plain.reset()["observation"][0, 0]
             counted = env.statistics()
-            assert counted.workers[0].pid == spare.pid  # nobody has waited for a worker to be built
+            assert counted.workers[0].pid == spare.pid  # no call has waited for a worker's build
             assert (counted.worker_losses, counted.interrupted, counted.resets_ahead) == (1, 1, 1)
             wait_for(lambda: are_built(env))
             env.rollout(2)
@@ -468,11 +468,11 @@ class TestLosses:
 
     @pytest.mark.parametrize("way", ["fused", "sent", "rollout"])
     def test_of_a_server_leaves_the_last_true_text_in_its_row(self, way):
-        """The instance that takes over has made steps of an earlier episode, whose text it still has."""
+        """The other instance has made steps of an earlier episode and still has their text."""
         make = functools.partial(TextEnv, 2)
         with ahead(make, 1, RESTART) as env:
             root = env.reset()
-            for _ in range(5):  # three episodes: the other instance has served one
+            for _ in range(5):  # three episodes, one of them served by the other instance
                 root = env.step_and_maybe_reset(act(root))[1]
             wait_for(lambda: is_ready(env, 3))
             kill(env.statistics().workers[0].pid)

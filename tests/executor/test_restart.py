@@ -1,4 +1,4 @@
-"""A lost worker that is replaced: its rows are interrupted, nobody else's are touched, nothing is retried."""
+"""A lost worker is replaced: only its rows are interrupted, and no step is retried."""
 
 import contextlib
 import functools

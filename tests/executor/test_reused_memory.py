@@ -1,4 +1,4 @@
-"""Memory of batches that is reused: never while anybody holds any of it, in whatever way."""
+"""Memory of batches is reused only when no reference of any kind is left."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_batch_that_is_large_is_not_kept():
 
 @pytest.mark.parametrize("make", [SerialEnv, ParallelEnv])
 def test_batches_of_an_executor_stay_what_they_are(make):
-    """Whatever a caller keeps of its steps, and whatever it does with it."""
+    """For anything that a caller keeps of its steps."""
     with make(3, CountingEnv, seed=0) as env:
         root, kept = env.reset(), []
         for step in range(40):

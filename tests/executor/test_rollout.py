@@ -1,4 +1,4 @@
-"""Rollouts: what is in them, whose memory it is, and where the envs are afterwards."""
+"""Rollouts: their content, the ownership of their memory, and the envs' roots afterwards."""
 
 import functools
 import gc
@@ -148,7 +148,7 @@ def test_the_callback_sees_every_step_and_may_use_the_executor(make):
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("tasks", ["equal", "different"])
 def test_policy_and_callback_can_ask_where_the_envs_are(make, breaks, tasks):
-    """The policy acts on what `current` says, and the callback sees what the policy is given next."""
+    """`current` returns the policy's root; in the callback it returns the policy's next root."""
     acted_on, asked, after = [], [], []
     envs = [short_env, short_env] if tasks == "equal" else [short_env, functools.partial(CountingEnv, 5, size=4)]
 
@@ -159,7 +159,7 @@ def test_policy_and_callback_can_ask_where_the_envs_are(make, breaks, tasks):
 
     with make(2, envs, seed=0) as env:
         env.reset()
-        for _ in range(2):  # the rollout begins where other steps have ended
+        for _ in range(2):  # the rollout continues after other steps
             env.step(ones_each(env.current()))
         env.rollout(
             7,
@@ -235,7 +235,7 @@ def test_closing_in_a_rollout_ends_it(make, where, step):
 
 
 class Stateful(PlainEnv):
-    """Counts in a state that every step is given and gives back, as stateless simulators do."""
+    """Counts in a state that each step takes and returns, like stateless simulators."""
 
     spec = EnvSpec(
         observation=(LeafSpec(("count",), (1,), "int64"),),

@@ -1,4 +1,4 @@
-"""Random actions: legal ones, also where envs say with each observation which those are."""
+"""Random actions are legal, also if envs return a mask with each observation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actions without a fixed shape (text, sequences, ...): sent to the env on every way in, and kept in the data."""
+"""Actions without a fixed shape (text, sequences, ...) reach the env by every method, and are kept in the data."""
 
 from __future__ import annotations
 

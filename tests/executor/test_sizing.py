@@ -1,4 +1,4 @@
-"""Sizing: the probe measures, and survives what envs do; `envherd size` and "auto" end to end."""
+"""Sizing: the probe measures, and survives failing envs; `envherd size` and "auto" end to end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.executor.sizing_figures import GIB, MIB, machine_of, measured_of, run
 
 @pytest.fixture(scope="module")
 def _fonts():
-    """Have matplotlib open its fonts, which it keeps open, before any test is asked what it leaves."""
+    """Make matplotlib open its fonts, which it keeps open, before the first leak check."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -91,7 +91,7 @@ def test_a_probe_measures_memory_and_growth():
 @pytest.mark.usefixtures("own_helper")
 def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
     breathing = probed(sized_envs.BreathingEnv, budget_s=5.0)  # time for some resets, also on a busy machine
-    assert 12 * MIB < breathing.first_env_bytes < 38 * MIB  # after any one reset 8 or 40, and what it imports
+    assert 12 * MIB < breathing.first_env_bytes < 38 * MIB  # 8 or 40 after a reset, plus imports
     assert 12 * MIB < breathing.further_env_bytes < 38 * MIB
 
 
@@ -192,7 +192,7 @@ def test_size_as_a_table_a_picture_json_and_yaml(tmp_path):
 
 @pytest.mark.slow
 def test_json_on_stdout_is_alone_there_and_says_what_serial_makes():
-    done = size(COUNTING, "--budget", "60", "--envs", "2", "--json", "-")  # all is started, on a busy machine also
+    done = size(COUNTING, "--budget", "60", "--envs", "2", "--json", "-")  # enough to start all
     report = json.loads(done.stdout)
     assert report["serial"]["num_envs"] == 2
     assert report["serial"]["steps_per_s"] > 0

@@ -1,4 +1,4 @@
-"""Sizing without processes: which settings are compared, what does not fit, which is chosen, and what is scaled."""
+"""Sizing without processes: compared settings, limits, the choice, and scaling."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_how_often_episodes_end_is_what_most_ends_say():
 
 
 def seen(draw, steps):
-    """Return the lengths of the episodes that end within so many steps, and how long the next one is by then."""
+    """Return the lengths of the episodes that end within `steps` steps, and the next one's length by then."""
     ends = np.cumsum([draw() for _ in range(steps)])
     ends = ends[ends <= steps]
     return np.diff([0, *ends]), steps - (ends[-1] if len(ends) else 0)

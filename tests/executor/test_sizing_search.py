@@ -1,4 +1,4 @@
-"""Sizing's search on real executors: what is chosen for envs of known costs, and what happens when they fail."""
+"""Sizing's search on real executors: the choice for envs with known costs, and failing envs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_costly_resets_get_reset_ahead():
 
 
 def test_long_resets_are_seen_over_whole_episodes():
-    """One turn of whole episodes says more than rounds of short turns, which are left out."""
+    """One turn of whole episodes replaces rounds of short turns."""
     done = sized(sized_envs.LongEpisodesEnv, num_envs=CORES, num_workers=CORES, modes=MODES, has_reset_ahead=False)
     ran = {one.setting.mode: one for one in done.runs if one.refusal is None}
     assert set(ran) == set(MODES)
@@ -69,7 +69,7 @@ def test_a_budget_is_kept(num_envs):
     shares = []
     done = sized(CountingEnv, budget_s=0.05, num_envs=num_envs, progress=lambda _text, share: shares.append(share))
     assert all(0 <= share <= 1 for share in shares)
-    # All that is used up by the probe already: what must be started runs twice, on a very busy machine once.
+    # The probe uses up all of the budget: mandatory settings run twice, on a very busy machine once.
     assert {one.rounds for one in done.runs} <= {0, 1, 2}
     assert [one.refusal.kind for one in done.runs if not one.rounds].count("start") >= 1
     assert "a longer --budget allows for it" in next(one.refusal.text for one in done.runs if not one.rounds)

@@ -110,7 +110,7 @@ def test_different_tasks_that_are_batches_are_reset_by_row(make):
         root = env.reset(TensorDict({"_reset": mask}, [3, 2]))
         assert root["observation"][..., 1].tolist() == [[0, 1], [1, 0], [1, 1]]
         assert env.call("state") == [[0, 1], [1, 0], [1, 1]]
-        for _ in range(20):  # those rows are reset that have ended
+        for _ in range(20):  # rows that have ended are reset
             data = env.rollout(1, as_one, break_when_any_done=False, auto_reset=False)
             follows = (data["next", "observation"][..., 1] == data["observation"][..., 1] + 1).all()
             assert follows
@@ -200,7 +200,7 @@ def test_of_a_refused_reset_nothing_is_kept(make, refused, message):
 def test_of_a_reset_with_an_argument_that_cannot_be_sent_nothing_is_kept():
     with ParallelEnv(2, long_env, num_workers=2, seed=7) as env, SerialEnv(2, long_env, seed=7) as other:
         env.reset()
-        with pytest.raises(TypeError, match="pickle"):  # after env 0's arguments were sent
+        with pytest.raises(TypeError, match="pickle"):  # raised after env 0's arguments were sent
             env.reset(seed=[1, 2], list_of_kwargs=[{"level": 1}, {"level": threading.Lock()}])
         other.reset()
         assert torch.equal(env.rollout(2, act)["observation"], other.rollout(2, act)["observation"])

@@ -1,4 +1,4 @@
-"""The short ways through TensorDict give what the public ways give."""
+"""The shortcuts through TensorDict have the results of the public functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch simulators under the executor: the env has the caller's own tensor, or one over the slab."""
+"""Torch simulators under the executor: the env gets the caller's own tensor, or one over the slab."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_in_a_worker_the_env_is_given_the_slab_itself():
 
 
 class SlabLike:
-    """Actions that come as arrays which are written anew for every step, as workers read them."""
+    """Actions as arrays that every step overwrites, as in workers."""
 
     def __init__(self, make_env: Any, since: int) -> None:
         from envherd.workers.adapters.torch_native import TorchNativeAdapter
@@ -214,12 +214,12 @@ def test_on_a_gpu_actions_stay_where_they_are():
 
 @pytest.fixture
 def resident(monkeypatch):
-    """Take the host for a device: rows stay where they are, in tensors."""
+    """Treat the CPU as a device: rows stay in tensors."""
     monkeypatch.setattr("envherd.executor.batches.device_rows._is_apart", lambda _device: True)
 
 
 def traced(num_envs: int, make_env: Any, device: Any) -> list[Any]:
-    """Return what an executor hands out by every door, for the same seed."""
+    """Return the data of an executor from every method, for the same seed."""
     options = ExecutorOptions(check_finite=True, ring_frames=2)
     with SerialEnv(num_envs, make_env, seed=3, device=device, options=options) as env:
         out = [env.reset()]
@@ -228,7 +228,7 @@ def traced(num_envs: int, make_env: Any, device: Any) -> list[Any]:
             out += [td, root, env.current()]
         td = env.step(env.rand_action())
         mask = td["next", "done"].clone()
-        mask[0, 0] |= make_env is simulators.Counter  # which can reset rows that have not ended
+        mask[0, 0] |= make_env is simulators.Counter  # it can reset rows that have not ended
         out += [td, env.reset(TensorDict({"_reset": mask}, env.batch_size))]
         env.send(env.rand_action()[:1], env_ids=[0])
         out += [env.recv(), env.current()]

@@ -1,4 +1,4 @@
-"""Running executors are found and read from outside; statistics go to what watches training."""
+"""Running executors are found and read from other processes; statistics are exported to monitoring tools."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_restarted_worker_is_seen(tmp_path):
 
 
 def test_nameplates_that_are_not_of_executors_are_left_out():
-    """Slabs of another version, of another process (a fork has its parent's), and what only has the label."""
+    """Slabs of another version, of another process (a fork holds its parent's), and segments with only the label."""
     plain = {"schema": "envherd.slab/1", "pid": os.getpid(), "namespace": "pid:[1]", "made_at": 0, "env": "x"}
     plain |= {"blocks": [], "words": {}, "nbytes": 0}
     contents = [plain, {**plain, "schema": "envherd.slab/2"}, {**plain, "pid": 1}, {}]
@@ -137,7 +137,7 @@ def test_top_once_as_a_table_and_as_json():
     runner = CliRunner()
     with ParallelEnv(2, CountingEnv, num_workers=2, seed=0) as env:
         rolled(env)
-        own = ["--pid", str(os.getpid())]  # the first executor of the machine may be one of another test, and end now
+        own = ["--pid", str(os.getpid())]  # the machine's first executor may belong to another test and end now
         done = runner.invoke(app, ["top", "--once", "--interval", "0.1", "--stack", "0", *own], env={"COLUMNS": "200"})
         assert done.exit_code == 0
         assert f"process {os.getpid()}" in done.output

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from envherd.workers.testing import CountingEnv
 
-#: What the envs of a process wait for together; one per number of parties.
+#: Barriers of the envs of a process, by number of parties.
 _barriers: dict[int, threading.Barrier] = {}
 _lock = threading.Lock()
 
@@ -26,7 +26,7 @@ class MeetingEnv(CountingEnv):
 
 
 class OneThreadEnv(CountingEnv):
-    """Raises if it is not called on the thread that has built it; writes to a file how it was closed."""
+    """Raises if it is called on another thread than it was built on; records in a file how it was closed."""
 
     def __init__(self, length: int, closed: str) -> None:
         super().__init__(length)

@@ -1,6 +1,6 @@
-"""A book of what `SerialEnv` gives, in which every row of an executor whose workers are killed is looked up.
+"""A book of `SerialEnv`'s rows, in which every row of an executor whose workers are killed is looked up.
 
-A row is known by its env, its episode (every episode has a seed of its own) and its step.
+A row is identified by its env, its episode (every episode has a different seed) and its step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Row = tuple[int, int, int]
 
 
 def action_of(row: list[int]) -> int:
-    """Return the action that an observation asks for, so that the same row always has the same successor."""
+    """Return the action for an observation, so that the same row always has the same successor."""
     return (row[0] + 3 * row[1]) % 5
 
 
 class Book:
-    """What `SerialEnv` gives: episodes by the seed that begins them."""
+    """The episodes of `SerialEnv`, by their seeds."""
 
     def __init__(self, root_seed: int) -> None:
         self.episode_of: list[dict[int, int]] = [{} for _ in range(NUM_ENVS)]
@@ -59,7 +59,7 @@ def act(td: Any) -> Any:
 
 
 class Checked:
-    """An executor whose workers are killed, and whose every row is looked up in the book."""
+    """An executor whose workers are killed; every row is looked up in the book."""
 
     def __init__(self, env: Any, book: Book) -> None:
         self.env = env
@@ -69,7 +69,7 @@ class Checked:
         self.num_compared = self.num_interrupted = 0
 
     def begin(self, root: Any, env_ids: Any = range(NUM_ENVS)) -> None:
-        """Take roots: each is where its env was left, or begins a later episode than any before."""
+        """Check roots: each equals its env's last row, or begins a later episode than any before."""
         for env_id, row, done in zip(
             env_ids, root["observation"].tolist(), root["done"].flatten().tolist(), strict=True
         ):
@@ -101,7 +101,7 @@ class Checked:
         self.at[env_id] = after
 
     def play(self, deed: str) -> None:
-        """Do one thing, all envs being alive."""
+        """Apply one operation while all envs are alive."""
         env = self.env
         root = env.current()
         ended = [i for i in range(NUM_ENVS) if env._engine.states.needs_reset[i]]
@@ -111,7 +111,7 @@ class Checked:
             root = env.reset(TensorDict({"_reset": mask}, [NUM_ENVS]))
         self.begin(root)
         if root["done"].any():
-            return  # bystanders of a death in that reset: the next deed resets them
+            return  # other envs of a worker that died in that reset: the next operation resets them
         getattr(self, "_" + deed)(root)
 
     def _reset(self, _: Any) -> None: ...
@@ -148,7 +148,7 @@ class Checked:
             left[env_id] -= 1
             now = self.env.current([env_id])
             if self.env._engine.states.needs_reset[env_id]:
-                left[env_id] = 0  # a bystander of a loss after its answer had come
+                left[env_id] = 0  # another env of a lost worker, after its answer had arrived
                 self.at[env_id] = now["observation"][0].tolist()
                 continue
             self.begin(now, [env_id])

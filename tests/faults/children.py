@@ -1,4 +1,4 @@
-"""Bodies of tests that run in a forked child: limits, mounts and users that this process must not get, or its end."""
+"""Run test bodies in a forked child, because they change limits, mounts or users, or end the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOBODY = 65534
 
 
 def in_child(body: Callable[..., Any], *args: Any) -> Any:
-    """Run a body in a forked child, and return what it returns (as JSON carries it).
+    """Run a body in a forked child, and return its result (through JSON).
 
     Raises:
         AssertionError: it raised, with its traceback, or ended without a word.
@@ -46,7 +46,7 @@ def in_child(body: Callable[..., Any], *args: Any) -> Any:
 
 
 def can_mount() -> bool:
-    """Return whether a child may have mounts of its own."""
+    """Return whether a child may have private mounts."""
 
     def body() -> bool:
         with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ def can_mount() -> bool:
 
 
 def mount_small(folder: str, options: str = "size=64k") -> None:
-    """Mount a file system of a few pages over a folder, for this process and what it starts alone."""
+    """Mount a file system of a few pages over a folder, only for this process and its descendants."""
     libc = ctypes.CDLL(None, use_errno=True)
     calls = (
         lambda: libc.unshare(_CLONE_NEWNS),
@@ -72,10 +72,10 @@ def mount_small(folder: str, options: str = "size=64k") -> None:
 
 @contextlib.contextmanager
 def memory_group(limit: int) -> Iterator[None]:
-    """Have this process, and what it starts, in a control group that may take so many bytes.
+    """Run this process and its descendants in a control group with a memory limit in bytes.
 
     Raises:
-        OSError: control groups of one's own are not allowed here.
+        OSError: creating control groups is not allowed here.
     """
     root = next(Path(mount) for mount in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup") if os.path.isdir(mount))
     name = "memory.limit_in_bytes" if (root / "memory.limit_in_bytes").exists() else "memory.max"
@@ -100,7 +100,7 @@ def _group_of_this(root: Path) -> Path:
 
 
 def can_limit_memory() -> bool:
-    """Return whether a child may have a control group of its own with a limit on memory."""
+    """Return whether a child may be in a new control group with a memory limit."""
 
     def body() -> bool:
         with contextlib.suppress(OSError), memory_group(2**28):
@@ -118,10 +118,10 @@ def fill(folder: str) -> None:
 
 
 def be_bound_by_process_limits() -> None:
-    """Be a user whom RLIMIT_NPROC binds: root is above it."""
+    """Change to a user to whom RLIMIT_NPROC applies: root is exempt."""
     if os.getuid():
         return
-    os.setresuid(NOBODY, 0, 0)  # the real user is counted; the effective one may still read python's files
+    os.setresuid(NOBODY, 0, 0)  # the real user counts; the effective one may still read Python's files
     libc = ctypes.CDLL(None, use_errno=True)
     for capability in (_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE):
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)

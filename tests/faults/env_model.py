@@ -1,13 +1,13 @@
-"""A model of one env's life: its state as the caller's side has it, and the truth in a worker that may die.
+"""A model of one env: its state on the caller's side, and its true state in a worker that may die.
 
 The caller's side is `protocol.env_states.FOLLOWS`, or a change of it. At every point the worker may die, the env may
 raise or end its episode, and an interrupt may end the call: before the command is given, while the call waits, or while
 it lands. All interleavings are taken.
 
-What is checked, in every state that can come about:
+Checked in every reachable state:
 - no step is carried out by an instance that is not in an episode (which was reset, and has not ended since);
-- where the caller's side says RUNNING between two calls, and the worker lives, the instance is in an episode;
-- nothing happens that the table lacks;
+- if the caller's side has RUNNING between two calls, and the worker lives, the instance is in an episode;
+- no event occurs that the table lacks;
 - from every state the env can be RUNNING again, in a worker that lives.
 """
 
@@ -25,21 +25,21 @@ STEPS = (Event.STEP, Event.STEP_RESET)
 
 
 class Violation(AssertionError):
-    """A state that must not come about."""
+    """A state that must not be reachable."""
 
 
 class Life(NamedTuple):
-    """Everything.
+    """The whole state of the model.
 
     Attributes:
         state: as the caller's side has it.
         call: what the caller does: "" (nothing), "begun" (the state has moved, the command is not given), "waits".
         is_parked: whether the flight may stay under way between two calls.
-        command: what the worker was given and has not carried out; None for nothing.
-        answer: what it has answered: an `Event` for the landing; None for nothing.
+        command: that the worker has not carried out yet; None for none.
+        answer: of the worker: an `Event` for the landing; None for none.
         instance: "new" (never reset, or it has raised), "episode", "over".
         is_alive: of the worker.
-        deaths_left, interrupts_left: what may still happen.
+        deaths_left, interrupts_left: numbers that may still happen.
     """
 
     state: State = State.NEEDS_RESET
@@ -71,7 +71,7 @@ class Model:
             raise Violation(f"{life} has no entry for {event.name}") from None
 
     def after(self, life: Life) -> Iterator[Life]:
-        """Yield the lives that one step of anybody leads to."""
+        """Yield the lives after one step of any side."""
         yield from self._caller(life)
         if life.command is not None and life.is_alive:
             yield from self._worker(life)
@@ -99,13 +99,13 @@ class Model:
             if event in self.follows[life.state]:
                 for is_parked in (False, True):
                     yield life._replace(state=self.moved(life, event), call="begun", is_parked=is_parked)
-        if life.state >= State.STEPPING:  # it was sent: a later call receives it
+        if life.state >= State.STEPPING:  # a sent env: a later call receives it
             yield life._replace(call="waits", is_parked=False)
         elif not life.is_alive:  # a call about something else notices it
             yield self._replaced(life._replace(state=self.moved(life, Event.IS_LOST)))
 
     def _landed_lost(self, life: Life) -> Iterator[Life]:
-        """Land a command that a death has taken; the call may end there, or reset the env in the successor."""
+        """Land a command that was lost with its worker; the call may end there, or reset the env in the successor."""
         is_due = life.state in (State.STEP_RESETTING, State.RESETTING)
         lost = self._replaced(life._replace(state=self.moved(life, Event.IS_LOST), call=""))
         yield lost
@@ -116,7 +116,7 @@ class Model:
         return life._replace(is_alive=True, command=None, answer=None, instance="new")
 
     def _interrupted(self, life: Life) -> Life:
-        """End the call, and begin the next one, which waits for what is under way and drops its answer."""
+        """End the call, and begin the next one, which waits for the pending command and drops its answer."""
         life = life._replace(interrupts_left=life.interrupts_left - 1)
         if life.call == "begun" and life.is_parked:  # the command was not given
             return life._replace(state=self.moved(life, Event.IS_WITHDRAWN), call="")
@@ -129,7 +129,7 @@ class Model:
     # ---- the worker --------------------------------------------------------------------------
 
     def _worker(self, life: Life) -> Iterator[Life]:
-        """Yield what may come of the command that the worker has."""
+        """Yield the possible outcomes of the worker's command."""
         command, life = life.command, life._replace(command=None)
         if command in STEPS and life.instance != "episode":
             raise Violation(f"{life} steps an instance that was not reset")
@@ -143,7 +143,7 @@ class Model:
         """Visit every life; return how many there are.
 
         Raises:
-            Violation: with the life that must not come about.
+            Violation: with the forbidden life.
         """
         befores: dict[Life, set[Life]] = {Life(): set()}
         queue = deque(befores)

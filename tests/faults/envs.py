@@ -1,4 +1,4 @@
-"""Envs that meddle with their process. They need numpy alone: a worker that imported a test would import torch."""
+"""Envs that disturb their process. They need only numpy: a worker that imported a test would import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MeddlingEnv(CountingEnv):
 
 
 class GrowingEnv(CountingEnv):
-    """Takes more address space in its second step than it is allowed."""
+    """Allocates more address space in its second step than its limit."""
 
     def step(self, action: list[Any]) -> Any:
         """Grow, or count."""
@@ -59,7 +59,7 @@ class HaltingEnv(CountingEnv):
 
 
 class HungryEnv(CountingEnv):
-    """Takes memory without end in its second step, in one process: a file says that it has been done."""
+    """Allocates memory without end in its second step, but only once, which a file records."""
 
     def __init__(self, flag: str) -> None:
         super().__init__(1_000_000)
@@ -83,7 +83,7 @@ class NanEnv(CountingEnv):
 
 
 class DeafEnv(FaultyEnv):
-    """Hangs, having told its process to ignore the signal that stacks are asked for with."""
+    """Hangs, after making its process ignore the signal that requests stacks."""
 
     def __init__(self) -> None:
         super().__init__("sleep", step=1)
@@ -91,7 +91,7 @@ class DeafEnv(FaultyEnv):
 
 
 class NestedEnv(CountingEnv):
-    """Holds an executor of its own."""
+    """Holds its own executor."""
 
     def __init__(self) -> None:
         from envherd.executor import ParallelEnv
@@ -100,12 +100,12 @@ class NestedEnv(CountingEnv):
         self.inner = ParallelEnv(2, CountingEnv, num_workers=2, seed=0)
 
     def inner_steps(self) -> int:
-        """Return how many steps its own envs made when told to make five."""
+        """Return the number of steps of its own envs after a request for five."""
         return int(self.inner.rollout(5, break_when_any_done=False)["next", "observation"].shape[1])
 
 
 class LeakyEnv(CountingEnv):
-    """Loses so many bytes at every reset, every page of them touched.
+    """Leaks `num_bytes` bytes at every reset, with every page touched.
 
     Args:
         num_bytes: how many.

@@ -1,7 +1,7 @@
-"""Runs the fuzzers for some time: `make fuzz MINUTES=10`, `python -m tests.faults.fuzz --minutes 10`.
+"""Run the fuzzers for some time: `make fuzz MINUTES=10`, `python -m tests.faults.fuzz --minutes 10`.
 
-Every case is a process of its own, forked from this one, which has imported everything: a hang or a crash of one is
-reported, and the next one begins. Option sets take turns. Exit code 1 says that some have failed.
+Every case is a separate process, forked from this one, which has imported everything. A hang or a crash of a case is
+reported, and the next one begins. Option sets take turns. Exit code 1 means that some cases failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-#: Before numpy is imported: a process that is to fork should have one thread. Cases start threads themselves.
+#: Set before numpy is imported: a process that forks should have one thread. Cases start threads themselves.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 from tests.faults import fuzz_collector, fuzz_interrupts, fuzz_restart, fuzzing  # see above
@@ -31,7 +31,7 @@ FUZZERS = {"restart": fuzz_restart, "interrupts": fuzz_interrupts, "collector": 
 
 
 def run_case(fuzzer: str, variant: str, seed: int, operations: int, log: Path) -> str:
-    """Run one case in a fork; return "" or what became of it. `log` has its operations."""
+    """Run one case in a fork; return "" or a text on its failure. `log` gets its operations."""
     pid = os.fork()
     if pid == 0:
         try:

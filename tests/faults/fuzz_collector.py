@@ -1,7 +1,8 @@
-"""An `AsyncCollector` whose envs raise, die, hang and are slow, and whose calls Ctrl-C breaks off, at random.
+"""Fuzz an `AsyncCollector`: envs raise, die, hang and are slow, and Ctrl-C breaks off calls, at random.
 
-`python -m tests.faults.fuzz_collector 7` runs one case. Every transition of every batch is held to the diary of its env
-(see `tests.faults.fuzzing`): none is wrong, torn, out of order or there twice, and none is missing without an error.
+`python -m tests.faults.fuzz_collector 7` runs one case. Every transition of every batch is compared with its env's
+diary (see `tests.faults.fuzzing`): none is wrong, torn, out of order or duplicated, and none is missing without an
+error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.faults.fuzz_envs import NUM_ACTIONS, FuzzEnv, How, Kind, Traps, When
 from tests.faults.fuzz_interrupts import STOPS, Interrupter
 from tests.faults.fuzzing import Oracle, Row, Transition, Violation, Watch
 
-#: Option set -> what it asks for; what it does not name is drawn.
+#: Option set -> its fixed options; the others are drawn.
 VARIANTS: dict[str, dict[str, Any]] = {
     "rows": {"layout": "rows"},
     "flat": {"layout": "flat"},
@@ -43,7 +44,7 @@ _TRAPS = {
 
 
 class Session:
-    """One executor with its collector, and the oracle for what they hand out."""
+    """One executor with its collector, and the oracle for their data."""
 
     def __init__(self, rng: random.Random, variant: str, folder: str, watch: Watch) -> None:
         asked = VARIANTS[variant]
@@ -93,7 +94,7 @@ class Session:
         return root.set("action", torch.from_numpy(self._actions.integers(0, NUM_ACTIONS, len(root))))
 
     def play(self, num_operations: int) -> None:
-        """Do random things, and check what comes of them."""
+        """Apply random operations, and check the results."""
         for _ in range(num_operations):
             what = self._rng.choices(["collect", "trap", "kill", "look"], [60, 25, 5, 10])[0]
             if what == "trap":
@@ -187,7 +188,7 @@ class Session:
         self._steps[env_id] = step
         self._num_gaps += gap
         before = self._oracle.at[place]
-        # What was lost took an episode with it, or went on in it.
+        # After a lost step, its episode has ended or continues.
         if gap or (before is not None and root != before and self._num_errors):
             self._oracle.ended[place] |= root.t == 0
             if root.t != 0:

@@ -1,6 +1,6 @@
-"""Envs for the fuzzers: every row says whose it is, and a diary outside of the process says what was really done.
+"""Envs for the fuzzers: every row identifies its env and step, and a diary outside the process records all calls.
 
-Workers import this module; it needs numpy alone.
+Workers import this module; it needs only numpy.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from envherd.workers.adapters.registry import register
 from envherd.workers.testing import PlainAdapter, PlainEnv
 
 NUM_ACTIONS = 5
-#: What a row says, in this order. All of it is exact in float64.
+#: The values of a row, in this order; exact in float64.
 FIELDS = ("env_id", "lane", "nonce", "episode", "t", "action", "seed", "level", "checksum")
 WIDTH = len(FIELDS)
 NO_SEED = -1
 
 
 class Kind(IntEnum):
-    """What a record of the diary says was done."""
+    """The event of a record of the diary."""
 
     BUILD = 1
     RESET = 2
     STEP = 3
     TERMINATED = 4  # a step that ended the episode
     TRUNCATED = 5
-    WRONG = 6  # a step before any reset, or after an end
+    WRONG = 6  # a step before any reset or after an end
 
 
 RECORD = np.dtype(
@@ -48,7 +48,7 @@ RECORD = np.dtype(
 
 
 class When(IntEnum):
-    """Where a trap is sprung: before or after the work, of which the caller has heard nothing yet."""
+    """When a trap is sprung: before or after the work, which is not reported to the caller yet."""
 
     NEVER = 0
     BUILD = 1
@@ -59,7 +59,7 @@ class When(IntEnum):
 
 
 class How(IntEnum):
-    """What a trap does."""
+    """The effect of a trap."""
 
     KILL = 0
     EXIT = 1
@@ -74,7 +74,7 @@ class EnvBroke(ValueError):
 
 
 class Traps:
-    """What envs are to run into: int64 `[num_envs, 4]` in a file: when, how, countdown, number sprung."""
+    """The envs' traps: int64 `[num_envs, 4]` in a file: when, how, countdown, number sprung."""
 
     def __init__(self, folder: str, num_envs: int) -> None:
         path = Path(folder, "traps")
@@ -85,7 +85,7 @@ class Traps:
         self.words = np.frombuffer(self._map, np.int64).reshape(num_envs, 4)
 
     def spring(self, env_id: int, when: When) -> None:
-        """Do what the env's trap says, if it is set for now."""
+        """Spring the env's trap, if it is set for this moment."""
         words = self.words[env_id]
         if words[0] != when:
             return
@@ -164,11 +164,11 @@ class Life:
         return [self.nonce, self.episode, self.t]
 
     def state(self) -> list[int]:
-        """Return where it is, and what decides what comes next."""
+        """Return its position and its state."""
         return [self.nonce, self.episode, self.t, self.seed, self.level, self.action, int(self.is_running)]
 
     def load(self, state: list[int]) -> None:
-        """Be where that was, under the name of that instance."""
+        """Take over the position and the nonce of another instance."""
         self.nonce, self.episode, self.t, self.seed, self.level, self.action, is_running = state
         self.is_running = bool(is_running)
 
@@ -184,7 +184,7 @@ class Life:
 
 
 def checksum(values: tuple[int, ...]) -> int:
-    """Return what a row's other values come to, below 2**31."""
+    """Return the checksum of a row's other values, below 2**31."""
     total = 17
     for value in values:
         total = (total * 31 + value) % (2**31 - 1)
@@ -302,7 +302,7 @@ class FuzzAdapter(PlainAdapter):
 
     @property
     def info(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """What the env said in its last reset or step."""
+        """The env's info of its last reset or step."""
         info: Mapping[str, Any] = self.env.info
         return info
 

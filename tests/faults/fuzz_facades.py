@@ -57,7 +57,7 @@ class GymnasiumFuzzEnv(gymnasium.Env):
 
 
 class FacadeSession(Session):
-    """What the sessions of both facades do; their ends of episodes differ."""
+    """The base of the facades' sessions, which differ in the ends of episodes."""
 
     WEIGHTS: ClassVar[dict[str, int]] = {
         "reset": 3,
@@ -100,7 +100,7 @@ class FacadeSession(Session):
         raise NotImplementedError
 
     def attempt(self, what: str, call: Any, env_ids: Any = None) -> Any:
-        """See `Session.attempt`; what was broken off leaves the envs in need of a reset."""
+        """See `Session.attempt`; after a broken-off call the envs need a reset."""
         result = super().attempt(what, call, env_ids)
         self.needs_reset |= result is None
         return result
@@ -113,7 +113,7 @@ class FacadeSession(Session):
                 raise Violation(f"env {env_id} is at {where}, its row said {row}")
 
     def take_reset(self, observations: Any, given: Given, mask: Any = None) -> None:
-        """Hold the rows of a reset (of some envs) to the oracle."""
+        """Check the rows of a reset (of some envs) against the oracle."""
         for env_id, row in enumerate(_rows(observations)):
             if mask is None or mask[env_id]:
                 self.oracle.begin((env_id, 0), row, given)
@@ -123,7 +123,7 @@ class FacadeSession(Session):
         self.doubt.clear()
 
     def take_step(self, env_id: int, action: int, row: Row, reward: Any, flags: tuple[Any, Any], *, lost: bool) -> None:
-        """Hold one env's step to the oracle."""
+        """Check one env's step against the oracle."""
         terminated, truncated = (bool(flag) for flag in flags)
         one = Transition(
             root=None,
@@ -141,7 +141,7 @@ class FacadeSession(Session):
         return np.array([self.rng.randrange(NUM_ACTIONS) for _ in range(self.num_envs)])
 
     def _draw_given(self) -> tuple[Any, dict[str, Any] | None, Given]:
-        """Draw a seed, options, and what the envs get of them."""
+        """Draw a seed and options, and derive what each env gets."""
         kind = self.rng.choice(["", "int", "list", "level"])
         none = (None,) * self.num_envs
         if kind == "int":
@@ -217,14 +217,14 @@ class GymnasiumSession(FacadeSession):
             self._take(actions.tolist(), *made)
 
     def _is_open(self) -> bool:
-        """Return whether a broken call has left it open where the envs are."""
+        """Return whether the envs' positions are unknown after a broken-off call."""
         return self.needs_reset
 
     def _take(self, actions: list[int], observations: Any, rewards: Any, ends: Any, cuts: Any, infos: Any) -> None:
         lost = infos.get("interrupted", np.zeros(self.num_envs, bool))
         for env_id, row in enumerate(_rows(observations)):
             place = (env_id, 0)
-            if self.resets_next[env_id]:  # its step was a reset
+            if self.resets_next[env_id]:  # the env's step was a reset
                 if rewards[env_id] or ends[env_id] or cuts[env_id]:
                     raise Violation(f"env {env_id}: a reset says {rewards[env_id]}, {ends[env_id]}, {cuts[env_id]}")
                 self.oracle.begin(place, row)
@@ -442,7 +442,7 @@ class TorchRLSession(FacadeSession):
 
 
 class _Below:
-    """What sessions ask of an executor, of the engine below the TorchRL facade."""
+    """The part of an executor that sessions use, over the engine of the TorchRL facade."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

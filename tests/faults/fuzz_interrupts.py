@@ -1,8 +1,8 @@
-"""Random operations that Ctrl-C and its like break off at random: `python -m tests.faults.fuzz_interrupts 7`.
+"""Random operations, broken off at random by Ctrl-C and similar signals: `python -m tests.faults.fuzz_interrupts 7`.
 
 The operations and the oracle are those of `fuzz_restart`. Interrupts are real: SIGINT to the process (which has several
-threads), `_thread.interrupt_main`, a SIGALRM whose handler raises, a SIGTERM whose handler exits. What comes after one
-must be true, or be refused; nothing may hang.
+threads), `_thread.interrupt_main`, a SIGALRM whose handler raises, a SIGTERM whose handler exits. After an interrupt,
+data must be correct or calls refused; nothing may hang.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ VARIANTS = (
     "pettingzoo",
     "sb3",
 )
-#: Seconds until an interrupt that was sent must have come.
+#: Seconds within which a sent interrupt must arrive.
 _ARRIVAL_S = 2.0
 
 
 class Late(Exception):
-    """Raised by the handler of SIGALRM, as a caller's limit of time does it."""
+    """Raised by the handler of SIGALRM, like a caller's time limit."""
 
 
 STOPS = (KeyboardInterrupt, SystemExit, Late)
@@ -56,7 +56,7 @@ class Interrupter:
 
     Attributes:
         num_sent: interrupts.
-        num_dropped: those that came, or did not, without breaking anything off.
+        num_dropped: interrupts that did not break off a call.
     """
 
     HOWS = ("SIGINT", "SIGINT", "SIGINT", "own SIGINT", "interrupt_main", "SIGALRM", "SIGTERM", "twice")
@@ -103,7 +103,7 @@ class Interrupter:
         sender = threading.Thread(target=self._send, args=(how, delay_s), daemon=True)
         result, is_done = None, False
         error: Exception | None = None
-        try:  # one for each interrupt: what is put off until here comes in the midst of this
+        try:  # one for each interrupt: deferred ones arrive here
             try:
                 try:
                     sender.start()
@@ -147,7 +147,7 @@ class Interrupting(Session):
         super().__init__(rng, setting, folder, watch)
 
     def guard(self, what: str, call: Callable[[], Any]) -> Any:
-        """Call, and break off some calls: in the time that such a call takes, mostly."""
+        """Make a call; break off some calls, mostly within their usual time."""
         if self.rng.random() > self._share:
             began = time.monotonic()
             result = call()
@@ -170,7 +170,7 @@ class Interrupting(Session):
         return result
 
     def _note_interrupted(self, what: str) -> None:
-        """Note that a call was broken off, and demand that the next ones are answered."""
+        """Record that a call was broken off, and require that the next ones are answered."""
         self.watch.begin(f"  {what.split(maxsplit=1)[0]} was broken off")
         self.is_calm = False
         if not hasattr(self, "env"):

@@ -1,4 +1,4 @@
-"""The PettingZoo env that the fuzzers run, and its batch with the methods of the Gymnasium facade."""
+"""The fuzzers' PettingZoo env, and its batch with the methods of the Gymnasium facade."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envherd.executor.facades.pettingzoo import ParallelVectorEnv
 from tests.faults.fuzz_facades import GymnasiumFuzzEnv
 from tests.faults.fuzzing import Violation
 
-#: The agent that plays the env, and one that is away in every third step.
+#: The agent that plays the env, and one that is absent in every third step.
 PILOT, VISITOR = "pilot", "visitor"
 _T = 4  # where a row has its step
 

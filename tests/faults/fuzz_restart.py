@@ -1,6 +1,6 @@
 """Random operations on executors whose workers die, hang and raise at random: `python -m tests.faults.fuzz_restart 7`.
 
-See `tests.faults.fuzzing` for what is checked, and `tests.faults.fuzz_session` for what is done.
+See `tests.faults.fuzzing` for the checks, and `tests.faults.fuzz_session` for the operations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.faults.fuzzing import Watch
 
 STEP_TIMEOUT_S = 0.5
 
-#: Option set -> what it asks for; what it does not name is drawn.
+#: Option set -> its fixed options; the others are drawn.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"num_workers": "each", "on_worker_loss": "restart"},
     "shared": {"num_workers": "few", "on_worker_loss": "restart"},
@@ -90,7 +90,7 @@ def run(seed: int, variant: str, watch: Watch, num_operations: int) -> None:
 
 
 def session_class(setting: Setting) -> type[Session]:
-    """Return what drives a setting; facades are imported when they are asked for."""
+    """Return the session class of a setting; facades are imported on demand."""
     if not setting.facade:
         return Session
     from tests.faults.fuzz_facades import SESSIONS

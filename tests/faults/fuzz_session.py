@@ -1,4 +1,4 @@
-"""One executor of a fuzzer: random operations, random faults, and every row held to the oracle."""
+"""A session of a fuzzer with one executor: random operations and faults; every row is checked against the oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.faults.fuzzing import NOTHING, Given, Oracle, Row, Transition, Violat
 
 @dataclass
 class Setting:
-    """What an executor is opened with."""
+    """The arguments of an executor."""
 
     num_envs: int
     num_workers: int
@@ -55,9 +55,9 @@ class Session:
 
     Args:
         rng: of the case.
-        setting: what to open.
+        setting: of the executor.
         folder: an empty one, for diary and traps.
-        watch: told of every operation; ends the process when one hangs.
+        watch: notified of every operation; ends the process when one hangs.
     """
 
     #: Operation -> its weight.
@@ -92,9 +92,9 @@ class Session:
         self.oracle.root_seed = setting.root_seed
         self.traps = Traps(folder, self.num_envs)
         self.pending: dict[int, tuple[bool, list[int]]] = {}  # env id -> maybe_reset, actions
-        self.doubt: set[int] = set(range(self.num_envs))  # envs that may be refused though their rows do not say so
+        self.doubt: set[int] = set(range(self.num_envs))  # envs that may be refused unexpectedly
         self.dead: set[int] = set()  # envs whose worker was lost, and is not replaced
-        self.sending: dict[int, tuple[bool, list[int]]] = {}  # what a send in progress adds to it
+        self.sending: dict[int, tuple[bool, list[int]]] = {}  # what a send in progress will add to `pending`
         self.weights = dict(self.WEIGHTS)
         self.saved: tuple[Any, Any, Any] | None = None
         self.is_calm = True  # nothing has been broken off, raised or lost
@@ -123,7 +123,7 @@ class Session:
     # ---- running -----------------------------------------------------------------------------
 
     def play(self, num_operations: int) -> None:
-        """Do so many random things, and close."""
+        """Apply `num_operations` random operations, and close."""
         if self.rng.random() < 0.15:  # without faults
             self.weights = {name: one for name, one in self.weights.items() if name not in DEADLY}
         names, weights = zip(*self.weights.items(), strict=True)
@@ -148,7 +148,7 @@ class Session:
 
     @property
     def executor(self) -> Any:
-        """The executor, below whatever facade."""
+        """The executor, below a facade if there is one."""
         return self.env
 
     @property
@@ -157,11 +157,11 @@ class Session:
         return int(getattr(self.executor.engine.pool, "num_losses", 0))
 
     def attempt(self, what: str, call: Callable[[], Any], env_ids: Any = None) -> Any:
-        """Do something; return its result, or None if it raised what it may raise.
+        """Make a call; return its result, or None if it raised an expected error.
 
         Args:
-            what: for the log.
-            call: what is done.
+            what: text for the log.
+            call: the call.
             env_ids: the envs that it concerns; None for all.
         """
         ids = list(range(self.num_envs)) if env_ids is None else list(env_ids)
@@ -196,7 +196,7 @@ class Session:
         return call()
 
     def settle(self) -> None:
-        """Make a call that asks nothing: what a broken one has left is put right."""
+        """Make an empty call, which recovers from a broken-off one."""
         self.env.set("mark", self.mark, env_ids=[])
 
     @property
@@ -223,7 +223,7 @@ class Session:
             self.doubt.add(env_id)
 
     def _note_broken(self, env_ids: list[int], concerned: Any) -> None:
-        """Note that a call raised: where its envs are is open."""
+        """Record that a call raised: its envs' positions are unknown."""
         under_way = self.executor.engine.states.under_way
         for env_id in [i for i in self.pending if not under_way[i]]:
             if env_id not in concerned and self.setting.restarts:
@@ -268,7 +268,7 @@ class Session:
         return flags
 
     def take_roots(self, td: Any, env_ids: list[int], **how: Any) -> None:
-        """Hold a root batch to the oracle."""
+        """Check a root batch against the oracle."""
         for env_id, part in zip(env_ids, self._parts(td, env_ids), strict=True):
             rows, done = self._observed(part, env_id), self._flags(part, "done")
             for lane in range(self.lanes):
@@ -286,7 +286,7 @@ class Session:
         is_cut: bool = False,
         has_root: bool = True,
     ) -> None:
-        """Hold transitions, batch `[k]` or `[k, T]`, to the oracle.
+        """Check transitions, batch `[k]` or `[k, T]`, against the oracle.
 
         Args:
             td: root, action and `next`.
@@ -294,7 +294,7 @@ class Session:
             after: the root batch after the step.
             resets: whether envs that end in the midst of T steps begin a new episode.
             may_begin: whether the first root may begin an episode.
-            is_cut: whether the last step was marked truncated whatever the env says.
+            is_cut: whether the last step was marked truncated independently of the env.
             has_root: whether the batch has roots and actions.
         """
         following = [None] * len(env_ids) if after is None else self._parts(after, env_ids)
@@ -349,7 +349,7 @@ class Session:
     def _begins(self, place: tuple[int, int], root: Row, *, may: bool, is_first: bool) -> bool:
         """Return whether a root must be the first of an episode."""
         before = self.oracle.at[place]
-        if before is None:  # a broken call has left it open: it may go on where it was
+        if before is None:  # unknown after a broken-off call: the episode may continue
             return may and root.t == 0 and (root.nonce, root.episode) not in self.oracle.begun
         return may and (root != before if is_first else self.oracle.ended[place])
 
@@ -373,18 +373,18 @@ class Session:
         return [i for i in range(self.num_envs) if i not in self.pending]
 
     def _drain(self) -> None:
-        """Receive what was sent, mostly; an operation on all envs is refused otherwise."""
+        """Usually receive all sent envs; otherwise an operation on all envs is refused."""
         while self.pending and self.rng.random() < 0.95:
             self._recv(everything=True)
 
     def _learn(self, env_ids: list[int]) -> None:
-        """Ask where envs are."""
+        """Read the envs' positions."""
         td = self.attempt(f"current {env_ids}", lambda: self.env.current(env_ids), env_ids)
         if td is not None:
             self.take_roots(td, env_ids, may_end=self._has_lost(), may_begin=self._has_lost())
 
     def _begin_all(self, env_ids: list[int] | None = None) -> list[int]:
-        """Reset envs that have ended, until none has or it fails; return those that run."""
+        """Reset ended envs until none has ended or a reset fails; return the running ones."""
         ids = self._idle() if env_ids is None else env_ids
         for _ in range(4):
             if unknown := [i for i in ids if any(self.oracle.at[p] is None for p in self._places(i))]:
@@ -438,7 +438,7 @@ class Session:
         self.doubt.clear()
 
     def _count_resets(self, before: dict[tuple[int, int], int], asked: set[tuple[int, int]]) -> None:
-        """Demand that a reset has reset those that it was asked to, and no others."""
+        """Require that a reset has reset exactly the requested rows."""
         if self.setting.options.get("reset_ahead") or self.num_losses > self.losses_before or self._has_lost():
             return
         for place in self.places:
@@ -475,7 +475,7 @@ class Session:
         self.doubt -= {i for i, _ in asked}
 
     def _draw_mask(self, env_ids: list[int], *, whole: bool) -> np.ndarray:
-        """Return the rows to reset, bool `[N, lanes]`: of these envs all or some, and what must be reset of them."""
+        """Return the rows to reset, bool `[N, lanes]`: all or some of these envs', with those that must be reset."""
         mask = np.zeros((self.num_envs, self.lanes), bool)
         for env_id in env_ids:
             mask[env_id] = [whole or self.rng.random() < 0.6 for _ in range(self.lanes)]
@@ -493,7 +493,7 @@ class Session:
         return TensorDict({"_reset": shaped[:, 0] if is_plain else shaped}, [self.num_envs])
 
     def _take_masked(self, env_id: int, part: Any, mask: np.ndarray, given: Given) -> None:
-        """Hold the rows of one env, after a reset of some, to the oracle."""
+        """Check the rows of one env, after a reset of some, against the oracle."""
         rows, done = self._observed(part, env_id), self._flags(part, "done")
         for lane in range(self.lanes):
             place, row = (env_id, lane), Row(*map(int, rows[0, lane]))
@@ -505,7 +505,7 @@ class Session:
                 self.oracle.root(place, row, done=bool(done[0, lane]), may_end=self._has_lost())
 
     def _ready(self) -> bool:
-        """Make all envs ready to be stepped, mostly; return whether they are."""
+        """Usually make all envs ready to be stepped; return whether to step."""
         self._drain()
         if self.pending or self.dead:
             return self.rng.random() < 0.1  # it is to be refused
@@ -539,7 +539,7 @@ class Session:
             self.view = (td.get("next"), td.get("next").clone())
 
     def _check_view(self) -> None:
-        """Demand that the batch of the step before is as it was: one step later it is still valid."""
+        """Require that the previous step's batch is unchanged: it is still valid one step later."""
         if self.view is not None:
             was_same = _is_equal(*self.view)
             self.view = None
@@ -601,7 +601,7 @@ class Session:
         return arguments
 
     def _take_current(self, received: Any, ids: list[int]) -> None:
-        """Ask where the envs are that were received, and hold that to the oracle."""
+        """Read the received envs' roots, and check them against the oracle."""
         ended = {i: [self.oracle.ended[p] for p in self._places(i)] for i in ids}
         was_sent = {i: self.pending.pop(i) for i in ids}
         given_ids = received["env_ids"] if self.rng.random() < 0.5 and not self.setting.lanes else ids
@@ -730,7 +730,7 @@ class Session:
             self.attempt(f"echo {self.num_asked}", lambda: self.ask_echo(self.num_asked, ids), [])
 
     def ask_echo(self, number: int, env_ids: list[int] | None = None) -> None:
-        """Ask envs to say a number."""
+        """Call the envs' `echo` with a number."""
         answers = self.env.call("echo", number, env_ids=env_ids)
         if answers != [[[number], {}]] * (self.num_envs if env_ids is None else len(env_ids)):
             raise Violation(f"asked {number}, got {answers}")
@@ -761,7 +761,7 @@ class Session:
             self.oracle.reseeded(seed)
 
     def _state(self) -> None:
-        """Save where the envs are, or put them back there."""
+        """Save the envs' state, or load a saved one."""
         self._drain()
         if self.pending or self.dead or len(self._begin_all()) < self.num_envs:
             return
@@ -785,7 +785,7 @@ class Session:
             self._learn(self._idle())
 
     def _infos(self) -> None:
-        """Step, and compare what the envs said with their rows."""
+        """Step, and compare the infos with the rows."""
         if self.setting.options.get("infos") != "plain" or not self._ready():
             return
         td = self._acted(list(range(self.num_envs)))
@@ -806,7 +806,7 @@ class Session:
 
     @property
     def slack(self) -> int:
-        """Steps that may have been made without being counted: their worker died in between, or is not done."""
+        """Number of steps that may be uncounted, because their worker died in between or is still busy."""
         return (self.num_kills + self.num_sprung) * self.num_envs + len(self.pending)
 
     def _statistics(self) -> None:
@@ -876,7 +876,7 @@ class Session:
         self.timers = [one for one in self.timers if one.is_alive()] + [timer]
 
     def _early(self) -> None:
-        """Ask for what is to be refused."""
+        """Make calls that must be refused."""
         if self.pending and not self.setting.is_serial:
             before = dict(self.oracle.steps)
             try:

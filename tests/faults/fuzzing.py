@@ -1,7 +1,7 @@
-"""What the fuzzers share: the oracle, which knows what was really done, and the running of cases.
+"""Shared parts of the fuzzers: the oracle, which knows what the envs have done, and the running of cases.
 
-A case is a function of one seed: it opens executors of random options, does random things to them, breaks their
-workers on purpose, and holds every row that comes to the diary that the envs keep (see `tests.faults.fuzz_envs`).
+A case is a function of one seed: it opens executors with random options, applies random operations, breaks workers on
+purpose, and compares every row with the envs' diary (see `tests.faults.fuzz_envs`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import psutil
 from envherd.workers.seeding import episode_seed
 from tests.faults.fuzz_envs import FIELDS, RECORD, Kind, checksum
 
-#: Episodes of a root seed whose seeds are looked up.
+#: Number of episodes per root seed whose seeds are known.
 _MANY = 400
 
 
 class Violation(AssertionError):
-    """Something that the executor promises never to do."""
+    """A broken promise of the executor."""
 
 
 class Row(NamedTuple):
@@ -53,9 +53,9 @@ class Row(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """One step of one row of one env, as it was handed out."""
+    """One step of one row of one env, as handed out."""
 
-    root: Row | None  # None: the batch did not say
+    root: Row | None  # None: not in the batch
     action: int
     next: Row
     reward: float
@@ -66,7 +66,7 @@ class Transition(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a reset was given: a seed for each env (None: none), and the option `level`."""
+    """The arguments of a reset: a seed for each env (None: none), and the option `level`."""
 
     seeds: tuple[int | None, ...] | None = None
     levels: tuple[int, ...] | None = None
@@ -88,12 +88,12 @@ def _episodes(root_seed: int, env_id: int) -> dict[int, int]:
 
 
 class Oracle:
-    """Where every row is, what was really done, and what has been handed out.
+    """Tracks each row's position, the envs' diary, and the data handed out.
 
     Attributes:
-        at: (env, lane) -> its latest row; None if a broken call has left that open.
+        at: (env, lane) -> its latest row; None if unknown after a broken-off call.
         ended: (env, lane) -> whether its episode has ended.
-        root_seed: in use; None if that is open.
+        root_seed: in use; None if unknown.
         checks_seeds: whether the executor seeds the episodes.
     """
 
@@ -116,7 +116,7 @@ class Oracle:
     # ---- the diary ---------------------------------------------------------------------------
 
     def read_diary(self) -> None:
-        """Take what was written since."""
+        """Read new records."""
         with self._path.open("rb") as file:
             file.seek(self._read)
             data = file.read()
@@ -145,7 +145,7 @@ class Oracle:
     # ---- rows --------------------------------------------------------------------------------
 
     def forget(self, places: Any) -> None:
-        """Note that it is open where some rows are."""
+        """Mark some rows' positions as unknown."""
         for place in places:
             self.at[place] = None
 
@@ -159,13 +159,13 @@ class Oracle:
         may_end: bool = False,
         may_begin: bool = False,
     ) -> None:
-        """Take a root that was handed out.
+        """Check a root that was handed out.
 
         Args:
-            place: whose it must be.
-            row: what it says.
+            place: of the expected row.
+            row: the root.
             done: likewise.
-            given: what a reset that has made it was given.
+            given: arguments of the reset that has made it.
             may_end: it may say that the episode has ended: its worker was lost.
             may_begin: it may begin an episode though none has ended, likewise.
         """
@@ -182,7 +182,7 @@ class Oracle:
         elif before is not None and not self.ended[place] and not may_begin:
             raise Violation(f"root of {place}: was at {before}, which had not ended, and is at {row}")
         elif before is None:
-            self.begun.add((row.nonce, row.episode))  # what a broken call has left: it goes on, or is to be reset
+            self.begun.add((row.nonce, row.episode))  # after a broken-off call it continues, or must be reset
         else:
             self.begin(place, row, given)
             if done:
@@ -190,7 +190,7 @@ class Oracle:
         self.at[place], self.ended[place] = row, done
 
     def begin(self, place: Place, row: Row, given: Given = NOTHING) -> None:
-        """Take the first row of an episode."""
+        """Check the first row of an episode."""
         what = f"first row of {place}"
         if (row.env_id, row.lane) != place:
             raise Violation(f"{what}: got a row of {row}")
@@ -216,14 +216,14 @@ class Oracle:
         self.at[place], self.ended[place] = row, False
 
     def reseeded(self, root_seed: int | None) -> None:
-        """Note a new root seed; None if a broken call has left open which it is."""
+        """Record a new root seed; None if unknown after a broken-off call."""
         self.root_seed = root_seed
         self._latest = {}
 
     def load(
         self, at: dict[Place, Row | None], ended: dict[Place, bool], root_seed: int, episodes: Sequence[int]
     ) -> None:
-        """Note that all envs were put back to where they were: what they did from there on, they do again.
+        """Record that a state of all envs was loaded: they repeat what they did after it was saved.
 
         Args:
             at: where they were.
@@ -237,7 +237,7 @@ class Oracle:
         self.handed_out = {key for key in self.handed_out if key[2] <= latest.get(key[:2], key[2])}
 
     def follow(self, place: Place, one: Transition) -> None:
-        """Take a transition that was handed out."""
+        """Check a transition that was handed out."""
         before, after = self.at[place], one.next
         what = f"step of {place}"
         if one.root is not None:
@@ -297,14 +297,14 @@ HANG_S = float(os.environ.get("ENVHERD_FUZZ_HANG_S", "30"))
 
 
 class Watch:
-    """Prints every operation, ends the process when one hangs, and looks for what is left behind."""
+    """Prints every operation, ends the process when one hangs, and checks for leaks."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._before: tuple[set[int], set[str]] | None = None
 
     def begin(self, what: str) -> None:
-        """Say what is done next; it has `HANG_S` from now."""
+        """Print the next operation; it has `HANG_S` seconds from now."""
         self.note(what)
         faulthandler.dump_traceback_later(HANG_S, exit=True)
 
@@ -317,7 +317,7 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
     def look(self) -> None:
-        """Note what this process holds before a case."""
+        """Record this process's resources before a case."""
         self._before = self._held()
 
     def _held(self) -> tuple[set[int], set[str]]:
@@ -329,7 +329,7 @@ class Watch:
         return children, descriptors
 
     def check_leftovers(self) -> None:
-        """Demand that this process holds no more than before."""
+        """Require that this process holds no more resources than before."""
         gc.collect()
         if self._before is None:
             return

@@ -1,7 +1,7 @@
-"""The matrix fault x state of the protocol, as a table, and how one cell of it is driven.
+"""The matrix fault x state of the protocol as a table, and the driver of one cell.
 
-Every cell breaks one env of three in the state named, and says what the caller saw, in how long, whether the
-other envs went on, and what was left after `close`. `tests.faults.page` makes `docs/reports/faults.md` of that.
+Every cell breaks one env of three in a state, and reports what the caller saw and after how long, whether the other
+envs continued, and what was left after `close`. `tests.faults.page` writes `docs/reports/faults.md` from that.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, DEATHS, EXCEPTIONS, HANGS
 
 NUM_ENVS, VICTIM = 3, 1
-#: In the victim's worker, and in the other one.
+#: Numbers of envs in the victim's worker and in the other one.
 NEIGHBOUR, BYSTANDER = 0, 2
 DEADLINE_S = 0.5
 
-#: State -> where the env breaks in it ("" for a signal from outside), and what it means.
+#: State -> where the env breaks ("" for a signal from outside), and its meaning.
 STATES: dict[str, tuple[str, str]] = {
     "build": ("construct", "in the factory"),
     "idle": ("", "between two calls; the next step notices it"),
@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What tests and recordings call it."""
+        """Its name in tests and recordings."""
         return f"{self.fault}-{self.state}-{self.policy}-{self.start_method}"
 
     @property
@@ -84,7 +84,7 @@ class Cell:
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is such a thing: an idle env raises nothing, observations are made by steps and resets."""
+        """Whether the cell is possible: an idle env cannot raise, and only steps and resets return observations."""
         if self.state == "idle":
             return self.fault in FROM_OUTSIDE
         if self.fault in BAD_OBSERVATIONS:
@@ -96,13 +96,13 @@ def _all_cells() -> list[Cell]:
     cells = [Cell(fault, state) for fault in FAULTS for state in STATES]
     mending = [state for state in STATES if state not in ("build", "close")]
     cells += [Cell(fault, state, "restart") for fault in (*_ENDS, *HANGS, "stop") for state in mending]
-    for method in ("spawn", "fork"):  # how a worker came to be matters to how it ends, not to what envs raise
+    for method in ("spawn", "fork"):  # the start method affects how workers end, not what envs raise
         cells += [Cell(fault, state, "raise", method) for fault in ("segfault", "kill", "gil") for state in STATES]
     return [cell for cell in cells if cell.is_possible]
 
 
 CELLS = _all_cells()
-#: What an ordinary run drives: each kind of fault, each state, both policies once; other tests do the rest.
+#: Cells of an ordinary run: each kind of fault, each state, both policies once; other tests cover the rest.
 QUICK = {
     Cell("unpicklable", "rollout"),
     Cell("value_error", "render"),
@@ -117,12 +117,12 @@ QUICK = {
 
 @dataclass
 class Finding:
-    """What a cell came to.
+    """The result of a cell.
 
     Attributes:
         seen: what the caller saw.
         seconds: from the call (or signal) to that.
-        others: what became of the other envs.
+        others: outcome of the other envs.
         left: what was left after `close`.
     """
 
@@ -133,7 +133,7 @@ class Finding:
 
 
 def drive(cell: Cell, flag: Path) -> Finding:
-    """Break an env as the cell says; raise AssertionError if a promise does not hold."""
+    """Break an env according to the cell; raise AssertionError if a promise is broken."""
     before = _held()
     at = STATES[cell.state][0]
     breaking = functools.partial(
@@ -203,7 +203,7 @@ def _break_and_go_on(cell: Cell, env: Any) -> tuple[Any, float, str]:
 
 
 def _step_on(env: Any, env_ids: list[int]) -> str:
-    """Step some envs twice, and demand that each row follows from the one before; return how they went on."""
+    """Step some envs twice, and require that each row follows from the previous one; return how they continued."""
     said = "go on"
     while env._engine.states.under_way.any():
         env.recv(1)
@@ -262,7 +262,7 @@ def _catch(call: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _demand(cell: Cell, seen: Any) -> None:
-    """Demand the exception of the kind, saying which env, worker, pid and signal."""
+    """Require the expected exception, with env, worker, pid and signal."""
     expected: Any = {"raises": EnvError, "ends": WorkerLost, "hangs": WorkerTimeout}[cell.kind]
     if cell.state == "build" and cell.kind == "raises":
         expected = FactoryError
@@ -299,7 +299,7 @@ def _descendants(pid: int) -> set[str]:
 
 
 def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
-    """Return what is held now and was not held then; what is about to end has a moment to do so."""
+    """Return resources that were gained since `before`, after a short time for ending ones."""
     end = time.monotonic() + 3
     while True:
         now = _held()

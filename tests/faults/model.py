@@ -1,14 +1,14 @@
-"""A model of doorbells, sequence numbers, supervision and restarts, small enough to explore every state of it.
+"""A model of doorbells, sequence numbers, supervision and restarts, small enough to explore all its states.
 
-The order in which either side does things is `workers.protocol`'s. Workers have one env each. A worker may die at any
-point, also while it is built anew; a late one may be killed; an interrupt may end the parent's wait or its sending at
-any point. Every step of either side is one transition, and all interleavings are taken.
+The order of both sides' steps is that of `workers.protocol`. Workers have one env each. A worker may die at any point,
+also while it is rebuilt; a late one may be killed; an interrupt may end the parent's wait or its sending at any point.
+Every step of either side is one transition, and all interleavings are explored.
 
-What is checked, in every state that can come about:
-- an answer that the parent takes is the row of that very command, carried out once (no stale, torn or repeated row);
-- nobody carries out a command that has its answer (a lost step is never retried);
-- while nothing has died or been interrupted, the parent never sleeps unless somebody will wake it (no lost wake-up);
-- from every state the end can be reached (no deadlock).
+Checked in every reachable state:
+- an answer that the parent takes is the row of its command, carried out once (no stale, torn or repeated row);
+- no worker carries out a command that is already answered (a lost step is never retried);
+- without deaths and interrupts, the parent never sleeps unless a worker will wake it (no lost wake-up);
+- the end is reachable from every state (no deadlock).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEAD, BUILDING = -1, -2
 
 
 class Violation(AssertionError):
-    """A state that must not come about."""
+    """A state that must not be reachable."""
 
 
 class Worker(NamedTuple):
@@ -45,7 +45,7 @@ class Worker(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything; the workers sorted, as they are all alike."""
+    """The whole state; the workers are sorted, because they are interchangeable."""
 
     phase: str
     at: int
@@ -62,14 +62,14 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """The protocol, and ways to get it wrong.
+    """The protocol, with options that break it.
 
     Attributes:
         parent: order of the parent's steps.
         worker: order of a worker's steps.
         drains_first: whether the parent takes tokens before it compares numbers, when it waits slowly.
-        starts_from_reply: whether a successor takes up from the latest answer, or from the beginning.
-        looks_around: whether the parent looks for deaths while it waits.
+        starts_from_reply: whether a successor continues from the latest answer, or from the beginning.
+        looks_around: whether the parent checks for deaths while it waits.
     """
 
     parent: tuple[str, ...] = PARENT_STEPS
@@ -164,7 +164,7 @@ class Protocol:
                 yield s._replace(phase=again, is_calm=False, deaths_left=s.deaths_left - 1, workers=tuple(workers))
 
     def _settle(self, s: State) -> State:
-        """Take the answers; begin to replace who is lost, else go on to the next step."""
+        """Take the answers; begin to replace lost workers, or continue with the next step."""
         for w in s.workers:
             if w.is_asked and not w.is_lost and not s.is_recovering and (w.row, w.runs) != (s.number, 1):
                 raise Violation(f"a stale or repeated row: expected that of command {s.number}, got {w}")
@@ -180,7 +180,7 @@ class Protocol:
         return s._replace(phase=phase, at=0, step=step, number=s.number + 1, is_recovering=False, workers=workers)
 
     def _revive(self, s: State) -> Iterator[State]:
-        """Wait for successors; one that died while it was built is replaced again; then have them reset."""
+        """Wait for successors (one that died during its build is replaced again), then reset them."""
         lost = [w for w in s.workers if w.is_lost]
         if any(w.at == DEAD for w in lost):
             workers = tuple(w._replace(at=BUILDING) if w.is_lost and w.at == DEAD else w for w in s.workers)
@@ -192,7 +192,7 @@ class Protocol:
     # ---- workers -----------------------------------------------------------------------------
 
     def worker_moves(self, s: State, i: int) -> Iterator[tuple[Worker, int]]:
-        """Yield a worker after one step of its own, and the done tokens it rang."""
+        """Yield a worker after one of its steps, and the number of done tokens it rang."""
         w = s.workers[i]
         if w.at == DEAD:
             return
@@ -219,7 +219,7 @@ class Protocol:
             yield w._replace(at=following), int(what == "done")
 
     def moves(self, s: State) -> Iterator[State]:
-        """Yield every state that one step of anybody, or one death, leads to."""
+        """Yield every state after one step of any side, or one death."""
         yield from self.parent_moves(s)
         for i, w in enumerate(s.workers):
             others = (s.workers[:i], s.workers[i + 1 :])

@@ -1,7 +1,7 @@
-"""Executors under random kills, stops, resets, opens and closes, for as long as one likes: `make soak`.
+"""Soak test: executors under random kills, stops, resets, opens and closes for a given time: `make soak`.
 
-Every row is looked up in a book of what `SerialEnv` gives (see `tests.faults.book`). Once a second it is noted what
-this process holds: memory, descriptors, threads, children, names in /dev/shm. In the end all of it must be as it was.
+Every row is looked up in a book of `SerialEnv`'s rows (see `tests.faults.book`). This process's resources are sampled
+once a second: memory, descriptors, threads, children, names in /dev/shm. At the end they must be as at the beginning.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.faults.matrix import _descendants
 DOCS = Path(__file__).parents[2] / "docs"
 ROOT_SEED = 3
 DEEDS = ("fused", "step", "sent", "rollout", "reset")
-#: Bytes that this process may have grown by in the end: allocators and torch keep some.
+#: Bytes by which this process may have grown at the end: allocators and torch keep some.
 MAX_GROWTH = 32 << 20
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What this process holds at an instant; `at_s` seconds after the start."""
+    """This process's resources, `at_s` seconds after the start."""
 
     at_s: float
     rss_mb: float
@@ -47,13 +47,13 @@ class Sample:
 
 @dataclass
 class Report:
-    """What a soak came to.
+    """The result of a soak.
 
     Attributes:
         seed: of the random choices.
-        samples: one a second, while executors come and go.
+        samples: one a second, while executors are opened and closed.
         before, after: with all of them closed.
-        done: what was done how often.
+        done: operation -> count.
     """
 
     seed: int
@@ -63,7 +63,7 @@ class Report:
     done: Counter[str] = field(default_factory=Counter)
 
     def leaks(self) -> list[str]:
-        """Return what there is more of than there was."""
+        """Return the resources that have grown."""
         assert self.before is not None
         assert self.after is not None
         names = ("descriptors", "threads", "children")
@@ -78,7 +78,7 @@ class Report:
 
 
 def look(began: float) -> Sample:
-    """Return what this process holds now."""
+    """Return this process's resources now."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     names = [name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")]  # those are other programs'
     return Sample(
@@ -102,8 +102,8 @@ class Soak:
         self._looked = 0.0
 
     def run(self, seconds: float) -> Report:
-        """Go on for so long, and return the report."""
-        self._session(time.monotonic())  # what is imported and allocated once is there afterwards
+        """Run for `seconds`, and return the report."""
+        self._session(time.monotonic())  # so that one-time imports and allocations are done
         gc.collect()
         self.report.before = look(self._began)
         end = time.monotonic() + seconds
@@ -115,7 +115,7 @@ class Soak:
         return self.report
 
     def _session(self, end: float) -> None:
-        """Open an executor, use and break it for a while, and close it, or just drop it."""
+        """Open an executor, use and break it for some time, then close or drop it."""
         options = ExecutorOptions(
             on_worker_loss="restart",
             max_restarts=10_000,
@@ -164,7 +164,7 @@ class Soak:
         self.report.done["rows compared"] += checked.num_compared
 
     def _disturb(self, env: Any, num_workers: int, after_s: float) -> threading.Timer:
-        """Kill or stop a worker in a while."""
+        """Kill or stop a worker after a delay."""
         number = self._rng.choice([signal.SIGKILL] * 4 + [signal.SIGSEGV, signal.SIGSTOP])
         pid = env._pool.pid_of(self._rng.randrange(num_workers))
         self.report.done[f"{number.name} sent"] += 1

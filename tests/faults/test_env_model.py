@@ -1,4 +1,4 @@
-"""Every life of an env that the table of states allows is a legal one; a change of the table is noticed."""
+"""Every life of an env that the table of states allows is legal; changes of the table are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an env raises is that env's: named in the caller, its worker and all the others go on."""
+"""An exception of an env names that env in the caller; its worker and all other envs continue."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A short run of the fuzzers with fixed seeds (`make fuzz` is the long one); an executor that errs would be seen."""
+"""A short run of the fuzzers with fixed seeds (`make fuzz` is the long one); errors of an executor are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at every line of the executor: afterwards nothing is stale, nothing is skipped unsaid, nothing hangs."""
+"""Ctrl-C at every line of the executor: afterwards no data are stale or silently skipped, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_ENVS = 3
 EXECUTOR = str(Path(envherd.executor.__file__).parent)
 MESSAGES = envherd.workers.messages.__file__
 GRAD_MODE = str(torch.no_grad.__init__.__code__.co_filename)
-FINALIZERS = ("_come_back", "take_back", "__del__")  # python itself drops what is raised in them
+FINALIZERS = ("_come_back", "take_back", "__del__")  # Python drops exceptions raised in them
 
 
 class Interrupt:
@@ -114,14 +114,14 @@ def test_at_every_line_of_views(name):
 
 @pytest.mark.parametrize("name", ["fused", "send and receive"])
 def test_at_every_line_with_resets_ahead(name):
-    """Every step ends an episode, and the pool gives a reset of its own."""
+    """Every step ends an episode, and the pool itself gives a reset."""
     options = ExecutorOptions(reset_ahead=True)
     with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 1), seed=0, options=options) as env:
         interrupt_every_line(env, name)
 
 
 def interrupt_every_line(env: Any, name: str) -> None:
-    """Make a call again and again, interrupted at a later line each time, and check the envs after each."""
+    """Repeat a call, interrupted at a later line each time, and check the envs after each."""
     call, stride = CALLS[name]
     env.reset()
     line = 0
@@ -145,7 +145,7 @@ def interrupt_every_line(env: Any, name: str) -> None:
 
 @pytest.mark.parametrize("in_background", [0, 1])
 def test_at_every_line_of_an_asynchronous_collector(in_background):
-    """What was broken off is a gap in the numbers of the steps: none comes twice, and no row joins two episodes."""
+    """An interrupted step is a gap in the step numbers: no step is duplicated, and no row joins two episodes."""
     seen: set[tuple[int, int]] = set()
     stride, line = (1 if in_background else 5), 0  # the caller's own part is short there
     with (
@@ -215,7 +215,7 @@ def _check_rows(data: Any, seen: set[tuple[int, int]], when: str) -> None:
 
 @pytest.mark.parametrize("line", range(1, 9))
 def test_an_interrupt_while_it_is_noted_where_envs_were_stepped_to(line):
-    """The root after a reset is in one column, the step's row in another: half of that must not be noted."""
+    """The root after a reset is in one column, the step's row in another: a half-written position must not remain."""
     seen = 0
 
     def trace(frame, event, _arg):
@@ -288,7 +288,7 @@ def test_an_interrupt_while_it_is_noted_that_an_env_which_was_sent_has_raised(ma
 
 @pytest.mark.broken_pool
 def test_an_interrupt_while_a_successor_is_put_into_service():
-    """A successor that is given up must not have answered: the next one's envs are new, and know nothing of it."""
+    """An abandoned successor must not have answered: the next one's envs are new."""
     options = ExecutorOptions(on_worker_loss="restart")
     line, has_hit = 0, True
     while has_hit:
@@ -323,7 +323,7 @@ def test_an_interrupt_while_a_successor_is_put_into_service():
 
 @pytest.mark.broken_pool
 def test_a_worker_that_is_lost_while_an_interrupt_is_got_over():
-    """The interrupted call is about one env of the worker: the row of the other must say that it has to be reset."""
+    """The interrupted call concerns one env of the worker: the row of the other must show that it needs a reset."""
     factories = [CountingEnv, functools.partial(FaultyEnv, "slow", at="reset", episode=1), CountingEnv]
     with ParallelEnv(NUM_ENVS, factories, num_workers=2, seed=0) as env:
         assert env._pool.worker_of.tolist() == [0, 0, 1]
@@ -345,7 +345,7 @@ def test_a_worker_that_is_lost_while_an_interrupt_is_got_over():
 
 
 class Late(Exception):
-    """What the handler of an alarm raises."""
+    """Raised by the handler of an alarm."""
 
 
 def raise_late(*_: object) -> None:
@@ -353,7 +353,7 @@ def raise_late(*_: object) -> None:
 
 
 def interrupted(env: Any, call: Callable[[Any], Any], kind: str, delay_s: float) -> bool:
-    """Make a call again and again until a signal breaks it off; return whether one has."""
+    """Repeat a call until a signal breaks it off; return whether one has."""
     presser = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
     swallowed: list[Any] = []  # in a callback of the garbage collector, which can raise nothing
     before, sys.unraisablehook = sys.unraisablehook, swallowed.append
@@ -413,7 +413,7 @@ def _ended(env: Any) -> list[int]:
 
 
 def _check(env: Any, where: str) -> None:
-    """Demand that every transition follows from the row before it, whichever rows need a reset first."""
+    """Require that every transition follows from the previous row, after resets of rows that need one."""
     began = time.monotonic()
     assert torch.is_grad_enabled(), f"{where}: the caller's losses would have no gradient"
     assert env.call("echo", 7) == [[[7], {}]] * NUM_ENVS, where  # its own answer, and not an earlier one

@@ -1,8 +1,8 @@
-"""Random kills while data are collected: every row that survives is the one that `SerialEnv` gives, bit for bit.
+"""Random kills while data are collected: every surviving row equals that of `SerialEnv`, bit for bit.
 
-A row is known by its env, its episode (every episode has a seed of its own) and its step; what `SerialEnv` makes of the
-same actions is in a book. Of a lost worker's rows none is left but the interrupted ones, which show the last true
-observation; episodes go on being counted, so nothing is replayed.
+A row is identified by its env, its episode (every episode has a different seed) and its step; a book holds the rows of
+`SerialEnv` for the same actions. A lost worker leaves only interrupted rows, which hold the last true observation. The
+episode counters continue, so nothing is replayed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEEDS = st.tuples(
 
 
 def kill_later(env: Any, after_s: float, worker_ids: list[int]) -> threading.Timer:
-    """Kill workers in a while, whatever they will be doing then."""
+    """Kill workers after a delay, at any point of their work."""
     pids = [env._pool.pid_of(worker_id) for worker_id in worker_ids]
 
     def kill() -> None:

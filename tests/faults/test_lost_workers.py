@@ -1,4 +1,4 @@
-"""Workers that die or hang: named, in bounded time, and nothing is left of them."""
+"""Workers that die or hang are reported by name in bounded time, and nothing is left of them."""
 
 import functools
 import os

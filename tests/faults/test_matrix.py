@@ -1,4 +1,4 @@
-"""Every fault in every state of the protocol: what the caller sees, what goes on, and that nothing is left.
+"""Every fault in every state of the protocol: the caller's error, the other envs, and no leftovers.
 
 `make faults` (or ENVHERD_FULL=1) drives the whole table; an ordinary run a part of it.
 """
@@ -23,7 +23,7 @@ def test_cell(cell, tmp_path):
 
 def test_the_table_is_whole():
     assert set(CELLS) >= QUICK
-    assert {cell.state for cell in QUICK} >= set(STATES) - {"build", "reset"}  # those have tests of their own
+    assert {cell.state for cell in QUICK} >= set(STATES) - {"build", "reset"}  # those have separate tests
     lines = table({}, "raise")
     assert sum(line.count("not run") for line in lines) == len(
         [cell for cell in CELLS if (cell.policy, cell.start_method) == ("raise", "zygote")]

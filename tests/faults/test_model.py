@@ -1,6 +1,6 @@
-"""The concurrency core, explored: no lost wake-up, no deadlock, no stale row, whoever dies and whenever.
+"""Explore the model of the concurrency core: no lost wake-up, no deadlock, no stale row, for any death at any time.
 
-And the model is of this code: the parent and a worker are seen to do things in the order that it takes.
+Other tests check that the parent and a worker do their steps in the model's order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def swapped(steps: tuple[str, ...], one: str, other: str) -> tuple[str, ...]:
 
 small = functools.partial(Protocol, num_workers=2, num_steps=2)
 
-#: What is got wrong -> the protocol then, and what comes of it.
+#: Error -> the broken protocol, and the violation that follows.
 MUTATIONS: dict[str, tuple[Protocol, str]] = {
     "the number before the rows": (small(worker=swapped(WORKER_STEPS, "rows", "reply_seq")), "stale"),
     "the number before the command": (
@@ -68,7 +68,7 @@ def test_the_model_sees_what_is_wrong(name):
 
 
 class Watched:
-    """Words of the slab, or a doorbell, whose uses are noted."""
+    """Words of the slab, or a doorbell, that record their uses."""
 
     def __init__(self, name: str, real: Any, notes: list[str]) -> None:
         self._name, self._real, self._notes = name, real, notes
@@ -95,7 +95,7 @@ class Watched:
 
 
 def in_order(notes: list[str]) -> list[str]:
-    """Return the notes, each once, by where they came last: what is announced must not change afterwards."""
+    """Return the distinct notes, ordered by their last occurrence: announced data must not change afterwards."""
     return [name for index, name in enumerate(notes) if name not in notes[index + 1 :]]
 
 

@@ -1,4 +1,4 @@
-"""However the owner ends, nothing is left; however it is interrupted, nothing stale comes back."""
+"""However the owner ends, nothing is left; after any interrupt, no stale data are returned."""
 
 import functools
 import os

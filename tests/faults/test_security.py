@@ -1,4 +1,4 @@
-"""What docs/security.md says: nothing for another user to open, nothing to connect to, nothing unpickled from files."""
+"""The claims of docs/security.md: other users can open or connect to nothing, and no file is unpickled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.faults.children import NOBODY, in_child
 
 ROOT = Path(__file__).parents[2]
 
-#: File -> what it unpickles. Nothing else does, and nothing reads a file for it.
+#: File -> what it unpickles. No other file unpickles, and none unpickles data from files.
 UNPICKLES = {
     "workers/messages.py": "what the parent sends to its own worker, over a socket without a name",
     "workers/build.py": "factories, which came with such a message",
@@ -58,7 +58,7 @@ def _descend(pid: int) -> list[int]:
 
 
 def _pry(pids: list[int]) -> list[str]:
-    """As another user, try everything that would let one in; return what worked."""
+    """As another user, try every way to gain access; return those that worked."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)

@@ -1,4 +1,4 @@
-"""The soak of `make soak`, shortened: nothing grows, no row is wrong; and one that leaks would be seen."""
+"""A short soak: nothing grows, no row is wrong; leaks are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine, the caller and odd envs do to an executor: said plainly, and nothing is left."""
+"""Faults caused by the machine, the caller and unusual envs are reported clearly, and nothing is left."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def actions(value: Any = 1, count: int = 2, dtype: Any = torch.int64) -> TensorD
 
 
 def works(env: Any) -> str:
-    """Demand that both envs take two steps, each following from the one before."""
+    """Require that both envs make two steps, each following from the previous one."""
     root = env.reset()
     for count in (1, 2):
         root = env.step_and_maybe_reset(root.update(actions()))[1]
@@ -121,7 +121,7 @@ def little_address_space_in_workers() -> str:
 
 def killed_for_memory(flag: str) -> str:
     options = ExecutorOptions(on_worker_loss="restart")
-    with memory_group(1536 * 2**20):  # much more than this process has from before: the kernel takes who has most
+    with memory_group(1536 * 2**20):  # much more than this process uses: the kernel kills the largest process
         with make(2, [functools.partial(HungryEnv, flag), ENDLESS]) as env:
             env.reset()
             env.step(actions())
@@ -187,7 +187,7 @@ def test_little_memory(body):
 
 
 def test_killed_for_the_memory_limit_of_a_control_group(tmp_path):
-    """The kernel takes the worker, with a third of the limit to its disadvantage: see `workers.entry`, `_OOM_SCORE`."""
+    """The kernel kills the worker, whose score is raised by a third of the limit: see `process.entry`, `_OOM_SCORE`."""
     if not can_limit_memory():
         pytest.skip("control groups of one's own are not allowed here")
     seen = in_child(killed_for_memory, str(tmp_path / "hungry"))
@@ -209,7 +209,7 @@ def test_full_temporary_folder(tmp_path):
 
 
 def _end(how: str, state: str, write: int) -> None:
-    """Be an owner that ends in a state, with a worker that hangs and a fork of its own that lives on."""
+    """Run as an owner that ends in a state, with a hanging worker and a fork that survives."""
     hung = functools.partial(FaultyEnv, "gil", at="construct" if state == "build" else "step", step=1)
     if state == "build":
         threading.Timer(1.0, functools.partial(_leave, how)).start()
@@ -246,7 +246,7 @@ QUICK_ENDS = [("is killed", "build"), ("exits", "sent")]
 
 @pytest.mark.parametrize(("how", "state"), ENDS if IS_FULL else QUICK_ENDS)
 def test_an_owner_that_ends(how, state):
-    """Its workers go with it, one stuck in C too, though a process that it had forked lives on."""
+    """Its workers end with it, also one stuck in C, although a process that it had forked survives."""
     before = _held()
     read, write = os.pipe()
     pid = os.fork()
@@ -262,7 +262,7 @@ def test_an_owner_that_ends(how, state):
     os.waitpid(pid, 0)
     forked = [] if state == "build" else [int(p) for p in _held()[0] - before[0] if _is_copy_of_this(p)]
     for one in forked:
-        time.sleep(0.3)  # its owner has ended and it has not: what holds the workers' lifelines now is not there
+        time.sleep(0.3)  # its owner has ended: the fork must not hold the workers' lifelines
         assert {str(one)} >= _held()[0] - before[0]
         os.kill(one, signal.SIGKILL)
         os.waitpid(one, 0)
@@ -337,7 +337,7 @@ def test_an_env_that_prints_megabytes(num_bytes):
         for _ in range(70):
             root = env.step_and_maybe_reset(root.update(actions()))[1]
         assert root["observation"][:, 1].tolist() == [70, 70]
-        assert len(env.worker_output(0)) <= 66 * num_bytes  # and not 70 of them: a look at it every 64 steps
+        assert len(env.worker_output(0)) <= 66 * num_bytes  # not 70 of them: the log is trimmed every 64 steps
     record("prints", what="an env prints 4 MB at every step", seen="nothing: the oldest output is dropped")
 
 

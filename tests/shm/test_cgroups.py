@@ -1,4 +1,4 @@
-"""What control groups leave of memory: the process's own group and those above it, and page cache as room."""
+"""The memory limits of control groups: the process's own group and its ancestors; page cache counts as free."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def tree(root, files):
     return root
 
 
-#: Files in the folder of a group of 400 MiB that has read a data set: nearly all that it uses is page cache.
+#: Files of a group of 400 MiB that has read a data set: nearly all of its memory is page cache.
 FULL_OF_CACHE = {
     "v1": {
         "memory.limit_in_bytes": f"{400 * MIB}\n",

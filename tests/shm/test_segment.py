@@ -1,4 +1,4 @@
-"""Segments: shared by descriptor, sealed, admitted, and never named."""
+"""Segments are shared by descriptor, sealed, checked against the available memory, and never named."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Slabs and storages: equal envs share arrays, ring and rollout are both seen by column."""
+"""Slabs and storages: equal envs share arrays; ring and rollout are both indexed by column."""
 
 import numpy as np
 import pytest

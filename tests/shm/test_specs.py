@@ -1,4 +1,4 @@
-"""Specs cross as plain data and come back equal; two specs say in what they differ."""
+"""Specs survive the conversion to plain data; `difference` names the first difference of two specs."""
 
 import numpy as np
 import pytest

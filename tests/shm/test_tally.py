@@ -1,4 +1,4 @@
-"""Who is told to ring, and when."""
+"""Which worker rings, and when."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every interleaving of a parent that waits for the first K answers with workers that count theirs.
 
-The steps are those of `shm.tally` and of the parent's wait, each word read or written by itself, as they happen on a
-machine that keeps the order of a write and a later read (which the lock in between sees to).
+The steps are those of `shm.tally` and of the parent's wait; each word is read or written separately. The model assumes
+that a read does not overtake an earlier write, which the lock in between ensures.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 
 
 class State(NamedTuple):
-    """Words, and where everybody is.
+    """The words, and the program counters of all sides.
 
     Attributes:
         replied, answered: of each worker.
-        ring_at: what the parent asked for.
+        ring_at: the parent's requested number.
         tokens: rings that were not taken.
         parent: its step, and what it has read: total, the word that it reads next, target.
         workers: of each: its step, its sum so far, the word that it reads next.
@@ -34,13 +34,13 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Protocol:
-    """The order of things, and ways to get it wrong.
+    """The order of steps, with options that break it.
 
     Attributes:
         worker: `count` an answer, `sum` all counts, and `compare` with what is asked for.
         answers: of each worker.
         total_first: whether the parent reads the counts before the answers.
-        looks_again: whether it does again once it has asked.
+        looks_again: whether the parent reads again after its request.
     """
 
     worker: tuple[str, ...] = ("reply", "count", "sum", "compare")
@@ -53,7 +53,7 @@ def explore(wanted: int, num_workers: int, ring_at: int, protocol: Protocol) -> 
     """Visit all states; return how many there are.
 
     Raises:
-        AssertionError: the parent sleeps although enough have answered, and nobody is about to wake it.
+        AssertionError: the parent sleeps although enough have answered, and no worker will wake it.
     """
     zeros = (0,) * num_workers
     start = State(zeros, zeros, ring_at, 0, ("drain", 0, 0, 0), ((protocol.worker[0], 0, 0),) * num_workers)
@@ -114,7 +114,7 @@ def _by_parent(state: State, wanted: int, protocol: Protocol) -> Iterator[State]
 
 
 def _next_word(after: str, step: str, total: int, word: int, num_words: int) -> tuple[str, int, int]:
-    """Return where somebody is who has added a word to a sum: at the next word, or done with it."""
+    """Return the state after adding a word to a sum: at the next word, or after the last one."""
     return (step, total, word + 1) if word + 1 < num_words else (after, total, 0)
 
 

@@ -1,4 +1,4 @@
-"""What the adapter tests share: values stored as the worker stores them, and actions drawn from a spec."""
+"""Shared by the adapter tests: store values like a worker, and draw actions from a spec."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""IsaacLab's own env classes over physics of one line, without Isaac Sim (see `isaacsim_stub`).
+"""IsaacLab's own env classes over one-line physics, without Isaac Sim (see `isaacsim_stub`).
 
-Rows are places on a line, pushed by the action; an episode ends beyond `LIMIT` or after `MAX_LENGTH` steps. Every step
-and reset is in the env's `ledger`.
+Rows are positions on a line, pushed by the action; an episode ends beyond `LIMIT` or after `MAX_LENGTH` steps. The
+env's `ledger` records every step and reset.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-warnings.simplefilter("ignore")  # IsaacLab uses what is deprecated, also while it is imported
+warnings.simplefilter("ignore")  # IsaacLab uses deprecated APIs, also during its import
 from isaaclab.envs import (
     DirectMARLEnv,
     DirectMARLEnvCfg,

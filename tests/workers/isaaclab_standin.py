@@ -1,13 +1,13 @@
-"""A stand-in for IsaacLab, which needs a GPU and Isaac Sim: its published interface over physics of one line.
+"""A stand-in for IsaacLab, which needs a GPU and Isaac Sim: its published interface over one-line physics.
 
 It follows `isaaclab.envs.DirectRLEnv` and `ManagerBasedRLEnv` in all that an adapter can see: the order of things
 in `step` (physics, counters, ends, rewards, resets of the rows that ended through `_reset_idx`, then observations),
-tensors that are returned and written again in place, `extras` as one dict for ever, `reset_buf`, `reset_terminated`,
+tensors that are returned and written again in place, `extras` as one permanent dict, `reset_buf`, `reset_terminated`,
 `reset_time_outs`, `episode_length_buf`, `common_step_counter`, `cfg.compute_final_obs`, observation noise, `reset` of
 direct envs without and of manager-based ones with `env_ids`, observation groups with histories, and one simulation
 context in a process. Written from IsaacLab's documentation and interface; none of its code is here.
 
-What it adds is a ledger: each row's every physics step, with what the row looked like before and after.
+In addition it has a ledger of each row's physics steps, with the row's state before and after.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT = 1.0
 
 @dataclass
 class Cfg:
-    """What both kinds read from their `cfg`."""
+    """The settings that both kinds read."""
 
     num_envs: int = 4
     device: str = "cpu"
@@ -101,7 +101,7 @@ class Ledger:
 
 
 class _BatchedEnv(gymnasium.Env[Any, Any]):
-    """What both kinds have."""
+    """The base of both kinds."""
 
     is_vector_env: ClassVar[bool] = True
     metadata = {"render_modes": [None, "human", "rgb_array"]}  # noqa: RUF012  # as Gymnasium has it

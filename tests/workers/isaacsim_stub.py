@@ -1,8 +1,8 @@
 """Isaac Sim's modules, emptied, so that IsaacLab's own classes run without it: `with_isaaclab()`.
 
 Only modules of the simulator are replaced (`ROOTS`): every module below one of them exists, and each of its names is a
-class that takes any argument and gives more of the same. What IsaacLab reads a value of is in `_REAL`: the simulation
-context (one in a process), its device, the cloner's paths and origins, settings, and the version. Nothing of IsaacLab
+class that accepts any arguments and has any attribute. `_REAL` has the values that IsaacLab reads: the simulation
+context (one per process), its device, the cloner's paths and origins, settings, and the version. Nothing of IsaacLab
 is replaced: `DirectRLEnv`, `DirectMARLEnv`, `ManagerBasedRLEnv`, its scene, managers and noise models are its own.
 
 IsaacLab 2.3 is installed with `pip install --no-deps isaaclab`, and needs toml, prettytable, trimesh, flatdict,
@@ -26,7 +26,7 @@ _VERSION = "5.1.0"
 
 
 class _AnyClass(type):
-    """Makes the names of a class, which are classes like it, when they are asked for."""
+    """Creates attributes of a class, which are classes like it, on access."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -1,9 +1,10 @@
-"""A stand-in for ManiSkill, which needs SAPIEN: its published interface over physics of one line.
+"""A stand-in for ManiSkill, which needs SAPIEN: its published interface over one-line physics.
 
-It follows `mani_skill.envs.sapien_env.BaseEnv` in what an adapter can see: `num_envs`, `device`, `single_action_space`,
+It follows `mani_skill.envs.sapien_env.BaseEnv` as far as an adapter can see: `num_envs`, `device`,
+    `single_action_space`,
 `reset(seed, options)` that resets the rows `options["env_idx"]` and returns observations of all, a main generator
-seeded once from which resets draw seeds of their own, `elapsed_steps`, ends by `info["success"]` and `info["fail"]`,
-and a `truncated` that is always False; `TimeLimitWrapper`, which `gymnasium.make` puts around it and which truncates;
+seeded once, from which resets draw their seeds, `elapsed_steps`, ends by `info["success"]` and `info["fail"]`, and a
+`truncated` that is always False; `TimeLimitWrapper`, which `gymnasium.make` puts around it and which truncates;
 `ManiSkillVectorEnv`, which resets rows in the step in which they end and hands over `final_observation`. Written from
 that interface; none of its code is here.
 """
@@ -77,7 +78,7 @@ class BaseEnv(gymnasium.Env[Any, Any]):
 
 
 class TimeLimitWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Truncates rows after so many steps."""
+    """Truncates rows after a number of steps."""
 
     def __init__(self, env: Any, max_episode_steps: int) -> None:
         super().__init__(env)
@@ -90,7 +91,7 @@ class TimeLimitWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class ManiSkillVectorEnv(VectorEnv[Any, Any, Any]):
-    """What turns one of them into a vector env for others' libraries."""
+    """Wraps one of them as a Gymnasium vector env."""
 
     def __init__(self, env: Any, *, auto_reset: bool = True) -> None:
         self._env, self.auto_reset = env, auto_reset

@@ -1,4 +1,4 @@
-"""Play Melting Pot episodes and write a digest of all that each gave; run as a program, in a fresh process.
+"""Play Melting Pot episodes and write a digest of each one's data; run as a program, in a fresh process.
 
     python meltingpot_digest.py OUT.json '{"name": "coins", "seeds": [1, 2], "steps": 20}' ...
 

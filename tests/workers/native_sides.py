@@ -1,4 +1,4 @@
-"""The same envs served by the loop in Python and by the one in C, for tests that compare what becomes of them."""
+"""The same envs served by the loop in Python and by the one in C, for comparisons."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from envherd.workers.protocol import pack
 
 ROOT_SEED = 7
 NUM_FRAMES, NUM_COLUMNS, TARGET = 3, 4, 5
-#: Words that say how long something took or who runs, which differs from one run to the next.
+#: Words with durations or process ids, which differ between runs.
 _CLOCKS = {"busy_ns", "since_ns", "answered_ns", "reset_ns", "step_bins", "pid"}
 
 
 class NoToken(Exception):
-    """The loop waits, and nobody rings."""
+    """The loop waits without a token."""
 
 
 class Side:
@@ -101,7 +101,7 @@ class Side:
         return False
 
     def state(self) -> dict[str, Any]:
-        """Return all that a parent can see, and how often it was rung."""
+        """Return all state that a parent can see, and the number of rings."""
         state: dict[str, Any] = {name: word.tolist() for name, word in self.words.items() if name not in _CLOCKS}
         state["samples"] = int(self.words["step_bins"].sum())
         start = self.slab.plan.groups[0].inputs.nbytes
@@ -115,7 +115,7 @@ class Side:
 
 
 def fingerprint(value: Any) -> Any:
-    """Return what a value is, to the type and the bit."""
+    """Return a fingerprint of a value, including its types and bits."""
     if isinstance(value, dict):
         return "dict", [(key, fingerprint(item)) for key, item in value.items()]
     if isinstance(value, (tuple, list)):
@@ -128,7 +128,7 @@ def fingerprint(value: Any) -> Any:
 
 
 class Scripted(gymnasium.Env[Any, Any]):
-    """Gives values of its space that a generator draws, and what a script makes of a step's result.
+    """Returns random values of its space; a script changes the results of steps.
 
     Args:
         observation_space: of its observations.
@@ -170,7 +170,7 @@ class Scripted(gymnasium.Env[Any, Any]):
 
 
 def sides(make: Callable[[], list[Adapter]], options: BlockOptions | None = None) -> tuple[Side, Side]:
-    """Return the two sides, with envs of their own: in Python, in C."""
+    """Return the two sides, with separate envs: in Python, in C."""
     return Side(make(), is_native=False, options=options), Side(make(), is_native=True, options=options)
 
 

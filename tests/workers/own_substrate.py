@@ -1,4 +1,4 @@
-"""A factory as users write it by hand: a function that imports and builds a substrate, in a light module."""
+"""A user's handwritten factory: a function in a light module that imports and builds a substrate."""
 
 from __future__ import annotations
 

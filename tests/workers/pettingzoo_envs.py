@@ -1,4 +1,4 @@
-"""PettingZoo envs of the tests' own: agents that leave and come back, unlike spaces, action masks, various ends."""
+"""The tests' PettingZoo envs: agents that leave and return, different spaces, action masks, various ends."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ PRESENT = (
 
 
 class Village(ParallelEnv):
-    """Goes by a timetable; observations say the seed's number, the step, and what was done.
+    """Follows a timetable; observations hold the seed's number, the step and the action.
 
-    After six steps those who are left all terminate, are all truncated, or some of each, by the seed's number.
-    The wolf's action mask is in its observation, the sheep's are in their infos, the dog has none. `dog` sees a Dict.
+    After six steps the remaining agents all terminate, are all truncated, or some of each, depending on the seed's
+    number. The wolf's action mask is in its observation, the sheep's are in their infos, the dog has none. `dog` sees a
+    Dict.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"name": "village", "render_modes": []}
@@ -109,7 +110,7 @@ class Village(ParallelEnv):
 
 
 class Scripted(ParallelEnv):
-    """Answers `reset` and `step` with what it is told; agents see two floats and have two actions.
+    """Returns scripted results from `reset` and `step`; agents see two floats and have two actions.
 
     Args:
         agents: all of them; they are there from the start.
@@ -156,7 +157,7 @@ class Scripted(ParallelEnv):
 
 
 def outcome(ends: Mapping[Any, tuple[bool, bool] | None], *, seen: Any = None) -> Any:
-    """Return the five values of a step: agents with `(terminated, truncated)`, or None where the env says neither.
+    """Return the five values of a step: agents with `(terminated, truncated)`, or None for no flags.
 
     Args:
         ends: agent -> how it ended.

@@ -1,4 +1,4 @@
-"""RoboHive's `MujocoEnv` over a model of our own, as those of RoboHive need meshes that are fetched apart.
+"""RoboHive's `MujocoEnv` over our own model, because RoboHive's models need separately downloaded meshes.
 
 RoboHive 0.7 names Gymnasium 0.29 and MuJoCo 3.1, and runs with newer ones: `pip install --no-deps robohive
 sk-video`, and also gitpython, termcolor and flatten_dict.

@@ -1,4 +1,4 @@
-"""Two workers of one env: who takes a command, and when what was prepared is used. No processes."""
+"""Two workers of one env: which one takes a command, and when a prepared episode is used. No processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_turn_crosses(worker_id, episode):
 
 
 class Table:
-    """One env, instance `worker_id` of two, with the words of a slab and doorbells; nobody else is there."""
+    """One of two instances of an env, in worker `worker_id`, with a slab's words and doorbells; no other side."""
 
     def __init__(self, slab: Any, worker_id: int, buffer: Any) -> None:
         self.env = CountingEnv(3)
@@ -170,10 +170,10 @@ class Side(NamedTuple):
 
 class State(NamedTuple):
     at: int = 0  # of the parent's program
-    turn: tuple[int, int] = (0, 0)  # who serves, serial
+    turn: tuple[int, int] = (0, 0)  # serving worker, serial
     number: int = 0
     reply: int = 0
-    done: tuple[tuple[int, int], ...] = ()  # (command, by whom)
+    done: tuple[tuple[int, int], ...] = ()  # (command, worker)
     strays: int = 2
     sides: tuple[Side, Side] = (Side(), Side())
 
@@ -182,7 +182,7 @@ class Violation(AssertionError):
     pass
 
 
-#: Whom the commands are for: each command but the first step of an episode is a reset that hands the env over.
+#: The worker of each command: each command but the first step of an episode is a reset that hands the env over.
 SERVERS = (0, 1, 1, 0, 1)
 
 
@@ -240,7 +240,7 @@ def _with(s: State, i: int, **changes: Any) -> State:
 
 
 def explore(order: tuple[str, ...], read: tuple[str, ...], *, by_reply: bool = True) -> int:
-    """Take all interleavings; return how many states there are. Raises `Violation`."""
+    """Explore all interleavings; return the number of states. Raises `Violation`."""
     steps = program(order)
     start = State(turn=(0, 0))
     seen, waiting = {start}, [start]

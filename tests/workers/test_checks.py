@@ -1,4 +1,4 @@
-"""Writers store what fits, cast within a kind, and refuse the rest with both shapes in the message."""
+"""Writers store fitting values, cast within a kind, and refuse others with both shapes in the message."""
 
 import numpy as np
 import pytest

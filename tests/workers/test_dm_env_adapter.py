@@ -1,4 +1,4 @@
-"""The dm_env adapter, on real dm_control and dmlab2d envs beside the same envs driven by hand."""
+"""The dm_env adapter on real dm_control and dmlab2d envs, compared with the same envs driven by hand."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ RENDER = """
 
 
 def run_apart(body: str, backend: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own: dm_control picks its OpenGL backend when it is imported."""
+    """Run a script in a separate process: dm_control selects its OpenGL backend at import."""
     script = textwrap.dedent(RENDER).format(body=body)
     environ = os.environ | {"MUJOCO_GL": backend}
     return subprocess.run(

@@ -26,7 +26,7 @@ def pool(task="CartPole-v1", env_type="gymnasium", **config):
 
 
 class PlainLoop:
-    """What the rows of a pool do: one pool for each, reset by hand."""
+    """The reference for a pool's rows: one pool per row, reset by hand."""
 
     def __init__(self, root_seed):
         seed = seeding.episode_seed(root_seed, 0, 0) % (2**31 - N)

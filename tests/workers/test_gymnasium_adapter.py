@@ -1,4 +1,4 @@
-"""The Gymnasium adapter, on real Gymnasium envs beside the same envs driven by hand."""
+"""The Gymnasium adapter on real Gymnasium envs, compared with the same envs driven by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.workers.adapter_values import drawn, stored
 
 
 class Scripted(gymnasium.Env):
-    """Answers `step` and `reset` with what it is told."""
+    """Returns scripted results from `step` and `reset`."""
 
     observation_space: spaces.Space = spaces.Box(-1, 1, (2,), np.float32)
     action_space: spaces.Space = spaces.Discrete(2)
@@ -41,7 +41,7 @@ class Scripted(gymnasium.Env):
 
 
 def scripted(**answer: Any) -> GymnasiumAdapter:
-    """Return an adapter of an env whose step is as usual but for `answer`."""
+    """Return an adapter of an env with a normal step except for `answer`."""
     usual = {"observation": np.zeros(2, np.float32), "reward": 0.0, "terminated": False, "truncated": False, "info": {}}
     return GymnasiumAdapter(Scripted(tuple((usual | answer).values())))
 
@@ -232,7 +232,7 @@ def test_several_rewards_of_a_reward_space():
 
 
 def test_several_rewards_without_a_reward_space_are_refused_with_how_to_say_it():
-    def make():  # as envs of several agents with Gymnasium's methods are (lbforaging, rware)
+    def make():  # like multi-agent envs with Gymnasium's methods (lbforaging, rware)
         return Scripted((np.zeros(2, np.float32), [0.5, 2], False, False, {}))
 
     adapter = GymnasiumAdapter(make())

@@ -1,4 +1,4 @@
-"""Every Gymnasium space: what keys, shapes, dtypes and domains it gets, and that values survive both ways."""
+"""Every Gymnasium space: its keys, shapes, dtypes and domains; values survive both conversions."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_every_space_survives_as_observation_and_action():
 
 
 def side_value(space: spaces.Space, value: Any) -> Any:
-    """Return what the adapter makes of an observation, through the bytes that cross to the parent."""
+    """Return the adapter's value of an observation after encoding for the parent."""
     env = Echo(space)
     adapter = GymnasiumAdapter(env)
     assert adapter.spec.observation == (SIDE,)

@@ -1,4 +1,4 @@
-"""Gymnasium vector envs: the three modes, true last observations, and what is refused."""
+"""Gymnasium vector envs: the three modes, true last observations, and refusals."""
 
 from functools import partial
 from typing import ClassVar
@@ -43,7 +43,7 @@ MAKERS = {
     "by hand": lambda mode: LoopVectorEnv(3, mode),
     "wrapped": statistics_of,
 }
-#: An AsyncVectorEnv keeps memory for as long as its process lives, so it gets a process of its own.
+#: An AsyncVectorEnv keeps memory as long as its process lives, so it runs in a separate process.
 CASES = [(kind, mode) for kind in ("sync", "by hand", "wrapped") for mode in MODES]
 ASYNC = [pytest.param("async", mode, marks=pytest.mark.slow) for mode in (NEXT, SAME)]  # DISABLED has its own test
 
@@ -125,7 +125,7 @@ def _spaces():
 
 
 class _Without(gym.vector.VectorWrapper):
-    """Leaves out the number of the episode, which outlives a seed; in last observations too."""
+    """Removes the episode number, which a seed does not reset, also from last observations."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -360,7 +360,7 @@ def test_ten_thousand_steps_of_the_default_cartpole_are_its_own():
     )
     again = CartPoleVectorEnv(len(here))
     again.reset()
-    again.state = here.numpy().T.astype(np.float64)  # every transition anew, each in a row of its own
+    again.state = here.numpy().T.astype(np.float64)  # repeat every transition, each in a separate row
     made, reward, terminated, _, _ = again.step(data["action"].flatten().numpy())
     assert len(here) == 10_000
     assert np.allclose(following, made, atol=1e-6)

@@ -1,4 +1,4 @@
-"""IsaacLab's own env classes in the executor, over stubs of the simulator's modules alone."""
+"""IsaacLab's own env classes in the executor, over stubs of only the simulator's modules."""
 
 from __future__ import annotations
 

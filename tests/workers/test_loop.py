@@ -1,4 +1,4 @@
-"""A worker's loop over a real slab and real doorbells, in this thread: what a token has it do, in which order."""
+"""A worker's loop over a real slab and real doorbells, in this thread: the effects of a token and their order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_ENVS = 3
 
 
 class NoToken(Exception):
-    """The loop waits, and nobody rings."""
+    """The loop waits without a token."""
 
 
 class Worker:
@@ -69,7 +69,7 @@ class Worker:
             self.words["command_seq"][env_id] = self.words["command_seq"].max() + 1
 
     def serve(self, num_tokens: int = 1) -> bool:
-        """Let the loop use some tokens; return whether it has left before it wanted another."""
+        """Let the loop use some tokens; return whether it has exited before needing another."""
         tokens = iter(range(num_tokens))
 
         def wait() -> bool:

@@ -1,4 +1,4 @@
-"""ManiSkill's interface: rows are reset by `options["env_idx"]`, and nothing resets twice."""
+"""ManiSkill's interface: rows are reset by `options["env_idx"]`, and none is reset twice."""
 
 from __future__ import annotations
 

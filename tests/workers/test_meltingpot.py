@@ -28,7 +28,7 @@ _STAY = np.zeros(2, np.int64)
 
 
 def _raw(name: str = _PRISONERS, **settings: Any) -> Any:
-    """Build a substrate as users do, with Melting Pot alone; `settings` replace those of its config."""
+    """Build a substrate with Melting Pot's own API; `settings` replace those of its config."""
     from meltingpot import substrate
 
     config = substrate.get_config(name).unlock()
@@ -179,7 +179,7 @@ def test_a_cap_before_max_steps_and_after() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: _made(_ONE_SHOT), lambda: MeltingPotAdapter(_raw(_ONE_SHOT))])
 def test_real_ends_are_terminated_and_the_cap_is_truncated(make: Callable[[], MeltingPotAdapter]) -> None:
-    adapter = make()  # ends with the first interaction, which random players seldom come to, or after 1000 frames
+    adapter = make()  # ends with the first interaction, which is rare for random players, or after 1000 frames
     rng = np.random.default_rng(0)
     seen = set()
     for seed in range(60):
@@ -199,7 +199,7 @@ def test_a_seed_is_the_seed_of_that_very_episode(seed: int) -> None:
     env = _raw()
     adapter = MeltingPotAdapter(env)
     episodes = adapter._episodes
-    for _ in range(2):  # the first needs a rebuild, for the env was built from a seed of Melting Pot's own
+    for _ in range(2):  # the first needs a rebuild: the env was built from Melting Pot's own seed
         adapter.reset(seed)
         assert episodes._settings()["env_seed"] == str(seed)
         expected = np.random.RandomState(seed)

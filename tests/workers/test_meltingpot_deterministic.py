@@ -22,7 +22,7 @@ from envherd.workers.adapters.meltingpot.factory import substrate_names
 pytestmark = pytest.mark.slow
 
 _PROGRAM = Path(__file__).with_name("meltingpot_digest.py")
-#: Cheap ones that cover the ways to differ: who stands where, draws while building, draws while stepping.
+#: Cheap substrates that cover the sources of randomness: positions, draws while building, draws while stepping.
 _CHEAP = (
     "prisoners_dilemma_in_the_matrix__repeated",
     "coins",
@@ -43,7 +43,7 @@ def _digests(tmp_path: Path, hash_seed: int, *jobs: dict) -> list[list[str]]:
 
 def _compare(tmp_path: Path, *names: str, steps: int) -> None:
     jobs = [{"name": name, "steps": steps, "options": {"deterministic": True}} for name in names]
-    # The second process comes to the same episodes another way: in another order, and through Melting Pot's wrappers.
+    # The second process plays the same episodes in another order, and through Melting Pot's wrappers.
     found = _digests(tmp_path, 1, *({**job, "seeds": [0, 2**32 - 1]} for job in jobs))
     again = _digests(tmp_path, 2, *({**job, "seeds": [2**32 - 1, 0], "wrapped": True} for job in jobs))
     for name, (low, high), (high_again, low_again) in zip(names, found, again, strict=True):
@@ -63,7 +63,7 @@ def test_same_seed_same_bytes_for_every_substrate(tmp_path: Path, name: str) -> 
 
 
 def test_stock_melting_pot_is_not_reproducible(tmp_path: Path) -> None:
-    # The reason for all this: as soon as the installed Lua gives equal bytes by itself, the ordered copy can go.
+    # This fails once the installed Lua gives equal bytes by itself: then the ordered copy can be removed.
     job = {"name": "commons_harvest__open", "seeds": [1], "steps": 5}
     assert len({digest for [digest] in _digests(tmp_path, 1, job, job, job, job)}) > 1
 

@@ -1,4 +1,4 @@
-"""The factory's options, what it refuses, and the copy of the Lua tree."""
+"""The factory's options and refusals, and the copy of the Lua tree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from envherd.workers.adapters.meltingpot.factory import (
 from envherd.workers.errors import FactoryError
 
 _PRISONERS = "prisoners_dilemma_in_the_matrix__repeated"
-#: To try them all takes a quarter of an hour.
+#: Testing all of them takes a quarter of an hour.
 _RESTARTABLE = tuple(name for name in substrate_names() if not must_rebuild(name))
 
 
@@ -43,7 +43,7 @@ def _keys(adapter: MeltingPotAdapter) -> set[str]:
 
 
 def test_positions_are_observed_and_change_nothing_else() -> None:
-    """They are where the players are in the picture of the world, and the episode is the same, byte for byte."""
+    """They match the players' positions in the picture of the world, and the episode is the same, byte for byte."""
     plain = _adapter(deterministic=True)
     placed = _adapter(deterministic=True, positions=True)
     added = {"agents/observation/POSITION", "agents/observation/ORIENTATION"}

@@ -1,4 +1,4 @@
-"""Melting Pot's substrates without TensorFlow and JAX, and everything else as it was. Each test in a fresh process."""
+"""Melting Pot's substrates import neither TensorFlow nor JAX, and all else works. Each test has a fresh process."""
 
 from __future__ import annotations
 

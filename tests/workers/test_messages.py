@@ -1,4 +1,4 @@
-"""Channels carry complete frames and descriptors, whatever pieces the socket makes of them, and whatever interrupts."""
+"""Channels deliver complete frames and descriptors, for any split by the socket and any interrupt."""
 
 import os
 import signal
@@ -113,7 +113,7 @@ class AtBytecode:
 
 
 def interrupted(number: int, call) -> bool:
-    """Call something that is interrupted before its n-th bytecode; return whether there were so many."""
+    """Make a call, interrupted before its n-th bytecode; return whether it had that many."""
     trace = AtBytecode(number)
     sys.settrace(trace)
     try:
@@ -188,7 +188,7 @@ def test_handlers_that_raise_are_put_off():
 
     before = signal.signal(signal.SIGALRM, raise_late)
     idle = threading.Event()
-    other = threading.Thread(target=idle.wait)  # a thread that takes the signals of the process as well
+    other = threading.Thread(target=idle.wait)  # another thread that may receive the process's signals
     other.start()
     reached = []
     try:

@@ -1,4 +1,4 @@
-"""The step of a plain env in C and in Python: the same bytes, the same objects handed to the env, the same errors."""
+"""The step of a plain env in C and in Python: the same bytes, the same objects passed to the env, the same errors."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ DTYPES = ("float32", "float64", "float16", "uint8", "int8", "int16", "int32", "i
 
 
 class Subclass(np.ndarray):
-    """An array that is none, to whoever looks at the exact type."""
+    """An array whose exact type is not ndarray."""
 
 
 class Scripted(gymnasium.Env):
-    """Returns or raises what it is told to, and keeps what it was given."""
+    """Returns or raises scripted results, and keeps its actions."""
 
     def __init__(self, dtype: str, shape: tuple[int, ...], action: spaces.Space[Any]) -> None:
         top = 1 if dtype == "bool" else 100
@@ -75,7 +75,7 @@ class Side:
         if not in_c:
             for sink in self.slot.sinks.values():
                 sink.step = python_step(self, sink)
-        self.slot.unwatched.clear()  # or the first step and reset would compile it again
+        self.slot.unwatched.clear()  # otherwise the first step and reset would compile it again
         self.block.execute(1, pack(3, RING, 0))
         if in_c:
             for sink in self.slot.sinks.values():
@@ -86,7 +86,7 @@ class Side:
         return self.block.execute(1, pack(op, target, column))
 
     def state(self) -> tuple[Any, ...]:
-        """Return all that a step may change."""
+        """Return all state that a step may change."""
         slot = self.slot
         errors = [(report.get("type"), report.get("message")) for report in self.reports]
         flags = (slot.last_done, slot.has_ended, slot.must_reset, slot.prepared, slot.phase)
@@ -127,7 +127,7 @@ ACTIONS = {
 
 @st.composite
 def observations(draw: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Mostly what the space says; else something near it."""
+    """Usually a value of the space, otherwise a similar one."""
     values = draw(npst.arrays(dtype, shape, elements=st.integers(0, 1)))
     odd = {
         "right": lambda: values,
@@ -217,7 +217,7 @@ def pick(data: Any, choices: list[Any]) -> Any:
 
 
 class Raw:
-    """A plain adapter whose env returns what it is told to: values, not what an env of a library returns."""
+    """A plain adapter whose env returns scripted values, without a library's format."""
 
     def __init__(self) -> None:
         self.inner = CountingEnv(5)

@@ -1,4 +1,4 @@
-"""The loop in C does what the loop in Python does: rows, words, messages and actions, bit for bit."""
+"""The loops in C and in Python are equivalent: rows, words, messages and actions, bit for bit."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Leave(BaseException):
 
 def raising(error: BaseException) -> Callable[[Any], Any]:
     def step(_result: Any) -> Any:
-        raise type(error)(*error.args)  # a new one: an exception keeps the tracebacks of all its raises
+        raise type(error)(*error.args)  # a new instance, because an exception keeps the tracebacks of all its raises
 
     return step
 
@@ -124,7 +124,7 @@ def put(index: int, value: Any) -> Callable[[Any], Any]:
     return lambda result: (*result[:index], value, *result[index + 1 :])
 
 
-#: What an env may return or do, plain or not.
+#: Possible results and actions of an env, plain or not.
 RESULTS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda result: result,
     "terminated": put(2, True),
@@ -217,7 +217,7 @@ RESETS = {name: change for name, change in RESULTS.items() if not name.startswit
 def adapters(
     observation: Any, action: Any, scripts: list[list[str]], resets: list[list[str]] | None = None, length: int = 5
 ) -> Callable[[], list[Adapter]]:
-    """Return what makes an adapter for each script, of equal spaces."""
+    """Return a function that makes an adapter for each script, with equal spaces."""
     all_resets: list[list[str]] = [[] for _ in scripts] if resets is None else resets
 
     def make() -> list[Adapter]:
@@ -291,7 +291,7 @@ def test_whatever_envs_return_and_parents_ask_both_ways_do_the_same(
 @pytest.mark.parametrize("target", [0, TARGET])
 @pytest.mark.parametrize("infos", ["drop", "pickle"])
 def test_every_result_of_every_space(observation, target, infos):
-    """One env per way of returning: its first step is watched, its second is C's, its third follows an odd one."""
+    """One env per kind of result: its first step is watched, C makes its second; its third follows an odd one."""
     names = list(RESULTS)
     scripts = [["plain", name, "plain"] for name in names]
     both = sides(adapters(OBSERVATIONS[observation], spaces.Discrete(5), scripts), BlockOptions(infos=infos))
@@ -308,7 +308,7 @@ def test_every_result_of_every_space(observation, target, infos):
 @pytest.mark.parametrize("target", [0, TARGET])
 @pytest.mark.parametrize("infos", ["drop", "pickle"])
 def test_every_reset_of_every_space(observation, target, infos):
-    """One env per way of returning; the end of its third step is followed by C's first reset."""
+    """One env per kind of result; C's first reset follows the end of its third step."""
     names = list(RESETS)
     scripts = [["plain", "no info", "end without info", "plain"] for _ in names]
     resets = [["plain", name] for name in names]
@@ -339,7 +339,7 @@ def test_plain_resets_are_made_in_c(target, has_seeds):
 @pytest.mark.parametrize("target", [0, TARGET])
 @pytest.mark.parametrize("has_seeds", [True, False])
 def test_resets_that_are_commands_are_made_in_c(target, has_seeds):
-    """Of envs that have ended, and of others; not of one that was prepared for its reset, nor the first one."""
+    """For envs that have ended, and for others; not for a prepared reset, nor for the first one."""
     make = adapters(FLOATS, spaces.Discrete(5), [[], []], length=2)
     options = BlockOptions(episode_seeds=has_seeds)
     side = under_way(make, options)
@@ -350,7 +350,7 @@ def test_resets_that_are_commands_are_made_in_c(target, has_seeds):
         side.serve()
     ends = int(side.words["ends"].sum()) - ends
     assert ends > 0
-    assert len(called) == (ends if target else 0)  # in a storage, a last observation is the next root: Python's
+    assert len(called) == (ends if target else 0)  # in a storage Python writes the root after an end
     both = sides(make, options)
     run_commands(
         both,
@@ -456,7 +456,7 @@ def test_envs_behind_any_adapter(options):
 
 
 def calls_in_python(side: Side) -> list[int]:
-    """Return a list to which the ids of commands are added that `Block.execute` carries out, also in part."""
+    """Return a list that collects the ids of commands that `Block.execute` carries out, also in part."""
     called: list[int] = []
     execute = side.block.execute
 

@@ -1,4 +1,4 @@
-"""The loop in C waits as a doorbell does, and does things in the order that the protocol wants."""
+"""The loop in C waits like a doorbell, and follows the protocol's order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOURCE = (Path(native.__file__).parent / "loop.c").read_text()
 
 
 class Alarm(Exception):
-    """What the test's signal handler raises."""
+    """Raised by the test's signal handler."""
 
 
 def make_side() -> Side:
@@ -155,7 +155,7 @@ def test_signals_to_a_worker_that_waits_do_what_they_do_without_c():
 
 
 class Telling(gymnasium.Env[Any, Any]):
-    """Its reward says whether its process has the C extension; nested observations of its own generator."""
+    """Its reward shows whether its process has the C extension; nested observations from its own generator."""
 
     observation_space = spaces.Dict(a=spaces.Box(-9, 9, (2,), np.float32), b=spaces.Tuple((spaces.Discrete(5),)))
     action_space = spaces.Dict(x=spaces.Discrete(3), y=spaces.Box(-1, 1, (2,), np.float32))
@@ -176,7 +176,7 @@ class Telling(gymnasium.Env[Any, Any]):
 
 
 def batches(make_env: Any, switch: str) -> tuple[TensorDictBase, int]:
-    """Return what an executor gives in rollouts and batches, one after the other, and the number of episodes."""
+    """Return an executor's data from rollouts and steps, concatenated, and the number of episodes."""
     options = ExecutorOptions(env_vars={native.SWITCH: switch})
     with ParallelEnv(4, make_env, num_workers=2, seed=3, options=options) as env:
         torch.manual_seed(0)
@@ -228,7 +228,7 @@ def test_it_does_it_in_the_order_of_the_protocol():
 
 
 def test_a_command_is_served_with_its_number_written_after_its_rows():
-    """The env sees, in its step, that nothing of it is answered yet; the parent that all of it is."""
+    """During its step the env sees no answer yet; the parent sees the complete answer."""
     side = make_side()
     side.command(RESET, [1, 2, 3])
     side.serve()

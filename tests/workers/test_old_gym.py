@@ -18,7 +18,7 @@ from tests.extras import needs, skip_without
 
 
 class OldWalk:
-    """As gym 0.21 had them: seed() apart, four values, no info from reset, spaces of whatever package."""
+    """An env in the style of gym 0.21: a separate seed(), four values, no info from reset, spaces of any package."""
 
     metadata: ClassVar[dict[str, Any]] = {"render.modes": ["rgb_array"], "video.frames_per_second": 30}
     observation_space: Any = gymnasium.spaces.Box(-100, 100, (2,), np.float64)
@@ -85,7 +85,7 @@ def test_the_contract_holds(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_old", [False, True])
 def test_ends_are_those_of_gym(is_old: Any) -> None:
-    """Cut off where gym's own fifth value says so, whichever API the env speaks."""
+    """Truncated when gym's own fifth value says so, for both APIs."""
     with SerialEnv(2, OldGymFactory(of_gym), seed=0, env_kwargs={"max_steps": 12, "is_old": is_old}) as env:
         data = env.rollout(300, break_when_any_done=False)["next"]
         assert env.render()[0].shape == (400, 600, 3)
@@ -96,7 +96,7 @@ def test_ends_are_those_of_gym(is_old: Any) -> None:
 
 
 def test_horizons_of_fifty_steps() -> None:
-    """Every cut is `truncated`, whether the env says so or only `horizon` does; the executor's workers serve it."""
+    """Every cut is `truncated`, reported by the env or only by `horizon`; run in the executor's workers."""
     for factory in (OldGymFactory(OldWalk), OldGymFactory(functools.partial(OldWalk, says_limit=False), horizon=50)):
         with SerialEnv(2, factory, seed=0) as env:
             data = env.rollout(150, break_when_any_done=False)["next"]

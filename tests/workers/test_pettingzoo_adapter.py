@@ -1,4 +1,4 @@
-"""The PettingZoo adapter, on real PettingZoo envs beside the same envs driven by hand, and on scripted ones."""
+"""The PettingZoo adapter on real PettingZoo envs, compared with the same envs driven by hand, and on scripted ones."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_agent_that_is_gone_is_zeros_and_done_until_it_comes_back():
     number = driver.reset()["sheep", "observation"][0, 0]
     rows = [driver.step() for _ in range(4)]
     sheep = [{key[1]: value[0] for key, value in row.items() if key[0] == "sheep"} for row in rows]
-    assert sheep[1]["observation"].tolist() == [number, 2]  # what it saw last, with its last reward
+    assert sheep[1]["observation"].tolist() == [number, 2]  # its last observation, with its last reward
     assert (sheep[1]["reward"], sheep[1]["terminated"], sheep[1]["mask"]) == (3, True, False)
     for away in sheep[2:3]:
         assert away["observation"].tolist() == [0, 0]
@@ -245,7 +245,7 @@ def test_action_masks_of_observations_and_infos_have_one_place():
     values = driver.step()
     assert values["wolf", "action_mask"].tolist() == [[True, True, True, False]]
     driver.step()
-    values = driver.step()  # sheep_1 has just left, and all that it does not do is legal
+    values = driver.step()  # sheep_1 has just left, so its mask is all True
     assert values["sheep", "action_mask"].all()
 
 
@@ -263,7 +263,7 @@ def test_actions_reach_agents_as_their_spaces_say():
     driver.reset()
     driver.step([np.array([3]), np.array([0, 2, 1]), np.array([[0.5, -0.5]], np.float32)])
     given = env.given[0]
-    assert (given["wolf_0"], given["sheep_0"], given["sheep_1"]) == (3, 1, 3)  # sheep count from 1
+    assert (given["wolf_0"], given["sheep_0"], given["sheep_1"]) == (3, 1, 3)  # the sheep's actions start at 1
     assert isinstance(given["wolf_0"], np.int64)
     assert given["dog"].tolist() == [0.5, -0.5]
 

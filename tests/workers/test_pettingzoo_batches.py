@@ -1,4 +1,4 @@
-"""PettingZoo envs through the executor, and beside TorchRL's wrapper of the same envs."""
+"""PettingZoo envs through the executor, compared with TorchRL's wrapper of the same envs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ CASES = {
 
 
 def torchrl_env(env: Any, *, return_state: bool = True) -> Any:
-    """Return TorchRL's wrapper, told to go on until no agent is left, as envherd does."""
+    """Return TorchRL's wrapper, configured to continue until no agent is left, like envherd."""
     from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
     return PettingZooWrapper(env, return_state=return_state, use_mask=True, done_on_any=False)
@@ -122,7 +122,7 @@ def test_keys_shapes_and_dtypes_are_those_of_torchrl(case):
 
 @marked
 def test_keys_with_masks_and_infos_are_those_of_torchrl():
-    """TorchRL cannot reset a village whose agents are not all there, nor read text in infos."""
+    """TorchRL can neither reset a village with absent agents nor read text in infos."""
 
     class Small(Village):
         possible_agents = Village.possible_agents[:3]
@@ -148,7 +148,7 @@ def test_values_are_those_of_torchrl(case):
 
 @marked
 def test_walkers_that_fall_and_stay_away_are_as_in_torchrl():
-    """TorchRL says of one that is away that it has both terminated and been truncated; that alone differs."""
+    """TorchRL marks an absent agent both terminated and truncated; only that differs."""
     factory = PettingZooFactory("sisl/multiwalker-v9")  # has no state when a walker is gone
     kwargs = {"terminate_on_fall": False, "remove_on_fall": True, "position_noise": 0, "angle_noise": 0}
     assert compare(factory, num_steps=150, max_cycles=100, **kwargs) > 0

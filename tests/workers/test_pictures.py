@@ -1,4 +1,4 @@
-"""`SmallPictures`: means, luma and stacks as numpy has them, in the worker, through resets and saved states."""
+"""`SmallPictures`: means, luma and stacks equal numpy's, in the worker, also over resets and saved states."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_keys_choose_pictures():
 
 
 class World(Team):
-    """The same with another name of the world view, which no metadata tells."""
+    """The same with another name of the world view, without metadata for it."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -122,7 +122,7 @@ def test_the_contract_holds_with_stacks():
 
 
 class Drawn(Team):
-    """Two to five steps, as the seed says."""
+    """Two to five steps, drawn from the seed."""
 
     def __init__(self):
         super().__init__(0, 8)

@@ -1,4 +1,4 @@
-"""Plain data cross as they are; nothing else crosses at all."""
+"""Plain data survive encoding; all other data are refused."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Command words hold four numbers; phase words say what a worker is doing."""
+"""Command words hold four numbers; phase words hold a worker's op and env."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Envs of RoboHive's class keep the contract, and give what they give when driven by hand."""
+"""Envs of RoboHive's class keep the contract, and give the same data as when driven by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds depend on the triple alone, and neighbours have nothing in common."""
+"""Seeds depend only on the triple, and seeds of neighbours are unrelated."""
 
 import itertools
 import random

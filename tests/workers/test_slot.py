@@ -1,4 +1,4 @@
-"""What one env is handed and what is written of it: inputs are its own, outputs reach every leaf; in process."""
+"""A slot passes separate inputs to its env, and writes its outputs to every leaf; in process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOTH_WAYS = pytest.mark.parametrize("isolate_rng", [False, True])
 
 
 class Keeping(FlagsEnv):
-    """Keeps the arrays that it is handed, as replay wrappers do, and spoils the last one."""
+    """Keeps its action arrays, like replay wrappers, and overwrites the last one."""
 
     def __init__(self) -> None:
         super().__init__(50)

@@ -1,4 +1,4 @@
-"""Batched torch simulators: one protocol whatever they do with rows that end, and nothing that did not happen."""
+"""Batched torch simulators: one protocol for every way of handling ended rows, and no invented transitions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def masks_of(done: torch.Tensor, rng: np.random.Generator) -> list[torch.Tensor]
 
 
 class Drive:
-    """Steps and resets a stand-in through `SerialEnv`, and holds every row against the simulator's ledger."""
+    """Steps and resets a stand-in through `SerialEnv`, and compares every row with the simulator's ledger."""
 
     def __init__(self, make: Any, **cfg: Any) -> None:
         make_env, self.built = recorded(make, **cfg)
@@ -73,7 +73,7 @@ class Drive:
         return td["policy"][0, :, -4:].clone()
 
     def step(self, action: torch.Tensor) -> torch.Tensor:
-        """Step, compare, and return which rows ended."""
+        """Step, compare, and return the ended rows."""
         ledger = self.simulator.ledger
         before = self.frames(self.root)
         num_steps = len(ledger.steps)

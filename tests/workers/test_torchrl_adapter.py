@@ -1,4 +1,4 @@
-"""The TorchRL adapter, on real TorchRL envs beside the same envs driven with TorchRL alone."""
+"""The TorchRL adapter on real TorchRL envs, compared with the same envs driven by TorchRL alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_STEPS = 30
 
 @dataclass
 class Moment:
-    """What there is after a reset (no reward) or a step: `{key: value}`, and how the episode stands."""
+    """The values after a reset (no reward) or a step: `{key: value}`, and the episode's flags."""
 
     values: dict[Any, Any]
     done: np.ndarray
@@ -41,7 +41,7 @@ class Moment:
 
 
 def at(td: TensorDictBase, key: tuple[str, ...]) -> Any:
-    """Return what TorchRL has for a leaf of ours, as numpy or plain data."""
+    """Return TorchRL's value of one of our leaves, as numpy or plain data."""
     node: Any = td
     for name in key:
         if name.isdigit():
@@ -60,7 +60,7 @@ def seed_all(seed: int) -> None:
 
 
 def reset_torchrl(env: EnvBase, seed: int) -> TensorDictBase:
-    """Reset an env as the adapter documents that it does."""
+    """Reset an env as the adapter's documentation describes."""
     seed_all(seed)
     base = env.base_env if isinstance(env, TransformedEnv) else env
     if isinstance(base, GymEnv):
@@ -105,7 +105,7 @@ def play_torchrl(env: EnvBase, adapter: TorchRLAdapter, actions: list[TensorDict
 def play_adapter(
     adapter: TorchRLAdapter, actions: list[TensorDictBase], state: Callable[[LeafSpec, dict], Any]
 ) -> list[Moment]:
-    """Play with the adapter; other people draw from torch's generator all the time."""
+    """Play with the adapter, while other code draws from torch's generator."""
     spec = adapter.spec
     seed = 7
 
@@ -134,7 +134,7 @@ def play_adapter(
 
 
 def value_of(leaf: LeafSpec, value: Any) -> Any:
-    """Return an input as the worker's block hands it to an adapter."""
+    """Return an input in the form in which the worker's block passes it to an adapter."""
     return int(value) if not leaf.is_side and leaf.shape == () and leaf.dtype == "int64" else value
 
 

@@ -243,7 +243,7 @@ def test_batched_envs_are_refused_before_they_start(batched, wrap):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_vector_env_that_shows_reset_observations_at_the_end_is_refused():
     env = vector_env(AutoresetMode.DISABLED)
-    env._env.autoreset_mode = AutoresetMode.NEXT_STEP  # where gym is installed too, TorchRL can let it pass
+    env._env.autoreset_mode = AutoresetMode.NEXT_STEP  # if gym is also installed, TorchRL may accept it
     with pytest.raises(FactoryError, match=r"NEXT_STEP. Build it with autoreset_mode=AutoresetMode.DISABLED"):
         TorchRLAdapter(env)
 

@@ -102,13 +102,13 @@ def test_rows_of_unlike_specs_are_refused():
 def test_agents_that_differ_come_apart_leaf_by_leaf():
     spec = TorchRLAdapter(SAME_DATA["unlike agents"]()).spec
     leaves = {leaf.key: leaf for leaf in spec.observation}
-    assert leaves["lazy", "camera"].shape == (3, 7, 7, 3)  # all agents have it alike
+    assert leaves["lazy", "camera"].shape == (3, 7, 7, 3)  # equal for all agents
     assert [leaves["lazy", str(i), "vector"].shape for i in range(3)] == [(3,), (2,), (2,)]
     assert ("lazy", "vector") not in leaves
     assert [(leaf.key, leaf.shape) for leaf in spec.action] == [
         (("lazy", str(i), "action"), (3 - (i > 0),)) for i in range(3)
     ]
-    assert spec.groups == ()  # `lazy` holds agents of their own, so it has no batch of agents
+    assert spec.groups == ()  # `lazy` holds separate agents, so it has no batch of agents
     assert [leaf.shape for leaf in spec.reward] == [(3, 1)]
 
 

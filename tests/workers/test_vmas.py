@@ -1,4 +1,4 @@
-"""VMAS: the rows of the real simulator, whatever is reset when, and TorchRL's keys."""
+"""VMAS: the rows of the real simulator, for any order of resets, and TorchRL's keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small batched simulators in torch, each with its own way of dealing with rows that end."""
+"""Small batched simulators in torch that treat ended rows in different ways."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_ROWS = 4
 
 
 class Counter(gymnasium.Env[Any, Any]):
-    """Rows that count to a length of their own (3, 4, 5, ...) and never reset by themselves.
+    """Rows that count to different lengths (3, 4, 5, ...) and never reset by themselves.
 
     Observations are `[B, 2]`: episode (counted from the seed), count. The reward is the sum of the action.
     """
@@ -57,7 +57,7 @@ class Counter(gymnasium.Env[Any, Any]):
         return self.state.clone()
 
     def mapping_of_given(self) -> str:
-        """Return what the memory of the latest action belongs to, by `/proc/self/maps`."""
+        """Return the mapping in `/proc/self/maps` that holds the latest action."""
         for line in Path("/proc/self/maps").read_text().splitlines():
             first, last = (int(end, 16) for end in line.split()[0].split("-"))
             if first <= self.address < last:
@@ -66,7 +66,7 @@ class Counter(gymnasium.Env[Any, Any]):
 
 
 class Lean(Counter):
-    """Keeps nothing of its actions."""
+    """Keeps no reference to its actions."""
 
     def step(self, action: torch.Tensor) -> Any:
         stepped = super().step(action)
@@ -75,7 +75,7 @@ class Lean(Counter):
 
 
 class SameStep(Counter):
-    """Resets rows in the step in which they end, and publishes what they were like before."""
+    """Resets rows in the step in which they end, and publishes their last observations."""
 
     metadata = {"autoreset_mode": "SAME_STEP"}  # noqa: RUF012  # as Gymnasium has it
 
@@ -87,13 +87,13 @@ class SameStep(Counter):
 
 
 class Silent(SameStep):
-    """Does not say when it resets."""
+    """Does not declare when it resets."""
 
     metadata = {}  # noqa: RUF012  # as Gymnasium has it
 
 
 class NextStep(Counter):
-    """Says that it resets in the next step."""
+    """Declares that it resets in the next step."""
 
     metadata = {"autoreset_mode": "NEXT_STEP"}  # noqa: RUF012  # as Gymnasium has it
 
@@ -118,7 +118,7 @@ class Aliasing(SameStep):
 
 
 class Keeping(Counter):
-    """Holds on to its actions from step `since` on."""
+    """Keeps references to its actions from step `since` on."""
 
     def __init__(self, since: int = 0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""TorchRL envs for the tests: TorchRL's own, and small ones for what none of those does."""
+"""TorchRL envs for the tests: TorchRL's own, and small ones for cases that those do not cover."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.
 
 
 class Episode(EnvBase):
-    """Counts to `length`; subclasses say what else there is."""
+    """Counts to `length`; subclasses add other entries."""
 
     length = 3
 
@@ -52,7 +52,7 @@ class Episode(EnvBase):
         """Change the specs."""
 
     def content(self) -> dict:
-        """Return what there is besides the count and the reward."""
+        """Return the entries besides the count and the reward."""
         return {}
 
     def _reset(self, tensordict=None, **kwargs):
@@ -77,7 +77,7 @@ class Episode(EnvBase):
 
 
 class Noisy(Episode):
-    """Draws from torch's global generator at every reset and step, as its author's `_set_seed` has it."""
+    """Draws from torch's global generator at every reset and step, and seeds it in `_set_seed`."""
 
     def declare(self) -> None:
         self.full_observation_spec = Composite(count=Unbounded((1,), dtype=torch.int64), noise=Unbounded((2,)))
@@ -90,7 +90,7 @@ class Noisy(Episode):
 
 
 class Stalled(Episode):
-    """Says `done` at its end, and that this was neither terminated nor, as it knows no such key, truncated."""
+    """Sets `done` but not `terminated` at its end, and has no key `truncated`."""
 
     def _step(self, tensordict):
         return super()._step(tensordict).set("terminated", torch.tensor([False]))
@@ -116,7 +116,7 @@ class UnlikeActions(Episode):
 
 
 class Forgetful(Episode):
-    """Declares a leaf that its steps do not give."""
+    """Declares a leaf that its steps do not return."""
 
     def declare(self) -> None:
         self.full_observation_spec = Composite(count=Unbounded((1,), dtype=torch.int64), extra=Unbounded((2,)))

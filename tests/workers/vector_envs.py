@@ -1,4 +1,4 @@
-"""Vector envs whose data prove themselves: every transition says whether it happened."""
+"""Vector envs with self-checking data: every transition shows whether it happened."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SPACE = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
 
 
 class TellingEnv(gym.Env):
-    """Observes (which episode of this env, its length, step in it, sum of its actions); ends by itself or by time."""
+    """Observes (number of the episode, its length, step, sum of actions); terminates or is truncated."""
 
     observation_space = SPACE
     action_space = gym.spaces.Discrete(5)
@@ -45,7 +45,7 @@ class TellingEnv(gym.Env):
 
 
 def invalid_transitions(data) -> int:
-    """Count the transitions of a rollout `[N, T, n]` of telling envs that did not happen, or tell the wrong end."""
+    """Count the transitions of a rollout `[N, T, n]` of `TellingEnv`s that did not happen or have a wrong end."""
     here, there = data["observation"].numpy(), data["next", "observation"].numpy()
     actions, reward = data["action"].numpy(), data["next", "reward"].numpy()[..., 0]
     ended = here.dtype.type(0) < (there[..., 2] >= there[..., 1])
@@ -73,8 +73,8 @@ class LoopVectorEnv(VectorEnv):
     Args:
         num_envs: rows.
         mode: its autoreset mode.
-        says_mode: whether its metadata tell.
-        knows_masks: whether it takes `reset_mask`.
+        says_mode: whether its metadata declare the mode.
+        knows_masks: whether it accepts `reset_mask`.
         loses_ends: in SAME_STEP mode, hand over the array in which the next episode has begun.
         make_row: makes the env of a row, which observes four numbers.
     """

@@ -1,9 +1,9 @@
-"""What an env family must offer so that its envs can be run: the adapter.
+"""The adapter: what an env family implements so that workers can run its envs.
 
 An adapter wraps ONE native env, already built by the user's factory, inside the worker. It never
-resets by itself, never swallows an exception, and holds no shared memory: it is given plain python
-and numpy values and gives such values back; the worker's `Block` writes them to the slab, checks
-them against the spec, and copies them before the env is called again (an env may reuse buffers).
+resets by itself, never swallows an exception, and holds no shared memory: it takes and returns plain python and numpy
+values. The worker's `Block` checks the returned values against the spec and copies them to the slab before it calls the
+env again (an env may reuse buffers).
 
 Values are lists aligned with the spec's leaves:
     observation  `list` aligned with `spec.observation`; an array may be given as the tuple of its rows, where
@@ -35,11 +35,11 @@ class EnvCall(NamedTuple):
 
     Attributes:
         read: result of `env.step` -> what `Adapter.step` returns; checks it and keeps its info.
-        give: value of the only action leaf -> native action; None where they are the same.
+        give: value of the only action leaf -> native action; None if they are the same.
         build: values of the action leaves -> native action, where that is a dict or tuple; else None.
-        flatten: native observation -> its values; None where the observation is the only value.
-        ready: what `give` returns for the first indices of a Discrete action; maybe none.
-        reads_number: whether the reward is one number, of any numeric type; else it is stored as it is.
+        flatten: native observation -> its values; None if the observation is the only value.
+        ready: what `give` returns for the first indices of a Discrete action; may be empty.
+        reads_number: whether the reward is one number, of any numeric type; otherwise it is stored unchanged.
     """
 
     read: Callable[[Any], StepValues]
@@ -73,15 +73,15 @@ class Adapter(ABC):
     spec: EnvSpec
     #: The env's info of its last reset or step (VIEW); families without infos leave it empty.
     info: Mapping[str, Any] = {}  # never written to
-    #: Observation leaves whose floats are no concern of `check_finite`: numbers from infos.
+    #: Observation leaves that `check_finite` does not check: numbers from infos.
     unchecked: frozenset[Key] = frozenset()
-    #: Called with entries of the info that the adapter should hand on and cannot, as name -> why; set by the block.
+    #: Called with the info entries that the adapter cannot pass on, as name -> reason; set by the block.
     on_left_out: Callable[[Mapping[str, str]], None] | None = None
-    #: Whether `step` takes torch tensors too, and arrays that are VIEWS of the slab; for families of torch simulators.
+    #: Whether `step` also takes torch tensors, and arrays that are VIEWS of the slab; for families of torch simulators.
     takes_tensors: bool = False
-    #: Whether `reset` and `step` give tensors as the env has them; set by an executor that takes them so.
+    #: Whether `reset` and `step` return the env's own tensors; set by an executor that accepts them.
     gives_tensors: bool = False
-    #: Whether no other env of the family may be built in the same process.
+    #: Whether a process may hold only one env of the family.
     is_alone: bool = False
     #: The factory that built the env, for messages; set by its caller.
     origin: str = ""
@@ -103,7 +103,7 @@ class Adapter(ABC):
         """
 
     def reseeded(self) -> None:  # noqa: B027  # most families take the seeds of resets and need not know
-        """Note that the next reset begins with a seed of the caller's, for envs that are seeded when they are built."""
+        """Note that the caller has set a seed for the next reset, for envs that are seeded when they are built."""
 
     @abstractmethod
     def step(self, action: list[Any]) -> StepValues:
@@ -118,7 +118,7 @@ class Adapter(ABC):
         """
 
     def env_call(self) -> EnvCall | None:
-        """Return what `step` does around one call of `env.step`; None where it does anything else."""
+        """Return what `step` does around one call of `env.step`; None if it does anything else."""
         return None
 
     def done_values(self) -> list[Any]:
@@ -126,7 +126,7 @@ class Adapter(ABC):
         return []
 
     def render(self) -> Any:
-        """Return a picture of the env now, uint8 `[H, W, 3]`, or None where the env cannot draw itself."""
+        """Return a picture of the env now, uint8 `[H, W, 3]`, or None if the env cannot draw itself."""
         return None
 
     def state_dict(self) -> Any:
@@ -134,7 +134,7 @@ class Adapter(ABC):
         raise NotImplementedError(_WITHOUT_STATE.format(type(self.env).__name__))
 
     def load_state_dict(self, state: Any) -> None:
-        """Put back what `state_dict` returned; envs that cannot raise `NotImplementedError`."""
+        """Restore a state that `state_dict` returned; envs that cannot raise `NotImplementedError`."""
         raise NotImplementedError(_WITHOUT_STATE.format(type(self.env).__name__))
 
     def close(self) -> None:

@@ -1,19 +1,19 @@
-"""EnvPool: n envs that are stepped together by threads, brought back to the partial-reset protocol.
+"""EnvPool: n envs that its threads step together, behind the partial-reset protocol.
 
-EnvPool resets a row that ended in place of its next step, ignores the seeds of resets, returns only the rows that
-were reset, and in its dm API gives discount 0 whether an episode was terminated or ran out of time. Here:
+EnvPool resets a row that ended in place of its next step, ignores the seeds of resets, and returns only the rows that
+were reset. Its dm API gives discount 0 both for a termination and for a time limit. The adapter differs:
 
 - a row that ended is reset with `reset(env_id)` before it is stepped, so that no step is spent on a reset;
-- rows are put to their places by the ids that come with them;
+- rows are ordered by the ids that EnvPool returns with them;
 - `terminated` and `truncated` are read from the pool's own state, for the gymnasium and the dm API alike;
-- the pool is built again, from its own config, at the first reset after a seed was set: seeds of EnvPool are given
-  when a pool is built and never again, and the same one in every worker would give every worker the same episodes.
-  Row i gets seed + i. Where resets carry no seeds, the factory's pool stays, with the seeds it was built with.
+- the pool is built again, from its own config, at the first reset after a seed was set: EnvPool takes seeds only when a
+  pool is built, and the same seed in every worker would give every worker the same episodes. Row i gets seed + i. If
+  resets carry no seeds, the factory's pool keeps the seeds it was built with.
 - a pool in async mode (batch_size below num_envs) is built again in sync mode, as all its rows are wanted at once.
 
-Guarantees: one step is one send and one receive of all rows, none of which is reset by it; the last observation of
-an episode is in `next`. Keys are those of EnvPool's observation and action spaces, whichever API.
-Does not tell: how many threads a pool runs (`num_threads`); they come on top of the workers.
+Guarantees: one step is one send and one receive of all rows and resets none of them; the last observation of an episode
+is in `next`. Keys are those of EnvPool's observation and action spaces, in both APIs.
+Does not limit how many threads a pool runs (`num_threads`), in addition to the workers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class EnvPoolAdapter(Adapter):
         self._give = [leaf.give for leaf in action]
         self._ids = np.arange(n, dtype=np.int32)
         self._ended = np.ones(n, bool)
-        self._state: dict[str, np.ndarray] = {}  # where every row is, by the pool's own names
+        self._state: dict[str, np.ndarray] = {}  # the current values of all rows, by the pool's own names
         self._told = {name: name.removeprefix("info:") for name in self._names if name.startswith("info:")}
         self._told["elapsed_step"] = "elapsed_step"
         self._is_reseeded = True
@@ -100,8 +100,8 @@ class EnvPoolAdapter(Adapter):
         """Start new episodes in some rows; see `Adapter.reset`.
 
         Args:
-            seed: used by the first reset of all rows after a seed was set; otherwise the rows' generators go on.
-            options: EnvPool knows none.
+            seed: used by the first reset of all rows after a seed was set; otherwise the rows' generators continue.
+            options: must be empty.
             mask: bool `[n, 1]`; None resets all rows.
 
         Raises:
@@ -124,7 +124,7 @@ class EnvPoolAdapter(Adapter):
         return [self._state[name] for name in self._observed]
 
     def _rebuilt(self, seed: int | None) -> Any:
-        """Return a pool like the one there is, in sync mode, and close that one."""
+        """Close the pool and return a new one like it, in sync mode."""
         old = self.env
         config = old.spec.config._replace(batch_size=self.num_rows)
         if seed is not None:
@@ -137,7 +137,7 @@ class EnvPoolAdapter(Adapter):
         return new
 
     def _receive(self, num_rows: int) -> None:
-        """Put the rows that the pool has ready into the state of all rows, in memory that nobody else has."""
+        """Copy the rows that the pool has ready into the state of all rows, in private memory."""
         state = dict(zip(self._names, self.env._recv(), strict=True))  # noqa: SLF001  # as above
         ids = state["info:env_id"]
         if len(ids) != num_rows:
@@ -188,14 +188,14 @@ class EnvPoolAdapter(Adapter):
         return mosaic(self.env.render(env_ids=self._ids))
 
     def close(self) -> None:
-        """Close the pool and let go of it, which ends its threads."""
+        """Close and drop the pool, which ends its threads."""
         env, self.env = self.env, None
         if env is not None:
             env.close()
 
 
 def _observation_leaves(space: Any, names: list[str], num_rows: int) -> list[Leaf]:
-    """Describe what a pool observes: a single array is `observation`, of several `obs:a.b` is `a`, `b`."""
+    """Describe a pool's observations: a single array has key `observation`; of several, `obs:a.b` has key `a`, `b`."""
     make_leaf = gymnasium_rows.observations_of(num_rows)
     leaves = []
     for name in names:
@@ -211,7 +211,7 @@ def _observation_leaves(space: Any, names: list[str], num_rows: int) -> list[Lea
 
 
 def _action_leaves(space: Any, names: list[str], num_rows: int) -> list[Leaf]:
-    """Describe what a pool takes: a single array is `action`, several are below it."""
+    """Describe a pool's actions: a single array has key `action`; several have keys below it."""
     make_leaf = gymnasium_rows.actions_of(num_rows)
     paths = [tuple(name.split(".")) for name in names]
     keys = [("action",) if len(names) == 1 else ("action", *path) for path in paths]
@@ -226,7 +226,7 @@ def _inside(space: Any, path: tuple[str, ...]) -> Any:
 
 
 def _with_true_bounds(space: Any) -> Any:
-    """Return a space with no bound where EnvPool means none: it says the least positive float for minus infinity."""
+    """Return a space without the lower bounds that EnvPool sets to the least positive float, meaning minus infinity."""
     if isinstance(space, spaces.Box) and space.dtype.kind == "f":
         limits = np.finfo(space.dtype)
         low = np.where(space.low == limits.tiny, -np.inf, space.low)

@@ -1,10 +1,10 @@
-"""Factories for envs that are named rather than built by a function: what a command line or a config file says.
+"""Factories for envs given by name, as on a command line or in a config file.
 
-Each is a frozen value that pickles by reference to this module, so that a worker that unpickles it imports
-nothing but its own family. Melting Pot has its own factory, `meltingpot_factory.MeltingPotFactory`.
+Each is a frozen value that pickles by reference to this module, so a worker that unpickles it imports only the env's
+own family. Melting Pot has its own factory, `MeltingPotFactory`.
 
-Making a factory checks nothing; `gymnasium_ids`, `pettingzoo_ids`, `vmas_scenarios`, `dm_control_tasks` and
-`named_callable` say what there is.
+Making a factory checks nothing. `gymnasium_ids`, `pettingzoo_ids`, `vmas_scenarios` and `dm_control_tasks` list the
+names, and `named_callable` looks one up.
 """
 
 from __future__ import annotations
@@ -120,13 +120,13 @@ class PettingZooFactory:
 class OldGymFactory:
     """Build an env of the API before Gymnasium: `step` returns four values, `reset` an observation alone.
 
-    Such an env is served only where this says that it is one; see `gymnasium_old` for the meaning of `done`,
-    seeds, spaces and pictures.
+    Workers run such an env only if this factory declares it; see `adapters/gymnasium/old_gym.py` for the meaning of
+    `done`, seeds, spaces and pictures.
 
     Attributes:
         env: a callable that returns the env, or an id of the package `gym`.
-        horizon: an end in the step of this number is `truncated`, for envs that cut their episodes without saying so
-            in `info["TimeLimit.truncated"]`.
+        horizon: an end in the step of this number is `truncated`, for envs that cut their episodes without setting
+            `info["TimeLimit.truncated"]`.
     """
 
     env: str | Callable[..., Any]
@@ -192,7 +192,7 @@ class VmasFactory:
 
 @dataclass(frozen=True)
 class CallableFactory:
-    """Build what a callable of a module returns.
+    """Build an env by calling a callable of a module.
 
     Attributes:
         module: where it is, importable in the worker.
@@ -271,7 +271,7 @@ def vmas_scenarios() -> list[str]:
 def dm_control_tasks() -> list[str]:
     """Return `domain/task` for all tasks of the dm_control suite, sorted."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a missing display matters only to those who draw
+        warnings.simplefilter("ignore")  # a missing display matters only for rendering
         from dm_control import suite
 
     return sorted(f"{domain}/{task}" for domain, task in suite.ALL_TASKS)

@@ -1,4 +1,4 @@
-"""Which adapter serves an env: found by the names of its classes, without importing any RL package.
+"""Find the adapter of an env by the names of its classes, without importing any RL package.
 
 `find_adapter(env)` walks the env's class and its bases, most derived first, and looks each
 `module.QualName` up in a table; torch simulators are found inside Gymnasium's wrappers, too. An adapter's
@@ -47,8 +47,8 @@ _TABLE: dict[str, str | type[Adapter]] = {
     ),
 }
 
-#: `module:function` of each family whose packages are imported in another way in workers. A worker calls these
-#: functions before it imports anything for an env, because a factory may import any family's packages by itself.
+#: `module:function` of each family that changes how its packages are imported. A worker calls these functions before it
+#: imports anything for an env, because a factory may import any family's packages by itself.
 _IMPORT_HOOKS = (f"{_PACKAGE}.meltingpot.light_import:install_lazy_import",)
 
 _TORCH = {_GENERIC_TORCH, _MANISKILL, _ISAAC, _VMAS}
@@ -78,13 +78,13 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
 
     Args:
         env: of any family, perhaps in Gymnasium wrappers.
-        env_type: "torch" takes an env of no torch family for a batched simulator with Gymnasium's methods; "numpy"
-            takes what looks like one for an env with arrays; "auto" takes a Gymnasium env with `num_envs` and a
-            `device` for a simulator.
+        env_type: "torch" treats an env of no torch family as a batched simulator with Gymnasium's methods; "numpy"
+            treats an env that looks like one as an env with arrays; "auto" treats a Gymnasium env with `num_envs` and a
+            `device` as a simulator.
 
     Raises:
-        FactoryError: the object is of no known family; the message lists the known ones. Or it is of a family that
-            takes tensors, and `env_type` is "numpy".
+        FactoryError: the object is of no known family (the message lists them), or its family takes tensors and
+            `env_type` is "numpy".
     """
     adapter = _lookup(type(env))
     inner = _innermost(env)
@@ -129,7 +129,7 @@ def _is_one_of(env: Any, name: str) -> bool:
 
 
 def _looks_like_simulator(env: Any, adapter: str | type[Adapter] | None) -> bool:
-    """Return whether a Gymnasium env, or one of no known family, says that it is many rows on a torch device."""
+    """Return whether a Gymnasium env, or one of no known family, declares many rows on a torch device."""
     if adapter is not None and adapter != _TABLE["gymnasium.core.Env"]:
         return False
     has_methods = callable(getattr(env, "step", None)) and callable(getattr(env, "reset", None))
@@ -137,7 +137,7 @@ def _looks_like_simulator(env: Any, adapter: str | type[Adapter] | None) -> bool
 
 
 def _is_old_gym(env: Any) -> bool:
-    """Return whether an object has what gym's envs had, of whatever class it is."""
+    """Return whether an object of any class has the methods and attributes of an old gym env."""
     methods = (getattr(env, name, None) for name in ("reset", "step"))
     return all(map(callable, methods)) and hasattr(env, "observation_space") and hasattr(env, "action_space")
 
@@ -163,6 +163,6 @@ def _load(adapter: str | type[Adapter]) -> type[Adapter]:
 
 
 def _imported(path: str) -> Any:
-    """Return what `module:name` names."""
+    """Import and return the object at `module:name`."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,1 +1,1 @@
-"""The envs of one worker: commands carried out, rows written."""
+"""The envs of one worker: carry out commands and write rows."""

@@ -1,11 +1,11 @@
-"""A block: the envs of one worker, and the rows of the slab that are theirs.
+"""A block: the envs of one worker, and their rows of the slab.
 
 Guarantees:
 - STEP is exactly one `env.step` and never a reset. A reset touches its own env alone.
 - The terminal observation is in the slab before the env is reset (envs reuse their buffers).
-- Every value is checked against the spec as it is written; what an env raises becomes a `Fault` of
-  that env, and the block goes on.
-Knows nothing of processes or doorbells: the worker's loop and `SerialEnv` drive it alike.
+- Every value is checked against the spec as it is written. An exception of an env becomes a `Fault` of that env, and
+  the block continues.
+Knows nothing of processes or doorbells: both the worker's loop and `SerialEnv` drive it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from envherd.workers.writers import Writer
 #: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
 _MAX_REMEMBERED = 4096
 
-# As plain ints: comparing and storing enum members costs more than the step of a small env.
+# Plain ints: comparing and storing enum members costs more than the step of a small env.
 _STEP_RESET, _RESET, _PREPARED = int(Op.STEP_RESET), int(Op.RESET), int(Flag.PREPARED)
 _OK, _FAILED, _SIDE = int(Status.OK), int(Status.FAILED), int(Status.SIDE)
 
@@ -49,7 +49,8 @@ class Block:
         root_seed: see `workers.seeding`.
         report: called with plain messages for the parent (faults, side values, notices).
         options: see `BlockOptions`.
-        passes: exceptions that are the caller's and not an env's: a Ctrl-C, where the envs run in its process.
+        passes: exceptions that reach the caller instead of counting as an env's: Ctrl-C, if the envs run in its
+            process.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Block:
             self._compile(slot, sink)
 
     def _compile(self, slot: Slot, sink: Sink) -> None:
-        """Compile the step of an env to a sink; it looks after the global generators only where it must."""
+        """Compile the step of an env to a sink; it handles the global generators only if it must."""
         adapter = slot.adapter
         step = adapter.step
         if slot.unwatched or self._isolate_rng:
@@ -109,9 +110,9 @@ class Block:
         sink.native = native if self._steps_plainly(slot) else None
 
     def _steps_plainly(self, slot: Slot) -> bool:
-        """Return whether a step of an env is its call and what it writes: nothing is watched or swapped.
+        """Return whether a step of an env only calls it and writes the result: no generator is watched or swapped.
 
-        What is reported is an info at most; C leaves those that are not empty to this block.
+        Such a step reports at most an info; C leaves non-empty infos to this block.
         """
         is_watched = bool(slot.unwatched) or self._isolate_rng
         return not (is_watched or slot.has_side or slot.adapter.on_left_out)
@@ -122,7 +123,7 @@ class Block:
             slot.sinks.pop(target, None)
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
-        """Use a new root seed; the next reset of an env begins its item of `episodes`, by env id, or episode 0."""
+        """Use a new root seed; the next reset of an env begins episode `episodes[env_id]`, or episode 0."""
         self.use_root_seed(root_seed)
         for env_id, slot in self.slots.items():
             self._words["episode"][env_id] = 0 if episodes is None else episodes[env_id]
@@ -153,11 +154,11 @@ class Block:
         return reply
 
     def lend(self, env_id: int, values: list[Any]) -> None:
-        """Have an env that takes tensors read these in its next step, one per input leaf, instead of the slab's."""
+        """Make an env that takes tensors read these in its next step, one per input leaf, instead of the slab's."""
         self.slots[env_id].lent = values
 
     def settle(self, env_id: int, following: list[Writer], roots: list[Writer], rewards: list[Writer]) -> None:
-        """Have an env's tensors written to the ring by these, leaf by leaf, as they are; flags stay in the slab."""
+        """Write an env's tensors to the ring by these writers, one per leaf, unconverted; flags stay in the slab."""
         slot = self.slots[env_id]
         slot.adapter.gives_tensors = True
         sink = slot.sinks[RING]
@@ -165,13 +166,13 @@ class Block:
         self._compile(slot, sink)
 
     def execute(self, env_id: int, command: int, begun: Step | None = None, reset: Begun | None = None) -> int:
-        """Carry out one command for one env and say how it ended; what the env raises is reported.
+        """Carry out one command for one env and return how it ended; report what the env raises.
 
         Args:
             env_id: which env.
             command: see `workers.protocol.pack`.
-            begun: of a command whose env was stepped by the loop in C: completes that step, in place of making one.
-            reset: of a command in which the loop in C has reset the env: gives what that gave.
+            begun: if the loop in C has stepped the env: completes that step instead of making one.
+            reset: if the loop in C has reset the env: returns the result of that reset.
 
         Returns:
             A `Status`, as a plain int.
@@ -188,7 +189,7 @@ class Block:
             slot.prepared = None
             slot.must_reset = True
             raise
-        except BaseException as error:  # whatever it is, SystemExit too, it is this env's and not the worker's
+        except BaseException as error:  # also SystemExit: it concerns this env, not the worker
             slot.prepared = None
             slot.must_reset = True
             self._keep_step(slot, op)
@@ -211,10 +212,10 @@ class Block:
                 f"reset. It was not stepped."
             )
         observation = sink.step(column) if begun is None else begun(column)
-        if self._pack_info is not None and reset is None:  # C resets after steps without an info alone
+        if self._pack_info is not None and reset is None:  # C resets only after steps without an info
             self._note_info(slot, "next")
         if op == _STEP_RESET and slot.has_ended:
-            if slot.has_side:  # the env may write to what it gave
+            if slot.has_side:  # the env may overwrite its values
                 slot.side["next"][:] = copy.deepcopy(slot.side["next"])
             mask = slot.last_done if slot.spec.batch_shape else None
             self._reset(slot, sink, column + sink.root_follows, mask, reset)
@@ -222,7 +223,7 @@ class Block:
             self._write_root(slot, sink, column + 1, observation)
 
     def _keep_step(self, slot: Slot, op: int) -> None:
-        """Report what a step gave besides its row if only the reset after it has raised; drop it otherwise."""
+        """If only the reset after a step has raised, report the step's data besides its row; otherwise drop them."""
         if op != _STEP_RESET or slot.phase != "reset":
             slot.infos.clear()
             return
@@ -231,7 +232,7 @@ class Block:
             self._tell(slot)
 
     def _tell(self, slot: Slot) -> int:
-        """Report what an env has for the parent besides its rows."""
+        """Report an env's data for the parent besides its rows."""
         if slot.infos:
             self._report(Infos(slot.env_id, slot.infos.pop("next", None), slot.infos.pop("root", None)).to_plain())
         if slot.has_side:
@@ -243,7 +244,7 @@ class Block:
         return _SIDE
 
     def _unpack(self, command: int) -> tuple[int, int, int, int]:
-        """Unpack a command, and remember it: the same few come again and again."""
+        """Unpack a command, with a cache: the same few commands repeat."""
         if len(self._unpacked) > _MAX_REMEMBERED:
             self._unpacked.clear()
         unpacked = self._unpacked[command] = unpack(command)
@@ -305,7 +306,7 @@ class Block:
             store(sink.root_nested, column, slot.adapter.done_values(), "done")
 
     def _root_flags(self, slot: Slot, sink: Sink, column: int) -> list[Any]:
-        """Return done, terminated, truncated of a root: all False unless (part of) the env has ended."""
+        """Return a root's done, terminated and truncated: all False unless (part of) the env has ended."""
         if not slot.has_ended:
             return [False, False, False]
         if sink.root_follows and column > 0:

@@ -1,10 +1,10 @@
-"""Which steps are plain enough for C, and what C is given for them.
+"""Decide which steps are plain enough for C, and collect the arguments for C.
 
-Guarantees: a step in C has the effects of `slot.compile_step`, which is the specification. C hands a result that is not
-plain to the same Python code, before anything was written; no env is stepped twice.
+Guarantees: a step in C has the effects of `slot.compile_step`, which is the specification. If a result is not plain, C
+passes it to the same Python code before it writes anything; no env is stepped twice.
 
-An env is plain if it is single, and its observations and rewards are arrays or int64 numbers of fixed shape. The `Step`
-holds the buffers of the arrays that it is given, so their memory lives as long as it does.
+An env is plain if it is single, and its observations and rewards are arrays or int64 numbers of fixed shape. A `Step`
+holds the buffers of its arrays, so their memory lives as long as it does.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def compile_native(
 def step_facts(
     slot: Slot, sink: Sink, words: Mapping[str, memoryview], step: Callable[[list[Any]], StepValues] | EnvCall
 ) -> dict[str, Any]:
-    """Return what `_native.Step` is given for a plain env's step to a sink.
+    """Return the arguments of `_native.Step` for a plain env's step to a sink.
 
     Args:
         slot: of the env.
@@ -102,7 +102,7 @@ def _is_stored_plainly(leaf: LeafSpec) -> bool:
 
 
 def _index(slot: Slot) -> np.ndarray | None:
-    """Return the action as int64 `[1]` (VIEW), where it is a single index."""
+    """Return the action as int64 `[1]` (VIEW) if it is a single index, else None."""
     leaves = (*slot.spec.action, *slot.spec.state)
     leaf, row = leaves[0], slot.place[1]
     if len(leaves) != 1 or leaf.shape != () or not isinstance(leaf.domain, Discrete):

@@ -2,10 +2,10 @@
 
     ParallelEnv(8, make_env, options=ExecutorOptions(episode_statistics=True))
 
-They are of the episode so far: in the row in which an episode ends (`done`), they are of the whole episode; after a
-reset they are 0. A reward `("reward",)` has its sum in `("episode", "return")`, the reward of a group,
-`("agents", "reward")`, in `("agents", "episode", "return")`, with the reward's shape. `("episode", "length")` counts
-steps, and `("episode", "time")` is the time in seconds since the first of them began. Rewards are added in float64.
+The leaves cover the episode so far: in the row in which an episode ends (`done`) they cover all of it; after a reset
+they are 0. The sum of `("reward",)` is `("episode", "return")`; the sum of a group's reward, `("agents", "reward")`, is
+`("agents", "episode", "return")`, with the reward's shape. `("episode", "length")` counts
+steps, and `("episode", "time")` is the number of seconds since the first step began. Rewards are added in float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.wrapping import Wrapping
 
 _ROOT = "episode"
-#: Marks a state that holds the statistics of the episode besides the env's own state.
+#: Marks a state that also holds the statistics of the episode.
 _STATE = "envherd.episode"
 _FLOATS = ("float32", "float64")
 
@@ -86,7 +86,7 @@ class EpisodeLeaves(Wrapping):
         return [*observation, *self._values], reward, terminated, truncated
 
     def _step_single(self, action: list[Any]) -> StepValues:
-        """Do as `step` for an env with one reward, in a third of the time."""
+        """The same as `step`, for an env with one reward, in a third of the time."""
         total, began, value, length, seconds = self._single
         if self._has_fresh:
             began[0] = time.perf_counter()
@@ -116,7 +116,7 @@ class EpisodeLeaves(Wrapping):
         return {_STATE: episode, "env": self.inner.state_dict()}
 
     def load_state_dict(self, state: Any) -> None:
-        """Put back what `state_dict` returned, also without the option: the episode then counts from here."""
+        """Restore a state, also one saved without the option: the statistics then start here."""
         if not (isinstance(state, Mapping) and _STATE in state):
             self.inner.load_state_dict(state)
             return

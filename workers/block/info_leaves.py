@@ -1,20 +1,19 @@
 """Chosen entries of an env's infos as leaves of its observation.
 
-    ParallelEnv(8, make_env, options=ExecutorOptions(info_keys=("lives",)))                # their shape is found out
+    ParallelEnv(8, make_env, options=ExecutorOptions(info_keys=("lives",)))                # shapes are read from an env
     ... info_keys={"lives": int, "position": np.zeros(3), ("episode", "r"): float}          # or given
     ... info_keys="all"                                                                    # every number there is
 
-An entry `lives` becomes `("info", "lives")`, and `("info", "_lives")`, bool, says whether the env gave it;
-where it did not, the leaf is 0. An entry of a dict inside the info is a path, `("episode", "r")`, and
-becomes `("info", "episode", "r")` and `("info", "episode", "_r")`. The root has the info of a reset, `next`
-that of the step.
+An entry `lives` becomes `("info", "lives")`. The bool `("info", "_lives")` is True if the env returned the entry;
+otherwise the leaf is 0. An entry of a dict inside the info is a path, `("episode", "r")`, and becomes
+`("info", "episode", "r")` and `("info", "episode", "_r")`. The root holds the info of a reset, `next` that of the step.
 
-Shapes are looked up in a separate env, which is reset, stepped once and closed again, so that
-the envs themselves have done nothing when they are handed over. Entries that only come later (those of an
-episode's end), and envs of which a process may have only one, need the shape to be given.
+Shapes are read from a separate env, which is reset, stepped once and closed, so the envs themselves start untouched.
+Declare the shapes of entries that appear only later (at an episode's end), and those of envs of which a process may
+have only one.
 
-Guarantees: no info makes a step fail. A value that does not fit its leaf (another shape, a float where an
-int was, None, text) counts as not given, and is named once in the log.
+Guarantees: no info makes a step fail. A value that does not fit its leaf (another shape, a float for an int, None,
+text) counts as absent and is logged once.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Path = tuple[str, ...]
 
 _ROOT = "info"
 _DEEPEST = 6
-_MOST = 1000  # leaves; an info with more numbers is no record of a few
+_MOST = 1000  # leaves; an info with more numbers is probably a mistake
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class InfoLeaves(Wrapping):
         return [*observation, *self._values], reward, terminated, truncated
 
     def _read(self, rows: np.ndarray | None) -> None:
-        """Read the info into the values; `rows`, bool `[*batch_shape]`: only these, or None for all."""
+        """Read the info into the values, only of `rows` (bool `[*batch_shape]`); None for all."""
         info, values = self.inner.info, self._values
         for index, field in enumerate(self._fields):
             value, was_given = self._value_of(field, info)
@@ -104,11 +103,11 @@ class InfoLeaves(Wrapping):
                 return self._nothing(field)
             value = coerce(field.leaf, _as_array(found))
             mask = np.ones(self._batch_shape, bool)
-            if self._batch_shape and f"_{field.path[-1]}" in holder:  # as vector envs say who gave it
+            if self._batch_shape and f"_{field.path[-1]}" in holder:  # a vector env's mask of the rows that returned it
                 mask = np.asarray(holder[f"_{field.path[-1]}"], bool).reshape(self._batch_shape)
                 value = np.where(mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)), value, value.dtype.type(0))
             return value, mask
-        except Exception as error:  # an info may hold objects of the user's own, which may raise anything
+        except Exception as error:  # an info may hold the user's objects, which may raise anything
             if self.on_left_out is not None:
                 self.on_left_out({_show(field.path): explain(error)})
             return self._nothing(field)
@@ -118,7 +117,7 @@ class InfoLeaves(Wrapping):
 
 
 def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[Field]:
-    """Return the fields of entries whose values are described; of each row, where the env is itself a batch."""
+    """Return the fields of declared entries; declarations describe one row of an env that is itself a batch."""
     fields = []
     for name, like in keys.items():
         value = _like(name, like)
@@ -156,13 +155,13 @@ def find_fields(adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]) -
 
 
 def _input(leaf: LeafSpec, rng: np.random.Generator) -> Any:
-    """Draw a value as adapters are given it."""
+    """Draw a value in the form that adapters take."""
     value = draw(leaf, rng)
     return int(value) if isinstance(leaf.domain, Discrete) and leaf.shape == () else value
 
 
 def check_keys(keys: Any) -> None:
-    """Refuse what are no `InfoKeys`.
+    """Refuse anything but `InfoKeys`.
 
     Raises:
         ValueError: says what was expected.
@@ -193,7 +192,7 @@ def _is_path(path: Path) -> bool:
 
 
 def _like(name: str | Path, like: Any) -> np.ndarray:
-    """Return an array of the shape and dtype that a declaration says: a value, a type, or a numpy dtype."""
+    """Return an array of the declared shape and dtype; a declaration is a value, a type, or a numpy dtype."""
     try:
         is_type = isinstance(like, (type, np.dtype))
         array = np.zeros((), like) if is_type else _as_array(like)
@@ -214,7 +213,7 @@ def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> Field:
 
 
 def _collect(info: Any, path: Path, found: dict[Path, np.ndarray], batch_shape: tuple[int, ...]) -> None:
-    """Add the numbers of an info (of one env, or of a batch) to those found before, which stay as they are."""
+    """Add the numbers of an info (of one env, or of a batch) to those already found; existing ones are kept."""
     if len(path) == _DEEPEST or not isinstance(info, Mapping):
         return
     for key, value in _items(info):

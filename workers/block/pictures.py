@@ -1,9 +1,9 @@
-"""`SmallPictures`: pictures made smaller in the worker, before they are stored.
+"""`SmallPictures`: shrink pictures in the worker, before they are stored.
 
     ParallelEnv(4, SmallPictures(MeltingPotFactory("clean_up", keys=("RGB",), world_rgb=False), shrink=8))
 
-A picture is a uint8 observation `[..., H, W, 3]`. What is not stored costs neither memory nor time of the caller, and
-the policy works on fewer numbers. The native env is not touched: it renders as before.
+A picture is a uint8 observation `[..., H, W, 3]`. Smaller pictures cost the caller less memory and time, and the policy
+reads fewer numbers. The native env is not changed: it renders as before.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class SmallPictures:
         make_env: builds the env, of any family.
         shrink: whole factor by which height and width are divided; a pixel is the mean of those that it replaces.
         grey: one channel, the luma (BT.601), in place of three.
-        stack: number of the latest pictures that are stacked, oldest first, along the channels. After a reset the
-            first picture stands for those before it.
-        keys: last names of the observations that are pictures to be made smaller; None for all but the world view.
+        stack: number of the latest pictures that are stacked, oldest first, along the channels. After a reset the first
+            picture is repeated.
+        keys: last part of the keys of the pictures to shrink; None for all but the world view.
 
     Raises:
-        FactoryError: a number below 1; at once. SpecError, in the worker: no such picture, or sides that `shrink` does
-            not divide.
+        FactoryError: from the constructor: a number below 1. SpecError: from the worker: no such picture, or sides that
+            `shrink` does not divide.
     """
 
     make_env: Callable[..., Any]
@@ -68,7 +68,7 @@ class SmallPictures:
 class PictureLeaves(Wrapping):
     """Another adapter, whose pictures are made smaller.
 
-    Values that `reset` and `step` return for them are fresh, or buffers that the next call writes again.
+    `reset` and `step` return the pictures as fresh arrays, or as buffers that the next call overwrites.
 
     Args:
         inner: the adapter.
@@ -141,7 +141,7 @@ class PictureLeaves(Wrapping):
         return values, reward, terminated, truncated
 
     def _small(self, picture: Any) -> np.ndarray:
-        """Return pictures `[..., H, W, 3]` shrunk and in one or three channels; fresh memory where they differ."""
+        """Return pictures `[..., H, W, 3]` shrunk and in one or three channels; fresh memory if changed."""
         small = shrunk(np.asarray(picture), self._options.shrink)
         if not self._options.grey:
             return small
@@ -154,7 +154,7 @@ class PictureLeaves(Wrapping):
         return state if self._options.stack == 1 else {_PICTURES: [one.copy() for one in self._stacks], "env": state}
 
     def load_state_dict(self, state: Any) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore a state from `state_dict`."""
         if self._options.stack > 1:
             for stack, kept in zip(self._stacks, state[_PICTURES], strict=True):
                 stack[...] = kept

@@ -1,4 +1,4 @@
-"""Answers to what is not a step: attribute access, method calls, pictures, state."""
+"""Answer requests other than steps: attribute access, method calls, pictures, state."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from envherd.workers.adapters import Adapter
 from envherd.workers.messages import Ask
 from envherd.workers.reply import Fault
 
-#: Exceptions that are the caller's and not an env's; see `Block`.
+#: Exceptions that reach the caller; see `passes` of `Block`.
 Passes = tuple[type[BaseException], ...]
 
 
 def answer(
     message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bool, passes: Passes = ()
 ) -> dict[str, Any]:
-    """Return the plain answer: one value per env, in the order asked, or the first env's fault; and the number."""
+    """Return the plain answer: the number, and one value per env in the order of the request, or the first fault."""
     reply = _answer(message, adapters, pickle_replies=pickle_replies, passes=passes)
     return {**reply, "number": message.number}
 
@@ -68,7 +68,7 @@ def _answer_about_state(message: Ask, adapter: Adapter, position: int) -> Any:
 
 
 def _find(env: Any, name: str) -> Any:
-    """Return an attribute by dotted name; gymnasium wrappers are looked through as gymnasium does it."""
+    """Return an attribute by dotted name; Gymnasium wrappers are searched as Gymnasium does."""
     for part in name.split("."):
         look_through = getattr(env, "get_wrapper_attr", None)
         env = look_through(part) if look_through is not None and not hasattr(env, part) else getattr(env, part)
@@ -95,7 +95,7 @@ def _layers(env: Any) -> list[list[str]]:
 
 
 def _cross(value: Any, message: Ask, *, pickle_replies: bool) -> Any:
-    """Return a value in the form in which it crosses: as it is if plain, else pickled if that is allowed."""
+    """Return a value in the form in which it is sent: unchanged if plain, else pickled if that is allowed."""
     try:
         plain.encode(value)
     except plain.NotPlain as error:

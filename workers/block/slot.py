@@ -1,7 +1,7 @@
-"""A slot: one env with its adapter, where it reads its inputs from, and where it writes.
+"""A slot: one env with its adapter, the arrays of its inputs, and the places where it writes.
 
-Guarantees: a `Sink` writes one env's rows and no others, and checks every value against the spec as it
-does. A step is compiled for each sink: a small env's step costs less than looking up what it is made of.
+Guarantees: a `Sink` writes only its env's rows, and checks every value against the spec. A step is compiled for each
+sink, because the attribute look-ups would cost more than a small env's step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from envherd.workers.protocol import Op, pack_phase
 from envherd.workers.seeding import EpisodeSeeds
 from envherd.workers.writers import Writer, writer_for
 
-#: Column -> the observation values of one `env.step`, which are written there.
+#: Column -> the observation values of one `env.step`, which are written to that column.
 Step = Callable[[int], list[Any]]
-#: What the reset that the loop in C has made gave; it may raise what that raised.
+#: Returns the result of the reset that the loop in C has made, or raises its exception.
 Begun = Callable[[], list[Any]]
-#: Column and what `env.step` gave -> its observation values, which are written there.
+#: `(column, result of env.step)` -> its observation values, which are written to that column.
 Keep = Callable[[int, StepValues], list[Any]]
 
 
@@ -58,7 +58,7 @@ def _not_compiled(_column: int) -> list[Any]:
 
 
 def _flags(spec: EnvSpec, array: np.ndarray) -> np.ndarray:
-    """Return a root done leaf so that a single env stores one bool per column."""
+    """Return a root done leaf in a shape into which a single env stores one bool per column."""
     return array if spec.batch_shape else array[:, 0]
 
 
@@ -79,7 +79,7 @@ class Slot:
         self.lent: list[Any] | None = None
         self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
         self.rng_state: tuple[Any, ...] | None = None
-        self.seed_pool: np.ndarray | None = None  # of `seeding.EpisodeSeeds`; None if the env's own generators go on
+        self.seed_pool: np.ndarray | None = None  # of `seeding.EpisodeSeeds`; None if the env's own generators continue
         self._seeds: EpisodeSeeds | None = None
         self.unwatched = {"reset", "step"}
         self.last_done: Any = False
@@ -96,14 +96,14 @@ class Slot:
         self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
 
     def use_seeds(self, seeds: EpisodeSeeds) -> None:
-        """Seed the env's episodes by these from now on."""
+        """Use these seeds for the env's episodes from now on."""
         self._seeds = seeds
         if self.seed_pool is None:
             self.seed_pool = seeds.pool
         self.seed_pool[:] = seeds.pool  # the same array: the reset in C reads it
 
     def seed_of(self, episode: int) -> int | None:
-        """Return the seed of an episode, or None if the env's own generators go on."""
+        """Return the seed of an episode, or None if the env's own generators continue."""
         return None if self._seeds is None else self._seeds[episode]
 
     def writer(self, leaf: LeafSpec, arrays: Mapping[Name, np.ndarray], section: str, index: int) -> Writer:
@@ -121,7 +121,7 @@ class Slot:
         return writer_for(leaf, arrays[section, *leaf.key], check_finite=check_finite)
 
     def leave_out(self, entries: Mapping[str, str]) -> None:
-        """Note entries of an info that are not handed on, as name -> why, unless the parent knows of them."""
+        """Note info entries that are not passed on, as name -> reason, unless the parent knows of them."""
         for name, why in entries.items():
             if name not in self.reported:
                 self.reported.add(name)
@@ -172,7 +172,7 @@ def compile_step(
 ) -> Step:
     """Return the function that steps an env once and writes its `next` to a column of a sink (1 us).
 
-    It also writes the root that follows in a storage, unless the env has ended.
+    In a storage it also writes the root of the next column, unless the env has ended.
 
     Args:
         slot: of the env; its inputs are bound.
@@ -192,7 +192,7 @@ def compile_step(
 
 
 def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Keep:
-    """Return the function that writes what one step of an env gave: the part of `compile_step` after the step."""
+    """Return the function that writes the result of a step: the part of `compile_step` after the step."""
     env_id, env_steps, ends = slot.env_id, words["env_steps"], words["ends"]
     observe, give_reward = sink.next_observation, sink.reward
     num_observations, num_rewards = len(observe), len(give_reward)
@@ -234,7 +234,7 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
 
 
 def _ends_noter(slot: Slot, sink: Sink) -> Callable[[int, Any, Any], bool]:
-    """Return the function that writes what follows from an env's ends, where there are done leaves of agents or rows.
+    """Return the function that writes an env's done flags, for envs with done leaves of agents or rows.
 
     It takes a column and what the env returned as terminated and truncated, and returns whether (part of) it has ended.
     """
@@ -259,7 +259,7 @@ def _storable(slot: Slot, flags: list[np.ndarray]) -> list[Any]:
 
 
 def _follower(slot: Slot, sink: Sink) -> Callable[[int, list[Any]], None]:
-    """Return the function that writes the root after a step that ended nothing."""
+    """Return the function that writes the root after a step in which no episode ended."""
     observe, nested, num_columns = sink.root_observation, sink.root_nested, sink.num_columns
     done, terminated, truncated = _storable(slot, sink.root_done)
     observe_only = observe[0] if len(observe) == 1 else None
@@ -281,7 +281,7 @@ def _follower(slot: Slot, sink: Sink) -> Callable[[int, list[Any]], None]:
 
 
 def wrong_count(spec: EnvSpec, observation: list[Any], reward: list[Any]) -> SpecError:
-    """Return the error for an adapter that gave too few or too many values."""
+    """Return the error for an adapter that returned too few or too many values."""
     return SpecError(
         f"step failed: expected {len(spec.observation)} observation and {len(spec.reward)} reward values from the "
         f"adapter, got {len(observation)} and {len(reward)}."

@@ -17,8 +17,8 @@ class Wrapping(Adapter):
     Args:
         inner: the adapter.
         leaves: of the observation, behind those of the env.
-        roots: keys under which all of them are.
-        option: that adds them, for the message.
+        roots: keys under which all added leaves are.
+        option: name of the option that adds them, for the message.
 
     Raises:
         SpecError: the env has an observation under one of the added names.

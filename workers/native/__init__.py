@@ -1,7 +1,7 @@
-"""The optional C extension of a worker: whether it is there, and wanted.
+"""The optional C extension of a worker: find and load it, unless it is switched off.
 
-The Python code is the specification. C makes the steps that are plain (see `block.compiling`) and hands everything else
-to Python, so both write the same bytes. `ENVHERD_NATIVE=0` in the environment switches C off.
+The Python code is the specification. C makes plain steps (see `block.compiling`) and leaves everything else to Python;
+both write the same bytes. `ENVHERD_NATIVE=0` in the environment switches C off.
 Limits: Linux, and CPython with its GIL. `pip install` builds the extension where there is a compiler.
 """
 
@@ -29,13 +29,13 @@ def load() -> Any:
 
 
 def describe() -> str:
-    """Return which code makes plain steps, and why, for people: "C" or "Python (why)"."""
+    """Return a text that names the code for plain steps: "C" or "Python (REASON)"."""
     module, why = find()
     return "C" if module is not None else f"Python ({why})"
 
 
 def waiting_facts() -> dict[str, int]:
-    """Return the constants of `shm.sync` by which C waits for a doorbell, in nanoseconds and numbers of waits."""
+    """Return the constants of `shm.sync` for waits in C, in nanoseconds and numbers of waits."""
     return {
         "brief_spin": int(sync.BRIEF_SPIN_S * _NS),
         "long_spin": int(sync.LONG_SPIN_S * _NS),

@@ -1,9 +1,9 @@
-"""The probe: what a worker measures of one env, so that settings which cannot fit need not be tried.
+"""The probe: measure one env in a worker, so that settings which cannot fit need not be tried.
 
 Guarantees: the env is run exactly as a worker runs it (built by `Builder`, stepped and reset by `Block`, rows written
-to a private slab). The probe sends what it knows after every stage, so that a probe that is killed has still reported
-something. It ends when it knows enough, and at its budget at the latest, late by one step, reset or build at most.
-Does not know: what other processes cost. Times that the machine spent on others are measured and sent along.
+to a private slab). The probe sends its results after every stage, so a killed probe has reported the earlier stages. It
+ends when it has enough samples, at the latest when its budget is spent plus one step, reset or build.
+Does not know: the load of other processes. It measures and sends the time that it waited for a processor.
 Platforms: Linux (/proc).
 """
 
@@ -30,19 +30,19 @@ from envherd.workers.random_values import draw
 from envherd.workers.reply import Fault
 
 _STEP, _RESET = pack(Op.STEP, RING, 0), pack(Op.RESET, RING, 0)
-#: Steps that are not counted: caches, lazy imports and compilers warm up in them.
+#: Number of first steps that are not counted: caches, lazy imports and compilers warm up in them.
 _WARM_UP_STEPS = 5
 #: Samples at most that are sent.
 _MOST_SAMPLES = 4096
-#: Nanoseconds from which a step or reset is long: the next is asked how long it waited for a processor.
+#: Nanoseconds above which a step or reset is long: then the next one's wait for a processor is also read.
 _LONG_NS = 500_000
-#: Shares of the budget, at most: the first env's steps; its further resets; a further env's steps; and its resets.
+#: Largest shares of the budget: the first env's steps, its further resets, a further env's steps, its resets.
 _STEPS_SHARE, _RESETS_SHARE, _FURTHER_STEPS_SHARE, _FURTHER_RESETS_SHARE = 0.4, 0.15, 0.05, 0.15
-#: However long building took, steps get this share.
+#: Least share of the budget for steps, however long building took.
 _LEAST_STEPS_SHARE = 0.2
-#: Steps, seconds and ended episodes after which the steps are known well enough; steps at most.
+#: Steps, seconds and ended episodes that are enough; and the largest number of steps.
 _ENOUGH_STEPS, _ENOUGH_S, _ENOUGH_EPISODES, _MOST_STEPS = 500, 0.3, 2, 20_000
-#: Resets that are enough, and at most.
+#: Number of resets that is enough, and the largest number.
 _ENOUGH_RESETS = 8
 
 Send = Callable[[dict[str, Any]], None]
@@ -59,8 +59,8 @@ class Run:
         steps: int64 `[3, most]`: wall, the thread's processor time, and waiting for a processor, of each step, in ns.
         num_steps: columns of it that are filled.
         resets: the same three of each reset.
-        episodes: how many steps each of the episodes had that have ended.
-        length: how many the one under way has.
+        episodes: steps of each ended episode.
+        length: steps of the current one.
     """
 
     def __init__(self, message: Probe, env_id: int, builder: Builder, send: Send, steps: np.ndarray) -> None:
@@ -109,7 +109,7 @@ class Run:
         """Carry out a command; return how it ended, and ns of wall, processor, and waiting for a processor."""
         execute, env_id = self.block.execute, self.env_id
         delay, is_long = 0, self._is_long[command]
-        if is_long:  # a look at /proc costs a short step its caches, and short steps are seldom interrupted
+        if is_long:  # reading /proc would flush a short step's caches, and short steps are seldom interrupted
             delay = run_delay_ns()
         cpu = time.thread_time_ns()
         began = time.perf_counter_ns()
@@ -120,10 +120,10 @@ class Run:
         return status, (wall, cpu, run_delay_ns() - delay if is_long else 0)
 
     def step(self) -> int:
-        """Step the env with random legal actions, after a reset if it has ended; keep how long that took.
+        """Step the env with random legal actions, after a reset if it has ended; record the times.
 
         Returns:
-            ns of the processor.
+            Nanoseconds of processor time.
         """
         if self.has_ended:
             self.reset()
@@ -145,7 +145,7 @@ class Run:
         Args:
             seconds: at most, once `least` steps were made.
             least: steps at least.
-            until_known: end as soon as the steps are known well enough.
+            until_known: end as soon as there are enough samples.
         """
         began, count = time.monotonic(), 0
         while self.num_steps < self.steps.shape[1]:
@@ -160,7 +160,7 @@ class Run:
         return count >= _ENOUGH_STEPS and spent_s >= _ENOUGH_S and len(self.episodes) >= _ENOUGH_EPISODES
 
     def forget(self) -> None:
-        """Drop the times of what was done so far, but those of resets."""
+        """Drop the recorded times of steps, but not those of resets."""
         self.num_steps = 0
 
     def _draw(self) -> None:
@@ -173,7 +173,7 @@ class Run:
             self._inputs["input", *leaf.key][self.env_id] = value
 
     def _mask(self, leaf: LeafSpec) -> np.ndarray | None:
-        """Return what an env says of which actions are legal now, bool `[*leaf.shape, n]`, if it does."""
+        """Return the env's mask of legal actions, bool `[*leaf.shape, n]`, or None if it has none."""
         name = ("next", *leaf.key[:-1], "action_mask")
         columns = self._slab.groups[0].columns
         if name not in columns or columns[name][0, self.env_id].shape[:-1] != leaf.shape:
@@ -202,14 +202,14 @@ class Prober:
         self._began = time.monotonic()
         self._figures: dict[str, Any] = {"envs": []}
         self._runs: list[Run] = []
-        # Touched, and there before any memory is measured: none of the env's.
+        # Allocated and touched before any memory is measured, so it does not count as the env's.
         self._times = np.ones((3, _MOST_STEPS + _WARM_UP_STEPS), np.int64)
         self._builder = Builder(
             message.block.info_keys, message.block.env_type, episode_statistics=message.block.episode_statistics
         )
 
     def run(self) -> None:
-        """Measure, and report; what an env raises is reported instead."""
+        """Measure and report; if an env raises, report the fault instead."""
         try:
             self._figures["base"] = memory_of(os.getpid())
             self._figures["threads_before"] = num_threads(os.getpid())
@@ -223,7 +223,7 @@ class Prober:
             for run in self._runs:
                 try:
                     run.close()
-                except BaseException as error:  # an env that cannot be closed has been measured all the same
+                except BaseException as error:  # the env has been measured already
                     self._figures["close_error"] = f"{type(error).__name__}: {error}"
 
     def _budget(self, share: float) -> float:
@@ -298,7 +298,7 @@ class Prober:
         entry["ready"] = self._measure_resets(run)
 
     def _measure_resets(self, run: Run) -> dict[str, int]:
-        """Reset some more, so that there are later resets to measure; return what memory the process takes then."""
+        """Reset some more times, for samples of later resets; return the memory of the process after that."""
         gc.collect()
         before = memory_of(os.getpid())
         num_resets = len(run.resets)
@@ -309,7 +309,7 @@ class Prober:
         return typical
 
     def _measure_further(self) -> None:
-        """Build a further env in this process, for its memory: worth being late for, since the first cannot say it."""
+        """Build a second env in this process, even beyond the budget: only it shows the memory of a further env."""
         cost = self._figures["envs"][-1]["build_s"] + self._runs[-1].resets[0][0] / 1e9
         if self._message.num_envs < 2 or cost > self._message.budget_s or self._figures["is_alone"]:
             return
@@ -327,7 +327,7 @@ def _cpu_ns() -> int:
 
 
 def _is_package(name: str) -> bool:
-    """Return whether a module is somebody's that can be imported by name: not python's own, ours or a script's."""
+    """Return whether a module is an importable third-party package: not Python's, ours or a script's."""
     if name in sys.stdlib_module_names or name.startswith("_") or name in ("envherd", "builtins"):
         return False
     spec = getattr(sys.modules.get(name), "__spec__", None)
@@ -354,7 +354,7 @@ def _thinned(times: np.ndarray) -> np.ndarray:
 
 
 def _clock_cost() -> int:
-    """Return nanoseconds of the processor's time that reading the clocks adds to a step's."""
+    """Return the nanoseconds of processor time that reading the clocks adds to a step."""
     costs = []
     for _ in range(200):
         began = time.thread_time_ns()

@@ -1,17 +1,17 @@
 """Reset-ahead: an env has two instances in two workers; one serves while the other is reset for the next episode.
 
 Guarantees:
-- An episode that was prepared is the one that an ordinary reset would have begun: it is taken only if its seed is that
-  of the reset asked for, and no options are. Otherwise the env is reset there and then.
-- What a prepared reset raised is raised when its episode is asked for.
-- A worker carries out a command only while it serves the env, whatever wakes it.
-Assumes: both instances are as their factory built them but for what `call`, `set` and `load_state_dict` have done to
-both; an env whose reset depends on its earlier episodes, beyond its seed, has two histories here.
+- A prepared episode is the one that an ordinary reset would have begun: it is used only if the requested
+  reset has the same seed and no options. Otherwise the env is reset at that time.
+- An exception of a prepared reset is raised when its episode is requested.
+- A worker carries out a command only while it serves the env, even if it is woken for another reason.
+Assumes: both instances differ from a newly built env only by `call`, `set` and `load_state_dict`, which reach both. An
+env whose reset depends on its earlier episodes, and not only on its seed, has two histories here.
 
-The parent writes one word per env, the *turn*: who serves it, and which episode the other is to prepare. It does so
-only while the env owes no answer (or owes one that a dead worker cannot give), and before the number of the next
-command; a worker reads that number before the turn. So one that finds both a new command and a turn that is its own may
-take it.
+The parent writes one word per env, the *turn*: the worker that serves it, and the episode that the other one prepares.
+It does so only while the env owes no answer (or owes one that a dead worker cannot give), and before the number of the
+next command. A worker reads that number before the turn. So a worker that finds a new command and its own turn may
+carry out the command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORKER_BITS = 24
 
 
 def pack_turn(worker_id: int, episode: int | None) -> int:
-    """Return the turn word: `worker_id` serves; the other prepares `episode`, or nothing."""
+    """Return the turn word: `worker_id` serves; the other worker prepares `episode`, or nothing."""
     return worker_id | (0 if episode is None else episode + 1) << _WORKER_BITS
 
 
@@ -44,7 +44,7 @@ def unpack_turn(turn: int) -> tuple[int, int | None]:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A reset that was made ahead: what it gave, or what it raised."""
+    """A reset that was made ahead: its result or its exception."""
 
     seed: int | None
     observation: list[Any]
@@ -52,13 +52,13 @@ class _Kept:
 
 
 class AheadBlock(Block):
-    """A block of one env that can be reset before its episode is asked for."""
+    """A block of one env that can be reset before its episode is requested."""
 
     _kept: _Kept | None = None
     num_seeds = 0  # root seeds that it has received
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:  # noqa: ARG002  # see below
-        """Use a new root seed. The count of episodes is the parent's to set: this env may be the other worker's."""
+        """Use a new root seed. The parent sets the count of episodes, because the other worker may serve the env."""
         self.use_root_seed(root_seed)
         self.num_seeds += 1
         self.forget_ahead()
@@ -66,13 +66,13 @@ class AheadBlock(Block):
             slot.adapter.reseeded()
 
     def forget_ahead(self) -> None:
-        """Throw away what was prepared: the env is no longer as it was then."""
+        """Drop the prepared episode: the env has changed since."""
         self._kept = None
         if "ready" in self._words:
             self._words["ready"][self.worker_id] = 0
 
     def reset_ahead(self, episode: int) -> None:
-        """Reset the env for an episode to come, and keep what it gives."""
+        """Reset the env for a later episode, and keep the result."""
         (slot,) = self.slots.values()
         self.forget_ahead()
         slot.must_reset = True
@@ -89,7 +89,7 @@ class AheadBlock(Block):
     ) -> list[Any]:
         kept = self._kept
         self.forget_ahead()
-        slot.side["next"][:] = [None] * len(slot.side["next"])  # of an episode that it has served before the other one
+        slot.side["next"][:] = [None] * len(slot.side["next"])  # left from an earlier episode that this worker served
         if kept is None or options or kept.seed != seed:
             return super()._begin_episode(slot, seed, options, mask)
         if kept.error is not None:
@@ -101,10 +101,10 @@ class AheadLoop(Loop):
     """Serves one env while it is this worker's turn, and prepares its next episode while it is not."""
 
     _block: AheadBlock
-    _seen = (0, 0)  # the turn, and the root seed, for which was prepared
+    _seen = (0, 0)  # the turn and the root seed of the latest preparation
 
     def _scan(self) -> None:
-        """Carry out the command that is there, or prepare what is wanted."""
+        """Carry out a new command, or prepare the episode that the turn names."""
         words, worker_id = self._words, self._block.worker_id
         (env_id,) = self._latest
         number = words["command_seq"][env_id]  # before the turn: see the module
@@ -118,7 +118,7 @@ class AheadLoop(Loop):
                 self._seen = seen
                 self._prepare(episode)
             return
-        if number <= words["reply_seq"][env_id]:  # an old number, perhaps: the other one may have served meanwhile
+        if number <= words["reply_seq"][env_id]:  # the number may be old: the other worker may have served meanwhile
             return
         words["status"][env_id] = self._execute_timed(env_id, words["command"][env_id], 1)
         words["answered_ns"][env_id] = time.perf_counter_ns()
@@ -130,4 +130,4 @@ class AheadLoop(Loop):
             began = time.perf_counter_ns()
             self._block.reset_ahead(episode)
             self._words["reset_ns"][self._block.worker_id] += time.perf_counter_ns() - began
-        self._go.rest()  # the next episode is far: who waits for it takes no processor
+        self._go.rest()  # the next episode is far off: do not spin until then

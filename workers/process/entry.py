@@ -1,12 +1,12 @@
-"""What a worker process is, from its first instruction to its last.
+"""A worker process from start to end.
 
 Guarantees:
-- It dies with its owner, whatever killed the owner and wherever the worker is stuck: the kernel sends
-  SIGKILL when the lifeline's write end closes (`O_ASYNC` with `F_SETSIG`), which needs no python.
+- It dies with its owner, however the owner died and wherever the worker is stuck: the kernel sends SIGKILL when the
+  write end of the lifeline closes (`O_ASYNC` with `F_SETSIG`), without running Python.
 - Ctrl-C never reaches it: it has its own process group, and ignores SIGINT.
 - Its stack can be read at any time: SIGUSR2 and every crash dump it into the worker's log, also while
   C code holds the GIL.
-- What it prints goes to its log (a memfd that the owner holds too), kept short.
+- Its output goes to its log, a memfd that the owner also holds. The log is kept short.
 - It never imports the user's `__main__`, nor torch or an RL package unless an env needs it.
 Platforms: Linux.
 """
@@ -45,11 +45,11 @@ _F_SETSIG = 10  # fcntl.h; not in python's fcntl module
 _LOG_LIMIT = 1 << 20  # bytes of a worker's log before it is cut
 _LOG_KEPT = 1 << 16  # bytes that are kept then
 _FIRST_FD = 512  # of the worker's own descriptors
-_OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should take a worker, not the learner
+_OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should kill a worker, not the learner
 
 
 def main(sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, Any]) -> None:
-    """Be a worker until a message says to leave; never returns."""
+    """Run a worker until a message tells it to exit; never returns."""
     _detach_from_terminal()
     _arm_lifeline(lifeline_fd)
     sock, log_fd = socket.socket(fileno=_out_of_the_way(sock.detach())), _out_of_the_way(log_fd)
@@ -83,13 +83,13 @@ def _detach_from_terminal() -> None:
 
 
 def _listen_for_stack_requests(log_fd: int) -> None:
-    """Have SIGUSR2 write the stacks of all threads to the log, whatever an env has made of that signal."""
+    """Make SIGUSR2 write the stacks of all threads to the log, even if an env has changed its handler."""
     faulthandler.unregister(signal.SIGUSR2)
     faulthandler.register(signal.SIGUSR2, file=log_fd, all_threads=True)
 
 
 def _out_of_the_way(fd: int) -> int:
-    """Move a descriptor beyond the low numbers, which envs may close; it stays where there is no room."""
+    """Move a descriptor beyond the low numbers, which envs may close; leave it if there is no room."""
     try:
         moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
     except OSError:  # the limit on open files is lower
@@ -151,7 +151,7 @@ class Worker:
         self._loop.run()
 
     def _on_thread(self, env_id: int, call: Callable[[], Any]) -> Any:
-        """Make a call of an env where its calls are made."""
+        """Call an env on the thread of that env."""
         return call() if self._threads is None else self._threads.run(env_id, call)
 
     def _await_envs(self) -> None:
@@ -160,7 +160,7 @@ class Worker:
             self._threads.run_all(lambda: None)
 
     def _read_mail(self) -> int | None:
-        """Handle one message; return its number, or None to leave."""
+        """Handle one message; return its number, or None to exit."""
         message, fds = self._channel.receive_message()
         number = self._channel.number
         if isinstance(message, messages.Close):
@@ -190,7 +190,7 @@ class Worker:
             self._block = ThreadedBlock(*parts, self._threads)
         else:
             self._block = AheadBlock(*parts) if message.block.reset_ahead else Block(*parts)
-        _listen_for_stack_requests(self._log_fd)  # what envs import may have taken the signal
+        _listen_for_stack_requests(self._log_fd)  # an imported package may have replaced the handler
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
         self._channel.send_plain({"kind": "specs", "specs": specs})
 
@@ -237,12 +237,12 @@ class Worker:
             self._block.forget_ahead()
 
     def _on_probe(self, message: messages.Probe) -> None:
-        from envherd.workers.probing.probe import Prober  # here: other workers have no use for it
+        from envherd.workers.probing.probe import Prober  # imported here: other workers do not need it
 
         Prober(message, self._channel.send_plain).run()
 
     def _trim_log(self) -> None:
-        """Keep the log short: an env may print for days."""
+        """Truncate the log: an env may print for days."""
         with contextlib.suppress(OSError):
             size = os.fstat(self._log_fd).st_size
             if size > _LOG_LIMIT:
@@ -263,12 +263,12 @@ class Worker:
 def _map(nbytes: int, fds: list[int], name: str | None) -> np.ndarray:
     segment = Segment.attach(nbytes, fd=fds[0] if fds else -1, name=name)
     buffer = segment.array()
-    segment.close()  # the views keep the mapping; the descriptor has done its work
+    segment.close()  # the views keep the mapping; the descriptor is no longer needed
     return buffer
 
 
 def exec_main(arguments: list[str]) -> None:
-    """Entry of an exec'd worker: descriptors by number, then the configuration as JSON."""
+    """Entry point of an exec'd worker; arguments are descriptors by number, then the configuration as JSON."""
     install_import_hooks()
     sock_fd, lifeline_fd, log_fd = map(int, arguments[:3])
     main(socket.socket(fileno=sock_fd), lifeline_fd, log_fd, json.loads(arguments[3]))

@@ -1,10 +1,10 @@
-"""Each env of a worker on a separate thread: for envs that mostly wait (`ExecutorOptions.env_threads`).
+"""Run each env of a worker on a separate thread, for envs that mostly wait (`ExecutorOptions.env_threads`).
 
-The worker's first thread reads commands and mail, and hands them to the threads of the envs concerned. An env is
+The worker's first thread reads commands and mail, and passes them to the threads of the envs concerned. An env is
 built, reset, stepped, asked and closed on one thread.
 
-Guarantees: those of `Loop`; commands of one env are carried out in order; what changes all envs (a root seed, a rollout
-storage) waits until no env is in a call.
+Guarantees: those of `Loop`. Commands of one env are carried out in order. A change that concerns all envs (a root seed,
+a rollout storage) waits until no env is in a call.
 Assumes: an env that waits releases the GIL (sockets, subprocesses, sleep). Python code of two envs never runs at once.
 The process's global random generators are shared by all envs of the worker, and are neither watched nor isolated.
 """
@@ -32,7 +32,7 @@ from envherd.workers.processes import move_to
 from envherd.workers.protocol import Flag, unpack_seat
 
 _EACH = Flag.EACH << 4
-#: Bytes of a thread's stack that can be touched; Linux gives memory to the pages that are.
+#: Bytes of a thread's stack; Linux allocates only the pages that are touched.
 _STACK_BYTES = 1 << 21
 
 
@@ -54,7 +54,7 @@ class EnvThreads:
                 call = calls.get()
                 try:
                     call()
-                except BaseException:  # not an env's: `Block.execute` and `run` keep those
+                except BaseException:  # not an env's exception: `Block.execute` and `run` catch those
                     traceback.print_exc()
                     os._exit(1)
 
@@ -62,11 +62,11 @@ class EnvThreads:
         return calls
 
     def post(self, env_id: int, call: Callable[[], None]) -> None:
-        """Make a call on an env's thread after those that it has; do not wait. The call must not raise."""
+        """Queue a call on an env's thread; do not wait. The call must not raise."""
         self._calls[env_id].put(call)
 
     def begin(self, env_id: int, call: Callable[[], Any]) -> Future[Any]:
-        """Make a call on an env's thread; return where its result, or what it raised, will be."""
+        """Queue a call on an env's thread; return a future of its result."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -89,7 +89,7 @@ class EnvThreads:
 
 
 class _Phases:
-    """The worker's word `phase`: of the env that has been in a call for the longest.
+    """The worker's word `phase`: that of the env whose current call began first.
 
     Thread-safety: any thread may call.
     """
@@ -100,7 +100,7 @@ class _Phases:
         self._lock = threading.Lock()
 
     def __setitem__(self, worker_id: int, phase: int) -> None:
-        """Note what the calling thread is at; 0 for nothing."""
+        """Note the phase of the calling thread; 0 when idle."""
         thread = threading.get_ident()
         with self._lock:
             if phase:
@@ -156,7 +156,7 @@ class ThreadedBlock(Block):
         return {**replies[0], "values": [value for reply in replies for value in reply["values"]]}
 
     def _with_own_rng(self, slot: Slot, phase: str, call: Callable[[], Any]) -> Any:  # noqa: ARG002
-        """Call an env; the generators are all envs'."""
+        """Call an env; all envs share the generators."""
         return call()
 
 
@@ -166,7 +166,7 @@ class ThreadedLoop(Loop):
     _block: ThreadedBlock
 
     def server(self) -> Callable[[], bool]:
-        """Return what does what one token asks for; see `Loop.server`."""
+        """Return the function that serves one token; see `Loop.server`."""
         worker_id, num_wakes = self._block.worker_id, 0
         seats, seat = self._words["seat"], self._words["seat"][self._block.worker_id]
         self._lock = threading.Lock()
@@ -187,14 +187,14 @@ class ThreadedLoop(Loop):
         return serve
 
     def _move(self) -> None:
-        """Go to the processor that the parent asks for, with all threads: one of them runs at a time."""
+        """Move all threads to the processor that the parent has requested: only one of them runs at a time."""
         cpu = unpack_seat(self._words["seat"][self._block.worker_id])[1]
         move_to(cpu)
         for env_id in self._block.slots:
             self._block.threads.post(env_id, lambda: move_to(cpu))
 
     def _scan(self) -> None:
-        """Hand the commands that are there to their envs' threads."""
+        """Pass new commands to their envs' threads."""
         words, latest = self._words, self._latest
         numbers, commands = words["command_seq"], words["command"]
         pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
@@ -208,7 +208,7 @@ class ThreadedLoop(Loop):
             if not self._num_running:
                 self._busy_since = time.perf_counter_ns()
             self._num_running += len(pending)
-        owed = [sum(not commands[env_id] & _EACH for env_id in pending)]  # answers before the one ring for all of them
+        owed = [sum(not commands[env_id] & _EACH for env_id in pending)]  # answers missing before the one ring
         for env_id in pending:
             number, command = numbers[env_id], commands[env_id]
             latest[env_id] = number
@@ -233,7 +233,7 @@ class ThreadedLoop(Loop):
         return carry_out
 
     def _note_answer(self, now: int, took: int, owed: list[int], command: int, *, was_reset: bool) -> bool:
-        """Count an answer, with the lock held; return whether the parent is to be woken."""
+        """Count an answer, with the lock held; return whether to wake the parent."""
         words, worker_id = self._words, self._block.worker_id
         if was_reset:
             words["reset_ns"][worker_id] += took // self._num_running  # of the time in which any env was in a call

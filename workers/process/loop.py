@@ -1,8 +1,7 @@
-"""The worker's loop: wait for the doorbell, look which envs have a new command, carry it out.
+"""The worker's loop: wait for the doorbell, find the envs with a new command, carry it out.
 
-Guarantees: a command is carried out once (its number is compared with the last one done); numbers are
-written after the rows they announce; the parent is woken after that. Mail is read before any command
-that was given after it.
+Guarantees: a command is carried out once (its number is compared with the last one done); numbers are written after the
+rows they announce, and the parent is woken after that. Mail is read before any later command.
 Assumes: 8-byte aligned words are written whole, and stores become visible in program order (x86-64)
 or with the doorbell that follows them (everywhere).
 """
@@ -20,7 +19,7 @@ from envherd.workers.processes import move_to
 from envherd.workers.protocol import Flag, unpack_seat
 
 _EACH = Flag.EACH << 4
-TIDY_EVERY = 64  # wakes; a look at the log costs a microsecond, and an env may print a megabyte per step
+TIDY_EVERY = 64  # wakes; checking the log costs a microsecond, and an env may print a megabyte per step
 
 
 class Loop:
@@ -30,8 +29,8 @@ class Loop:
         block: carries commands out.
         slab: where commands are read and answers are written.
         bells: `go`, which wakes this loop, and `done`, which wakes the parent.
-        read_mail: handles one message and returns its number, or None to leave.
-        tidy: called now and then.
+        read_mail: handles one message and returns its number, or None to exit.
+        tidy: called every `TIDY_EVERY` wakes.
         mail_read: number of the latest message that was read.
     """
 
@@ -57,7 +56,7 @@ class Loop:
         self._num_scans = 0
 
     def run(self) -> None:
-        """Serve until a message says to leave."""
+        """Serve until a message tells it to exit."""
         wait, serve = self._go.wait, self.server()
         goes_on = True
         while goes_on:
@@ -65,7 +64,7 @@ class Loop:
             goes_on = serve()
 
     def server(self) -> Callable[[], bool]:
-        """Return what does what one token asks for; it returns False if a message says to leave."""
+        """Return the function that serves one token; it returns False if a message says to exit."""
         worker_id, num_wakes = self._block.worker_id, 0
         since, phase, busy, seats = (self._words[name] for name in ("since_ns", "phase", "busy_ns", "seat"))
         seat = seats[worker_id]
@@ -80,7 +79,7 @@ class Loop:
                 self._tidy()
             began = time.perf_counter_ns()
             since[worker_id] = began
-            if self._check_mail():  # one look per token is enough: every command and message is followed by one
+            if self._check_mail():  # once per token is enough: a token follows every command and message
                 self._scan()
             phase[worker_id] = 0
             since[worker_id] = ended = time.perf_counter_ns()
@@ -90,7 +89,7 @@ class Loop:
         return serve
 
     def _move(self) -> None:
-        """Go to the processor that the parent asks for."""
+        """Move to the processor that the parent has requested."""
         move_to(unpack_seat(self._words["seat"][self._block.worker_id])[1])
 
     def _check_mail(self) -> bool:
@@ -105,7 +104,7 @@ class Loop:
         return True
 
     def _scan(self) -> None:
-        """Carry out the commands that are there."""
+        """Carry out all new commands."""
         words, latest = self._words, self._latest
         numbers, commands, replies, status, answered_ns = (
             words["command_seq"], words["command"], words["reply_seq"], words["status"], words["answered_ns"]
@@ -120,7 +119,7 @@ class Loop:
         if not pending:
             return
         self._num_scans += 1
-        sampled = pending[self._num_scans % len(pending)]  # one in a scan is timed: 0.2 us, however many envs there are
+        sampled = pending[self._num_scans % len(pending)]  # time one command per scan: 0.2 us, for any number of envs
         for env_id in pending:
             number, command = numbers[env_id], commands[env_id]
             if env_id == sampled:
@@ -140,7 +139,7 @@ class Loop:
             self._done.ring()
 
     def _execute_timed(self, env_id: int, command: int, weight: int) -> int:
-        """Carry out a command, and note how long it took for itself and the `weight` that it stands for."""
+        """Carry out a command, and count its time for `weight` commands, of which it is the sample."""
         words, worker_id = self._words, self._block.worker_id
         resets = words["resets"]
         before, began = resets[env_id], time.perf_counter_ns()

@@ -1,7 +1,7 @@
-"""The worker's loop in C: what it is given, and what Python does for it.
+"""The worker's loop in C: its arguments, and the functions in Python that it calls.
 
-Guarantees: those of `Loop`: the same rows, words and messages. `Block.execute` does what C does not do itself: whole
-commands, or the rest of one whose env was stepped in C.
+Guarantees: those of `Loop`: the same rows, words and messages. `Block.execute` does the rest: whole commands, or the
+rest of a command whose env was stepped in C.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class NativeLoop(Loop):
     """Serves one block as `Loop` does, in C."""
 
     def run(self) -> None:
-        """Serve until a message says to leave."""
+        """Serve until a message tells it to exit."""
         self.make().run()
 
     def server(self) -> Callable[[], bool]:
-        """Return what does what one token asks for; see `Loop.server`."""
+        """Return the function that serves one token; see `Loop.server`."""
         serve: Callable[[], bool] = self.make().serve
         return serve
 
     def make(self) -> Any:
-        """Return the loop in C."""
+        """Create the loop in C."""
         return native.load().Loop(self.facts())
 
     def facts(self) -> dict[str, Any]:
-        """Return what the loop in C is given."""
+        """Return the arguments of the loop in C."""
         block = self._block
         return {
             "words": self._words,
@@ -63,7 +63,7 @@ class NativeLoop(Loop):
         }
 
     def _hand_over(self, env_id: int, command: int, hand_over: Callable[[int, Any], list[Any]], result: Any) -> int:
-        """Complete a command whose env returned what is not plain."""
+        """Complete a command whose env returned a result that is not plain."""
         return self._block.execute(env_id, command, lambda column: hand_over(column, result))
 
     def _fail(self, env_id: int, command: int, error: BaseException) -> int:
@@ -79,11 +79,11 @@ class NativeLoop(Loop):
         return self._block.execute(env_id, command, lambda _column: observation)
 
     def _hand_over_reset(self, env_id: int, command: int, observation: Any, root: list[Any]) -> int:
-        """Complete a command whose env was (stepped and) reset, and gave then what is not plain."""
+        """Complete a command whose env was reset (after a step, if any) and returned a result that is not plain."""
         return self._block.execute(env_id, command, lambda _column: observation, lambda: root)
 
     def _fail_reset(self, env_id: int, command: int, observation: Any, error: BaseException) -> int:
-        """Complete a command whose env (was stepped, and) raised in its reset."""
+        """Complete a command whose env raised in its reset (after a step, if any)."""
 
         def raise_again() -> list[Any]:
             raise error

@@ -1,17 +1,17 @@
-"""The zygote: a small process that imports what envs need and forks workers; also their reaper.
+"""The zygote: a small process that imports the envs' packages, forks workers and reaps them.
 
-It is exec'd by the owner (never forked from it), so it holds none of the owner's memory, threads,
-locks or descriptors, and it is private to one executor, or to those of a `preloaded` block. It has one
-thread, imports the modules of its request, freezes the garbage collector (so that the pages of those modules
-stay shared) and forks a worker for every request. Where an import has started threads, forking would
-be unsafe: it then executes a fresh interpreter for each worker instead, and says so in its first answer.
+The owner execs it (never forks it), so it holds none of the owner's memory, threads, locks or descriptors. It belongs
+to one executor, or to those of a `preloaded` block. It has one thread, imports the modules of its request, freezes the
+garbage collector (so that the pages of those modules stay shared) and forks a worker for every request. If an import
+has started threads, forking would be unsafe: then it executes a fresh interpreter for each worker, and reports this in
+its first answer.
 
-Guarantees: when the owner is gone, however it went, it kills the process group of every worker that
-is left (with the processes their envs had started) and leaves. Ctrl-C does not reach it, nor can a terminal
-stop it or its workers: they are of the owner's session, in process groups that are never in the foreground, and have
-no terminal. (In a session of their own they would be, where /proc/sys/kernel/sched_autogroup_enabled is 1, a group of
-their own for the scheduler too, and an owner that yields while it waits would not yield to its workers: 8 CartPoles on
-two workers took 272 us a batch like that and 153 like this, 23 Nov 2026.)
+Guarantees: when the owner is gone, however it ended, the zygote kills the process group of every remaining worker (with
+the processes that their envs had started) and exits. Ctrl-C does not reach it, and a terminal cannot stop it or its
+workers: they stay in the owner's session, in process groups that are never in the foreground, and have no terminal.
+(With a separate session and /proc/sys/kernel/sched_autogroup_enabled at 1, they would also be a separate scheduling
+group, and an owner that yields while it waits would not yield to its workers: 8 CartPoles on two workers took 272 us a
+batch in that case and 153 in the same session, 23 Nov 2026.)
 Talks over one `SOCK_SEQPACKET` socket: JSON requests, JSON answers, descriptors with them.
 """
 
@@ -38,8 +38,8 @@ from typing import Any
 _PACKET = 1 << 18  # bytes; larger than any request
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _F_SETSIG = 10  # fcntl.h; not in python's fcntl module
-_MARK = "ENVHERD_WORKER"  # variable by which what a worker has started is known, if it has left its process group
-_ORPHANS_S = 1.0  # to kill what envs had started in sessions of their own
+_MARK = "ENVHERD_WORKER"  # variable that marks a worker's descendants, also outside its process group
+_ORPHANS_S = 1.0  # to kill what envs had started in separate sessions
 
 
 def main(fd: int, log_fd: int) -> None:
@@ -55,7 +55,7 @@ def main(fd: int, log_fd: int) -> None:
     if start is None:
         return
     sys.path[:] = start["path"]
-    gc.disable()  # imports are a fifth quicker so
+    gc.disable()  # makes imports a fifth faster
     with _ended_with_owner(sock):
         failed = _preload(start["preload"])
     gc.enable()
@@ -67,7 +67,7 @@ def main(fd: int, log_fd: int) -> None:
 
 
 def _leave_terminal() -> None:
-    """Give up the controlling terminal, as a new session would: it may stop what writes from the background."""
+    """Give up the controlling terminal, as a new session would: it may stop background processes that write to it."""
     with contextlib.suppress(OSError):
         fd = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -77,14 +77,14 @@ def _leave_terminal() -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of what dead workers leave behind, so that it can be killed and reaped."""
+    """Become the parent of dead workers' orphans, to kill and reap them."""
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @contextlib.contextmanager
 def _ended_with_owner(sock: socket.socket) -> Iterator[None]:
-    """Have the kernel kill this process if the owner goes while it imports; nobody listens to the socket then."""
+    """Make the kernel kill this process if the owner ends during the imports, when nothing reads the socket."""
     fd = sock.fileno()
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
@@ -92,7 +92,7 @@ def _ended_with_owner(sock: socket.socket) -> Iterator[None]:
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC)
     poller = select.poll()
     poller.register(sock, select.POLLIN)
-    if poller.poll(0):  # it went before that
+    if poller.poll(0):  # the owner ended earlier
         os._exit(1)
     yield
     fcntl.fcntl(fd, fcntl.F_SETFL, flags)
@@ -108,7 +108,7 @@ def _preload(names: list[str]) -> dict[str, str]:
     for name in names:
         try:
             importlib.import_module(name)
-        except BaseException as error:  # a module that cannot be imported here is the factory's to report
+        except BaseException as error:  # the factory will report a module that cannot be imported
             failed[name] = f"{type(error).__name__}: {error}"
     return failed
 
@@ -119,12 +119,12 @@ def _receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def _send(sock: socket.socket, request: dict[str, Any], answer: dict[str, Any]) -> None:
-    """Answer a request; the owner knows the answer by the request's number."""
+    """Answer a request; the answer repeats the request's number."""
     sock.send(json.dumps({"number": request["number"], **answer}).encode(), socket.MSG_NOSIGNAL)
 
 
 class Zygote:
-    """Forks workers, remembers how they ended, and kills what is left at the end."""
+    """Forks workers, records their exit codes, and kills remaining processes at the end."""
 
     def __init__(self, sock: socket.socket, log_fd: int, *, must_exec: bool) -> None:
         self._sock, self._log_fd = sock, log_fd
@@ -166,7 +166,7 @@ class Zygote:
         if request["op"] == "fork":
             try:
                 _send(self._sock, request, {"pid": self._fork(request["config"], fds)})
-            except OSError as error:  # a limit on processes or memory: this worker cannot be, the others can
+            except OSError as error:  # a limit on processes or memory: only this worker fails
                 _send(self._sock, request, {"error": f"fork: {error}"})
         elif request["op"] == "sweep":
             self._sweep(self._is_of_the_dead)
@@ -200,7 +200,7 @@ class Zygote:
             os.dup2(fds[2], self._log_fd, inheritable=False)  # SIGUSR2 writes there: from now on to its own log
             _take_over(config.pop("caller", None))
             if self._must_exec:
-                signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it can answer: by default the signal kills
+                signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until its handler is set: by default the signal kills
                 for fd in fds:
                     os.set_inheritable(fd, True)
                 program = [sys.executable, "-c", _EXEC, *map(str, fds), json.dumps({**config, "path": sys.path})]
@@ -228,10 +228,10 @@ class Zygote:
                     self._alive.discard(pid)
                     self._statuses[pid] = os.waitstatus_to_exitcode(status)
                     with contextlib.suppress(OSError):
-                        os.killpg(pid, signal.SIGKILL)  # what its envs had started
+                        os.killpg(pid, signal.SIGKILL)  # its envs' processes
 
     def _kill_all(self) -> None:
-        """Kill the workers with their process groups, and then what had left these: orphans come to this process."""
+        """Kill the workers with their process groups, then processes outside these, which this process adopts."""
         for pid in self._alive:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
@@ -239,7 +239,7 @@ class Zygote:
         self._sweep(lambda _: True)
 
     def _sweep(self, is_left: Callable[[int], bool]) -> None:
-        """Kill adopted processes that are left over, and wait for their end."""
+        """Kill remaining adopted processes, and wait for their end."""
         end = time.monotonic() + _ORPHANS_S
         killed: set[int] = set()
         self._reap()
@@ -255,12 +255,12 @@ class Zygote:
             self._reap()
 
     def _is_of_the_dead(self, pid: int) -> bool:
-        """Return whether the envs of a worker that has ended have started a process; False if that is not known."""
+        """Return whether an ended worker's envs have started a process; False if that is unknown."""
         with contextlib.suppress(OSError):  # the process has ended
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             own = f"{_MARK}={_mark_of(os.getpid(), '')}".encode()
             workers = {int(variable[len(own) :]) for variable in variables if variable.startswith(own)}
-            if not workers:  # it executes no other program: it has the descriptors that the worker had
+            if not workers:  # it has executed no other program, so it has the worker's descriptors
                 inodes = {os.stat(file).st_ino for file in Path(f"/proc/{pid}/fd").iterdir()}
                 workers = {worker for inode, worker in self._worker_of_log.items() if inode in inodes}
             return bool(workers) and workers.isdisjoint(self._alive)
@@ -268,12 +268,12 @@ class Zygote:
 
 
 def _mark_of(helper: int, worker: int | str) -> str:
-    """Return the value of `_MARK` for what a worker starts."""
+    """Return the value of `_MARK` for a worker's descendants."""
     return f"{helper}.{worker}"
 
 
 def _take_over(caller: dict[str, Any] | None) -> None:
-    """Have a worker of a helper that is older than its executor see what the owner sees now."""
+    """Give a worker the owner's present surroundings, if its helper is older than its executor."""
     if caller is not None:
         os.chdir(caller["folder"])
         sys.path[:] = caller["path"]

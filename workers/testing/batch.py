@@ -1,4 +1,4 @@
-"""What the contract drives: a batch of envs under test, and the one that runs here, without processes."""
+"""The batch of envs that the contract drives, and an implementation that runs in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Batch(Protocol):
 
     Attributes:
         specs: one for each env.
-        enforces_rule_4: whether stepping an ended env is refused here (the executor does that).
+        enforces_rule_4: whether it refuses to step an ended env (as the executor does).
     """
 
     specs: Sequence[EnvSpec]
@@ -38,10 +38,10 @@ class Batch(Protocol):
         """Use a new root seed: the next reset of every env begins its episode 0."""
 
     def reset(self, mask: np.ndarray | None) -> list[Row]:
-        """Reset the envs in `mask` (bool `[N, *batch_shape, 1]`; None for all) and return where ALL envs are now."""
+        """Reset the envs in `mask` (bool `[N, *batch_shape, 1]`; None for all); return the roots of ALL envs."""
 
     def step(self, actions: list[list[Any]], *, resets_ended: bool) -> tuple[list[Row], list[Row]]:
-        """Step all envs; return `(next rows, root rows)`: the roots are where the envs are then."""
+        """Step all envs; return `(next rows, root rows)`: the roots after the step (and reset)."""
 
     def count_calls(self) -> tuple[int, int] | None:
         """Return how often the native envs were stepped and reset so far; None if that cannot be counted."""
@@ -148,7 +148,7 @@ class BlockBatch:
             )
 
     def _take(self, frame: dict[str, Any]) -> None:
-        frame = plain.decode(plain.encode(frame))  # as on its way to another process
+        frame = plain.decode(plain.encode(frame))  # as if sent to another process
         if frame["kind"] == "fault":
             self._faults.append(frame)
         elif frame["kind"] == "side":
@@ -187,7 +187,7 @@ class BlockBatch:
 
 
 class _CallCounter:
-    """Counts the calls of `step` and `reset` of native envs, where these let their methods be replaced."""
+    """Counts the calls of `step` and `reset` of native envs whose methods can be replaced."""
 
     def __init__(self) -> None:
         self._is_complete = True

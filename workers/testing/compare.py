@@ -1,4 +1,4 @@
-"""Comparing rows, and saying how they differ."""
+"""Compare rows, and describe their differences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from envherd.workers.testing.batch import Row
 
 
 class ContractViolation(AssertionError):
-    """A rule that an env, or whatever runs it, has broken."""
+    """An env, or its executor, has broken a rule."""
 
 
 def demand(rule: int, one: Row, other: Row, where: str, why: str) -> None:
@@ -64,6 +64,6 @@ def show_key(key: Key) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value for messages, cut short."""
+    """Return a value as a short text for messages."""
     text = " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."

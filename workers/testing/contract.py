@@ -18,8 +18,8 @@ The rules:
     10  what was handed out is not changed by a later step or reset, nor is a caller's mask
 The contract fails if it saw no episode end: without one it has checked nothing.
 
-It takes four traces of the same seed and actions (resets fused into the step; made by hand; in new envs
-on two workers; with further resets of one env) and compares them.
+It takes four traces with the same seed and actions (with resets fused into the step; with separate resets; in new envs
+on two workers; with additional resets of one env) and compares them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from envherd.workers.testing.traces import (
 
 
 class NoEpisodeEnd(ContractViolation):
-    """No episode ended, so that nothing was checked."""
+    """No episode ended, so nothing was checked."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ContractReport:
         rules: the numbers of the rules that held.
         num_steps: steps of each of the two envs.
         num_ends: episode ends that were seen.
-        are_calls_counted: whether native calls could be counted (rule 1; else the data alone spoke).
+        are_calls_counted: whether native calls could be counted for rule 1 (otherwise only the data were compared).
     """
 
     rules: tuple[int, ...]
@@ -94,7 +94,7 @@ class Contract:
     ends_where_it_starts: bool = False
     make_batch: MakeBatch | None = None
 
-    #: In the order in which a break of one would show up as a break of those behind it.
+    #: In this order because breaking a rule may also break later ones.
     RULES: ClassVar[tuple[int, ...]] = (1, 6, 7, 10, 3, 2, 4)
     #: Rule -> what holds.
     TITLES: ClassVar[dict[int, str]] = {
@@ -106,7 +106,7 @@ class Contract:
         7: "the same seed and actions give the same data",
         10: "what was handed out is not changed by a later step or reset",
     }
-    #: The rules of which nothing is checked where seeds do not determine the data.
+    #: The rules that are not checked if seeds do not determine the data.
     COMPARES: ClassVar[tuple[int, ...]] = (2, 7)
 
     def check(self, rule: int) -> None:
@@ -177,7 +177,7 @@ class Contract:
         for trace, how in zip(self._pair, ("step_and_maybe_reset", "step, then reset"), strict=True):
             num_resets = NUM_ENVS + trace.num_ends
             if trace.calls is not None and any(spec.metadata.get("resets_itself") for spec in trace.specs):
-                num_resets = trace.calls[1]  # what it begins by itself is handed out by a reset that calls nothing
+                num_resets = trace.calls[1]  # an env may have begun the episode by itself
             if trace.calls is not None and trace.calls != (num_steps, num_resets):
                 raise ContractViolation(
                     f"rule 1 is broken: expected {num_steps} calls of env.step and {num_resets} of env.reset for "
@@ -235,7 +235,7 @@ class Contract:
         if self.is_deterministic:
             why = "the reset has overwritten the last observation. Does the adapter hand out what the env changes?"
             compare_ends(10, within, by_hand, why)
-        assert self._spread  # taking it has checked that masks stay as they are
+        assert self._spread  # taking the trace has checked that masks are unchanged
 
 
 class _Opened:
@@ -253,7 +253,7 @@ class _Opened:
 
 
 def _check_root(event: Event) -> None:
-    """Demand that a root is the `next` before it, or, where (part of) the env ended, no longer done there."""
+    """Require that a root equals the `next` before it, or, where (part of) the env ended, is no longer done."""
     for key, value in event.root.items():
         if not event.done.any():
             if not equal(value, event.next[key]):

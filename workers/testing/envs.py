@@ -1,7 +1,7 @@
-"""Small envs that say in every observation who and where they are: oracles for tests.
+"""Small envs whose observations identify env, episode and step: oracles for tests.
 
-An observation holds the episode's seed (which says env and episode), the step counter and the last
-action, so that a stale, torn, swapped, repeated or skipped row is seen at once. They need numpy alone.
+An observation holds the episode's seed (which identifies env and episode), the step counter and the last action, so a
+test sees a stale, torn, swapped, repeated or skipped row at once. They need only numpy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_ACTIONS = 5
 
 
 class PlainEnv:
-    """An env in the adapter's own terms: flat lists aligned with `spec`; subclass it to write a test env."""
+    """An env with the adapter's interface: flat lists aligned with `spec`. Subclass it to write a test env."""
 
     spec: EnvSpec
 
@@ -40,7 +40,7 @@ class PlainEnv:
     def close(self) -> None:
         """Nothing to close."""
 
-    # What tests ask over `call` and `get`.
+    # Requested by tests through `call` and `get`.
 
     def pid(self) -> int:
         """Return the id of the process that runs this env."""
@@ -106,8 +106,8 @@ def action_leaf(n: int = NUM_ACTIONS) -> LeafSpec:
 class CountingEnv(PlainEnv):
     """Counts: `observation` is int64 `[seed, step, last action]` (-1 after a reset), the reward `step + action / 8`.
 
-    Episodes end after `length` steps, or after 2 to 6 that the seed decides if it is None: terminated
-    where the seed is even, truncated where it is odd.
+    Episodes end after `length` steps; if that is None, after 2 to 6, depending on the seed. They are terminated if the
+    seed is even, else truncated.
 
     Args:
         length: steps of an episode.
@@ -115,8 +115,8 @@ class CountingEnv(PlainEnv):
         reuses_buffers: return the same arrays every time, overwritten in place, as many envs do.
 
     Attributes:
-        seen: what every `step` was given, oldest first.
-        options: what the latest `reset` was given.
+        seen: the action of every `step`, oldest first.
+        options: of the latest `reset`.
         episode: resets of this instance, less one.
     """
 
@@ -182,7 +182,7 @@ class CountingEnv(PlainEnv):
 
 
 class AgentsEnv(CountingEnv):
-    """Three agents under the group `agents`, with done leaves of their own; agent j observes `[seed, step, j]`."""
+    """Three agents under the group `agents`, with their own done leaves; agent j observes `[seed, step, j]`."""
 
     NUM_AGENTS = 3
 
@@ -223,7 +223,7 @@ class AgentsEnv(CountingEnv):
 
 
 class TextEnv(CountingEnv):
-    """Also observes `text`, which has no fixed shape and comes over the side channel: `"seed:step"` and padding.
+    """Also observes `text`, a side leaf without a fixed shape: `"seed:step"` and padding.
 
     Args:
         length: steps of an episode.

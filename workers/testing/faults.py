@@ -2,7 +2,7 @@
 
     ParallelEnv(2, FaultyEnv, env_kwargs=[{}, {"fault": "segfault", "at": "step", "step": 3}])
 
-Run these in a worker process alone: most of them would end, or hang, the process that calls them.
+Run these only in a worker process: most of them end or hang the process that calls them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _spin() -> None:
 
 
 def _hold_the_gil() -> None:
-    """Lock a mutex twice in C without letting go of the GIL: no python thread runs again."""
+    """Lock a mutex twice in C without releasing the GIL: no Python thread runs again."""
     mutex = ctypes.create_string_buffer(64)
     lock = ctypes.PyDLL(None).pthread_mutex_lock
     lock(mutex)
@@ -98,7 +98,7 @@ def _start_child(*, new_session: bool = False) -> int:
     return child.pid
 
 
-#: Exceptions: they cost the env its episode and nothing else.
+#: Exceptions, which end only the env's episode.
 EXCEPTIONS: dict[str, Callable[[], Any]] = {
     "value_error": lambda: _raise(ValueError(BROKEN)),
     "key_error": lambda: _raise(KeyError(BROKEN)),
@@ -111,7 +111,7 @@ EXCEPTIONS: dict[str, Callable[[], Any]] = {
     "unprintable": lambda: _raise(UnprintableError(BROKEN)),
 }
 
-#: Ends of the process, and how they are named in `WorkerLost`.
+#: Ways to end the process, and their names in `WorkerLost`.
 DEATHS: dict[str, tuple[Callable[[], Any], str]] = {
     "exit": (lambda: os._exit(3), "exit code 3"),
     "exit_0": (lambda: os._exit(0), "exit code 0"),
@@ -120,13 +120,13 @@ DEATHS: dict[str, tuple[Callable[[], Any], str]] = {
     "kill": (_kill, "SIGKILL(-9)"),
 }
 
-#: Signals that a process may be sent by others: one that ends it, and one that stops it for good.
+#: Signals from other processes: one that ends the process, and one that stops it for good.
 SIGNALS: dict[str, Callable[[], Any]] = {
     "term": lambda: _signal(signal.SIGTERM),
     "stop": lambda: _signal(signal.SIGSTOP),
 }
 
-#: Hangs: in python, in a busy loop, and in C with the GIL held.
+#: Hangs: in Python, in a busy loop, and in C with the GIL held.
 HANGS: dict[str, Callable[[], Any]] = {"sleep": _sleep, "spin": _spin, "gil": _hold_the_gil}
 
 #: Observations that break the env's own spec (int64 `[3]`).
@@ -158,8 +158,7 @@ class FaultyEnv(CountingEnv):
         at: "construct", "reset", "step", "render" or "close".
         step: the step of an episode (from 1) at which it breaks, if `at` is "step".
         episode: the first episode (from 0) in which it breaks; with `at="reset"`, the reset that begins it.
-        flag: path of a file: break only while it does not exist, and make it first. So a successor of a
-            lost worker works.
+        flag: path of a file: break only if it does not exist, and create it first. So a lost worker's successor works.
         length: steps of an episode.
     """
 
@@ -243,7 +242,7 @@ class ChattyEnv(CountingEnv):
 
 
 class HeavyEnv(CountingEnv):
-    """Holds a number of bytes of memory, every page of them touched."""
+    """Holds `num_bytes` bytes of memory, with every page touched."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(1_000_000)

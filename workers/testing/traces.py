@@ -1,4 +1,4 @@
-"""Traces: what a batch gave for the same seed and actions, driven in different ways."""
+"""Traces: the data of a batch for one seed and one sequence of actions, driven in different ways."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Event:
     """One env's share of one step.
 
     Attributes:
-        step, env_id: which.
-        next: the row that the step gave.
-        root: where the env is then.
+        step, env_id: of the event.
+        next: the row of the step.
+        root: the env's root after it.
     """
 
     step: int
@@ -46,7 +46,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run gave.
+    """The data of one run.
 
     Attributes:
         specs: of the envs.
@@ -66,7 +66,7 @@ class Trace:
 
     @property
     def num_ends(self) -> int:
-        """How many there are."""
+        """The number of `ends`."""
         return sum(1 for _ in self.ends())
 
 
@@ -101,7 +101,7 @@ def separate(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Ro
 
 
 def disturbed(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
-    """Step and reset what ended; every third time also reset nobody, and env 0, and see what that leaves."""
+    """Step and reset ended envs; every third time also reset no env, then env 0, and check the other rows."""
     nexts, roots = separate(batch, actions, step)
     if step % 3 != 0:
         return nexts, roots
@@ -123,7 +123,7 @@ def disturbed(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[R
 
 
 def compare(rule: int, one: Trace, other: Trace, why: str, *, env_ids: tuple[int, ...] = (0, 1)) -> None:
-    """Demand that two traces gave some envs the same data, but for last observations."""
+    """Require that two traces have the same data for some envs, except for last observations."""
     for env_id in env_ids:
         demand(rule, one.first[env_id], other.first[env_id], f"the first reset, env {env_id}", why)
     for mine, theirs in zip(one.events, other.events, strict=True):
@@ -134,6 +134,6 @@ def compare(rule: int, one: Trace, other: Trace, why: str, *, env_ids: tuple[int
 
 
 def compare_ends(rule: int, one: Trace, other: Trace, why: str) -> None:
-    """Demand that two traces gave the same last observations (and rewards and flags)."""
+    """Require that two traces have the same last observations (and rewards and flags)."""
     for mine, theirs in zip(one.ends(), other.ends(), strict=True):
         demand(rule, theirs.next, mine.next, f"next, {mine}", why)

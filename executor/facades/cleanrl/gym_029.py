@@ -1,4 +1,4 @@
-"""What CleanRL's scripts import as `gym`: Gymnasium 0.29's vector envs over the executor, on Gymnasium 1.
+"""The `gym` for CleanRL's scripts: Gymnasium 0.29's vector envs over the executor, on Gymnasium 1.
 
     from envherd.executor.facades.cleanrl import gym    # was: import gymnasium as gym
 
@@ -20,12 +20,12 @@ from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.adapters.hosts import gymnasium_029
 
-#: What the facade of Gymnasium 1 reports -> the name in 0.29.
+#: Info key of the Gymnasium 1 facade -> the key in 0.29.
 _FINALS = {"final_info": "final_info", "final_obs": "final_observation"}
 
 
 class OldVectorEnv(AsyncVectorEnv):
-    """A vector env of Gymnasium 0.29: resets in the step that has ended an episode, infos as lists.
+    """A vector env of Gymnasium 0.29: it resets in the step that ends an episode, and infos are lists.
 
     Args:
         env_fns: one callable for each env; called in its worker.

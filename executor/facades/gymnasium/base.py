@@ -1,4 +1,4 @@
-"""What both vector envs of the facade do: reset, step and autoreset, over the executor's commands.
+"""The base of both vector envs of the facade: reset, step and autoreset, over the executor's commands.
 
     autoreset mode  a step is                                             an ended env's next step is
     NEXT_STEP       STEP for the running envs, RESET for those that       a reset: reward 0, no flag set,
@@ -7,8 +7,8 @@
                     what the episode ended with is in the infos
     DISABLED        STEP                                                  refused; reset it with a mask
 
-Guarantees: every transition is one `env.step`, and equals Gymnasium's own bit for bit, with one exception: an
-episode's last observation is the true one also where an env reuses its memory.
+Guarantees: every transition is one `env.step`, and equals Gymnasium's own bit for bit, with one exception: an episode's
+last observation is right even if an env reuses its memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def __init__(
         self, env_fns: EnvFns, *, copy: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode
     ) -> None:
-        self.closed = True  # Gymnasium 1.1 closes what is deleted, also where its constructor has raised
+        self.closed = True  # Gymnasium 1.1 closes deleted envs, even if the constructor has raised
         self.env_fns = tuple(env_fns)
         self.copy = copy
         self.observation_mode = observation_mode
@@ -62,11 +62,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             check_factory(env_fn)
 
     def _options(self, options: ExecutorOptions | None) -> ExecutorOptions:
-        """Return options with what Gymnasium's behaviour needs: all infos, and the envs' own seeding."""
+        """Return options changed for Gymnasium's behaviour: all infos, and the envs' own seeding."""
         return replace(checked_options(options), infos="pickle", info_keys=None, episode_seeds=False)
 
     def _host(self, executor: BatchedEnv, check: Callable[[Description], None] = lambda _: None) -> None:
-        """Take over an executor; closes it if its envs do not fit together."""
+        """Take over an executor; close it if its envs do not fit together."""
         self.executor = executor
         try:
             descriptions = describe_all(executor)
@@ -89,7 +89,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._observations = Observations(engine, first.observation_space, is_copy=self.copy)
         self._episodes = EpisodeColumns.of(engine.pool.slab, self._num_returns())
         self._flight: Flight | None = None
-        engine.allow_steps()  # Gymnasium leaves it to the env whether it may be stepped before a reset
+        engine.allow_steps()  # in Gymnasium the env decides whether it may be stepped before a reset
         group = engine.pool.slab.groups[0].columns
         self._rewards, self._terminations, self._truncations = (
             list(group["next", name][:, :, 0]) for name in ("reward", "terminated", "truncated")
@@ -100,7 +100,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._resetting = engine.all_ids  # the envs that are being reset
 
     def _num_returns(self) -> int:
-        """Return how many returns an episode has: one, or one for each agent."""
+        """Return the number of returns of an episode: one, or one per agent."""
         return 1
 
     @property
@@ -110,11 +110,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     @property  # type: ignore[misc]  # Gymnasium's own vector envs have no setter either
     def np_random(self) -> Any:
-        """The envs' own generators, a tuple (copies, where the envs live in other processes)."""
+        """The envs' own generators, a tuple (copies, if the envs are in other processes)."""
         return self.get_attr("np_random")
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return an attribute of each env or of its wrappers; what is callable is called."""
+        """Return an attribute of each env or of its wrappers; a callable is called first."""
         return self.call(name)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -122,16 +122,16 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         raise NotImplementedError
 
     def render(self) -> tuple[Any, ...]:
-        """Return what each env draws."""
+        """Return the result of each env's `render`."""
         return self.call("render")
 
     def _fail(self, error: EnvherdError) -> EnvherdError:
-        """Return what to raise for an error of ours."""
+        """Return the exception to raise for one of our errors."""
         return as_gymnasium(error)
 
     @property
     def _landing(self) -> Flight:
-        """The flight that was begun last."""
+        """The flight that began last."""
         assert self._flight is not None
         return self._flight
 
@@ -199,7 +199,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             self._note_failed_step()
             raise self._fail(error) from error.__cause__
         except BaseException:
-            self._ended = None  # all of them need a reset of the caller's
+            self._ended = None  # the caller must reset all of them
             raise
         column, ended = flight.at, flight.ended
         if self._resets_next:
@@ -219,7 +219,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         )
 
     def _of_episodes(self, episodes: EpisodeColumns, ended: np.ndarray, column: int) -> dict[str, Any]:
-        """Return the entries of Gymnasium's `RecordEpisodeStatistics`, of a step in which episodes have ended."""
+        """Return the entries of Gymnasium's `RecordEpisodeStatistics` for a step in which episodes have ended."""
         is_over = np.zeros(self.num_envs, bool)
         is_over[ended] = True
         returns, lengths, seconds = episodes.read(column)
@@ -228,7 +228,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         return {"episode": {"r": returns[:, 0] if returns.shape[1] == 1 else returns, **figures}, "_episode": is_over}
 
     def _note_failed_step(self) -> None:
-        """Note which envs the next step has to reset, after a step that some envs did not survive."""
+        """Note which envs the next step must reset, after a step in which envs failed."""
         if self._resets_next:
             flight = self._landing
             ended = self._terminations[flight.at] | self._truncations[flight.at]

@@ -1,4 +1,4 @@
-"""Errors that are both ours and what Gymnasium would have raised; see `facades.errors`."""
+"""Errors that are instances of both our class and Gymnasium's; see `facades.errors`."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class CallTimeout(multiprocessing.TimeoutError, TimeoutError):
 
 
 def as_gymnasium(error: EnvherdError) -> EnvherdError:
-    """Return an error that is also of the type that Gymnasium would have raised, or the error itself."""
+    """Return an error that is also an instance of Gymnasium's type, or the error itself."""
     return twin(error, AssertionError) if isinstance(error, ResetNeeded) else as_raised(error)

@@ -1,7 +1,7 @@
-"""Between Gymnasium's batches and the slab's rows: actions in, observations out, in Gymnasium's own layout.
+"""Convert Gymnasium's batches of actions to rows of the slab, and rows to Gymnasium's observations.
 
-Guarantees: an env gets the action that Gymnasium would have given it; what comes out has the dtypes,
-shapes and nesting of `gymnasium.vector.utils.concatenate`.
+Guarantees: an env gets the action that Gymnasium would pass to it; observations have the dtypes, shapes and nesting of
+`gymnasium.vector.utils.concatenate`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Space = spaces.Space[Any]
 class Actions:
     """Takes batches of actions for all envs.
 
-    Arrays of the space's own dtype go through shared memory. Everything else (lists, other dtypes, values
-    of spaces that are not arrays) is pickled for the env as it is, which takes another round trip.
+    Arrays of the space's own dtype go through shared memory. Everything else (lists, other dtypes, values of spaces
+    that are not arrays) is pickled unchanged, which takes another round trip.
 
     Args:
         engine: of the envs.
@@ -43,7 +43,7 @@ class Actions:
         self._is_bare = isinstance(single_space, FIXED)
 
     def take(self, actions: Any) -> None:
-        """Hand a batch of actions to the envs.
+        """Pass a batch of actions to the envs.
 
         Raises:
             ValueError: not one action for each env.
@@ -80,12 +80,12 @@ class Actions:
 
 
 class Observations:
-    """Hands out where the envs are.
+    """Hands out the envs' present observations.
 
     Args:
         engine: of the envs.
         single_space: the observation space of one env.
-        is_copy: whether to hand out memory of the caller's own wherever a view of the ring would do.
+        is_copy: whether to hand out copies even if a view of the ring is possible.
     """
 
     def __init__(self, engine: Engine, single_space: Space, *, is_copy: bool) -> None:
@@ -101,14 +101,14 @@ class Observations:
         self._only = self._columns[0] if isinstance(single_space, FIXED) else None
 
     def after(self, column: int, reset_ids: np.ndarray | None) -> Any:
-        """Return what a step of all envs gave, from a ring column; where some were reset, their new observations.
+        """Return the observations after a step of all envs, from a ring column; of a reset, for envs that were reset.
 
         Args:
             column: of the step.
-            reset_ids: int `[k]`, who was reset at that column; None for nobody.
+            reset_ids: int `[k]`, envs that were reset at that column; None for none.
 
         Returns:
-            A copy; without resets perhaps a view of the ring.
+            A copy; without resets it may be a view of the ring.
         """
         if self._only is None:
             return self._at(column) if reset_ids is None else self.now()
@@ -129,12 +129,12 @@ class Observations:
         return self._join(iter(leaves))
 
     def now(self) -> Any:
-        """Return where the envs are, wherever that is kept: memory of the caller's own."""
+        """Return a copy of the envs' present observations, from any column."""
         leaves = [self._objects(index) if leaf is None else leaf.read() for index, leaf in enumerate(self._columns)]
         return self._join(iter(leaves))
 
     def last_of(self, env_id: int, column: int) -> Any:
-        """Return the observation that one env's latest step gave, not batched: memory of the caller's own."""
+        """Return a copy of the observation of one env's latest step, not batched."""
         leaves = [
             loads(self._side.next[env_id][index]) if leaf is None else leaf.after.look(column)[env_id].copy()
             for index, leaf in enumerate(self._columns)

@@ -1,6 +1,6 @@
 """The spaces of a vector env: read from its envs, checked as Gymnasium checks them, and batched.
 
-The parent builds no env for that: every env describes itself where it lives.
+The parent builds no env for that: every env describes itself in its worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from envherd.workers.adapters.hosts.gymnasium_native import leaf_spaces, loads
 
 Space = spaces.Space[Any]
 
-#: What Gymnasium itself has a batched form for.
+#: Spaces that Gymnasium can batch.
 _STANDARD = (
     spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary,
     spaces.Text, spaces.Graph, spaces.Sequence, spaces.OneOf,
@@ -24,7 +24,7 @@ _STANDARD = (
 
 
 class Description(NamedTuple):
-    """What one env says of itself."""
+    """One env's description of itself."""
 
     observation_space: Space
     action_space: Space
@@ -42,16 +42,16 @@ class Spaces(NamedTuple):
 
 
 def describe_all(executor: BatchedEnv) -> list[Description]:
-    """Return what every env says of itself."""
+    """Return every env's description of itself."""
     return [Description(*loads(answer)) for answer in executor.call("describe")]
 
 
 def check_mode(observation_mode: Any) -> None:
-    """Refuse what is no observation mode, before anything is started.
+    """Refuse anything but an observation mode, before anything is started.
 
     Raises:
         ValueError: neither "same" nor "different" nor a pair.
-        TypeError: a pair of something else than spaces.
+        TypeError: a pair of other objects than spaces.
     """
     if isinstance(observation_mode, tuple) and len(observation_mode) == 2:
         if not all(isinstance(space, spaces.Space) for space in observation_mode):
@@ -117,5 +117,5 @@ def _check_actions(descriptions: list[Description]) -> None:
 
 
 def has_custom(space: Space) -> bool:
-    """Return whether a space, or one inside it, is none of Gymnasium's own."""
+    """Return whether a space, or one inside it, is not one of Gymnasium's own."""
     return not all(isinstance(leaf, _STANDARD) for leaf in leaf_spaces(space))

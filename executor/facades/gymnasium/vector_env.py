@@ -39,12 +39,12 @@ __all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_v
 #: Methods that `call` does not reach.
 _OWN_METHODS = ("reset", "step", "close", "_setattr", "_check_spaces")
 
-#: Seconds between looks for the answers to a `call_async` that has a deadline.
+#: Seconds between checks for the answers to a `call_async` with a deadline.
 _LOOK_S = 0.001
 
 
 class AsyncState(Enum):
-    """What an `AsyncVectorEnv` is waiting for."""
+    """The pending call of an `AsyncVectorEnv`."""
 
     DEFAULT = "default"
     WAITING_RESET = "reset"
@@ -59,12 +59,12 @@ class AsyncVectorEnv(HostedVectorEnv):
         env_fns: one callable for each env; called in its worker, never here.
         shared_memory: accepted; memory is always shared. True refuses custom observation spaces, as in Gymnasium.
         copy: False hands out views of the ring of rows; the `options.ring_frames`-th further step overwrites a view.
-        context: accepted and not used; see `options.start_method`.
-        daemon: accepted and not used; workers end with this process and may have children in any case.
+        context: accepted but not used; see `options.start_method`.
+        daemon: accepted but not used; workers end with this process and may have children in any case.
         worker: refused; there is no worker function to replace.
         observation_mode: "same", "different", or `(observation_space, single_observation_space)`.
         autoreset_mode: an `AutoresetMode` or its value.
-        max_concurrency: how many envs may run at one time: an upper limit of the number of processes.
+        max_concurrency: largest number of envs that run at one time; limits the number of processes.
         num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env for
             some seconds and decides (see docs/sizing.md).
         options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
@@ -73,11 +73,11 @@ class AsyncVectorEnv(HostedVectorEnv):
 
     Raises:
         RuntimeError: spaces do not fit together.
-        ValueError: an argument that cannot be.
+        ValueError: an invalid argument.
         FactoryError: an env could not be built; also of the type that was raised.
     """
 
-    #: Makes an adapter of each env; called with the user's factory and `keeps_final`.
+    #: Makes the adapter of an env; called with the user's factory and `keeps_final`.
     _factory: ClassVar[Callable[..., Callable[[], Adapter]]] = NativeFactory
 
     @names_right_keyword
@@ -154,7 +154,7 @@ class AsyncVectorEnv(HostedVectorEnv):
             )
 
     def _end(self, awaited: AsyncState) -> None:
-        """Refuse to wait for a call that was not started; after any outcome of the wait, the call is over."""
+        """Refuse to wait for a call that was not started; when the wait ends, in any way, the call is over."""
         self._assert_is_running()
         if self._state is not awaited:
             name = awaited.value
@@ -162,7 +162,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         self._state = AsyncState.DEFAULT
 
     def _fail(self, error: EnvherdError) -> EnvherdError:
-        """Report as Gymnasium does what envs raised; an env that raised can be reset here, and used again."""
+        """Report envs' exceptions as Gymnasium does; unlike there, an env that raised can be reset and used again."""
         is_of_flight = self._flight is not None and error.context.get("phase") in ("reset", "step")
         faults = self._landing.faults if is_of_flight else {}
         for env_id, fault in sorted(faults.items()):
@@ -243,7 +243,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         self._state = AsyncState.WAITING_CALL
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """End a `call`; raises as `reset_wait` does, and what an env raised."""
+        """End a `call`; raises as `reset_wait` does, and exceptions of envs."""
         self._end(AsyncState.WAITING_CALL)
         pool, end = self._pool, None if timeout is None else time.monotonic() + timeout
         try:
@@ -387,7 +387,7 @@ def make_vec(id: Any, num_envs: int = 1, vectorization_mode: str = "async", **kw
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Have `gymnasium.make_vec` (all of `gymnasium.vector`) mean the vector envs of this module, for a while."""
+    """Make `gymnasium.make_vec` (and all of `gymnasium.vector`) use the vector envs of this module for a block."""
     names = ("AsyncVectorEnv", "SyncVectorEnv")
     before = {name: getattr(gymnasium.vector, name) for name in names}
     for name, kind in zip(names, (AsyncVectorEnv, SyncVectorEnv), strict=True):
@@ -401,7 +401,7 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deadline(name: str, timeout: float | None) -> Iterator[None]:
-    """Raise Gymnasium's timeout for ours; a worker that was killed for being late is another matter."""
+    """Convert our timeouts to Gymnasium's, except for those of workers that were killed for being late."""
     try:
         yield
     except TimeoutError as error:

@@ -1,7 +1,7 @@
 """PettingZoo parallel envs as one vector env with a row for each agent, for learners that share one policy.
 
-What `supersuit.pettingzoo_env_to_vec_env_v1` and `concat_vec_envs_v1` give, with the same arrays and infos: rows of env
-0's agents come first, then those of env 1. Agents may leave and return: an absent agent has zeros and no flag.
+Arrays and infos are those of `supersuit.pettingzoo_env_to_vec_env_v1` and `concat_vec_envs_v1`: the rows of env 0's
+agents, then those of env 1, and so on. Agents may leave and return: an absent agent has zeros and no flag.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
     Attributes:
         envs: the `ParallelVectorEnv`.
         num_envs: rows, N * A.
-        observation_space, action_space: of ONE row, as SuperSuit has it; `batched_observation_space` and
+        observation_space, action_space: of ONE row, as in SuperSuit; `batched_observation_space` and
             `batched_action_space` are those of all rows.
         single_observation_space, single_action_space: of one row.
 
     Raises:
-        ValueError: agents have unlike spaces.
+        ValueError: agents have different spaces.
     """
 
     @names_right_keyword
@@ -136,7 +136,7 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         return rows
 
     def render(self) -> Any:
-        """Return what env 0 draws."""
+        """Return the result of env 0's `render`."""
         return self.envs.render()[0]
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -156,7 +156,7 @@ def concat_vec_envs_v1(
     *,
     options: ExecutorOptions | None = None,
 ) -> Any:
-    """Return a vector env with one row for each agent: SuperSuit's function of this name, given a function.
+    """Return a vector env with one row for each agent, as SuperSuit's function of this name; takes a factory.
 
     Args:
         make_env: returns one PettingZoo parallel env, with SuperSuit's wrappers if you like; called in workers.
@@ -215,7 +215,7 @@ def _at(parts: Any, index: int) -> Any:
 
 
 def _unmasked(infos: Mapping[str, Any], env_id: int) -> dict[str, Any]:
-    """Return what Gymnasium's vector infos say of one env, as a dict without masks."""
+    """Return one env's part of Gymnasium's vector infos, as a dict without masks."""
     own = {}
     for name, values in infos.items():
         if f"_{name}" in infos and infos[f"_{name}"][env_id]:

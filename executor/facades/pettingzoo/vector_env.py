@@ -2,8 +2,8 @@
 
 Guarantees:
 - Every transition is one `env.step`; observations and rewards are the env's own, bit for bit (float64 rewards).
-- An env gets actions of its present agents alone. An absent agent has zeros for its observation and its reward.
-- An env whose last agent has left is reset as the autoreset mode says; its last observations are never lost.
+- An env gets only the actions of its present agents. An absent agent's observation and reward are zeros.
+- An env whose last agent has left is reset according to the autoreset mode; its last observations are never lost.
 - Infos, timeouts, errors, `call` and the autoreset modes are those of the Gymnasium facade.
 """
 
@@ -79,7 +79,7 @@ class ParallelVectorEnv:
     Attributes:
         num_envs: N.
         possible_agents: all agents, of each env.
-        agents: the same list: every agent has a part in every batch. `active` tells who is present.
+        agents: the same list: every agent has a part in every batch. `active` marks the present agents.
         metadata, render_mode: of the envs.
 
     Raises:
@@ -121,7 +121,7 @@ class ParallelVectorEnv:
 
     @property
     def num_agents(self) -> int:
-        """How many agents an env may have."""
+        """The number of possible agents of an env."""
         return len(self.possible_agents)
 
     @property
@@ -141,7 +141,7 @@ class ParallelVectorEnv:
 
     @property
     def active(self) -> ByAgent:
-        """Which envs each agent is present in, and so acts in their next step: bool `[N]` by agent, copies."""
+        """The envs in which each agent is present, and so acts in the next step: bool `[N]` by agent, copies."""
         return self._by_agent(self._envs.active())
 
     def observation_space(self, agent: Any) -> Space:
@@ -255,7 +255,7 @@ class ParallelVectorEnv:
         return self._envs.call(name, *args, **kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return an attribute of each env; what is callable is called."""
+        """Return an attribute of each env; a callable is called first."""
         return self._envs.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:

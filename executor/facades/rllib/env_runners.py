@@ -1,11 +1,11 @@
-"""RLlib's two env runners (new API stack), whose envs are in envherd's worker processes.
+"""RLlib's two env runners (new API stack) with the envs in envherd's worker processes.
 
     from envherd.executor.facades.rllib import SingleAgentEnvRunner
 
     config.env_runners(env_runner_cls=SingleAgentEnvRunner, num_envs_per_env_runner=8)
 
-Guarantees: episodes, callbacks, connectors and metrics are RLlib's own code. An env is built, reset, stepped and seeded
-as RLlib's runner of the same name does with `gym_env_vectorize_mode="sync"`, but in a worker (unless it is too cheap).
+Guarantees: episodes, callbacks, connectors and metrics are RLlib's own code. Envs are built, reset, stepped and seeded
+as by RLlib's runner of the same name with `gym_env_vectorize_mode="sync"`, but in workers (unless they are too cheap).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from envherd.executor.sizing.opening import helper, subject_of
 from envherd.executor.sizing.probing import ProbeLimits, probe
 from envherd.workers.errors import EnvherdError
 
-#: Seconds that a step of all envs must take for workers to be faster: they fall asleep while RLlib computes, and a step
-#: that wakes them takes 0.7 ms longer (`envherd.benchmarks.rllib`, 2 processors).
+#: Seconds of a step of all envs from which workers are faster: workers sleep while RLlib computes, and a step that
+#: wakes them takes 0.7 ms longer (`envherd.benchmarks.rllib`, 2 processors).
 _WORTH_WORKERS_S = 1e-3
-#: Seconds for which an env is measured.
+#: Seconds of the measurement of an env.
 _PROBE_S = 0.3
 
 
 class _Hosted:
-    """What both runners have; set the attributes in a subclass.
+    """The base of both runners; set the attributes in a subclass.
 
     Attributes:
         num_env_workers: worker processes of each runner, at most one per env. None: a remote runner has as many as Ray
@@ -60,7 +60,7 @@ class _Hosted:
         return EnvContext(config, worker_index=self.worker_index, num_workers=self.num_workers, remote=remote)
 
     def _env_fn(self, context: EnvContext) -> Callable[[], Any]:
-        """Return the function that builds one env, which refers to nothing of the runner.
+        """Return the function that builds one env, without a reference to the runner.
 
         Raises:
             ValueError: the config has no env.
@@ -75,7 +75,7 @@ class _Hosted:
             return functools.partial(env, context)
         if _global_registry.contains(ENV_CREATOR, env):
             return functools.partial(_global_registry.get(ENV_CREATOR, env), context)
-        # The spec, as ids that the user's script has registered are not known in workers.
+        # Pass the spec: workers do not know ids that the user's script has registered.
         return functools.partial(gymnasium.make, gymnasium.spec(env), **context)
 
     def _arguments(self) -> dict[str, Any]:
@@ -88,8 +88,9 @@ class _Hosted:
 class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner):  # type: ignore[misc]  # has no types
     """RLlib's `SingleAgentEnvRunner`, whose vector env is `facades.gymnasium.AsyncVectorEnv`.
 
-    Where neither `num_env_workers` nor `executor_options` is set, one env is first measured in a worker process. Envs
-    so cheap that workers would be slower are then in RLlib's own vector env, as with `num_env_workers = 0`.
+    If neither `num_env_workers` nor `executor_options` is set, one env is first measured in a worker process. If its
+    steps are so cheap that workers would be slower, RLlib's own vector env runs the envs, as with
+    `num_env_workers = 0`.
     """
 
     def make_env(self) -> None:
@@ -105,7 +106,7 @@ class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner
         """Return whether a step of all envs takes less time than workers need to wake.
 
         Args:
-            stack: workers that are started before it is closed share the helper process of this measurement.
+            stack: keeps the measurement's helper process, which workers share until the stack is closed.
         """
         options = ExecutorOptions()
         try:
@@ -129,7 +130,7 @@ class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner
 
 
 def _vector_env(env_fn: Callable[[], Any], arguments: dict[str, Any], context: dict[str, Any]) -> AsyncVectorEnv:
-    """Return the vector env that RLlib asks for, with a context that also has `num_envs`."""
+    """Return the vector env for RLlib, with a context that also has `num_envs`."""
     return AsyncVectorEnv([env_fn] * context["num_envs"], shared_memory=False, **arguments)
 
 
@@ -137,7 +138,7 @@ class MultiAgentEnvRunner(_Hosted, multi_agent_env_runner.MultiAgentEnvRunner): 
     """RLlib's `MultiAgentEnvRunner`, whose vector env is a `MultiAgentVectorEnv`.
 
     Envs may also be PettingZoo parallel envs, and envs whose agents are stacked (Melting Pot), without a wrapper.
-    RLlib's checks of envs (`disable_env_checking`) are not made: rows are checked against the spaces instead.
+    RLlib's own checks of envs (`disable_env_checking`) do not run: rows are checked against the spaces instead.
     """
 
     env: MultiAgentVectorEnv | None

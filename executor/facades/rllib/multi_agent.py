@@ -1,9 +1,9 @@
-"""N multi-agent envs in worker processes, as RLlib's `MultiAgentEnvRunner` wants them: lists of dicts by agent.
+"""N multi-agent envs in worker processes, for RLlib's `MultiAgentEnvRunner`: lists of dicts by agent.
 
 Guarantees:
-- an agent is in a dict of env i if the env's own dict had it; values are the env's (observations as their space says,
-  rewards as floats, flags as bools).
-- an env gets the actions of the agents that act, and no other.
+- an agent is in a dict of env i if the env's own dict had it; values are the env's (observations in the dtype of their
+  space, rewards as floats, flags as bools).
+- an env gets only the actions of agents that act.
 - the step after an episode's end is a reset, with rewards of 0 and no flag, as in RLlib's `SyncVectorMultiAgentEnv`.
 """
 
@@ -41,7 +41,7 @@ Dicts = tuple[list[ByAgent], list[ByAgent], list[ByAgent], list[ByAgent], list[B
 
 
 class _RowsEnv(AgentDictEnv):
-    """PettingZoo's rows, and which entries the envs' own dicts had."""
+    """PettingZoo's rows, with a record of the entries of the envs' own dicts."""
 
     _factory = MultiAgentFactory
     _fail = AsyncVectorEnv._fail  # noqa: SLF001  # of the class that `AgentDictEnv` is
@@ -55,7 +55,7 @@ class _RowsEnv(AgentDictEnv):
         return self._present.read()
 
     def env_infos(self) -> list[ByAgent]:
-        """Return what each env's latest info was."""
+        """Return each env's latest info."""
         kept = self._engine.side.infos
         return [kept["root"].get(i) or kept["next"].get(i) or {} for i in range(self.num_envs)]
 
@@ -66,7 +66,7 @@ class _RowsEnv(AgentDictEnv):
 
 
 class _Agents(MultiAgentEnv):  # type: ignore[misc]  # has no types
-    """What RLlib reads of a single env: its agents and their spaces."""
+    """The agents and spaces of one env, for RLlib."""
 
     def __init__(self, observation_spaces: ByAgent, action_spaces: ByAgent) -> None:
         self.observation_spaces, self.action_spaces = observation_spaces, action_spaces
@@ -101,7 +101,7 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
         num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
     ) -> None:
-        self.closed = True  # RLlib closes what is deleted and is not closed
+        self.closed = True  # RLlib closes deleted envs that are not closed
         self._rows = _RowsEnv(env_fns, shared_memory=False, num_workers=num_workers, options=options)
         self.closed = False
         self.num_envs = self._rows.num_envs
@@ -139,14 +139,14 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
         return self._seen(observations, self._rows.present().tolist()), self._rows.env_infos()
 
     def step(self, actions: Sequence[Mapping[Any, Any]]) -> Dicts:
-        """Step all envs once, but reset those whose episode has ended.
+        """Step all envs once; reset instead those whose episode has ended.
 
         Args:
             actions: a dict by agent for each env; that of an env that is reset is not used.
 
         Returns:
-            `(observations, rewards, terminateds, truncateds, infos)`: lists of N dicts by agent. Observations are
-            views of memory that belongs to the caller. An env whose worker was lost is truncated, and has
+            `(observations, rewards, terminateds, truncateds, infos)`: lists of N dicts by agent. Observations are views
+            of memory that the caller owns. An env whose worker was lost is truncated, and has
             `{"interrupted": True}` as `infos[i]["__common__"]`.
 
         Raises:
@@ -159,7 +159,7 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
         self._resets_next = terminations | truncations
         present = self._rows.present()
         lost = self._rows.interrupted()
-        if lost is not None:  # what has acted and is observed has a reward; flags are those of the episode alone
+        if lost is not None:  # agents that acted or are observed have rewards; only the episode's flags are set
             present[lost] &= OBSERVED
             present[lost] |= REWARDED * present[lost]
         bits = present.tolist()
@@ -182,7 +182,7 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
         return self._seen(observations, bits), gained, flags[0], flags[1], infos
 
     def _those(self, values: Sequence[Any], bits: list[int], bit: int) -> ByAgent:
-        """Return the values of the agents whose bits have this one, by agent."""
+        """Return the values of the agents whose bits include `bit`, by agent."""
         return {agent: value for agent, value, own in zip(self._agents, values, bits, strict=True) if own & bit}
 
     def _seen(self, observations: ByAgent, bits: list[list[int]]) -> list[ByAgent]:
@@ -223,7 +223,7 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
         return self._rows.call(name, *args, **kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return an attribute of each env; what is callable is called."""
+        """Return an attribute of each env; a callable is called first."""
         return self._rows.call(name)
 
     def close_extras(self, **kwargs: Any) -> None:

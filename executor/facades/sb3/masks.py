@@ -1,4 +1,4 @@
-"""The legal actions of every row, for sb3-contrib's `MaskablePPO`, read from rows that the envs have written."""
+"""Read the legal actions of every row from the slab, for sb3-contrib's `MaskablePPO`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NAME = "action_mask"
 
 
 class ActionMasks:
-    """Reads masks where the envs are now.
+    """Reads the masks of the envs' present roots.
 
     Args:
         positions: of the envs.
         key: of the mask's leaf.
-        given: of the leaf that says whether the env gave a mask; None where it always does.
+        given: key of the leaf that marks whether the env returned a mask; None if it always does.
         num_agents: rows per env.
     """
 
@@ -29,7 +29,7 @@ class ActionMasks:
 
     @classmethod
     def of(cls, positions: Positions, num_agents: int) -> Self | None:
-        """Return what reads the masks of some envs; None where they have none.
+        """Return a reader of the envs' masks; None if they have none.
 
         Masks are the leaf `action_mask` of a group of agents (PettingZoo), or the entry `action_mask` of infos that
         `ExecutorOptions(info_keys=("action_mask",))` makes a leaf.
@@ -41,7 +41,7 @@ class ActionMasks:
         return cls(positions, key, given, num_agents)
 
     def read(self) -> np.ndarray:
-        """Return which actions are legal now, bool `[num_rows, actions]`, a copy; all where the env gave no mask."""
+        """Return which actions are legal now, bool `[num_rows, actions]`, a copy; all if the env returned no mask."""
         masks = self._masks.read().astype(bool)
         if self._given is not None:
             masks[~self._given.read()[:, 0].astype(bool)] = True

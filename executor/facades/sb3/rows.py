@@ -1,8 +1,7 @@
-"""Between the slab's rows and Stable-Baselines3's arrays.
+"""Convert the slab's rows to Stable-Baselines3's arrays, and its actions to rows.
 
-Guarantees: everything that is handed out is a copy of the caller's own (SB3 stores the observation of
-one step only after the next one, and adds to rewards in place). Actions are checked as a whole before
-one is written.
+Guarantees: all returned arrays are copies (SB3 stores the observation of a step only after the next one, and adds to
+rewards in place). A whole batch of actions is checked before anything is written.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Reader:
         }
 
     def rewards(self, column: int) -> np.ndarray:
-        """Return the rewards, float32 `[num_rows]`, in memory of their own."""
+        """Return the rewards, float32 `[num_rows]`, a copy."""
         return self._reward.look(column).astype(np.float32)
 
 
@@ -106,7 +105,7 @@ class Writer:
 
 
 def _start(leaf: LeafSpec) -> np.ndarray | None:
-    """Return what SB3's actions have more than the indices that a batch keeps."""
+    """Return the `start` that SB3's actions have in addition to the indices in a batch; None if it is 0."""
     if isinstance(leaf.domain, (Discrete, MultiDiscrete)) and np.any(leaf.domain.start):
         return np.asarray(leaf.domain.start)
     return None

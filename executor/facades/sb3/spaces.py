@@ -1,7 +1,7 @@
-"""Which Gymnasium spaces an env's rows have for Stable-Baselines3, and how its arrays become observations.
+"""The Gymnasium spaces of an env's rows for Stable-Baselines3, and the conversion of arrays to observations.
 
 A *row* is what SB3 calls an env: one env, or one agent of an env whose agents are stacked in a single
-group. Agents see what is theirs; what the env shows of the world as a whole is left to `render`.
+group. Agents see only their own leaves; observations of the whole world are available through `render`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from gymnasium import spaces
 from envherd.shm.specs import EnvSpec, Key, LeafSpec
 from envherd.workers.adapters.hosts.leaf_spaces import Space, space_of
 
-#: Arrays `[N, ...]` in the order of the leaves -> what SB3 calls an observation.
+#: Arrays `[N, ...]` in the order of the leaves -> SB3's observation.
 Compose = Callable[[Sequence[Any]], Any]
 
 
 def num_agents(spec: EnvSpec) -> int:
-    """Return how many rows an env has: 1, or its agents.
+    """Return the number of rows of an env: 1, or its number of agents.
 
     Raises:
         ValueError: agents in several groups, or an env that is itself a batch.
@@ -45,10 +45,10 @@ def observed_leaves(spec: EnvSpec) -> list[tuple[int, LeafSpec]]:
 
 
 def compose_for(space: Space) -> Compose:
-    """Return how the leaves of an observation space are put together: array, dict or tuple.
+    """Return the function that builds an observation from its leaves: array, dict or tuple.
 
     Raises:
-        NotImplementedError: a space inside a space inside a space, or one without fixed shapes.
+        NotImplementedError: spaces nested more than once, or without fixed shapes.
     """
     inner = _inner_spaces(space)
     for sub in inner:

@@ -1,13 +1,13 @@
 """Stable-Baselines3's `SubprocVecEnv` and `DummyVecEnv` on top of the executor.
 
 Guarantees:
-- What SB3's own classes promise: an env that ends is reset in the same call, with its last observation in
-  `infos[i]["terminal_observation"]` and `infos[i]["TimeLimit.truncated"]` in every info; seeds and options
-  are for the next reset alone; infos, observations, rewards and dones are the caller's own.
+- As with SB3's own classes, an env that ends is reset in the same call, with its last observation in
+  `infos[i]["terminal_observation"]`; every info has `TimeLimit.truncated`; seeds and options apply only to the next
+  reset; the caller owns infos, observations, rewards and dones.
 - Transitions equal those of SB3's `DummyVecEnv`, bit for bit. Rewards are float32, as there.
 - One reported transition is one `env.step`; a reset observation is never a terminal one.
 - An env of another family whose agents are stacked (Melting Pot) gives one row per agent.
-Does not know: spaces inside spaces inside spaces, which SB3 does not either.
+Does not support spaces nested more than once, as SB3 does not.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         executor: the `ParallelEnv` or `SerialEnv` that runs the envs.
         num_envs: rows: envs, or agents of all envs.
         num_agents: rows per env.
-        waiting: a step was begun and not waited for.
+        waiting: a step was begun and `step_wait` was not called yet.
         closed: `close` was called.
     """
 
@@ -95,7 +95,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._began = time.time()
         super().__init__(executor.num_envs * self.num_agents, observation_space, action_space)
         if self._is_gymnasium:
-            self.metadata = self.get_attr("metadata", 0)[0]  # a VecVideoRecorder looks for the envs' own here
+            self.metadata = self.get_attr("metadata", 0)[0]  # a VecVideoRecorder reads it
 
     def _find_spaces(self) -> tuple[Space, Space]:
         if not self._is_gymnasium:
@@ -106,10 +106,10 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
     # ---- reset and step ----------------------------------------------------------------------
 
     def reset(self) -> Any:
-        """Reset all envs and return their observations; `seed` and `set_options` are used up.
+        """Reset all envs and return their observations; this uses up `seed` and `set_options`.
 
         Returns:
-            `[num_envs, ...]`: array, dict or tuple of arrays, as the observation space has it. Own memory.
+            `[num_envs, ...]`: array, dict or tuple of arrays, according to the observation space. Own memory.
         """
         if self.waiting:
             self._drop_step()
@@ -127,10 +127,10 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         return self._compose([leaf.read_each(columns) for leaf in self._reader.root])
 
     def step_async(self, actions: Any) -> None:
-        """Give every env its action; they step while the caller goes on, until `step_wait`.
+        """Begin a step of all envs; the caller continues, and `step_wait` ends the step.
 
         Args:
-            actions: `[num_envs, ...]` as the action space has it, or a sequence of its samples. Read at once.
+            actions: `[num_envs, ...]` according to the action space, or a sequence of its samples. Read at once.
 
         Raises:
             ActionError: they do not fit. ResetNeeded: an env has failed since the last reset. No env was stepped.
@@ -141,7 +141,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         engine = self._engine
         with self._guard:
             if not (self._was_reset or engine.states.are_running()):
-                engine.allow_steps()  # envs that want to be reset first say so themselves
+                engine.allow_steps()  # an env that needs a reset first raises itself
             self._flight = engine.flights.begin(
                 Op.STEP_RESET, write_inputs=partial(self._write, actions), is_parked=True
             )
@@ -154,7 +154,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """Wait for the step and return observations, rewards float32 `[N]`, dones bool `[N]`, and infos.
 
         Raises:
-            EnvError: an env raised, and the others were stepped; also of the type that it raised.
+            EnvError: an env raised, and the others were stepped; also an instance of the raised type.
             WorkerLost, WorkerTimeout: see `BatchedEnv.step`.
             RuntimeError: no step was begun.
         """
@@ -227,11 +227,11 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             infos[row]["episode"] = {"r": sum_of_rewards, "l": int(lengths[env_id]), "t": elapsed}
 
     def _drop_step(self) -> None:
-        """Let a step that nobody waited for finish, and forget it: a reset comes."""
+        """Wait for a pending step and drop it before a reset."""
         try:
             self.step_wait()
         except EnvherdError:
-            self._was_reset = True  # what is wrong is mended or reported by the reset
+            self._was_reset = True  # the reset repairs or reports a failure
 
     def _infos_of_step(self) -> Mapping[int, Info]:
         """Return the infos of the step by env id; envs without one may be missing. Own memory."""
@@ -253,13 +253,13 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
     # ---- attributes and methods of the envs --------------------------------------------------
 
     def has_attr(self, attr_name: str) -> bool:
-        """Return whether all envs have an attribute, on whatever wrapper; `action_masks`, if their rows have masks."""
+        """Return whether all envs have an attribute on any wrapper; True for `action_masks` if rows have masks."""
         if attr_name == _ACTION_MASKS and self._masks is not None:
             return True
         return all(self._ask("has", self._env_ids(None), name=attr_name))
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
-        """Return an attribute of each env asked for, on whatever wrapper; a copy where it comes from a worker.
+        """Return an attribute of each env in `indices`, on any wrapper; a copy if it comes from a worker.
 
         Raises:
             AttributeError: an env has none.
@@ -274,7 +274,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method of each env asked for, on whatever wrapper, and return what it returned."""
+        """Call a method of each env in `indices`, on any wrapper, and return the results."""
         if method_name == _ACTION_MASKS and self._masks is not None:
             if self.waiting:
                 raise Busy(f"{call_name()} failed: a step is under way. Call step_wait() first.")
@@ -286,11 +286,11 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """Return which actions are legal now, bool `[num_envs, actions]`, own memory; for sb3-contrib's `MaskablePPO`.
 
         They are the agents' `action_mask` (PettingZoo), the entry `action_mask` of infos that
-        `ExecutorOptions(info_keys=("action_mask",))` selects, or what the envs' own `action_masks()` returns. The
-        first two are read from shared memory, without a question to the workers.
+        `ExecutorOptions(info_keys=("action_mask",))` selects, or the result of the envs' own `action_masks()`. The
+        first two are read from shared memory, without a request to the workers.
 
         Raises:
-            AttributeError: the envs have none of them.
+            AttributeError: the envs have no masks.
         """
         return np.stack(self.env_method(_ACTION_MASKS))
 
@@ -319,9 +319,9 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         return list(dict.fromkeys(row // self.num_agents for row in self._rows_of(indices)))
 
     def _by_row(self, what: str, indices: Indices, **question: Any) -> list[Any]:
-        """Ask the envs of some rows, each env once, and return the answer for each row."""
+        """Send a request to the envs of some rows, once per env, and return the answer for each row."""
         if what == "get" and question["name"] == "render_mode" and not self._is_gymnasium:
-            return ["rgb_array"] * len(self._rows_of(indices))  # those envs draw themselves, whatever they are asked
+            return ["rgb_array"] * len(self._rows_of(indices))  # those envs render in any mode
         env_ids = self._env_ids(indices)
         answers = dict(zip(env_ids, self._ask(what, env_ids, **question), strict=True))
         return [answers[row // self.num_agents] for row in self._rows_of(indices)]
@@ -339,18 +339,18 @@ class SubprocVecEnv(ExecutorVecEnv):
     """Envs in worker processes, in place of `stable_baselines3.common.vec_env.SubprocVecEnv`.
 
     Args:
-        env_fns: functions that build one env each; called in a worker. They travel by cloudpickle, and the
-            user's script is not run again, so `if __name__ == "__main__"` is not needed.
+        env_fns: functions that build one env each; called in a worker. They are pickled by cloudpickle, and the user's
+            script is not run again, so `if __name__ == "__main__"` is not needed.
         start_method: "forkserver" (the default: workers fork from a private helper), "spawn" or "fork".
         num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env for
             some seconds and decides (see docs/sizing.md). Envs in one process share its global random generators unless
             `options.isolate_rng` is set.
-        options: further `ExecutorOptions`; what the protocol of SB3 decides is overruled.
-        executor: makes what runs the envs, called as `ParallelEnv` is: `functools.partial(RayParallelEnv, ...)` for the
-            nodes of a cluster.
+        options: further `ExecutorOptions`; the facade overrides those that SB3's protocol determines.
+        executor: called as `ParallelEnv` to create the executor: `functools.partial(RayParallelEnv, ...)` for the nodes
+            of a cluster.
 
     Raises:
-        ValueError: no env, or a start method that the platform does not have.
+        ValueError: no env, or a start method that the platform lacks.
         FactoryError: not a function, cannot be pickled, returned no env, or raised.
         NotImplementedError: spaces that SB3 does not support.
     """
@@ -380,7 +380,7 @@ class SubprocVecEnv(ExecutorVecEnv):
 class DummyVecEnv(ExecutorVecEnv):
     """Envs in this process, in place of `stable_baselines3.common.vec_env.DummyVecEnv`.
 
-    What an env raises reaches the caller as it is; attributes are the envs' own objects, not copies.
+    Exceptions of envs reach the caller unchanged; attributes are the envs' own objects, not copies.
 
     Args:
         env_fns: functions that build one env each.
@@ -408,7 +408,7 @@ class DummyVecEnv(ExecutorVecEnv):
             super()._write(actions)
         elif len(actions) < len(self._adapters):
             raise ActionError(f"step failed: expected {len(self._adapters)} actions, got {len(actions)}.")
-        for adapter, action in zip(self._adapters, actions, strict=False):  # SB3 takes the first ones of too many
+        for adapter, action in zip(self._adapters, actions, strict=False):  # SB3 ignores surplus actions
             adapter.next_action = action
 
     def _infos_of_step(self) -> Mapping[int, Info]:
@@ -453,7 +453,7 @@ class _Made:
 
 
 def _adapted_here(env: Any) -> Any:
-    """Return an env, behind its adapter if it is Gymnasium's; those of old gym are translated as SB3 does it."""
+    """Return an env, behind its adapter if it is a Gymnasium env; envs of old gym are converted as in SB3."""
     if not isinstance(env, Env):
         try:
             find_adapter(env)
@@ -463,9 +463,9 @@ def _adapted_here(env: Any) -> Any:
 
 
 def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptions:
-    """Return the options with what SB3's protocol asks for."""
+    """Return the options with those that SB3's protocol requires."""
     if start_method is not None:
-        multiprocessing.get_context(start_method)  # raises ValueError for a method that there is not
+        multiprocessing.get_context(start_method)  # raises ValueError for an unknown method
         ours: dict[str, StartMethod] = {"forkserver": "zygote", "spawn": "spawn", "fork": "fork"}
         options = dataclasses.replace(options, start_method=ours[start_method])
     return dataclasses.replace(
@@ -489,5 +489,5 @@ def _has_layer(layers: list[list[str]], name: str) -> bool:
 
 
 def installed() -> contextlib.AbstractContextManager[None]:
-    """Put our `SubprocVecEnv` and `DummyVecEnv` in place of SB3's, in all of SB3, for a block."""
+    """Replace SB3's `SubprocVecEnv` and `DummyVecEnv` by ours, in all of SB3, for a block."""
     return replaced("stable_baselines3", {vec_env.SubprocVecEnv: SubprocVecEnv, vec_env.DummyVecEnv: DummyVecEnv})

@@ -2,9 +2,9 @@
 
     from envherd.executor.facades.torchrl import AsyncEnvPool        # was: from torchrl.envs import AsyncEnvPool
 
-Guarantees: instances are TorchRL's `AsyncEnvPool` to every isinstance check, with its methods, specs and results; no
-env is built in this process; what is received is memory of the caller's own. Several threads may send and receive at
-the same time, each its own envs (`env_index=`). What differs on purpose is listed in docs/torchrl.md.
+Guarantees: instances pass isinstance checks for TorchRL's `AsyncEnvPool`, with its methods, specs and results; no env
+is built in this process; the caller owns received data. Several threads may send and receive at the same time, each its
+own envs (`env_index=`). Intended differences are listed in docs/torchrl.md.
 """
 
 from __future__ import annotations
@@ -53,34 +53,34 @@ from envherd.workers.protocol import Flag, Op
 
 
 class _PoolMeta(type(torchrl.envs.AsyncEnvPool)):  # type: ignore[misc]  # untyped
-    """Skips what TorchRL does to its class, which is to make one of a subclass for each backend."""
+    """Skips TorchRL's metaclass, which would create an instance of a subclass for the backend."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # a class, seen from its metaclass
         return type(EnvBase).__call__(cls, *args, **kwargs)
 
 
 class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta):  # type: ignore[misc]  # untyped
-    """TorchRL's `AsyncEnvPool`, its envs in the executor's worker processes.
+    """TorchRL's `AsyncEnvPool` with its envs in the executor's worker processes.
 
     Args:
         env_makers: callable that builds a TorchRL env, or a list of one per env.
-        backend: accepted; envs are in worker processes whatever it says.
+        backend: accepted but not used; envs are always in worker processes.
         stack: "dense", "maybe_dense" or "lazy": how rows become a batch.
-        exchange: "shm" refuses envs whose leaves do not fit into shared memory; "queue", "auto" and None use it where
-            they do, and pickles for other envs.
-        worker_affinity: for each worker process the processor that it runs on, as a list of one; or a callable that
-            returns it.
+        exchange: "shm" refuses envs whose leaves do not fit into shared memory; "queue", "auto" and None use shared
+            memory for envs whose leaves fit, and pickles for others.
+        worker_affinity: for each worker process a list of the one processor that it runs on, or a callable that returns
+            it.
         envs_per_worker: envs in one process, each on a separate thread if there are more than one.
         create_env_kwargs: keyword arguments of the factories: one dict for all, or one for each.
-        options: of the executor. None: actions are handed to the envs unchecked, as TorchRL does.
+        options: of the executor. None: actions are passed to the envs unchecked, as in TorchRL.
 
     Attributes:
-        min_get: how many envs `..._recv` waits for by default.
+        min_get: number of envs that `..._recv` waits for by default.
         num_envs: N.
 
     Raises:
-        FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or gave no env.
-        ValueError: an argument is none of the above, or `exchange="shm"` does not suit the envs.
+        FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or returned no env.
+        ValueError: an invalid argument, or `exchange="shm"` does not fit the envs.
     """
 
     def __init__(  # noqa: PLR0913  # TorchRL's
@@ -120,7 +120,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
     # ---- lifecycle ---------------------------------------------------------------------------
 
     def _begin(self, options: ExecutorOptions) -> None:
-        """Start the workers, and learn what their envs are."""
+        """Start the workers, and read their envs' specs."""
         try:
             self._crew = crew = ProcessCrew(
                 self.env_makers, self.create_env_kwargs, self.num_workers, options, ParallelEnv, is_crossing=True
@@ -135,7 +135,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
             self._sent_rows = SentRows(self.num_envs)
             self._exchange_stats = ExchangeStats(engine.pool.slab.words["answered_ns"])
             self._learn_specs(crew)
-            engine.allow_steps()  # TorchRL leaves it to the envs whether they may be stepped before a reset
+            engine.allow_steps()  # in TorchRL the env decides whether it may be stepped before a reset
         except BaseException:
             self.shutdown()
             raise
@@ -171,18 +171,18 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
 
     @property
     def resolved_exchange(self) -> Literal["queue", "shm"]:
-        """Say "shm" if all rows cross through shared memory in arrays of one structure, else "queue"."""
+        """Either "shm", if all rows go through shared memory with one structure, or "queue"."""
         return "shm" if self._is_alike and isinstance(self._rows[0], SlabRows) else "queue"
 
     @property
     def exchange_keys(self) -> tuple[Any, ...]:
-        """The keys of all leaves of a step, `next` included, with shared memory; else none."""
+        """The keys of all leaves of a step, including `next`, if rows go through shared memory; else none."""
         if self.resolved_exchange == "queue":
             return ()
         return tuple(self._found[0].tensordict.keys(include_nested=True, leaves_only=True))
 
     def stats(self, *, reset: bool = False) -> dict[str, float | int]:
-        """Return how batches were received so far, see TorchRL; begin anew with `reset`."""
+        """Return TorchRL's counts of received batches; `reset` clears them."""
         with self._sent:
             return self._exchange_stats.read(is_reset=reset)
 
@@ -203,7 +203,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
             env_index: the envs; None for those that the key `env_index` names.
 
         Raises:
-            RuntimeError: an env was sent already.
+            RuntimeError: an env is already under way.
         """
         self._send("step", tensordict, env_index)
 
@@ -245,7 +245,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
                 self._exchange_stats.note_sent(ids)
 
     def _start(self, kind: Kind, ids: list[int], inputs: TensorDictBase) -> list[Flight]:
-        """Send envs of one kind what they are given, `[k]`; return the flights of resets."""
+        """Send inputs `[k]` to envs of one kind; return the flights of resets."""
         engine, env_ids = self._executor.engine, np.array(ids)
         if kind == "reset":
             with engine.guard:
@@ -271,29 +271,30 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
         max_get: int | None = None,
         timeout: float | None = None,
     ) -> TensorDictBase:
-        """Return what envs were sent, with the `next` of their steps, as soon as enough are ready.
+        """Return the sent rows with the `next` of their steps, as soon as enough envs are ready.
 
         Args:
-            min_get: how many at least; None for the attribute `min_get`.
-            env_index: this env alone, which was sent by its index; the other arguments are ignored then.
-            max_get: how many at most; None for all that are ready.
-            timeout: seconds. The call waits up to that long for `max_get` envs, and then returns those that are ready,
-                if these are `min_get`.
+            min_get: least number of envs; None for the attribute `min_get`.
+            env_index: receive only this env, which was sent by its index; the other arguments are then ignored.
+            max_get: largest number of envs; None for all that are ready.
+            timeout: seconds to wait for `max_get` envs; then the call returns those that are ready, if there are at
+                least `min_get`.
 
         Returns:
-            Batch `[k]` by ascending index, with `env_index`; of one env, without that dimension, with `env_index=`.
+            Batch `[k]` by ascending index, with the key `env_index`; with the argument `env_index`, the row of that
+            env.
 
         Raises:
             TimeoutError: fewer than `min_get` in time. Nothing is lost: receive again.
             RuntimeError: fewer were sent.
-            EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer sent; the rest are.
+            EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer under way; the others still are.
         """
         return self._recv("step", min_get, env_index, max_get, timeout)[0]
 
     def async_step_and_maybe_reset_recv(
         self, min_get: int | None = None, env_index: int | None = None, **limits: Any
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        """Return the steps, and where these envs are after them; the arguments are those of `async_step_recv`."""
+        """Return the steps, and the envs' roots after them; the arguments are those of `async_step_recv`."""
         batch, root = self._recv("step_and_maybe_reset", min_get, env_index, **limits)
         assert root is not None
         return batch, root
@@ -301,7 +302,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
     def async_reset_recv(
         self, min_get: int | None = None, env_index: int | None = None, **limits: Any
     ) -> TensorDictBase:
-        """Return where envs are that were reset; the arguments are those of `async_step_recv`."""
+        """Return the roots of envs that were reset; the arguments are those of `async_step_recv`."""
         return self._recv("reset", min_get, env_index, **limits)[0]
 
     def _recv(
@@ -330,7 +331,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
         return batch, root
 
     def _joined(self, parts: tuple[Any, ...], ids: list[int], env_index: int | None) -> TensorDictBase | None:
-        """Return one batch as `stack` says, or the row of one env; None for no parts."""
+        """Return one batch, stacked according to `stack`, or the row of one env; None for no parts."""
         if parts[0] is None:
             return None
         if env_index is not None:
@@ -343,7 +344,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
         return set_indices(batch, ids)
 
     def _taken(self, kind: Kind, ids: list[int]) -> tuple[TensorDictBase, TensorDictBase | None]:
-        """Return what envs that are ready have given, `[k]`: what was sent with `next`, and the root after it."""
+        """Return for ready envs `[k]`: the sent rows with `next`, and the roots after them."""
         rows, executor, env_ids = self._rows[ids[0]], self._executor, np.array(ids)
         batch = self._sent_rows.take(ids)
         if kind == "reset":
@@ -357,7 +358,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
             return batch, None
         root = rows.root_of(executor.current(received.get("env_ids")))
         own = set(batch.keys(include_nested=True, leaves_only=True)) - rows.known if not rows.has_state else {ENV_INDEX}
-        if any(key[0] != "next" for key in own):  # what else was in the rows goes on into the root
+        if any(key[0] != "next" for key in own):  # other entries of the rows are carried to the root
             root = self.step_mdp(batch).update(root).exclude(*rows.reward_keys)
         return batch, root
 
@@ -374,7 +375,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
         return self.async_step_and_maybe_reset_recv(self.num_envs)
 
     def reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:  # noqa: ARG002  # TorchRL's
-        """Reset all envs, or what the masks of `tensordict` name, and wait for them."""
+        """Reset all envs, or those that the masks of `tensordict` select, and wait for them."""
         self.async_reset_send(tensordict, list(range(self.num_envs)))
         return self.async_reset_recv(self.num_envs)
 
@@ -387,7 +388,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
 
 
 def installed() -> contextlib.AbstractContextManager[None]:
-    """Put our `ParallelEnv`, `SerialEnv` and `AsyncEnvPool` in place of TorchRL's, in all of TorchRL, for a block."""
+    """Replace TorchRL's `ParallelEnv`, `SerialEnv` and `AsyncEnvPool` by ours, in all of TorchRL, for a block."""
     return replaced(
         "torchrl",
         {

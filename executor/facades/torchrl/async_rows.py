@@ -1,6 +1,6 @@
-"""How the rows of an `AsyncEnvPool` cross: through the slab, or as pickles where an env's leaves do not fit there.
+"""Transfer the rows of an `AsyncEnvPool` through the slab, or as pickles if an env's leaves do not fit there.
 
-Guarantees: what is kept of a row that was sent is a copy, so its caller may change it at once.
+Guarantees: sent rows are kept as copies, so the caller may change them at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.hosts.torchrl_guest import dense_leaves
 from envherd.workers.errors import ActionError
 
-#: What TorchRL's pools call the index of an env in a tensordict.
+#: TorchRL's key for the index of an env in a tensordict.
 ENV_INDEX = "env_index"
 
 
@@ -132,7 +132,7 @@ class SentRows:
         return stacked([kept[row].clone() for kept, row in places])
 
     def _store_for(self, rows: TensorDictBase) -> TensorDict | None:
-        """Return the store for rows of this structure; None for what is not tensors of fixed shapes alone."""
+        """Return the store for rows of this structure; None unless all leaves are tensors of fixed shapes."""
         if type(rows) is not TensorDict:
             return None
         leaves = list(rows.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
@@ -149,7 +149,7 @@ def _is_leaf(cls: type) -> bool:
 
 
 def without_index(td: TensorDictBase) -> TensorDictBase:
-    """Return what an env is sent of a row or batch: all but `next` and the index; dense where it can be."""
+    """Return a row or batch without `next` and the index, to be sent to envs; dense if possible."""
     td = td.exclude("next", ENV_INDEX, "_step")
     return stacked(td.unbind(0)) if isinstance(td, LazyStackedTensorDict) else td
 

@@ -1,10 +1,10 @@
-"""The envs that an `AsyncEnvPool` was sent, for several threads at an executor that takes one caller at a time.
+"""Share an executor, which allows one caller at a time, among the threads that use an `AsyncEnvPool`.
 
-Of the threads that wait for envs, the first one leads: it holds the executor and waits for the envs of all. It lets go
-of the executor as soon as another thread wants it, and wakes the threads whose envs are ready.
+Among the threads that wait for envs, the first one is the leader: it holds the executor and waits for all threads'
+envs. It releases the executor as soon as another thread requests it, and wakes the threads whose envs are ready.
 
-Guarantees: a thread that sends waits for no env. A failure of an env reaches the thread that waits for that env, or the
-next one that receives it.
+Guarantees: a sending thread waits for no env. A failure of an env is raised in the thread that waits for that env, or
+in the next one that receives it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from envherd.executor.protocol.flight import Flight
 from envherd.workers.errors import EnvherdError
 
 Kind = Literal["step", "step_and_maybe_reset", "reset"]
-#: In which queue an env is: that of what was sent, and of the env alone if it was sent by its index.
+#: The queue of a sent env: the kind of command, and the env's index if it was sent by its index.
 Queue = tuple[Kind, int | None]
-#: The leader looks again that often, where an interrupt has kept another thread from handing the executor back.
+#: Seconds between the leader's checks, in case an interrupt kept another thread from handing the executor back.
 _PASS_S = 0.05
 
 
 @dataclass(eq=False)
 class _Waiter:
-    """A thread that waits for `wanted` envs of a queue, and looks again when it is woken."""
+    """A thread that waits for `wanted` envs of a queue, and checks them when it is woken."""
 
     queue: Queue
     wanted: int
@@ -42,7 +42,7 @@ class _Waiter:
 
 
 class SentEnvs:
-    """`with sent: ...` holds the executor; see the module. All methods are for the thread that holds it."""
+    """`with sent: ...` holds the executor; see the module. Only the holding thread may call the methods."""
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine.pool, WorkerPool)
@@ -58,12 +58,12 @@ class SentEnvs:
         try:
             if not self._lock.acquire(blocking=False):
                 self._queue_up()
-        except BaseException:  # an interrupt, perhaps with the lock
+        except BaseException:  # an interrupt, perhaps after the lock was acquired
             self.__exit__()
             raise
 
     def _queue_up(self) -> None:
-        self._wanting.append(None)  # before the leader is hailed, who looks at it afterwards
+        self._wanting.append(None)  # before hailing the leader, which then reads it
         try:
             self._pool.hail()
             self._lock.acquire()
@@ -71,14 +71,14 @@ class SentEnvs:
             self._wanting.pop()
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # raised once it is not held, however often an interrupt has left it so
+        with contextlib.suppress(RuntimeError):  # raised when the lock is fully released, also after interrupts
             if not self._wanting:
                 self._handed_back.notify()
             while True:
                 self._lock.release()
 
     def refuse_sent(self, ids: list[int]) -> None:
-        """Raise if some envs have been sent, and not received."""
+        """Raise if any of the envs has been sent and not received."""
         self._drop_broken_off()
         busy = [i for i in ids if i in self._places]
         if busy:
@@ -88,7 +88,7 @@ class SentEnvs:
         """Send envs, for a queue; `send` returns the flights of resets, in the order of `ids`."""
         for i in ids:
             self._failures.pop(i, None)
-            self._places[i] = queue, None  # first: an interrupt must leave no env unknown that was sent
+            self._places[i] = queue, None  # first: after an interrupt no sent env may be unknown
         try:
             flights = send()
         except Exception:
@@ -97,7 +97,7 @@ class SentEnvs:
         self._places.update((i, (queue, flight)) for i, flight in zip(ids, flights, strict=False))
 
     def land(self, ids: list[int]) -> None:
-        """Land the resets of envs that are ready, and note that they are received."""
+        """Land the resets of ready envs, and mark these as received."""
         flights = [self._places[i][1] for i in ids]
         with self._engine.guard:
             for flight in flights:
@@ -106,7 +106,7 @@ class SentEnvs:
         self._forget(ids)
 
     def receive(self, ids: list[int], recv: Callable[[], TensorDictBase]) -> TensorDictBase:
-        """Receive the steps of envs that are ready; `recv` may report what has become of others first."""
+        """Receive the steps of ready envs; `recv` may first raise failures of other envs."""
         while True:
             try:
                 received = recv()
@@ -125,17 +125,17 @@ class SentEnvs:
 
         Args:
             queue: see `Queue`.
-            least: how many at least.
-            most: how many at most; None for all that have been sent.
+            least: least number of envs.
+            most: largest number of envs; None for all that have been sent.
             timeout_s: seconds to wait for `most`; None waits for `least`.
 
         Returns:
-            The envs that are ready, the longest sent first.
+            The envs that are ready, in the order in which they were sent.
 
         Raises:
             TimeoutError: fewer than `least` in time.
             RuntimeError: fewer were sent.
-            EnvError, WorkerLost, WorkerTimeout: an env of the queue has failed; it is no longer sent.
+            EnvError, WorkerLost, WorkerTimeout: an env of the queue has failed; it is no longer under way.
         """
         self._drop_broken_off()
         most = len(self._ids(queue)) if most is None else min(most, len(self._ids(queue)))
@@ -162,7 +162,7 @@ class SentEnvs:
         finally:
             self._waiters.remove(waiter)
             if self._waiters:
-                self._waiters[0].woken.set()  # it leads, or does already
+                self._waiters[0].woken.set()  # the leader
 
     def _drop_broken_off(self) -> None:
         """Forget envs that an interrupt has broken off."""
@@ -184,7 +184,7 @@ class SentEnvs:
             raise RuntimeError(f"Cannot await {least} {queue[0]} when only {num_sent} were sent.")
 
     def _note_failure(self, error: EnvherdError) -> None:
-        """Note which envs an error is of, and wake those that wait for them; raise it if it is of none."""
+        """Record an error for its envs, and wake the threads that wait for them; raise it if it names no env."""
         under_way = self._engine.states.under_way
         failed = [i for i in self._places if not under_way[i]]
         if not failed:
@@ -195,7 +195,7 @@ class SentEnvs:
             waiter.woken.set()
 
     def _wait_once(self, waiter: _Waiter, waited_s: float, left_s: float | None) -> list[int] | None:
-        """Return the envs that are ready, if they are enough or the time is over; else wait until it may be so."""
+        """Return the ready envs if there are enough or the time is over; else wait once and return None."""
         ids = self._ids(waiter.queue)
         with self._engine.guard:
             ready = self._engine.flights.wait_for(ids, min(waiter.wanted, len(ids)), 0.0)

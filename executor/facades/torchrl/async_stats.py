@@ -1,4 +1,4 @@
-"""How the batches of an `AsyncEnvPool` were received: the counts that TorchRL's own pool gives."""
+"""Counts of received batches of an `AsyncEnvPool`, as TorchRL's own pool reports them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class ExchangeStats:
 
     def __init__(self, answered_ns: np.ndarray) -> None:
         self._answered_ns = answered_ns
-        self._held_since: dict[int, int] = {}  # env -> when the caller received it; it has not been acted for
+        self._held_since: dict[int, int] = {}  # env -> when the caller received it, until it is sent again
         self._counts: Counter[str] = Counter()
         self._since_ns: int | None = None
         self._busy_since_ns = 0
 
     def note_received(self, ids: list[int], max_get: int | None, *, is_acted_on: bool) -> None:
-        """Note a batch that is handed out now.
+        """Count a batch that is handed out now.
 
         Args:
             ids: its envs.
-            max_get: as many were asked for at most; None for any number.
+            max_get: the requested maximum; None for any number.
             is_acted_on: the caller is expected to act for these envs next.
         """
         now, most = time.perf_counter_ns(), len(ids) if max_get is None else max_get
@@ -47,7 +47,7 @@ class ExchangeStats:
             self._counts["busy_ns"] += now - self._busy_since_ns
 
     def read(self, *, is_reset: bool) -> dict[str, float | int]:
-        """Return the counts; begin anew with `is_reset`."""
+        """Return the counts; `is_reset` clears them."""
         now, counts = time.perf_counter_ns(), self._counts
         busy_ns = counts["busy_ns"] + (now - self._busy_since_ns if self._held_since else 0)
         read = {

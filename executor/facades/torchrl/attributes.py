@@ -1,20 +1,20 @@
-"""Attributes of envs that live elsewhere: asked of all of them at once, answered by a list."""
+"""Attributes of envs in other processes: one request to all of them, whose result is a list."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: From a path and the arguments of a call to one result per env.
+#: `(path, arguments of a call)` -> one result per env.
 CallAll = Callable[[tuple[str, ...], tuple[Any, ...], dict[str, Any]], list[Any]]
-#: From a path to what the envs have there.
+#: Path -> the envs' attributes.
 FindAll = Callable[[tuple[str, ...]], Any]
 
 
 class Attributes(list[Any]):
-    """The value of an attribute in each env, in env order; its own attributes are theirs.
+    """The value of an attribute in each env, in env order; attribute access returns those of the envs' values.
 
-    It can also be called, without arguments, as TorchRL's dispatchers of plain attributes can.
+    It can also be called without arguments, like TorchRL's dispatchers of plain attributes.
     """
 
     def __init__(self, values: list[Any], path: tuple[str, ...], find: FindAll) -> None:
@@ -33,7 +33,7 @@ class Attributes(list[Any]):
 
 
 class Dispatcher:
-    """A method of each env, or an object in it that cannot travel; calls give one result per env."""
+    """A method of each env, or an object in it that cannot be pickled; calls return one result per env."""
 
     def __init__(self, path: tuple[str, ...], find: FindAll, call: CallAll) -> None:
         self._path = path
@@ -57,7 +57,7 @@ class Dispatcher:
 
 
 class NotStarted(AttributeError, RuntimeError):
-    """An attribute of envs was asked for that are not there (yet, or any more).
+    """An attribute was requested of envs that are not started, or closed.
 
-    An AttributeError, so that `hasattr` is honest; a RuntimeError, as TorchRL raises.
+    An AttributeError, so that `hasattr` returns False; a RuntimeError, as in TorchRL.
     """

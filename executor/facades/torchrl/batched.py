@@ -1,7 +1,7 @@
-"""What a batched env of TorchRL is before it has envs: arguments, specs, device, views.
+"""The part of a TorchRL batched env that needs no running envs: arguments, specs, device, views.
 
-Instances are TorchRL's `BatchedEnvBase` to every isinstance check and have its public attributes, but none of its
-code runs: everything here goes through the public `EnvBase`, so that TorchRL may change how its own batched envs work.
+Instances pass isinstance checks for TorchRL's `BatchedEnvBase` and have its public attributes, but none of its code
+runs: this class uses only the public `EnvBase`, so it does not depend on how TorchRL's own batched envs work.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MISMATCH = "len({}) and num_workers mismatch, got {} and {}."
 class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
     """Arguments, specs and views; the constructor's arguments are TorchRL's.
 
-    Its own attributes have private names, since public ones that TorchRL has not are asked of the envs: `_env_ids`
-    (of a view: which envs of the whole it shows), `_is_whole` (it is no view), `_whole` (of a view that is not closed).
+    Its additional attributes have private names, because unknown public names are looked up in the envs: `_env_ids` (of
+    a view: the ids of its envs in the whole), `_is_whole` (it is no view), `_whole` (of an open view: the whole).
     """
 
     def __init__(  # noqa: PLR0913  # TorchRL's
@@ -99,7 +99,7 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         metadata_from_workers: bool,
         use_buffers: bool | None,
     ) -> None:
-        """Raise what TorchRL's constructor raises."""
+        """Raise the errors of TorchRL's constructor."""
         is_parallel = isinstance(self, torchrl.envs.ParallelEnv)
         if pin_memory:
             raise ValueError("pin_memory for batched envs is deprecated")
@@ -115,20 +115,20 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
             raise RuntimeError("metadata_from_workers=True currently requires use_buffers=False.")
 
     def _learn_specs(self) -> None:
-        """Ask the envs what they are, and call `_set_specs` with it."""
+        """Read the envs' metadata, and call `_set_specs` with it."""
         raise NotImplementedError
 
     # ---- specs -------------------------------------------------------------------------------
 
     def _set_specs(self, found: list[EnvMetaData]) -> None:
-        """Take over what the envs are.
+        """Take over the envs' metadata.
 
         Args:
-            found: metadata of each env; of one alone if all are of the same task.
+            found: metadata of each env; only one if all are of the same task.
 
         Raises:
-            ValueError: the envs are on several devices and none was given, or cannot be stacked and must be.
-            RuntimeError: an env has empty specs, or workers that were asked one by one are unlike.
+            ValueError: the envs are on several devices and none was passed, or they must be stacked and cannot be.
+            RuntimeError: an env has empty specs, or envs of one task differ.
         """
         if self._asks_all:
             _require_alike(found)
@@ -162,7 +162,7 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         return device
 
     def _choose_layout(self, found: list[EnvMetaData]) -> None:
-        """Choose `use_buffers` and `share_individual_td` where the caller has not."""
+        """Choose `use_buffers` and `share_individual_td` unless the caller has."""
         if self._fixed_shapes is not False:
             is_fixed = not any(one.has_dynamic_specs for one in found)
             if self._fixed_shapes and not is_fixed:
@@ -190,17 +190,17 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         return self.__dict__.copy()
 
     def _set_seed(self, seed: int | None) -> None:
-        """TorchRL has every env write this; `set_seed` of a batched env asks its envs."""
+        """Unused: TorchRL requires this method; `set_seed` of a batched env calls its envs."""
 
     def configure_parallel(self, **kwargs: Any) -> Any:
-        """Change what the constructor was given, as long as the env is not started; returns the env itself.
+        """Change arguments of the constructor before the env is started; returns the env itself.
 
         Args:
             **kwargs: `use_buffers`, `mp_start_method`, `num_threads`, `num_sub_threads`, `daemon`,
                 `shutdown_timeout`; `shared_memory`, `memmap` and `non_blocking` without effect.
 
         Raises:
-            RuntimeError: it is started. TypeError: another argument.
+            RuntimeError: the env is started. TypeError: another argument.
         """
         if not self.is_closed:
             raise RuntimeError(
@@ -217,13 +217,13 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
 
     @property
     def non_blocking(self) -> bool:
-        """What the constructor was given; without effect."""
+        """The constructor's argument; without effect."""
         return self._is_non_blocking
 
     # ---- views -------------------------------------------------------------------------------
 
     def _indices(self, item: Any) -> list[int]:
-        """Return which envs an index means.
+        """Return the ids of the envs that an index selects.
 
         Raises:
             NotImplementedError: it is a boolean mask. IndexError: it is out of bounds, empty or of several dimensions.

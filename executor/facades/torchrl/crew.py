@@ -1,8 +1,8 @@
-"""Where the envs of a TorchRL facade live: in worker processes, or in this one.
+"""A crew runs the envs of a TorchRL facade: in worker processes, or in this one.
 
-A crew answers by name (`tell`), steps all envs through the slab where that can be done (`step`), and knows
-where every env is (`current`). Guarantees: an env that raises is an `EnvError` after all others have answered;
-`close` never raises.
+It calls methods of the guests by name (`tell`), steps all envs through the slab if possible (`step`), and returns the
+envs' roots (`current`). Guarantees: an env that raises is an `EnvError` after all others have answered; `close` never
+raises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from envherd.workers.build import describe, modules_of, pickle_factory
 from envherd.workers.errors import ActionError
 from envherd.workers.protocol import Op
 
-#: What a helper process imports on top of the factories' own modules, by a module that they refer to.
+#: Additional modules that a helper process imports, by a module that the factories refer to.
 _BACKENDS = {"torchrl.envs.libs.gym": ("gymnasium", "stable_baselines3.common.vec_env.base_vec_env")}
 
 _ADAPTERS = "envherd.workers.adapters"
@@ -45,13 +45,13 @@ class ProcessCrew:
         env_kwargs: keyword arguments of each call.
         num_processes: None for one per usable core, at most one per env.
         options: of the executor.
-        make_executor: see `ParallelEnv`; None for worker processes of this one's.
+        make_executor: see `ParallelEnv`; None for worker processes on this machine.
         is_crossing: see `GuestFactory`.
 
     Attributes:
         num_envs: how many there are.
         is_dense: whether `step` can be used.
-        executor: with `make_executor`, what it returned.
+        executor: the result of `make_executor`, if there is one.
     """
 
     #: Bool `[N]`, the envs whose workers were lost in the latest `step`; None for none.
@@ -130,7 +130,7 @@ class ProcessCrew:
         return results
 
     def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:
-        """Replace lost workers all of whose envs are to be reset, if the options say so; else their loss stands."""
+        """Replace lost workers all of whose envs will be reset, if the options allow it; else keep their loss."""
         if not self.pool.lost or self._engine.options.on_worker_loss != "restart":
             return
         reset = {env_id for env_id, call in zip(env_ids, calls, strict=True) if call[0] == "reset"}
@@ -151,11 +151,11 @@ class ProcessCrew:
         """
         engine = self._engine
         with engine.guard:
-            if not engine.states.are_running():  # TorchRL leaves it to the caller to reset envs that have ended
+            if not engine.states.are_running():  # in TorchRL the caller decides whether to reset envs that have ended
                 engine.states.move(engine.all_ids, Event.IS_ALLOWED)
             try:
                 following, root = engine.step_all(td, op)
-            except ActionError:  # of another kind than the spec's, perhaps: TorchRL casts when it copies to its buffers
+            except ActionError:  # the dtype may differ from the spec's: TorchRL casts when it copies to its buffers
                 following, root = engine.step_all(self._cast(td), op)
             self.lost = None
             if engine.positions.has_interrupted and engine.positions.interrupted.any():
@@ -163,10 +163,10 @@ class ProcessCrew:
             return following, root
 
     def _end_lost(self, following: TensorDictBase) -> torch.Tensor:
-        """Mark the rows of envs whose worker was lost as cut off (and not terminated); return them, bool `[N]`."""
+        """Mark the rows of envs whose worker was lost as truncated (and not terminated); return them, bool `[N]`."""
         lost = torch.from_numpy(self._engine.positions.interrupted[:, 0].copy())
         for leaf in self.pool.specs[0].observation:
-            if leaf.key[0].startswith("done:"):  # the row that was repeated may be of the episode before
+            if leaf.key[0].startswith("done:"):  # the repeated row may belong to the previous episode
                 following.get(leaf.key[0])[lost] = leaf.key[0].rpartition("/")[2].split(":")[-1] != "terminated"
         return lost
 
@@ -210,7 +210,7 @@ def _guest_factory(factory: Callable[..., Any], options: ExecutorOptions, *, is_
 
 
 class LocalCrew:
-    """Guests in this process, called directly: gradients pass, and generators are the caller's."""
+    """Guests in this process, called directly: gradients pass through, and generators are the caller's."""
 
     is_dense = False
 
@@ -239,7 +239,7 @@ class LocalCrew:
 
 
 class WorkerHandle:
-    """A worker process as TorchRL's programs look at theirs.
+    """A worker process, with the interface that programs for TorchRL expect.
 
     Attributes:
         pid: its process id.
@@ -251,6 +251,6 @@ class WorkerHandle:
         self.pid = pool.pid_of(worker_id)
 
     def is_alive(self) -> bool:
-        """Return whether it runs; of one on another machine, whether its loss has not been noticed."""
+        """Return whether it runs; on another machine, whether no loss has been noticed."""
         is_this = self._pool.generation_of(self._worker_id) == self._generation
         return is_this and self._pool.is_alive(self._worker_id)

@@ -1,11 +1,11 @@
 """The data path of the TorchRL facades: tensordicts in, tensordicts out, by TorchRL's rules.
 
-Plain steps of all envs go through the slab where their leaves have fixed shapes; everything else (resets, `_step`
-masks, values passed ahead under `next`, dynamic and non-tensor leaves, unlike tasks) is sent to the envs one by
-one, and they do it at the same time.
+Plain steps of all envs go through the slab if their leaves have fixed shapes. Everything else (resets, `_step` masks,
+values that the caller passes under `next`, dynamic and non-tensor leaves, different tasks) is a separate call to each
+env; the envs work on these at the same time.
 
-Guarantees: what is handed out is the caller's own. Envs that are not reset come back as they are. A mask in
-which nothing is set touches nothing. Keyword arguments of resets are never changed.
+Guarantees: the caller owns all results. A reset returns the rows of envs that are not reset unchanged. An empty mask
+has no effect. Keyword arguments of resets are never modified.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from envherd.workers.protocol import Op
 
 
 class Shells:
-    """How a slab's flat leaves nest in the `next` and root tensordicts of a batch.
+    """The nesting of a slab's flat leaves in the `next` and root tensordicts of a batch.
 
     Args:
-        env: has the specs, the device and a `fake_tensordict` of the batch; of one of its rows, with `lead`.
+        env: with the specs, the device and a `fake_tensordict` of the batch; if `lead` is set, of one row.
         lead: leading dimensions of everything.
     """
 
@@ -74,7 +74,7 @@ class Shells:
         return self._placed(self._next.build([get_leaf(flat, name) for name in self._next_names]))
 
     def repeat_roots(self, flat: TensorDictBase, root: TensorDictBase, rows: torch.Tensor) -> None:
-        """Write what was acted on into some rows (bool `[N]`) of a flat `next`: those of no step."""
+        """Write the roots into some rows (bool `[N]`) of a flat `next`: those without a step."""
         for key, name in self._observed:
             value = root.get(key, None)
             if value is not None:
@@ -94,7 +94,7 @@ class BatchedData(Batched):
     # ---- which way ---------------------------------------------------------------------------
 
     def _slab_shells(self, td: TensorDictBase) -> Shells | None:
-        """Return how to hand out a plain step of this tensordict through the slab; None if it must go the other way."""
+        """Return the shells for a plain step of this tensordict through the slab; None if it is not plain."""
         shells: Shells | None = self.__dict__["_shells"]
         if shells is None:
             crew = self._open()
@@ -113,11 +113,11 @@ class BatchedData(Batched):
         """Step the envs once; see TorchRL's `EnvBase.step`.
 
         Args:
-            tensordict: batch `[N, ...]` with the action; it gets the key `next`, or keeps what was there already
-                besides the envs' own entries. With a bool mask `_step`, only those envs are stepped.
+            tensordict: batch `[N, ...]` with the action; it gets the key `next`, in which entries other than the envs'
+                are kept. With a bool mask `_step`, only those envs are stepped.
 
         Returns:
-            `tensordict` itself. What is under `next` is the caller's own memory.
+            `tensordict` itself. The caller owns the memory of `next`.
 
         Raises:
             EnvError: an env raised; all others were stepped. WorkerLost, WorkerTimeout.
@@ -132,9 +132,9 @@ class BatchedData(Batched):
     def _step_slab(
         self, shells: Shells, tensordict: TensorDictBase, op: Op
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
-        """Step all envs through the slab; a lost env's row repeats the observation that was acted on.
+        """Step all envs through the slab; the row of an env whose worker was lost repeats its root.
 
-        Resets do not go through the slab, so its own latest row may be of the episode before.
+        Resets do not go through the slab, so its latest row there may be of the previous episode.
         """
         crew = self._open()
         flat, root = crew.step(tensordict, op)
@@ -153,10 +153,10 @@ class BatchedData(Batched):
         return self._step_told(tensordict, range(self.num_workers))
 
     def _whole_envs(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return which envs a `_step` mask means, bool `[N]`.
+        """Return the envs that a `_step` mask selects, bool `[N]`.
 
         Raises:
-            ValueError: it means parts of an env that is itself a batch.
+            ValueError: it selects parts of an env that is itself a batch.
         """
         mask = mask.reshape(self.num_workers, -1)
         if not (mask == mask[:, :1]).all():
@@ -167,7 +167,7 @@ class BatchedData(Batched):
         return mask[:, 0]
 
     def _step_some(self, td: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
-        """Step some envs; the others' rows of `next` are where they were, with reward 0."""
+        """Step some envs; the others' rows of `next` repeat their roots, with reward 0."""
         selected = mask.nonzero(as_tuple=True)[0].tolist()
         if not selected:
             return skipped_step(self, td)
@@ -207,7 +207,7 @@ class BatchedData(Batched):
         return out
 
     def _step_row(self, row: TensorDictBase) -> TensorDictBase:
-        """Return what an env is sent before its step: its inputs, and what it declares of what is under `next`."""
+        """Return the row to send to an env for a step: its inputs, and the entries under `next` that its specs name."""
         if self._fixed_shapes:
             inputs = [*self.action_keys, *self.state_keys]
             sent = row.select(*inputs, strict=False)
@@ -222,7 +222,7 @@ class BatchedData(Batched):
 
     @property
     def _keys_without_tensors(self) -> list[Any]:
-        """Keys of what is no tensor."""
+        """Keys of leaves that are not tensors."""
         full = (self.full_observation_spec, self.full_action_spec, self.full_state_spec)
         leaves = [item for spec in full for item in spec.items(include_nested=True, leaves_only=True)]
         return [key for key, spec in leaves if isinstance(next(_members(spec)), NonTensor)]
@@ -235,7 +235,7 @@ class BatchedData(Batched):
 
         Returns:
             `(tensordict, root)`: `tensordict` with the true last observations under `next`, and the batch to act on
-            next. Entries under `next` that the envs do not know are kept, and are in the root, too.
+            next. Entries under `next` that the envs do not know are kept and copied to the root.
         """
         if tensordict.device != self.device:
             tensordict = tensordict.to(self.device) if self.device is not None else tensordict.copy().clear_device_()
@@ -298,7 +298,7 @@ class BatchedData(Batched):
         return rows
 
     def _reset_row(self, row: TensorDictBase) -> TensorDictBase | None:
-        """Return what an env is sent before its reset: its own leaves and masks."""
+        """Return the row to send to an env for a reset: its own leaves and masks."""
         if self._fixed_shapes:
             known = [*self.observation_keys, *self.done_keys, *self.reset_keys, *self.action_keys, *self.state_keys]
             row = row.select(*known, strict=False)
@@ -307,7 +307,7 @@ class BatchedData(Batched):
         return None if row.is_empty() else row
 
     def _with_missing(self, td: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
-        """Give a caller who passed masks alone the rows of all envs, as they are."""
+        """Return all envs' rows to a caller that passed only masks."""
         have = set(td.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
         keys = rows.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf)
         missing = [key for key in keys if key not in have]

@@ -2,10 +2,10 @@
 
     from envherd.executor.facades.torchrl import ParallelEnv        # was: from torchrl.envs import ParallelEnv
 
-Guarantees: instances are TorchRL's `ParallelEnv` (`SerialEnv`) to every isinstance check, with TorchRL's specs,
-keys, masks, seeds and state dicts, while no env is ever built in this process (`SerialEnv` has no other), and this
-process's thread settings stay as they are. What differs on purpose is listed in docs/torchrl.md.
-Trusts its workers: attributes, specs and odd leaves cross as pickles, as in TorchRL.
+Guarantees: instances pass isinstance checks for TorchRL's `ParallelEnv` (`SerialEnv`), with TorchRL's specs, keys,
+masks, seeds and state dicts. `ParallelEnv` builds no env in this process and changes its number of threads only if
+`num_threads` is passed. Intended differences are listed in docs/torchrl.md.
+Trusts its workers: attributes, specs and leaves that do not fit the slab are pickled, as in TorchRL.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from envherd.workers.errors import EnvError, EnvherdError, FactoryError
 
 _newborn = threading.local()
 _READERS = "TorchRL's envs read infos. Call the env's auto_register_info_dict or set_info_dict_reader in the factory."
-#: Options that are refused -> why, and what to do.
+#: Refused options -> reason, and what to do instead.
 _REFUSED = {
     "env_threads": "each TorchRL env has its own state of torch's generator, which the threads of a process share. Use "
     "more num_processes, or envherd.ParallelEnv.",
@@ -47,9 +47,9 @@ _REFUSED = {
 
 
 class BuildFailed(FactoryError, RuntimeError):
-    """The factory raised, or its env was refused; also of the type that the factory raised.
+    """The factory raised, or its env was refused; also an instance of the exception type that the factory raised.
 
-    TorchRL builds an env in the caller's process, so programs expect such errors as they are.
+    TorchRL builds an env in the caller's process, so programs expect the original exception types.
     """
 
 
@@ -59,7 +59,7 @@ def build_failed(error: FactoryError) -> EnvherdError:
 
 
 class BatchedFacade(BatchedData):
-    """What both facades share: lifecycle, control and attributes; the data path is in `BatchedData`."""
+    """The base of both facades: lifecycle, control and attributes; the data path is in `BatchedData`."""
 
     def __init__(self, num_workers: int, create_env_fn: MakeEnv | Sequence[MakeEnv], **kwargs: Any) -> None:
         for factory in [create_env_fn] if callable(create_env_fn) else create_env_fn:
@@ -80,7 +80,7 @@ class BatchedFacade(BatchedData):
         raise NotImplementedError
 
     def _crew_at_work(self) -> ProcessCrew | LocalCrew:
-        """Return the crew; it is there before the env counts as started, since it knows the specs."""
+        """Return the crew, which exists before the env counts as started, because it provides the specs."""
         crew: ProcessCrew | LocalCrew | None = self.__dict__["_crew"]
         if crew is None:
             try:
@@ -110,7 +110,7 @@ class BatchedFacade(BatchedData):
         """Return the crew, started if need be.
 
         Raises:
-            RuntimeError: it is a view of an env that was closed.
+            RuntimeError: this is a view of a closed env.
         """
         if self._is_whole:
             if self.is_closed:
@@ -164,7 +164,7 @@ class BatchedFacade(BatchedData):
             self._dismiss()
 
     def configure_parallel(self, **kwargs: Any) -> Any:
-        """Change what the constructor was given, as long as the env is not started; see TorchRL."""
+        """Change arguments of the constructor before the env is started; see TorchRL."""
         result = super().configure_parallel(**kwargs)
         self._dismiss()
         return result
@@ -192,7 +192,7 @@ class BatchedFacade(BatchedData):
         return OrderedDict((f"worker{i}", state) for i, state in enumerate(states))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
-        """Put back what `state_dict` returned; a state dict of one env goes to all.
+        """Load a state from `state_dict`; a state dict of one env is loaded into all envs.
 
         Raises:
             EnvError: an env refused it.
@@ -237,7 +237,7 @@ class BatchedFacade(BatchedData):
 
 
 class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # untyped
-    """Skips what TorchRL does to lambdas, which is to build their env in this process."""
+    """Skips TorchRL's metaclass, which builds the env of a lambda in this process."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # a class, seen from its metaclass
         kwargs.pop("auto_wrap_envs", None)
@@ -250,7 +250,7 @@ class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # un
         try:
             return type(EnvBase).__call__(cls, *args, **kwargs)
         except BaseException:
-            if _newborn.env is not None:  # TorchRL refused it after its constructor: leave no worker behind
+            if _newborn.env is not None:  # TorchRL refused it after the constructor: end its workers
                 _newborn.env.close(raise_if_closed=False)
             raise
         finally:
@@ -258,20 +258,20 @@ class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # un
 
 
 class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta):  # type: ignore[misc]  # untyped
-    """TorchRL's `ParallelEnv`, its envs spread over the executor's worker processes.
+    """TorchRL's `ParallelEnv` with its envs in the executor's worker processes.
 
     Args:
         num_workers: number of envs.
         create_env_fn: callable that builds a TorchRL env, or a list of one per env.
         num_processes: worker processes; None for one per usable core, at most one per env.
-        options: of the executor. None: TorchRL's `num_sub_threads` and `shutdown_timeout` count, and actions are
-            handed to the envs unchecked, as TorchRL does.
+        options: of the executor. None: TorchRL's `num_sub_threads` and `shutdown_timeout` apply, and actions are passed
+            to the envs unchecked, as in TorchRL.
         executor: makes what runs the envs, called as the executor's `ParallelEnv` is: `functools.partial(
             RayParallelEnv, ...)` for the nodes of a cluster, each with that number of processes. None: this machine.
-        **kwargs: TorchRL's own; see docs/torchrl.md for those without a meaning here.
+        **kwargs: TorchRL's other arguments; docs/torchrl.md lists those without effect.
 
     Raises:
-        FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or gave no env.
+        FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or returned no env.
         ValueError: options with `env_threads`, `episode_statistics`, `infos` or `info_keys`.
     """
 
@@ -312,7 +312,7 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
             torch.set_num_threads(self.num_threads)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the envs and end their workers, and undo what `num_threads` did to this process.
+        """Close the envs, end their workers, and restore the number of threads that `num_threads` had changed.
 
         Raises:
             RuntimeError: it is closed, or was never started, unless `raise_if_closed` is False.
@@ -397,7 +397,7 @@ class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):  # type: ignore[misc]  #
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:  # noqa: FBT001, FBT002  # TorchRL's
         """Seed env after env with TorchRL's chain of seeds; return the seed that follows."""
         seed = super().set_seed(seed, static_seed)
-        self._env_seeds = None  # moving it to another device does not reseed it
+        self._env_seeds = None  # so that moving to another device does not reseed
         return seed
 
     def to(self, device: Any) -> Any:
@@ -408,16 +408,16 @@ class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):  # type: ignore[misc]  #
         return self
 
 
-#: Names that are looked for before they are set, and must not be asked of the envs.
+#: Names that are read before they are set, and must not be looked up in the envs.
 _OWN_NAMES = frozenset({"is_closed", "parent_channels", "batch_size", "meta_data"})
 
 
 def _snapshots(source: EnvBase | Sequence[EnvBase], expected: int) -> list[EnvBase]:
-    """Return the envs that some envs are to become like.
+    """Return the envs whose state the present envs take over.
 
     Raises:
-        NotImplementedError: they are those of a `ParallelEnv`. TypeError: they are no envs. ValueError: there are
-            too many or too few.
+        NotImplementedError: they belong to a `ParallelEnv`. TypeError: they are no envs. ValueError: the wrong number
+            of envs.
     """
     if isinstance(source, SerialEnv):
         sources = source._local_envs()  # noqa: SLF001  # it is of this class

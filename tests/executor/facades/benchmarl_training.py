@@ -1,7 +1,7 @@
 """Two iterations of a BenchMARL experiment on Melting Pot, with evaluation and video, in the facade's workers.
 
-`python -m tests.executor.facades.benchmarl_training FOLDER ALGORITHM SUBSTRATE`. In a process by itself, as BenchMARL
-leaves shared memory and a thread behind.
+`python -m tests.executor.facades.benchmarl_training FOLDER ALGORITHM SUBSTRATE`. In a separate process, because
+BenchMARL leaves shared memory and a thread behind.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from envherd.executor.facades.torchrl import ParallelEnv
 ALGORITHMS = {"ippo": IppoConfig, "mappo": MappoConfig}
 NUM_ENVS = 2
 FRAMES = 6
-#: Shorter than an iteration, so that envs are reset in the midst of a batch.
+#: Shorter than an iteration, so that envs are reset inside a batch.
 MAX_STEPS = 2
 
 
 def small_config(folder: str) -> ExperimentConfig:
-    """Return the config of two iterations of six frames, each followed by an evaluation that is filmed."""
+    """Return the config of two iterations of six frames, each followed by a recorded evaluation."""
     config = ExperimentConfig.get_from_yaml()
     config.parallel_collection = True
     config.on_policy_n_envs_per_worker = NUM_ENVS
@@ -51,7 +51,7 @@ def small_config(folder: str) -> ExperimentConfig:
 
 
 def small_model() -> CnnConfig:
-    """Return a network that does not take long."""
+    """Return a small network."""
     model = CnnConfig.get_from_yaml()
     model.cnn_num_cells, model.cnn_kernel_sizes, model.cnn_strides, model.cnn_paddings = [4], [8], [8], [0]
     model.mlp_num_cells, model.mlp_layer_class = [8], torch.nn.Linear
@@ -66,7 +66,7 @@ def short_task(substrate: str) -> Task:
 
 
 def main(folder: str, algorithm: str, substrate: str) -> None:
-    """Train, and check the envs, the data, the policy and what was logged."""
+    """Train, and check the envs, the data, the policy and the logs."""
     with installed(num_processes=1):
         experiment = Experiment(
             task=short_task(substrate),
@@ -109,8 +109,8 @@ def check_batches(batches: list) -> None:
 
 
 def check_logs(folder: Path) -> None:
-    """Check that both evaluations were filmed and their returns written."""
-    # Hyperparameters are in a file by themselves.
+    """Check that both evaluations were recorded and their returns written."""
+    # Hyperparameters are in a separate file.
     files = (EventAccumulator(str(path)).Reload() for path in folder.rglob("events.out.tfevents.*"))
     (logged,) = (file for file in files if file.Tags()["images"])
     films = [Image.open(io.BytesIO(film.encoded_image_string)) for film in logged.Images("eval_video")]

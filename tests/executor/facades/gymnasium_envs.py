@@ -1,4 +1,4 @@
-"""Envs for the tests of the Gymnasium facade; a module of its own, so that workers need not import the tests."""
+"""Envs for the tests of the Gymnasium facade, in a separate module so that workers do not import the tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.gymnasium_versions import discrete
 
 
 class Nested(gymnasium.Env):
-    """Terminates or truncates after a few steps; says much; gives new arrays."""
+    """Terminates or truncates after a few steps; returns large infos and new arrays."""
 
     observation_space = Dict(
         {"done": Box(-9, 9, (), np.float64), "state": Tuple((Discrete(9), Box(0, 255, (2, 2), np.uint8)))}
@@ -77,7 +77,7 @@ class Reusing(gymnasium.Env):
 
 
 class Precise(gymnasium.Env):
-    """Its reward is its action, and its info says what it was given."""
+    """Its reward is its action, and its info describes the action."""
 
     observation_space = Box(-9, 9, (1,), np.float32)
     action_space = Box(-1, 1, (1,), np.float32)
@@ -105,7 +105,7 @@ class Horizon(gymnasium.Env):
 
 
 class Particular(gymnasium.Env):
-    """Tells how it was reset."""
+    """Its observations show the arguments of its reset."""
 
     observation_space = Box(0, 1, (1,), np.float32)
     action_space = Discrete(2)
@@ -125,7 +125,7 @@ MAKES = {
 
 
 class Odd(Exception):
-    """An error of a package's own, whose constructor takes two arguments."""
+    """A package's own exception, whose constructor takes two arguments."""
 
     def __init__(self, code, reason):
         super().__init__(code, reason)
@@ -220,7 +220,7 @@ SPACES = {
 
 
 class Echo(gymnasium.Env):
-    """Its observation is the action that it was given, which must be one."""
+    """Its observation is its action, which must be in its space."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 7}  # noqa: RUF012  # so declared by Gymnasium
 
@@ -233,7 +233,7 @@ class Echo(gymnasium.Env):
         return self.observation_space.sample(), {}
 
     def step(self, action):
-        with warnings.catch_warnings(action="ignore"):  # Gymnasium's, of its own scalars
+        with warnings.catch_warnings(action="ignore"):  # Gymnasium's warnings about its own scalars
             assert action in self.action_space, action
         return action, 0, False, False, {}
 

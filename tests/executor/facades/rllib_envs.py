@@ -16,7 +16,7 @@ AGENTS = ("first", "second", "third")
 
 
 class Corridor(gymnasium.Env):
-    """Walks `config["length"]` cells; says in its infos which runner's it is."""
+    """Walks `config["length"]` cells; its infos identify its runner."""
 
     action_space = spaces.Discrete(2)
 
@@ -40,7 +40,7 @@ class Corridor(gymnasium.Env):
 
 
 class Slow(Corridor):
-    """Takes so long that workers pay."""
+    """So slow that workers are faster."""
 
     def step(self, action: int) -> Any:
         time.sleep(0.002)
@@ -72,7 +72,7 @@ class _Agents(MultiAgentEnv):
         return seen, {agent: {"t": 0} for agent in seen}
 
     def present(self) -> tuple[str, ...]:
-        """Return who has an observation now."""
+        """Return the agents with an observation now."""
         return AGENTS
 
     def _see(self, agents: Any) -> dict[str, np.ndarray]:
@@ -101,7 +101,7 @@ class Together(_Agents):
 
 
 class Turns(_Agents):
-    """Agents act in turn; each is paid whenever any has acted."""
+    """Agents act in turn; each gets a reward whenever any has acted."""
 
     def present(self) -> tuple[str, ...]:
         return (AGENTS[self.t % 3],)
@@ -114,7 +114,7 @@ class Turns(_Agents):
 
 
 class Leaving(_Agents):
-    """Comes with two agents; the first leaves after two steps, the third enters after three."""
+    """Starts with two agents; the first leaves after two steps, the third enters after three."""
 
     def present(self) -> tuple[str, ...]:
         return AGENTS[self.t >= 2 : 2 + (self.t >= 3)]
@@ -130,7 +130,7 @@ class Leaving(_Agents):
 
 
 class Nameless(Together):
-    """Speaks of an agent that it has not named."""
+    """Returns values of an agent that it has not named."""
 
     def step(self, actions: dict[str, Any]) -> Any:
         seen, rewards, *rest = super().step(actions)

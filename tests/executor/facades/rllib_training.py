@@ -1,6 +1,6 @@
 """PPO of RLlib on CartPole, in two remote runners: `python -m tests.executor.facades.rllib_training`.
 
-In a process by itself, as RLlib starts a Ray by itself.
+In a separate process, because RLlib starts its own Ray.
 """
 
 from __future__ import annotations

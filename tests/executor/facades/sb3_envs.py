@@ -85,7 +85,7 @@ class HorizonEnv(gymnasium.Env):
 
 
 class FailingEnv(SampledEnv):
-    """Raises in the third step of its life."""
+    """Raises in its third step overall."""
 
     num_calls = 0
 
@@ -97,7 +97,7 @@ class FailingEnv(SampledEnv):
 
 
 class Tagged(gymnasium.Wrapper):
-    """A wrapper to look for."""
+    """A wrapper for `env_is_wrapped`."""
 
 
 def return_it(env):
@@ -138,7 +138,7 @@ def make_short_cartpole():
 
 
 class SilentMaskedEnv(gymnasium.Env):
-    """Forbids action `step % 4`, and says so in its infos; an illegal action costs 10, a legal one gives 1."""
+    """Forbids action `step % 4`, with the mask in its infos; an illegal action costs 10, a legal one gives 1."""
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
     action_space = spaces.Discrete(4)

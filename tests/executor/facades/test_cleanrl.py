@@ -1,4 +1,4 @@
-"""`gym` for scripts of Gymnasium 0.29: what such a script sees is what Gymnasium's own vector env gives it."""
+"""`gym` for scripts of Gymnasium 0.29: they get the same data as from Gymnasium's own vector env."""
 
 from __future__ import annotations
 

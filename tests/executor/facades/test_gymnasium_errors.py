@@ -1,4 +1,4 @@
-"""Errors of the Gymnasium facade: of Gymnasium's types and of ours, and what can be done after them."""
+"""Errors of the Gymnasium facade: their types are Gymnasium's and ours, and the env is usable afterwards."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def facade(request):
     return FACADES[request.param]
 
 
-@pytest.mark.filterwarnings("ignore:.*Casting input:UserWarning")  # Gymnasium's, of its own scalars
+@pytest.mark.filterwarnings("ignore:.*Casting input:UserWarning")  # Gymnasium's warning about its own scalars
 @pytest.mark.parametrize("name", SPACES)
 def test_values_of_every_space_go_there_and_back(facade, name):
     kwargs = {"shared_memory": False} if name == "custom" and facade is not SyncVectorEnv else {}
@@ -145,7 +145,7 @@ def test_make_vec():
 def test_gymnasiums_vector_wrappers_give_what_they_give_over_its_own(facade, mode):
     def wrap(envs):
         envs = wrappers.NormalizeReward(wrappers.RecordEpisodeStatistics(envs))
-        if mode is not AutoresetMode.SAME_STEP:  # which that one refuses
+        if mode is not AutoresetMode.SAME_STEP:  # NormalizeObservation refuses SAME_STEP
             envs = wrappers.NormalizeObservation(envs)
         return wrappers.RescaleAction(wrappers.ClipReward(envs, -1, 1), np.float32(-0.5), np.float32(0.5))
 

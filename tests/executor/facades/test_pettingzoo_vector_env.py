@@ -1,4 +1,4 @@
-"""Batches of PettingZoo envs: dicts by agent and rows by agent, as the envs themselves give them."""
+"""Batches of PettingZoo envs, as dicts by agent and rows by agent, with the envs' own values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AGENTS = Village.possible_agents
 
 
 class Flock(Village):
-    """Sheep alone, which have the same spaces: they leave and return."""
+    """Only sheep, which have the same spaces; they leave and return."""
 
     possible_agents = ["sheep_0", "sheep_1", "sheep_2", "dog"]  # noqa: RUF012  # as its base class has them
 
@@ -68,7 +68,7 @@ class Dying(Village):
 
 
 class Raw:
-    """What an env itself gives, episode after episode, reset as a mode says."""
+    """The env's own data over episodes, reset according to a mode."""
 
     def __init__(self, env, seed):
         self.env = env

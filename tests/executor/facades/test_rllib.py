@@ -1,7 +1,7 @@
 """RLlib's env runners on the executor give RLlib's own episodes, and train.
 
-RLlib needs a Gymnasium that other tests do not take: `python -m tests.compat --rows RLlib` makes an environment for it
-and runs this file there.
+RLlib needs a Gymnasium version that other tests do not support: `python -m tests.compat --rows RLlib` creates an
+environment for it and runs this file there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def sampled(runner_class: Any, config: PPOConfig, num_samples: int = 2) -> list[
 
 
 def assert_same(ours: list[Any], theirs: list[Any]) -> None:
-    """Compare episodes in all that they hold but their random ids."""
+    """Compare episodes except for their random ids."""
     assert len(ours) == len(theirs)
     assert any(episode.is_done for episode in ours)
     for one, other in zip(ours, theirs, strict=True):
@@ -156,7 +156,7 @@ def test_substrates_need_no_wrapper() -> None:
 
 
 class Noting(RLlibCallback):
-    """Notes what it is given."""
+    """Records its arguments."""
 
     noted: list[Any]
 

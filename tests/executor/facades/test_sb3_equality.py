@@ -1,4 +1,4 @@
-"""The SB3 facade gives the transitions of SB3's own `DummyVecEnv`, bit for bit, and none that did not happen."""
+"""The SB3 facade returns the transitions of SB3's own `DummyVecEnv`, bit for bit, and invents none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def same(one, other):
 
 
 def play(make, env_fns, num_steps):
-    """Return all that a vec env says in some steps of drawn actions, and how many ends of each kind there were."""
+    """Return all outputs of a vec env over some random steps, and the number of ends of each kind."""
     env = make(env_fns)
     try:
         said = []

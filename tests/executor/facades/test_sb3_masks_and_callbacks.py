@@ -1,4 +1,4 @@
-"""Action masks for sb3-contrib, statistics of `VecNormalize`, callbacks: what SB3's users build on a vec env."""
+"""Features that SB3's users build on a vec env: action masks for sb3-contrib, `VecNormalize`, callbacks."""
 
 from __future__ import annotations
 

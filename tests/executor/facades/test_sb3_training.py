@@ -154,7 +154,7 @@ def test_melting_pot_has_one_row_per_agent(make):
     assert all(info["TimeLimit.truncated"] for info in infos)
     last = infos[2]["terminal_observation"]
     assert last["RGB"].shape == (40, 40, 3)
-    lasts = [info["terminal_observation"]["RGB"] for info in infos]  # one agent may see the same after its reset
+    lasts = [info["terminal_observation"]["RGB"] for info in infos]  # an agent may observe the same after its reset
     assert any(not np.array_equal(*pair) for pair in zip(lasts, obs["RGB"], strict=True))
     assert env.render().ndim == 3
     env.close()

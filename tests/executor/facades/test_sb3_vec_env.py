@@ -1,4 +1,4 @@
-"""What the SB3 facade promises beside transitions: seeds, options, attributes, pictures, faults, ownership."""
+"""The SB3 facade's guarantees other than transitions: seeds, options, attributes, pictures, faults, ownership."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_attributes_and_methods_with_indices(sampled):
     with pytest.raises(AttributeError, match="no_such"):
         sampled.get_attr("no_such")
     sampled.set_attr("colour", [1, 2, 3], indices=[0, 2])
-    assert sampled.get_attr("colour") == [[1, 2, 3], 0, [1, 2, 3]]  # of the outermost wrapper: Tagged's own
+    assert sampled.get_attr("colour") == [[1, 2, 3], 0, [1, 2, 3]]  # the attribute of the outermost wrapper, Tagged
     sampled.set_attr("colour", 4, 0)
     assert sampled.env_method("add", 1, indices=[1, 0], other=2) == [3, 7]
     assert sampled.env_method("add", 1, indices=-1) == [1]
@@ -150,7 +150,7 @@ def test_a_step_in_two_halves(sampled):
         sampled.step_async(ZEROS)
     with pytest.raises(Busy, match="step_wait"):
         sampled.get_attr("length") if isinstance(sampled, SubprocVecEnv) else sampled.has_attr("length")
-    sampled.reset()  # the step that nobody waited for is dropped
+    sampled.reset()  # the pending step is dropped
     sampled.step(ZEROS)
     assert sampled.get_attr("num_steps") == [1, 1, 1]
     sampled.step_async(ZEROS)
@@ -176,7 +176,7 @@ def test_fractions_are_no_discrete_actions():
 
 
 class CountsEnv(gymnasium.Env):
-    """Takes int32, so that what SB3 or a script gives as int64 may not fit."""
+    """Takes int32, so int64 values of SB3 or a script may not fit."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Box(-100, 100, (1,), np.int32)

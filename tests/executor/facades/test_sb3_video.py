@@ -1,4 +1,4 @@
-"""SB3's video recorder over the facade writes what the envs have drawn."""
+"""SB3's video recorder over the facade writes the envs' pictures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FPS = 5
 
 
 class Brighter(gymnasium.Env):
-    """Draws a square that is brighter with every step; a bright one says which env it is."""
+    """Draws a square that becomes brighter with every step; a second one identifies the env."""
 
     render_mode = "rgb_array"
     observation_space = gymnasium.spaces.Box(0, 1, (1,))

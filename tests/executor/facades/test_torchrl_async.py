@@ -66,7 +66,7 @@ def pool() -> Iterator[AsyncEnvPool]:
 
 @pytest.fixture
 def idle(pool: AsyncEnvPool) -> Iterator[AsyncEnvPool]:
-    """The pool with all envs reset, and its counts new."""
+    """The pool with all envs reset and its counts cleared."""
     pool.reset()
     pool.stats(reset=True)
     yield pool
@@ -230,7 +230,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def mixed(gate: Any) -> Iterator[AsyncEnvPool]:
-    """Env 0 raises where it is asked to; 1 waits for the gate; 2 has a text; 3 is a batch of another shape."""
+    """Env 0 raises on request; env 1 waits for the gate; env 2 has a text; env 3 is a batch of another shape."""
     makers = [Gated, Gated, own.CountingEnvWithString, own.NestedCountingEnv]
     kwargs: list[dict[str, Any]] = [{}, {"gate": str(gate)}, {}, {}]
     env = AsyncEnvPool(makers, stack="lazy", create_env_kwargs=kwargs, envs_per_worker=2)
@@ -296,7 +296,7 @@ def test_an_env_that_fails_while_another_is_received_loses_nothing(
         )
     answered = mixed._crew.pool.wait_some(np.array([0, 2]), 2, None)
     assert len(answered) == 2
-    with monkeypatch.context() as patch:  # env 2 was seen to be ready before env 0 has failed
+    with monkeypatch.context() as patch:  # env 2 was found ready before env 0 failed
         patch.setattr(mixed._sent, "wait", lambda *_: [2])
         assert mixed.async_step_recv(1)["env_index"] == [2]
     with pytest.raises(EnvError, match="too much"):

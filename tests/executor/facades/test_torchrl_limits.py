@@ -1,4 +1,4 @@
-"""What TorchRL's `ParallelEnv` cannot do, or does behind its user's back, and how it is here."""
+"""Limits and side effects of TorchRL's `ParallelEnv` that the facade does not have."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def vector_env(mode: AutoresetMode) -> EnvBase:
 
 @pytest.mark.parametrize("batched", [ParallelEnv, SerialEnv])
 def test_vector_envs_whose_resets_are_steps_are_refused(batched):
-    """By TorchRL itself in the factory, unless the `gym` package is its backend: then by the facade."""
+    """TorchRL itself refuses them in the factory; if the `gym` package is its backend, the facade does."""
     with pytest.raises((FactoryError, RuntimeError), match=r"NEXT_STEP.*AutoresetMode\.DISABLED|SAME_STEP or DISABLED"):
         batched(2, lambda: vector_env(AutoresetMode.NEXT_STEP))
 
@@ -80,7 +80,7 @@ def test_other_vector_envs_give_true_last_observations_and_no_step_too_many(batc
 
 
 class Reusing(own.CountingEnv):
-    """Gives the same tensors at every step, changed in place, as GPU simulators do."""
+    """Returns the same tensors at every step, changed in place, like GPU simulators."""
 
     def _step(self, tensordict):
         return self._reused("_stepped", super()._step(tensordict))
@@ -109,7 +109,7 @@ def test_envs_that_write_to_the_same_tensors_for_ever(batched):
 
 
 class Blank(own.CountingEnv):
-    """Has no last observation to give and says NaN, as TorchRL's wrapper of Isaac Lab does."""
+    """Has no last observation and returns NaN, like TorchRL's wrapper of Isaac Lab."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -136,7 +136,7 @@ def test_observations_that_are_missing_can_be_refused():
 
 
 class OnlyOne(own.CountingEnv):
-    """May be built once in a process, as simulators with one application per process; says what its process is."""
+    """Can be built only once per process, like some simulators; reports on its process."""
 
     builder = None
 
@@ -156,7 +156,7 @@ class OnlyOne(own.CountingEnv):
 
 
 def test_workers_are_no_forks_of_the_caller_and_may_be_one_to_an_env(monkeypatch):
-    """A CUDA context, its threads and its locks stay where they are, whatever start method is asked for."""
+    """A CUDA context with its threads and locks is not forked, with any start method."""
     monkeypatch.setattr(torch, "a_mark_of_the_caller", True, raising=False)
     with started(2, OnlyOne, mp_start_method="fork", num_processes=2) as env:
         assert env.rollout(3).shape == (2, 3)
@@ -169,12 +169,12 @@ def test_workers_are_no_forks_of_the_caller_and_may_be_one_to_an_env(monkeypatch
         td["action"] = torch.full_like(env.full_action_spec["action"].zero(), 7)
         before = time.process_time()
         env.step(td)
-        assert time.process_time() - before < 0.5  # of a processor, not of the clock: TorchRL's polls all the time
+        assert time.process_time() - before < 0.5  # processor time: TorchRL's workers poll continuously
     assert OnlyOne.builder is None  # none was built here
 
 
 def test_outputs_keep_no_graph():
-    """Of a policy whose outputs require gradients, in what workers get and give."""
+    """With a policy whose outputs require gradients, neither inputs nor outputs of workers keep a graph."""
     weight = torch.ones(1, requires_grad=True)
     with started(2, lambda: GymEnv("Pendulum-v1"), num_processes=1) as env:
         rollout = env.rollout(3, lambda td: td.set("action", weight * torch.ones(2, 1)))
@@ -193,7 +193,7 @@ def test_a_device_that_is_not_there_is_named():
 
 
 class Sleeper(own.CountingEnv):
-    """Warns when it is built, and hangs in one thing, for ever."""
+    """Warns when it is built, and hangs in one method."""
 
     def __init__(self, where="", **kwargs):
         warnings.warn("the level is deprecated", stacklevel=2)

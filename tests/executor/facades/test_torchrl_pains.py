@@ -1,4 +1,4 @@
-"""What TorchRL's users have reported of its `ParallelEnv`, and what does not happen here."""
+"""Problems that users have reported with TorchRL's `ParallelEnv` do not occur here."""
 
 from __future__ import annotations
 

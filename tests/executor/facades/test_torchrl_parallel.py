@@ -1,4 +1,4 @@
-"""The TorchRL facade's `ParallelEnv` over real workers, beside TorchRL's own classes."""
+"""The TorchRL facade's `ParallelEnv` over real workers, compared with TorchRL's own classes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_rollouts_are_torchrls_serial_ones(family: str) -> None:
     rollouts = []
     theirs = torchrl.envs.SerialEnv(2, FAMILIES[family])
     with started(2, FAMILIES[family]) as ours:
-        assert ours.specs == theirs.specs or family == "text"  # its own specs hold random examples
+        assert ours.specs == theirs.specs or family == "text"  # TorchRL's specs hold random examples
         for env in (theirs, ours):
             assert env.set_seed(0) == torchrl.envs.SerialEnv.set_seed(theirs, 0)
             torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_an_env_that_raises_is_alone_in_it() -> None:
         with pytest.raises(AttributeError, match="misspelt"):
             env.misspelt()
         assert not hasattr(env, "misspelt")
-        with pytest.raises(EnvError):  # it cannot be seeded with nothing; the worker lives
+        with pytest.raises(EnvError):  # it refuses the seed None; the worker lives
             env.set_seed(None)
         env.rollout(2)
 
@@ -180,7 +180,7 @@ def test_the_row_of_a_lost_env_repeats_what_was_acted_on() -> None:
         td["action"] = torch.tensor([[6], [1]], dtype=env.action_spec.dtype)
         stepped, _ = env.step_and_maybe_reset(td)
         assert stepped["observation"].flatten().tolist() == [0, 0]
-        assert stepped["next", "observation"].flatten().tolist() == [0, 1]  # not a row of the episode before
+        assert stepped["next", "observation"].flatten().tolist() == [0, 1]  # not a row of the previous episode
 
 
 def test_steps_after_other_commands_are_never_stale() -> None:
@@ -269,7 +269,7 @@ def test_different_tasks_and_kwargs() -> None:
         assert td[0]["observation"].shape == (3,)
         assert td[1]["observation"].shape == (2,)
         assert env.rollout(3)[1]["next", "observation"].shape == (3, 2)
-    with pytest.raises(RuntimeError, match="Stacking specs"):  # TorchRL's own refusal; it leaves nothing behind
+    with pytest.raises(RuntimeError, match="Stacking specs"):  # TorchRL itself refuses; nothing is left behind
         ParallelEnv(2, [cartpole, PendulumEnv])
 
 
@@ -297,7 +297,7 @@ def test_factories_that_fail_say_why() -> None:
     with pytest.raises(BuildFailed, match="no such level") as caught:
         ParallelEnv(2, fail)
     assert isinstance(caught.value, RuntimeError)
-    assert isinstance(caught.value, ValueError)  # as it would be, had it been called here
+    assert isinstance(caught.value, ValueError)  # the type that the factory raised
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), ValueError)
     with pytest.raises(FactoryError, match="expected a TorchRL env"):
         ParallelEnv(2, dict)

@@ -1,4 +1,4 @@
-"""What is used of TorchRL's private API: in one module, in the table of docs/private_apis.md, with its versions."""
+"""Uses of TorchRL's private API are in one module, and in the table of docs/private_apis.md with their versions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHERS = sorted(
     }
     - {ONE_MODULE}
 )
-#: What TorchRL's documentation has authors of envs write.
+#: Private methods that TorchRL's documentation asks env authors to write.
 FOR_AUTHORS = {"_step", "_reset", "_set_seed"}
 #: Python's and torch's, not TorchRL's.
 OF_TORCH = {"_modules"}
@@ -55,7 +55,7 @@ def names_in(file: Path) -> set[str]:
 
 
 def names_of_torchrl() -> set[str]:
-    """Return the private names that TorchRL's batched envs and wrappers have, the names of their values among them."""
+    """Return the private names of TorchRL's batched envs and wrappers, including those of their values."""
     env = torchrl.envs.SerialEnv(2, own.CountingEnv)
     env.reset()
     found = {*dir(torchrl.envs.ParallelEnv), *dir(torchrl.envs.SerialEnv), *dir(torchrl.envs.GymEnv), *vars(env)}

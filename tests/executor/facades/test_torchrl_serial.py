@@ -1,4 +1,4 @@
-"""The TorchRL facade's `SerialEnv`, beside TorchRL's own: the data path that both facades share."""
+"""The TorchRL facade's `SerialEnv`, compared with TorchRL's own: the data path that both facades share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAMILIES: dict[str, Callable[[], EnvBase]] = {
 
 
 class Counter(own.CountingEnv):
-    """Counts its resets and keeps what they were given."""
+    """Counts its resets and keeps their arguments."""
 
     def __init__(self, max_steps: int = 3, start_val: int = 0) -> None:
         super().__init__(max_steps=max_steps, start_val=start_val)
@@ -149,13 +149,13 @@ def test_state_dicts_have_torchrls_keys() -> None:
     state = env.state_dict()
     assert list(state) == ["worker0", "worker1"]
     env.load_state_dict(state)
-    env.load_state_dict(state["worker0"])  # of one env: for all
+    env.load_state_dict(state["worker0"])  # the state of one env, loaded into all
     env.close()
 
 
 def test_attributes_are_lists_at_once_and_hasattr_is_honest(env: SerialEnv) -> None:
     assert not hasattr(env, "max_steps")
-    with pytest.raises(RuntimeError):  # as TorchRL raises
+    with pytest.raises(RuntimeError):  # as in TorchRL
         env.max_steps  # noqa: B018
     env.start()
     assert env.given == [[], [], []]

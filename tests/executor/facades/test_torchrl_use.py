@@ -64,13 +64,13 @@ def test_collector_and_its_checkpoint() -> None:
     assert "worker1" in state["env_state_dict"]
     collector.load_state_dict(state)
     second = next(batches)
-    assert (second["next", "observation"] == second["observation"] + 1).all()  # nothing is a step behind
+    assert (second["next", "observation"] == second["observation"] + 1).all()  # no row is a step behind
     collector.shutdown()
 
 
 @pytest.mark.full
 def test_collectors_over_processes_and_a_replay_buffer(tmp_path: Path) -> None:
-    """In a process of its own, as TorchRL's collectors leave python's resource tracker running."""
+    """In a separate process, because TorchRL's collectors leave Python's resource tracker running."""
     script = Path(__file__).parents[3] / "examples" / "torchrl_collectors.py"
     command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
@@ -100,7 +100,7 @@ def test_an_env_in_place_of_a_factory_is_refused_with_what_to_write() -> None:
 
 
 def test_direct_gymnasium_steps_equal_torchrls() -> None:
-    """With and without an identity wrapper that keeps TorchRL in between."""
+    """With and without an identity wrapper that disables direct steps."""
     rollouts = []
     for name in ("CartPole-v1", "Pendulum-v1"):
         for make in (lambda name=name: GymEnv(name), lambda name=name: TransformedEnv(GymEnv(name))):

@@ -1,1 +1,1 @@
-"""What several families share."""
+"""Code that several env families share."""

@@ -1,4 +1,4 @@
-"""Global random generators that are an env's own while it runs."""
+"""Give each env its own state of the process's global random generators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class OwnGenerators:
-    """An env's own state of global generators, swapped in and out (torch's alone: 2 us; 2-core x86, 2026-11).
+    """An env's own state of the global generators, swapped in and out (2 us for torch's alone; 2-core x86, 2026-11).
 
     Args:
         read: returns the state of the generators.

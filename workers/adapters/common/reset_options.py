@@ -1,4 +1,4 @@
-"""The `options` of a reset, as envs with Gymnasium's signature take them."""
+"""The `options` of a reset, for envs with Gymnasium's `reset` signature."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def own_options(options: Mapping[str, Any] | None, kind: str) -> Any:
-    """Return an env's own copy of what the caller gave a reset as `options`; None if the caller gave nothing.
+    """Return a copy, for one env, of the `options` that the caller passed to `reset`; None if there are none.
 
     Args:
         options: keyword arguments of the reset.

@@ -1,4 +1,4 @@
-"""Rewards and flags as envs really return them, as what a batch stores; anything doubtful is refused."""
+"""Convert the rewards and flags that envs return into what a batch stores; refuse ambiguous values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_flag(value: Any, name: str) -> bool:
     """Return a bool, a numpy bool, or an array (also a tensor) of exactly one bool as a python bool.
 
     Raises:
-        SpecError: anything else; 0, 1 and None are not taken for an answer.
+        SpecError: anything else, including 0, 1 and None.
     """
     if value.__class__ is np.bool_ or value.__class__ is bool:
         return bool(value)

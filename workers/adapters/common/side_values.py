@@ -1,10 +1,10 @@
-"""Values without a fixed shape and dtype, as plain data that is the caller's own.
+"""Copy values without a fixed shape and dtype as plain data.
 
-Guarantees: what comes back shares no memory with the env (envs reuse buffers, and a side value waits
-until the command is done) and consists of None, bool, numbers, str, bytes, numeric numpy arrays and
+Guarantees: the copy shares no memory with the env (envs reuse buffers, and side values are sent only at the end of the
+command). It consists of None, bool, numbers, str, bytes, numeric numpy arrays and
 lists, tuples and dicts of these. Named tuples and dataclasses become dicts by field name, so that a
 `gymnasium.spaces.GraphInstance` comes out as `{"nodes": array, "edges": array or None, "edge_links":
-array or None}`; tensors become arrays. Anything else is refused, with its place.
+array or None}`; tensors become arrays. Anything else is refused with a message that names its place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def snapshot(value: Any, where: str = "value") -> Any:
     """Return a copy of a value as plain data.
 
     Args:
-        value: what the env gave.
+        value: from the env.
         where: its name, for the message.
 
     Raises:

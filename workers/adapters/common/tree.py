@@ -1,9 +1,9 @@
-"""From nested native values to flat lists of leaves, and back: what families with nested spaces share.
+"""Convert nested native values to flat lists of leaves, and back; shared by families with nested spaces.
 
 A family describes an env's observation, action or reward once, as a tree of `Leaf` and `Branch`, and
 gets functions compiled for it: `flattener` (native value -> list aligned with `leaf_specs`) and
-`builder` (such a list -> native value). The usual env has a single plain leaf, whose functions do
-nothing but wrap and unwrap a list. Arrays are never copied: what is handed on are the env's own.
+`builder` (such a list -> native value). For the usual env, with a single plain leaf, the functions only wrap and unwrap
+a list. Arrays are never copied: the env's own arrays are passed on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from envherd.workers.errors import SpecError
 
 Convert = Callable[[Any], Any]
 
-#: Names that an observation may not have at its root, because a batch keeps something else there.
+#: Names that an observation must not use at its root, because a batch uses them.
 RESERVED_NAMES = frozenset(
     ("action", "reward", "done", "terminated", "truncated", "next", "env_ids", "interrupted", "_reset", "_step")
 )
@@ -32,8 +32,8 @@ class Leaf:
 
     Attributes:
         spec: what is stored.
-        take: native value -> stored value; None where they are the same.
-        give: stored value -> native value; None where they are the same.
+        take: native value -> stored value; None if they are the same.
+        give: stored value -> native value; None if they are the same.
     """
 
     spec: LeafSpec
@@ -63,14 +63,14 @@ Node = Leaf | Branch
 
 
 def leaf_specs(node: Node) -> tuple[LeafSpec, ...]:
-    """Return the leaves of a tree, in the order in which values are given and taken."""
+    """Return the leaves of a tree, in the order of the flat list of values."""
     if isinstance(node, Leaf):
         return (node.spec,)
     return tuple(spec for _, child in node.entries for spec in leaf_specs(child))
 
 
 def is_bare(node: Node) -> bool:
-    """Return whether a tree is one leaf that is stored as the env gives it."""
+    """Return whether a tree is one leaf that is stored without conversion."""
     return isinstance(node, Leaf) and node.take is None
 
 
@@ -78,10 +78,10 @@ def dict_branch(items: Mapping[Any, Any], key: Key, make: Callable[[Any, Key], N
     """Return the tree of a dict whose entries are below `key`.
 
     Args:
-        items: native key -> what describes the entry.
+        items: native key -> description of the entry.
         key: of the dict.
         make: describes an entry at a key.
-        operation: what is read, for messages.
+        operation: what is being read, for messages.
 
     Raises:
         SpecError: two native keys share a name.
@@ -93,7 +93,7 @@ def dict_branch(items: Mapping[Any, Any], key: Key, make: Callable[[Any, Key], N
 
 
 def check_root(node: Branch, names: tuple[str, ...], operation: str) -> None:
-    """Refuse root names that a batch uses itself, and names that two native keys share.
+    """Refuse root names that a batch uses, and names that two native keys share.
 
     Raises:
         SpecError: names the first one.
@@ -122,7 +122,7 @@ def check_names(node: Branch, names: tuple[str, ...], operation: str) -> None:
 
 
 def flattener(node: Node, where: str) -> Callable[[Any], list[Any]]:
-    """Return the function that takes a native value apart.
+    """Return the function that splits a native value into its leaves.
 
     Args:
         node: the tree.
@@ -201,7 +201,7 @@ def _mismatch(node: Branch, where: str, value: Any) -> SpecError:
 
 
 def builder(node: Node) -> Callable[[list[Any]], Any]:
-    """Return the function that puts a native value together.
+    """Return the function that builds a native value from its leaves.
 
     Returns:
         list aligned with `leaf_specs(node)` (further values behind are ignored) -> native value.
@@ -244,7 +244,7 @@ def nested(values: Any) -> Any:
 
 
 def as_row(value: Any) -> np.ndarray:
-    """Return a scalar as an array of one (VIEW where it is an array); what is no scalar gains a dimension."""
+    """Return a value with one more leading dimension: a scalar becomes an array of one. VIEW if it is an array."""
     return np.asarray(value)[np.newaxis]
 
 

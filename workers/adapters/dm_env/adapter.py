@@ -1,14 +1,14 @@
 """dm_env: any `dm_env.Environment`, among them dm_control (suite, composer), raw dmlab2d and bsuite.
 
-Keys, shapes, dtypes: see `dm_env_specs`.
+Keys, shapes, dtypes: see `dm_env/specs.py`.
 
-What the end of an episode tells: LAST with a discount of 0 is `terminated`, LAST with a discount above
+Ends of episodes: LAST with a discount of 0 is `terminated`, LAST with a discount above
 0 is `truncated` (dm_control ends by its time limit with discount 1). Raw dmlab2d ends every episode with
 discount 0, whatever the reason, so that all its endings are `terminated` here: a frame cap cannot be distinguished
 from a real end. The discount of a step inside an episode is not reported.
 
-Seeds: dm_env has no way to seed an env, so a seed is put into the generators that the known families
-keep, in place: `env.task.random` (dm_control's suite), `env.random_state` (composer), `env._rng`
+Seeds: dm_env has no API for seeding, so the adapter reseeds the generators of the known families in place:
+`env.task.random` (dm_control's suite), `env.random_state` (composer), `env._rng`
 (dmlab2d, bsuite), also behind wrappers. An env that keeps its generator elsewhere ignores the seed.
 """
 
@@ -38,8 +38,8 @@ _INNER = ("_env", "_environment", "env", "environment")
 class DmEnvAdapter(Adapter):
     """One `dm_env.Environment`; see the module for endings and seeds.
 
-    It is always reset by `reset`, never by stepping on after the end, which in dm_env starts a new
-    episode and drops the action.
+    The adapter always resets it by `reset`. Stepping after the end, which in dm_env starts a new episode and drops the
+    action, is not used.
 
     Args:
         env: what the factory returned; it is neither reset nor stepped here.
@@ -77,7 +77,7 @@ class DmEnvAdapter(Adapter):
         """Start a new episode; see `Adapter.reset`.
 
         Args:
-            seed: put into the generators that the env is known to keep; None leaves them as they are.
+            seed: for the generators that the env is known to keep; None leaves them unchanged.
             options: must be empty.
             mask: not used.
 
@@ -100,7 +100,7 @@ class DmEnvAdapter(Adapter):
         """Make one transition; see `Adapter.step`.
 
         Raises:
-            ResetNeeded: the env had ended or was never reset; it has begun a new episode by itself.
+            ResetNeeded: the env had ended or was never reset, and has begun a new episode by itself.
             SpecError: the env returned no TimeStep, no reward, or no discount at the end.
         """
         timestep = self.env.step(self._build(action))

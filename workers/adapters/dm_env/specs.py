@@ -1,4 +1,4 @@
-"""dm_env specs as trees of leaves: which keys, shapes, dtypes and domains an env's values get.
+"""Describe dm_env specs as trees of leaves: the keys, shapes, dtypes and domains of an env's values.
 
 Keys, shapes and dtypes follow TorchRL's `DMControlWrapper`: entries of a dict become root keys, a single
 array is `("observation",)`, entries of a list are "0", "1", ... (at the root: below "observation"); a

@@ -1,12 +1,12 @@
-"""Gymnasium: a single `gymnasium.Env`, with every space; see `gymnasium_spaces` for keys and values.
+"""Gymnasium: a single `gymnasium.Env`, with any space; see `adapters/gymnasium/spaces.py` for keys and values.
 
 Guarantees:
-- `step` is exactly one `env.step` and `reset` one `env.reset`; nothing is wrapped, checked passively
-  or reset behind the caller's back. An env inside `gymnasium.wrappers.Autoreset` behaves as without
-  it, because it is always reset before it would do so itself.
-- `terminated` and `truncated` are the env's own two flags, both may be True.
-- Observations are handed on as the env gave them (VIEW); only side-channel values are copied.
-Does not tell: whether values are inside their space (shape and dtype are checked where they are stored).
+- `step` is exactly one `env.step` and `reset` one `env.reset`; the adapter adds no wrapper, no passive checker and no
+  other reset. An env inside `gymnasium.wrappers.Autoreset` behaves as without it, because the executor always resets it
+  first.
+- `terminated` and `truncated` are the env's own two flags; both may be True.
+- Observations are passed on as the env returned them (VIEW); only side-channel values are copied.
+Does not check whether values are inside their space (the writers check shape and dtype).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GymnasiumAdapter(Adapter):
         env: what the factory returned; it is neither reset nor stepped here.
 
     Attributes:
-        info: the last `info` dict of the env, as it gave it (VIEW); empty before the first reset.
+        info: the last `info` dict that the env returned (VIEW); empty before the first reset.
 
     Raises:
         SpecError: a space is missing, or an observation has a name that a batch uses itself.
@@ -84,12 +84,12 @@ class GymnasiumAdapter(Adapter):
         """Start a new episode; see `Adapter.reset`.
 
         Args:
-            seed: handed to the env; None leaves its generator as it is.
+            seed: passed to the env; None leaves its generator unchanged.
             options: `{"options": {...}}`, of which the env gets a copy, or nothing.
             mask: not used.
 
         Raises:
-            TypeError: another keyword than `options`.
+            TypeError: a keyword other than `options`.
             SpecError: the env returned anything but `(observation, info)`.
         """
         result = self.env.reset(seed=seed, options=own_options(options, "gymnasium env"))
@@ -147,7 +147,7 @@ class GymnasiumAdapter(Adapter):
         return save() if callable(save) else super().state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Give a state to `env.load_state_dict` of the env or of the outermost wrapper that has one."""
+        """Pass a state to `load_state_dict` of the env or of the outermost wrapper that has one."""
         load = _wrapper_attr(self.env, "load_state_dict")
         if not callable(load):
             super().load_state_dict(state)

@@ -1,8 +1,8 @@
-"""Partial resets for the vector env that `gymnasium.make_vec("CartPole-v1", n)` makes, which has none.
+"""Partial resets for Gymnasium's `CartPoleVectorEnv` (`gymnasium.make_vec("CartPole-v1", n)`), which lacks them.
 
-`CartPoleVectorEnv` is arithmetic on arrays of all rows: `state`, `steps` and `prev_done`, the rows that its next step
-would reset instead of stepping them. Resetting a row is what that step would do to it, done before: a start drawn from
-the env's generator, no steps, nothing owed. Its own `reset` stays for all that is no partial reset.
+`CartPoleVectorEnv` computes on arrays of all rows: `state`, `steps` and `prev_done` (the rows that its next step would
+reset instead of stepping). A partial reset does to a row what that step would do, but earlier: it draws a start state
+from the env's generator and clears `steps` and `prev_done`. Full resets still use the env's own `reset`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from gymnasium.envs.classic_control.utils import maybe_parse_reset_bounds
 
 
 def lend_masks(native: Any) -> None:
-    """Have the env, without wrappers, take `reset_mask` from now on, if it is one of Gymnasium's CartPoles.
+    """Make an unwrapped env accept `reset_mask` from now on, if it is Gymnasium's `CartPoleVectorEnv`.
 
-    Subclasses with a reset or step of their own are left as they are, as nobody knows what they would add.
+    Subclasses that override `reset` or `step` are left unchanged, because what they add is unknown.
     """
     kept = (getattr(type(native), name, None) is getattr(CartPoleVectorEnv, name) for name in ("reset", "step"))
     if all(kept):

@@ -2,11 +2,11 @@
 
 What differs, and how it is handled:
 - `step` returns `(observation, reward, done, info)`: an end with `info["TimeLimit.truncated"]` is
-  `truncated`, any other `terminated`. An env that cuts its episodes itself and does not say so cannot be
-  distinguished from one that ended; `horizon` is for that. Five values (gym 0.26) are taken as they are.
-- `reset` returns an observation alone, or with an info.
+  `truncated`, any other `terminated`. If an env cuts its episodes without reporting it, `horizon` tells a cut from a
+  real end. Five values (gym 0.26) are passed through unchanged.
+- `reset` returns an observation, with or without an info.
 - seeds go to `reset(seed=)` where the innermost env's `reset` names that argument, else to `seed(seed)`;
-  an env with neither keeps its own randomness (global generators are seeded when it is built).
+  an env with neither keeps its own random state (global generators are seeded when it is built).
 - spaces of the package `gym` become Gymnasium's of the same name.
 - pictures come from `render()` of an env made with `render_mode="rgb_array"`, or from `render(mode="rgb_array")`.
 """
@@ -31,13 +31,13 @@ _OWN = frozenset(
 
 
 class OldGymEnv(gymnasium.Env[Any, Any]):
-    """An old env behind the present API; see the module.
+    """An old env behind Gymnasium's API; see the module.
 
-    Attributes that it does not have itself are those of the old env, to read and to set.
+    Attributes that this class lacks are read from and set on the old env.
 
     Args:
         env: the old env, wrapped or not.
-        horizon: an end in the step of this number is `truncated`; None leaves that to the env's infos.
+        horizon: an end in the step of this number is `truncated`; None relies on the env's infos.
 
     Raises:
         SpecError: a space is missing, or of no known kind.
@@ -119,7 +119,7 @@ class OldGymEnv(gymnasium.Env[Any, Any]):
         return getattr(self.env, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute: this one's few own ones here, any other of the old env."""
+        """Set one of this object's few own attributes here, any other on the old env."""
         if name in _OWN or hasattr(type(self), name):
             object.__setattr__(self, name, value)
         else:
@@ -130,7 +130,7 @@ def as_gymnasium(space: Any, where: str) -> spaces.Space[Any]:
     """Return a space as Gymnasium's of the same name.
 
     Raises:
-        SpecError: it is none that is known.
+        SpecError: an unknown kind of space.
     """
     if isinstance(space, spaces.Space):
         return space
@@ -159,7 +159,7 @@ def _as_bool(value: Any) -> bool:
 
 
 def _reset_arguments(env: Any) -> frozenset[str]:
-    """Return which of `seed` and `options` a reset takes: named by the innermost env, let through by the others."""
+    """Return which of `seed` and `options` the innermost env's `reset` names and all wrappers let through."""
     innermost = getattr(env, "unwrapped", env)
     taken = set(inspect.signature(innermost.reset).parameters) & {"seed", "options"}
     outer = inspect.signature(env.reset).parameters

@@ -1,7 +1,7 @@
-"""Spaces of envs that are themselves a batch: what `gymnasium_spaces` says of one env, for n rows at once.
+"""Spaces of envs that are themselves a batch: the counterpart, for n rows, of `adapters/gymnasium/spaces.py`.
 
-A leaf of a row's shape `s` becomes one of shape `(n, *s)`, with the domain that each row has; keys are those
-of a single env. Values without a fixed shape are lists of n.
+A leaf of a row's shape `s` becomes one of shape `(n, *s)`, with the same domain for each row. Keys are those of a
+single env. Values without a fixed shape are lists of n.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIRST = np.s_[:, 0]
 
 
 def observations_of(num_rows: int) -> MakeLeaf:
-    """Return what describes the observations of a number of rows, for `gymnasium_spaces.observation_tree`."""
+    """Return a function that describes the observations of `num_rows` rows, for `observation_tree`."""
 
     def make_leaf(space: Space, key: Key) -> Leaf:
         row = observation_leaf(space, key)
@@ -34,7 +34,7 @@ def observations_of(num_rows: int) -> MakeLeaf:
 
 
 def actions_of(num_rows: int) -> MakeLeaf:
-    """Return what describes the actions of a number of rows, for `gymnasium_spaces.action_tree`."""
+    """Return a function that describes the actions of `num_rows` rows, for `action_tree`."""
 
     def make_leaf(space: Space, key: Key) -> Leaf:
         row = action_leaf(space, key)
@@ -49,7 +49,7 @@ def actions_of(num_rows: int) -> MakeLeaf:
 
 
 def mosaic(frames: Any) -> Any:
-    """Return pictures of the same size side by side, uint8 `[H, W, 3]`, in as square a grid as they fill."""
+    """Return pictures of the same size as one, uint8 `[H, W, 3]`, in a grid as square as possible."""
     pictures = [np.asarray(frame) for frame in frames if frame is not None]
     if not pictures:
         return None
@@ -82,7 +82,7 @@ def _for_each(convert: Convert | None) -> Convert:
 
 
 def _as_column(value: Any) -> np.ndarray:
-    """Return one number for each row as an array of one for each row (VIEW)."""
+    """Return numbers `[n]` as `[n, 1]` (VIEW)."""
     return np.asarray(value)[:, np.newaxis]
 
 

@@ -1,4 +1,4 @@
-"""Gymnasium spaces as trees of leaves: which keys, shapes, dtypes and domains an env's values get.
+"""Describe Gymnasium spaces as trees of leaves: the keys, shapes, dtypes and domains of an env's values.
 
 ==================  ======================  ========  =======================================================
 space               shape                   dtype     domain
@@ -12,10 +12,10 @@ Sequence, OneOf,
 any other space
 ==================  ======================  ========  =======================================================
 
-Discrete values as *actions* are int64 indices `0..n-1` (domain Discrete or MultiDiscrete, which say the
-`start` that is added here; the env gets its space's own dtype). As *observations* they are what the env
-gives, in the space's dtype: with a `start` of 0 the domain is Discrete or MultiDiscrete, with any other
-it is the Box `[start, start + n - 1]`, so that the values that the env really gives are inside.
+Discrete *actions* are int64 indices `0..n-1`; the domain is Discrete or MultiDiscrete with the space's `start`. This
+module adds `start`, and the env gets its space's own dtype. Discrete *observations* are what the env returns, in the
+space's dtype: with a `start` of 0 the domain is Discrete or MultiDiscrete, otherwise it is the Box
+`[start, start + n - 1]`, which contains the env's values.
 
 Keys follow TorchRL's `GymWrapper`: a Dict at the root of an observation gives root keys, a Dict inside
 gives nested keys, anything else at the root is `("observation",)`; a root entry "state" is called
@@ -24,8 +24,8 @@ key. An action is `("action",)` or, for Dict and Tuple spaces, nested below it.
 
 Side channel: text is a str; a graph is a dict of `nodes`, `edges`, `edge_links` (arrays, or None where
 the graph has none); a sequence is a tuple of such values, or, if stacked, an array (a dict or tuple of
-arrays); a OneOf is `(index, value)`; values of a custom space are whatever `side_values.snapshot` makes
-of them. Given as actions, the same values are turned back into what the space samples.
+arrays); a OneOf is `(index, value)`; values of a custom space are what `side_values.snapshot` returns for them. In
+actions, the same values are converted back into what the space samples.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def observation_tree(space: Any, make_leaf: MakeLeaf | None = None) -> tuple[Nod
 
     Args:
         space: of one env.
-        make_leaf: describes its leaves; None for those of one env, `observation_leaf`.
+        make_leaf: describes its leaves; None for `observation_leaf`, which describes those of one env.
 
     Returns:
         The tree, and the root names that differ from the env's own, as `{ours: native}`.
 
     Raises:
-        SpecError: no space at all, or a root name that a batch uses itself.
+        SpecError: no space, or a root name that a batch uses.
     """
     _check_space(space, "observation_space")
     make_leaf = make_leaf or observation_leaf
@@ -94,7 +94,7 @@ def action_tree(space: Any, key: Key = ("action",), make_leaf: MakeLeaf | None =
 
 
 def nested_observation_tree(space: Any, key: Key) -> Node:
-    """Describe an observation space whose leaves are at or below `key`, a Dict's too: an agent's among others.
+    """Describe an observation space whose leaves, including a Dict's, are at or below `key`: for agents.
 
     Raises:
         SpecError: no space at all.
@@ -111,11 +111,11 @@ def reward_leaf(space: Any) -> Leaf | None:
 
 
 def metadata(env: Any, env_id: str | None, renamed: dict[str, str]) -> dict[str, Any]:
-    """Return what a spec says of an env (or vector env) besides its leaves.
+    """Return the metadata of the spec of an env (or vector env).
 
     Args:
         env: what the factory returned.
-        env_id: as Gymnasium calls it; None for the name of its class.
+        env_id: Gymnasium's id; None for the name of its class.
         renamed: see `observation_tree`.
     """
     native = type(env.unwrapped)
@@ -144,7 +144,7 @@ def _tree(space: Space, key: Key, make_leaf: MakeLeaf) -> Node:
 
 
 def observation_leaf(space: Space, key: Key) -> Leaf:
-    """Describe what an observation of one space is stored as."""
+    """Describe how an observation of one space is stored."""
     if isinstance(space, spaces.Box):
         return _box_leaf(space, key)
     if isinstance(space, spaces.MultiBinary):
@@ -165,13 +165,13 @@ def observation_leaf(space: Space, key: Key) -> Leaf:
 
 
 def action_leaf(space: Space, key: Key) -> Leaf:
-    """Describe what an action of one space is given as."""
+    """Describe how an action of one space is passed."""
     if isinstance(space, spaces.Box):
         return _box_leaf(space, key)
     if isinstance(space, spaces.MultiBinary):
         return Leaf(LeafSpec(key, space.shape, space.dtype.name, Binary()))
     if isinstance(space, spaces.Discrete):
-        # The env gets a scalar of its space's dtype, as `space.sample()` would give it.
+        # The env gets a scalar of its space's dtype, as `space.sample()` returns it.
         domain = Discrete(int(space.n), int(space.start))
         return Leaf(LeafSpec(key, (), "int64", domain), give=_Scalars(space).__getitem__)
     if isinstance(space, spaces.MultiDiscrete):
@@ -190,7 +190,7 @@ def _box_leaf(space: spaces.Box, key: Key) -> Leaf:
 
 
 class _Scalars(dict[int, Any]):
-    """index -> `index + start` as a numpy scalar, ready made for the first ones (making one takes 0.1 us)."""
+    """index -> `index + start` as a numpy scalar; the first ones are made in advance (making one takes 0.1 us)."""
 
     _NUM_READY = 256
 
@@ -203,7 +203,7 @@ class _Scalars(dict[int, Any]):
 
 
 def ready_values(give: Convert | None) -> tuple[Any, ...]:
-    """Return what an action leaf's `give` returns for the first indices, where it is a table."""
+    """Return what an action leaf's `give` returns for the first indices, if it is a table."""
     table = getattr(give, "__self__", None)
     return tuple(table[i] for i in range(len(table))) if isinstance(table, _Scalars) else ()
 
@@ -216,7 +216,7 @@ def _from_indices(space: spaces.MultiDiscrete[Any]) -> Convert | None:
 
 
 def _reviver(space: Space) -> Convert | None:
-    """Return plain data -> what a space samples; None where they are the same."""
+    """Return the function from plain data to what a space samples; None if they are the same."""
     if isinstance(space, spaces.Graph):
         return _revive_graph
     if isinstance(space, spaces.Sequence) and not space.stack:

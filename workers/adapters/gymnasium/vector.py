@@ -1,28 +1,29 @@
-"""Gymnasium vector envs: n rows that are stepped together, brought back to the partial-reset protocol.
+"""Gymnasium vector envs: n rows that are stepped together, behind the partial-reset protocol.
 
-A vector env resets its rows by itself (autoreset). What it does with a row that ended, and what is done here:
+A vector env resets its rows by itself (autoreset). The table shows what it does to a row that ended, and what the
+adapter does:
 
 =========  =========================================  ====================================================
 mode       the vector env                             here
 =========  =========================================  ====================================================
 DISABLED   leaves it; `reset_mask` resets it          nothing to undo: `reset_mask`
-NEXT_STEP  resets it in place of its next step        `reset_mask` before that step, so it never comes to it
+NEXT_STEP  resets it in place of its next step        `reset_mask` before that step, which then steps it
 SAME_STEP  resets it at once, gives `final_obs`       `next` gets `final_obs`; the first observation that came
                                                       with it is kept until that row is reset
 =========  =========================================  ====================================================
 
 Guarantees:
 - one step is one `env.step`, in which no row is reset instead of stepped. A row that ended must be reset before
-  the next step; a reset touches exactly its rows, and a vector env that touches others is found out.
-- observations are those of the episode's end, never of the next one's start, in `next`.
-- the mask given to the env is its own, and the caller's options are copied.
-Gymnasium's `CartPoleVectorEnv`, which has no partial resets, is lent some (see `gymnasium_masks`).
-Refused, with the fix: a vector env that does not say its mode; what is known to lose a reset or an observation
-(see `_refuse_unfit`).
-Does not tell: whether a NEXT_STEP env of another author forgets the reset that it owed once it was reset by mask.
+  the next step; a reset touches exactly its rows, and a vector env that touches others is refused.
+- `next` holds the last observation of an episode, never the first one of the next episode.
+- the env gets copies of the mask and of the caller's options.
+Gymnasium's `CartPoleVectorEnv` lacks partial resets; the adapter adds them (see `adapters/gymnasium/masks.py`).
+Refused, with the fix in the message: a vector env that does not declare its mode; one that is known to lose a reset or
+an observation (see `_refuse_unfit`).
+Does not check whether a third-party NEXT_STEP env cancels its own pending reset after a reset by mask.
 
-Seeds: a full reset hands the seed to the env (row i gets seed + i). A partial reset does where every row has a
-generator (SyncVectorEnv, AsyncVectorEnv, ALE), else that generator goes on, as it serves all rows.
+Seeds: a full reset passes the seed to the env (row i gets seed + i). So does a partial reset if every row has a
+generator (SyncVectorEnv, AsyncVectorEnv, ALE); otherwise the one generator serves all rows and continues.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from envherd.workers.adapters.gymnasium.rows import mosaic
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 _MODES = ("NextStep", "SameStep", "Disabled")
-#: Where vector envs put last observations: Gymnasium since 1.0, and before.
+#: Info keys of the last observations: in Gymnasium since 1.0, and before.
 _FINAL = ("final_obs", "final_observation")
 
 _DECLARE = (
@@ -61,22 +62,22 @@ class GymnasiumVectorAdapter(Adapter):
     """One `gymnasium.vector.VectorEnv` (of any wrappers) of n rows: batch shape `(n,)`; see the module.
 
     Keys are those of a single env, shapes have n in front, the reward is float32 `[n, 1]`. `options` of `reset` may
-    hold the single keyword `options`, which the env gets; at partial resets, rows see `{}` where the caller gave none.
-    A SyncVectorEnv in SAME_STEP mode is switched to DISABLED: it would reset an env before anybody could copy its last
-    observation, which envs that reuse their buffers lose there.
+    hold the single keyword `options`, which the env gets; at partial resets without it, rows get `{}`. A SyncVectorEnv
+    in SAME_STEP mode is switched to DISABLED: it would reset an env before its last observation can be copied, and envs
+    that reuse their buffers would overwrite it.
 
     Args:
         env: what the factory returned; it is neither reset nor stepped here.
-        autoreset_mode: its mode, as Gymnasium calls it, for an env whose metadata do not say it.
-        ends_where_it_starts: an episode's last observation may equal the next one's first. Where it may not, equal
-            ones prove that an env in SAME_STEP mode has lost the last observation.
+        autoreset_mode: Gymnasium's name of the mode, for an env whose metadata do not declare it.
+        ends_where_it_starts: an episode's last observation may equal the next one's first. If False, equal ones prove
+            that an env in SAME_STEP mode has lost the last observation.
 
     Attributes:
         info: the last `infos` dict of the env, as it gave it (VIEW); empty before the first reset.
         mode: "NextStep", "SameStep" or "Disabled": what the env does now.
 
     Raises:
-        SpecError: no mode is given or known, or a space is missing or has a name that a batch uses itself.
+        SpecError: the mode is unknown, a space is missing, or an observation has a name that a batch uses.
         FactoryError: the env, or a wrapper of it, is known to break partial resets.
     """
 
@@ -111,7 +112,7 @@ class GymnasiumVectorAdapter(Adapter):
         self._ended = np.ones(n, bool)
         self._begun = np.zeros(n, bool)  # rows that the env has reset by itself already
         self._begun_at: list[Any] = []  # their first observations
-        self._now: list[Any] = []  # where every row is (VIEW of what the env gave)
+        self._now: list[Any] = []  # current observations of all rows (VIEW of the env's)
         self.spec = EnvSpec(
             observation=leaf_specs(batch),
             action=leaf_specs(action),
@@ -123,7 +124,7 @@ class GymnasiumVectorAdapter(Adapter):
         )
 
     def reseeded(self) -> None:
-        """Have the next reset of all rows use its seed, also where the env has begun their episodes by itself."""
+        """Make the next reset of all rows use its seed, even if the env has already begun their episodes by itself."""
         self._is_reseeded = True
 
     def reset(
@@ -137,7 +138,7 @@ class GymnasiumVectorAdapter(Adapter):
             mask: bool `[n, 1]`; None resets all rows.
 
         Raises:
-            TypeError: another keyword than `options`, or a `reset_mask` in them.
+            TypeError: a keyword other than `options`, or a `reset_mask` in the options.
             SpecError: the env touched other rows, or returned anything but `(observation, infos)`.
         """
         own = _own_options(options)
@@ -154,7 +155,7 @@ class GymnasiumVectorAdapter(Adapter):
         rows = mask[:, 0]
         now = [_copied(value) for value in self._now]
         waiting = rows & ~self._begun
-        if own is not None:  # they are for a reset that is really made
+        if own is not None:  # options need a real reset
             waiting = rows
         if waiting.any():
             _put(now, self._reset_rows(waiting, seed if self._seeds_rows else None, own, now), waiting)
@@ -166,7 +167,7 @@ class GymnasiumVectorAdapter(Adapter):
         return now
 
     def _reset_rows(self, rows: np.ndarray, seed: int | None, options: Any, now: list[Any]) -> list[Any]:
-        """Reset rows of the env by mask and return its observations; where the others are is `now`."""
+        """Reset rows of the env by mask and return its observations; `now` holds the current ones of all rows."""
         observation, self.info = _pair(self.env.reset(seed=seed, options=_MaskedOptions(rows.copy(), options)))
         values = self._flatten(observation)
         others = ~rows & ~self._begun
@@ -216,7 +217,7 @@ class GymnasiumVectorAdapter(Adapter):
         return values, [reward], terminated[:, np.newaxis], truncated[:, np.newaxis]
 
     def _with_ends(self, values: list[Any]) -> list[Any]:
-        """Return the observations of a step in which rows ended, with their last ones; keep what is behind those."""
+        """Return a step's observations with the last ones of ended rows; keep the first ones of their next episodes."""
         final = next((self.info[name] for name in _FINAL if name in self.info), None)
         if self.mode != "SameStep":
             if final is not None:
@@ -268,10 +269,10 @@ class GymnasiumVectorAdapter(Adapter):
 
 
 class _MaskedOptions(dict[str, Any]):
-    """Options with a `reset_mask` that stays, however often it is taken out.
+    """Options whose `reset_mask` can be popped any number of times.
 
-    Gymnasium's vector envs take the mask out of the options, and its wrappers, which read it after them, would then
-    take a partial reset for a full one. It is no entry: envs below, and other processes, get the other options.
+    Gymnasium's vector envs pop the mask from the options; its wrappers read it afterwards and would mistake a partial
+    reset for a full one. The mask is not an entry, so inner envs and other processes get only the other options.
     """
 
     def __init__(self, mask: np.ndarray, options: Mapping[str, Any] | None) -> None:
@@ -298,7 +299,7 @@ class _MaskedOptions(dict[str, Any]):
         return self[key] if key == "reset_mask" else super().pop(key, *default)
 
     def copy(self) -> dict[str, Any]:
-        """Return the same, for a wrapper that adds options."""
+        """Return a copy with the same mask, for a wrapper that adds options."""
         return _MaskedOptions(self._mask, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -315,12 +316,12 @@ _BUILD_DISABLED = (
 
 
 def _mode_of(env: VectorEnv[Any, Any, Any], declared: Any) -> str:
-    """Return the mode that an env says it is in, or that it was declared to be in.
+    """Return the mode from the env's metadata, or the declared one.
 
     Raises:
-        SpecError: it does not say, says something else, or the two differ.
+        SpecError: there is none, it is unknown, or the two differ.
     """
-    # Some envs write theirs into the metadata of the base class, where it would speak for every other vector env.
+    # Some envs write their mode into the base class's metadata, where it would apply to every other vector env.
     metadata = {} if env.metadata is VectorEnv.metadata else (env.metadata or {})
     own = metadata.get("autoreset_mode", getattr(env.unwrapped, "autoreset_mode", None))
     modes = [getattr(mode, "value", mode) for mode in (own, declared) if mode is not None]
@@ -338,7 +339,7 @@ def _mode_of(env: VectorEnv[Any, Any, Any], declared: Any) -> str:
 
 
 def _refuse_unfit(env: VectorEnv[Any, Any, Any], mode: str) -> None:
-    """Refuse what is known to reset rows twice, all rows at once, or not by mask."""
+    """Refuse envs that are known to reset rows twice, to reset all rows at once, or to ignore the mask."""
     native = env.unwrapped
     name = type(native).__name__
     problem = fix = ""
@@ -380,7 +381,7 @@ def _disable_autoreset(native: Any) -> str:
 
 
 def _own_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the env's own copy of what the caller gave as `options`, which must not hold a mask."""
+    """Return a copy of the caller's `options`, which must not hold a mask."""
     own: dict[str, Any] | None = own_options(options, "gymnasium vector env")
     if own is not None and "reset_mask" in own:
         raise TypeError("reset failed: expected a '_reset' mask in the tensordict, got a reset_mask among the options.")

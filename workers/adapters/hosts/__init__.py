@@ -1,1 +1,1 @@
-"""What a facade of another library puts into the workers."""
+"""The worker's side of the facades of other libraries."""

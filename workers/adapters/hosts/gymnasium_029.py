@@ -1,8 +1,7 @@
-"""Gymnasium as scripts for version 0.29 call it: names and arguments that later versions have changed.
+"""Gymnasium with the names and arguments of version 0.29 that later versions have changed.
 
-A script with `gym = Gym()` in place of `import gymnasium as gym` builds its envs with the installed version. In a
-worker, `gym` is unpickled as a `Gym` of this module, which imports no vector env. Wrappers around vector envs are not
-translated.
+A script with `gym = Gym()` in place of `import gymnasium as gym` builds its envs with the installed version. Workers
+unpickle `gym` as a `Gym` of this module, which imports no vector env. Wrappers around vector envs are not translated.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from gymnasium.wrappers.utils import RunningMeanStd
 
 
 class Gym:
-    """What `import gymnasium as gym` gives to a script for Gymnasium 0.29; everything else is Gymnasium's own.
+    """Stands in for the module `gymnasium` of 0.29; other attributes are those of the installed version.
 
     Attributes:
         wrappers: Gymnasium's, with the names of 0.29 (`FrameStack`, `GrayScaleObservation`) too.
@@ -40,7 +39,7 @@ class Gym:
             return gymnasium.make(id, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Be unpickled as a `Gym` of this module: workers build envs and no vector envs."""
+        """Pickle as a `Gym` of this module: workers build envs and no vector envs."""
         return Gym, ()
 
 

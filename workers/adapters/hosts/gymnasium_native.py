@@ -1,14 +1,13 @@
-"""Gymnasium envs as Gymnasium's own vector envs run them, for the facade of that name.
+"""Run Gymnasium envs as Gymnasium's own vector envs do, for the Gymnasium facade.
 
-`GymnasiumAdapter` brings an env to this executor's keys. This adapter leaves it alone: every value that
-an env gives comes out as it is.
+`GymnasiumAdapter` converts an env to the executor's keys. This adapter returns every value of the env unchanged.
 
 Guarantees:
 - rewards are float64; observations keep their space's dtype and shape, `()` too; values that have no
   fixed shape (text, graphs, custom spaces) travel as pickles.
-- an env gets exactly the action that it is given: from shared memory where that holds it without loss,
-  else the object itself (`NativeEnv.raw_action`).
-- a reset of the caller's is `env.reset(seed=..., options=...)`, any other is `env.reset()`.
+- an env gets exactly the caller's action: from shared memory if that holds it without loss, else the object itself
+  (`NativeEnv.raw_action`).
+- a reset by the caller is `env.reset(seed=..., options=...)`, any other is `env.reset()`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.common.scalars import as_flag, as_float
 from envherd.workers.build import describe, modules_of
 
-#: Where the last observation of an episode travels among its infos; no env says this.
+#: Key under which the infos carry the last observation of an episode; no env uses it.
 FINAL_OBSERVATION = "\0final observation"
 
 #: Spaces whose values are arrays of one shape and dtype.
@@ -49,7 +48,7 @@ def leaf_spaces(space: Space) -> list[Space]:
 
 
 def leaf_specs(space: Space, name: str) -> tuple[LeafSpec, ...]:
-    """Return the specs of a space's leaves: `(name, "0")`, `(name, "1")`, ..., of whatever values the dtype has."""
+    """Return the specs of a space's leaves, `(name, "0")`, `(name, "1")`, ...; any value of the dtype is allowed."""
     specs = []
     for index, leaf in enumerate(leaf_spaces(space)):
         key: Key = (name, str(index))
@@ -61,17 +60,17 @@ def leaf_specs(space: Space, name: str) -> tuple[LeafSpec, ...]:
 
 
 def dumps(value: Any) -> bytes:
-    """Return a value as a pickle; what the user's script defines travels by value, and is itself again at home."""
+    """Return a value as a pickle; classes that the user's script defines are pickled by value."""
     return bytes(cloudpickle.dumps(value))
 
 
 class NativeEnv:
-    """An env and what its vector env may ask it.
+    """An env and the requests that its vector env may make.
 
     Attributes:
         env: as the factory returned it.
-        keeps_final: add an episode's last observation to its infos, unless its row says it all.
-        raw_action: what the next step is to give to the env, if its action is not in shared memory.
+        keeps_final: add an episode's last observation to its infos, unless its row holds all of it.
+        raw_action: the action of the next step, if it is not in shared memory.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], *, keeps_final: bool) -> None:
@@ -88,7 +87,7 @@ class NativeEnv:
         return dumps((*self.spaces(), dict(self.env.metadata), self.env.render_mode))
 
     def ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-        """Return an attribute of the env or of its wrappers, pickled; a method is called first."""
+        """Return an attribute of the env or of its wrappers, pickled; if it is a method, its result."""
         value = self.env.get_wrapper_attr(name)
         return dumps(value(*args, **kwargs) if callable(value) else value)
 
@@ -97,7 +96,7 @@ class NativeEnv:
         self.env.set_wrapper_attr(*name_and_value)
 
     def give(self, action: Any) -> None:
-        """Keep an action for the next step, which gives it to the env as it is."""
+        """Keep an action for the next step, which passes it to the env unchanged."""
         self.raw_action = action
 
     @property
@@ -202,7 +201,7 @@ class NativeAdapter(Adapter):
         return self._flattened(observation), [reward], terminated, truncated
 
     def _is_row(self, observation: Any) -> bool:
-        """Return whether an observation is an array that its row in shared memory says all about."""
+        """Return whether an observation is an array that its row in shared memory holds completely."""
         return (
             self._row_dtype is not None and observation.__class__ is np.ndarray and observation.dtype == self._row_dtype
         )
@@ -250,5 +249,5 @@ def builder(space: Space) -> Callable[[Any], Any]:
 
 
 def loads(data: bytes) -> Any:
-    """Return what `dumps` was given."""
+    """Return the value that `dumps` pickled."""
     return pickle.loads(data)

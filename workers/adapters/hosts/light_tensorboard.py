@@ -1,7 +1,7 @@
-"""Imported in workers and their helper process: makes what TorchRL imports later light.
+"""Keep TorchRL from importing TensorFlow; imported in workers and their helper process.
 
 TorchRL's Gym wrappers import Stable-Baselines3 where it is installed, which imports TensorBoard, which imports
-TensorFlow (6 s and 400 MB in every process, 2-core x86, 2026-11) unless a module of this name says that there is
+TensorFlow (6 s and 400 MB in every process, 2-core x86, 2026-11) unless the module defined here reports that there is
 none. TensorBoard's writers work without it. A process that has TensorFlow already keeps it.
 """
 

@@ -1,12 +1,12 @@
-"""PettingZoo envs as the PettingZoo facade runs them: one part of a row for each agent, as the env gave it.
+"""Run PettingZoo envs for the PettingZoo facade: a row has one part per agent, with the env's own values.
 
-`PettingZooAdapter` groups and stacks agents for TensorDicts. This adapter leaves every agent's values alone, so that
-agents of unlike spaces need no groups.
+`PettingZooAdapter` groups and stacks agents for TensorDicts. This adapter keeps every agent's values separate, so
+agents with different spaces need no groups.
 
 Guarantees:
 - rewards are float64; observations keep the dtype and shape of the agent's space, action masks included.
-- an env gets the actions of the agents that are in `env.agents`, and no other.
-- what an absent agent has in a row is zeros; see `pettingzoo.ends` for the flags.
+- an env gets the actions of the agents in `env.agents` only.
+- an absent agent's part of a row is zeros; see `pettingzoo.ends` for the flags.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from envherd.workers.adapters.pettingzoo.adapter import (
 from envherd.workers.adapters.pettingzoo.ends import end_episode, note_end
 from envherd.workers.errors import ResetNeeded, SpecError
 
-#: Keys of the rows: which agents act next, bool `[A]`; what they have gained, float64 `[A]`; their flags.
+#: Keys of the rows: which agents act next, bool `[A]`; their rewards, float64 `[A]`; their flags.
 ACTIVE: Key = ("active",)
 REWARD: Key = ("reward",)
 AGENTS: Key = ("agents",)
 
 
 class ParallelGuest(NativeEnv):
-    """A PettingZoo parallel env and what its facade may ask it."""
+    """A PettingZoo parallel env and the requests that its facade may make."""
 
     env: Any
 
@@ -66,7 +66,7 @@ class ParallelGuest(NativeEnv):
         return dumps((*self.spaces(), metadata, getattr(self.env, "render_mode", None)))
 
     def ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-        """Return an attribute of the env, pickled; a method is called first."""
+        """Return an attribute of the env, pickled; if it is a method, its result."""
         value = getattr(self.env, name)
         return dumps(value(*args, **kwargs) if callable(value) else value)
 

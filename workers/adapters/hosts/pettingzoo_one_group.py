@@ -1,4 +1,4 @@
-"""A factory of PettingZoo envs all of whose agents are one group, for hosts that take rows of equal agents."""
+"""A factory that puts all agents of a PettingZoo env into one group, for facades with one row per agent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from envherd.workers.build import check_factory, describe, modules_of
 
 
 class OneGroupFactory:
-    """Builds an env of the user's, and says that its agents are one group.
+    """Builds the user's env and declares that its agents are one group.
 
     Envs of other families are returned as they are.
 

@@ -1,4 +1,4 @@
-"""Envs of other families whose agents are stacked in one group (Melting Pot), as PettingZoo parallel envs.
+"""Present envs of other families whose agents are one stacked group (Melting Pot) as PettingZoo parallel envs.
 
 Guarantees: agents, order and values are those of the env's batches; an agent observes what lies below its group.
 All agents act in every step of an episode, and end with it.
@@ -28,7 +28,7 @@ def parallel_env(make_env: Callable[[], Any]) -> Any:
     """Build an env in this process and return it as a PettingZoo parallel env.
 
     Args:
-        make_env: returns an env of PettingZoo, or of another family whose agents are stacked in one group.
+        make_env: returns a PettingZoo env, or an env of another family whose agents are stacked in one group.
 
     Raises:
         SpecError: an env without agents, or with agents in several groups; an AEC env that cannot be made parallel.
@@ -52,7 +52,7 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         adapter: of the env.
 
     Attributes:
-        adapter: as it was given.
+        adapter: as passed.
         possible_agents: all agents, in the order in which they are stacked.
         agents: the same during an episode, else empty.
 
@@ -134,7 +134,7 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         )
 
     def state(self) -> np.ndarray:
-        """Return what the env shows of the world as a whole: the view of the world in Melting Pot. A copy."""
+        """Return a copy of the first leaf outside the group: in Melting Pot, the view of the world."""
         if self._state is None or not self._latest:
             raise NotImplementedError("state() failed: expected an env that shows the world, and that was reset.")
         return np.array(self._latest[self._state])

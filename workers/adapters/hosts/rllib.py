@@ -1,8 +1,8 @@
-"""Multi-agent envs as RLlib's env runners see them: which agents have observations, rewards and flags in a step.
+"""Run multi-agent envs, whose agents may enter and leave at any step, for RLlib's env runners.
 
 Guarantees:
-- an env gets the actions of the agents that had an observation in the row before and have not ended. No other.
-- a row says of each agent what the env's dicts had an entry for (`PRESENT`), so that these dicts can be made again.
+- an env gets only the actions of agents that had an observation in the previous row and have not ended.
+- a row records which of the env's dicts had an entry for each agent (`PRESENT`), so the facade can rebuild the dicts.
 - the episode ends when the env's `__all__` says so.
 """
 
@@ -23,18 +23,18 @@ from envherd.workers.adapters.hosts.pettingzoo_native import ParallelFactory, Pa
 from envherd.workers.adapters.pettingzoo.adapter import checked_reset, checked_step, possible_agents
 from envherd.workers.errors import ResetNeeded, SpecError
 
-#: Key of the rows: uint8 `[A]`, which dicts of the latest step or reset had an entry of the agent: a sum of the bits.
+#: Key of the rows: uint8 `[A]`, the bits of the dicts of the latest step or reset that had an entry for the agent.
 PRESENT: Key = ("present",)
 OBSERVED, REWARDED, TERMINATED, TRUNCATED = _BITS = 1, 2, 4, 8
 
-#: The entry of RLlib's flags that is about the episode.
+#: The entry of RLlib's flags for the whole episode.
 ALL = "__all__"
 
 _RLLIB = "ray.rllib.env.multi_agent_env.MultiAgentEnv"
 
 
 class AgentsGuest(ParallelGuest):
-    """A `MultiAgentEnv` of RLlib, or an env with its methods, and what its facade may ask it."""
+    """A `MultiAgentEnv` of RLlib, or an env with its methods, and the requests that its facade may make."""
 
     def spaces(self) -> tuple[spaces.Dict, spaces.Dict]:
         """Return the spaces of all agents, as dicts by agent in the order of `possible_agents`."""
@@ -46,7 +46,7 @@ class AgentsGuest(ParallelGuest):
 class MultiAgentFactory(ParallelFactory):
     """A picklable factory of `MultiAgentAdapter`s over a user's factory of envs.
 
-    The user's factory returns a `MultiAgentEnv` of RLlib, or what `pettingzoo_stacked.parallel_env` takes.
+    The user's factory returns a `MultiAgentEnv` of RLlib, or an env that `pettingzoo_stacked.parallel_env` accepts.
     """
 
     def __call__(self) -> MultiAgentAdapter:
@@ -136,7 +136,7 @@ class MultiAgentAdapter(ParallelNativeAdapter):
         return self._values(*result), [self._rewards], terminated, truncated
 
     def _values(self, *dicts: Mapping[Any, Any]) -> list[Any]:
-        """Return the values of a row, from the five dicts of a step; of a reset, those between are empty."""
+        """Return the values of a row, from the five dicts of a step; for a reset, the middle three are empty."""
         observations, infos = dicts[0], dicts[4]
         self._check_names({agent: None for entries in dicts[:4] for agent in entries if agent != ALL})
         self.info = infos if any(infos.values()) else {}

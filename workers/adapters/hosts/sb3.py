@@ -1,9 +1,9 @@
-"""Gymnasium envs as Stable-Baselines3's vec envs treat them.
+"""Run Gymnasium envs as Stable-Baselines3's vec envs do.
 
 Guarantees:
 - The env is called as SB3 calls it: `reset()` gets a seed or options only where the user has set some.
-- Observations are cast to the dtype of their space, extra entries of a dict are left out, flags may be
-  anything that is true or false, and one number is a reward in whatever it is wrapped.
+- Observations are cast to the dtype of their space, and extra entries of a dict are dropped. A flag may be any object
+  with a truth value, and a reward any scalar, also as an array of one.
 Does not broadcast an observation to a shape that it does not have; SB3's `DummyVecEnv` would.
 """
 
@@ -30,8 +30,8 @@ class Sb3Adapter(GymnasiumAdapter):
     """One `gymnasium.Env`; its observation is `("observation",)` or nested below it, in the order of its space.
 
     Attributes:
-        step_info: the info of the last step (VIEW), which a reset leaves alone; `info` is that of the last command.
-        error: what the env raised last, or None.
+        step_info: the info of the last step (VIEW); a reset does not change it. `info` is that of the last command.
+        error: the env's latest exception, or None.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
@@ -83,10 +83,10 @@ class Sb3Adapter(GymnasiumAdapter):
 
 
 class Sb3DirectAdapter(Sb3Adapter):
-    """The same in the caller's own process, where an action reaches the env as the very object that was given.
+    """The same in the caller's process: the env gets the very action object that the caller passed.
 
     Attributes:
-        next_action: for the next step; whatever was written to the slab is not looked at.
+        next_action: for the next step; the action in the slab is ignored.
     """
 
     next_action: Any = None
@@ -97,7 +97,7 @@ class Sb3DirectAdapter(Sb3Adapter):
 
 
 def _reader(node: Node) -> Read:
-    """Return the function that takes an observation apart: a list aligned with the leaves."""
+    """Return the function that splits an observation into a list aligned with the leaves."""
     if isinstance(node, Leaf):
         cast = _cast(node)
         return lambda value: [cast(value)]

@@ -1,7 +1,7 @@
-"""A factory for Stable-Baselines3's vec envs, as it travels to the worker.
+"""The factory that Stable-Baselines3's vec envs send to a worker.
 
-Guarantees: every function is unpickled for its own env alone, so that envs whose functions captured the same
-object do not come to share it in a worker (they would not, each in its own process). Imports neither
+Guarantees: every function is unpickled separately for its env, so envs of one worker do not share objects that their
+functions captured, just as envs in separate processes would not. Imports neither
 Stable-Baselines3 nor, unless the env is one of Gymnasium's, Gymnasium.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from envherd.workers.build import Factory, describe, modules_of, pickle_factory
 
-#: Keeps TensorFlow out of workers, where TensorBoard would bring it: 255 MB instead of 927 MB with SB3 loaded.
+#: Keeps TensorBoard from importing TensorFlow in workers: 255 MB instead of 927 MB with SB3 loaded.
 _LIGHT = "envherd.workers.adapters.hosts.light_tensorboard"
 
 
@@ -36,7 +36,7 @@ class Sb3Factory:
 
     def __call__(self) -> Any:
         """Return the env, or its adapter."""
-        importlib.import_module(_LIGHT)  # before the function brings in what it needs
+        importlib.import_module(_LIGHT)  # before the function imports anything
         env = pickle.loads(self._pickled)()
         if not is_gymnasium(env):
             return env

@@ -1,8 +1,8 @@
-"""Objects of a TorchRL program as bytes, both ways between a worker and the program that owns it.
+"""Convert objects of a TorchRL program to bytes and back, between a worker and its owner.
 
-Unlike everything else that a worker sends, these are pickles: TorchRL's batched envs hand out what their
-envs hold (specs, tensordicts with any data in them, attributes), and trust them to.
-What the user's script defines travels by value; tensors travel as arrays, on the CPU.
+Unlike everything else that a worker sends, these are pickles: TorchRL's batched envs return what their envs hold
+(specs, tensordicts with any data in them, attributes), and trust them. Classes that the user's script defines are
+pickled by value, tensors as arrays on the CPU.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Return what `dumps` was given."""
+    """Return the value that `dumps` packed."""
     return pickle.loads(data)

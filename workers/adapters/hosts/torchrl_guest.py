@@ -1,13 +1,13 @@
-"""A TorchRL env as one of TorchRL's own batched envs runs it: a guest of the TorchRL facade.
+"""A guest: a TorchRL env that a worker runs for the TorchRL facade, as TorchRL's own batched envs run theirs.
 
 `TorchRLAdapter` puts TorchRL envs behind the executor's protocol. The facade keeps TorchRL's instead:
 resets take tensordicts, masks at any nesting and keyword arguments, an env that has ended may be stepped,
-seeds are TorchRL's chain. Whatever is more than a step of all envs is asked of the guest by name
-(`Guest.perform`); plain steps of envs whose leaves have fixed shapes go through the slab (`GuestAdapter`).
+seeds are TorchRL's chain. Plain steps of envs whose leaves have fixed shapes go through the slab (`GuestAdapter`); all
+other requests name a method of the guest (`Guest.perform`).
 
-Guarantees: the guest's own root tensordict is where its env is, whichever way it was moved. An exception is
-the answer of that env alone. Each guest keeps its own state of torch's CPU generator, as if it had a process
-to itself.
+Guarantees: the guest's root tensordict is always its env's current one, whichever call advanced the env. An exception
+affects only the answer of its env. Each guest keeps its own state of torch's CPU generator, as if it had its own
+process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GuestFactory:
         name: what messages call it.
         preload: modules for the helper process to import.
         num_threads: for torch in the worker, set before an env is built; None leaves them.
-        is_crossing: build a `CrossingGuest` of an env whose leaves do not fit into the slab.
+        is_crossing: build a `CrossingGuest` if the env's leaves do not fit into the slab.
         has_own_generator: see `Guest`; False where envs run at the same time.
     """
 
@@ -89,7 +89,7 @@ _known: weakref.WeakSet[EnvBase] = weakref.WeakSet()
 
 
 def own_env(env: Any, origin: str) -> EnvBase:
-    """Return an env that no other guest has: a deep copy if a factory gave the same one twice.
+    """Return an env that no other guest has: a deep copy if a factory returned the same one twice.
 
     Raises:
         FactoryError: it is no TorchRL env, or one whose resets would be steps.
@@ -108,16 +108,16 @@ def own_env(env: Any, origin: str) -> EnvBase:
 
 
 class Guest:
-    """One TorchRL env and where it is.
+    """One TorchRL env and its current root.
 
     Attributes:
         env: the env, its specs locked.
         root: its present root tensordict, or None before the first reset.
-        reset_names: what a reset hands out: the keys of observation and done leaves.
-        step_names: what a step hands out: those and the rewards.
+        reset_names: keys that a reset returns: those of observation and done leaves.
+        step_names: keys that a step returns: the same and the rewards.
         generator: its own state of torch's generator, or a context that does nothing if it shares the process's.
-        is_apart: it lives in another process than those that it gives tensordicts to.
-        direct: steps it without tensordicts, where that can be done.
+        is_apart: it lives in another process than the receivers of its tensordicts.
+        direct: steps it without tensordicts; None if that is not possible.
     """
 
     def __init__(self, env: EnvBase, *, has_own_generator: bool, is_apart: bool) -> None:
@@ -134,7 +134,7 @@ class Guest:
         )
 
     def perform(self, request: bytes) -> bytes:
-        """Call one of the methods below by name; what it raises is the answer, too."""
+        """Call one of the methods below by name and return its result, or the exception that it raised."""
         name, args, kwargs = loads(request)
         try:
             with self.on_stage():
@@ -153,7 +153,7 @@ class Guest:
     # ---- what it is --------------------------------------------------------------------------
 
     def describe(self) -> EnvMetaData:
-        """Return what TorchRL's batched envs know of their envs."""
+        """Return the metadata that TorchRL's batched envs keep of their envs."""
         return EnvMetaData.metadata_from_env(self.env)
 
     # ---- reset and step ----------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Guest:
         return self._given(self.root.select(*self.reset_names, strict=False))
 
     def begin(self, options: Mapping[str, Any] | None) -> TensorDictBase:
-        """Reset what has ended of the env (all of it, if it was never reset); return its root.
+        """Reset the parts of the env that have ended (all, if it was never reset); return its root.
 
         Args:
             options: under `"row"`, a pickled tensordict for the reset; see `reset`.
@@ -190,20 +190,20 @@ class Guest:
         """Step the env and return its `next`.
 
         Args:
-            row: what is new: the inputs, and under `next` what the env is to be given beforehand.
+            row: the inputs, and under `next` what the env gets before the step.
             is_whole: return all of `next`, not just the leaves that the specs name.
         """
         following = self._step(row).get("next")
         return self._given(following if is_whole else following.select(*self.step_names, strict=False))
 
     def step_and_maybe_reset(self, row: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Step the env, and reset it where it has ended; return its `next` and where it is then."""
+        """Step the env, and reset it where it has ended; return its `next` and its new root."""
         stepped, self.root = self.env.step_and_maybe_reset(self._advanced(row))
         following = stepped.get("next").select(*self.step_names, strict=False)
         return self._given(following), self._given(self.root.select(*self.reset_names, strict=False))
 
     def current(self) -> TensorDictBase:
-        """Return where the env is: observation and done leaves."""
+        """Return the current root: observation and done leaves."""
         if self.root is None:
             return self._given(self.env.fake_tensordict().select(*self.reset_names, strict=False))
         return self._given(self.root.select(*self.reset_names, strict=False))
@@ -223,7 +223,7 @@ class Guest:
         return row.clear_device_() if self.env.device is None else row.to(self.env.device)
 
     def _given(self, td: TensorDictBase) -> TensorDictBase:
-        return td if self.is_apart else td.clone()  # what crosses to another process is a copy in any case
+        return td if self.is_apart else td.clone()  # pickling for another process copies anyway
 
     # ---- everything else ---------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Guest:
         self.env.load_state_dict(state, **kwargs)
 
     def become(self, source: EnvBase) -> None:
-        """Take over another env's snapshot, where the env knows how to.
+        """Take over another env's snapshot, if the env supports that.
 
         Raises:
             NotImplementedError: it does not.
@@ -255,7 +255,7 @@ class Guest:
             ) from error
 
     def look_up(self, path: tuple[str, ...]) -> tuple[str, Any]:
-        """Return what an attribute is: `("method", None)`, `("value", it)`, or `("object", None)`: cannot travel."""
+        """Return `("method", None)`, `("value", VALUE)`, or `("object", None)` if an attribute cannot be pickled."""
         found = self.find(path)
         if callable(found):
             return "method", None
@@ -266,7 +266,7 @@ class Guest:
         return "value", found
 
     def call(self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the env; what cannot travel comes back as None, as of `to`."""
+        """Call a method of the env; a result that cannot be pickled (that of `to`) becomes None."""
         result = self.find(path)(*args, **kwargs)
         return None if result is self.env or isinstance(result, EnvBase) else result
 
@@ -292,8 +292,8 @@ def _without_locks(state: Mapping[str, Any]) -> dict[str, Any]:
 def dense_leaves(env: EnvBase) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
     """Return the leaves that the slab would hold, `(key, spec)` by group, or None where it cannot hold all of them.
 
-    The parent reads the same from the same specs. Observation and done leaves go under flat names of their own,
-    because the executor's `done` at the root is not the env's.
+    The parent derives the same from the same specs. Observation and done leaves have separate flat names, because the
+    executor's `done` at the root is not the env's.
     """
     groups: dict[str, list[tuple[Any, LeafSpec]]] = {"input": [], "observation": [], "done": [], "reward": []}
     for name, source in (
@@ -390,14 +390,14 @@ class GuestAdapter(Adapter):
 
 
 class CrossingGuest(Guest):
-    """A guest whose rows cross as pickles, with commands of the slab's: see `CrossingAdapter`."""
+    """A guest whose rows cross as pickles while its commands use the slab: see `CrossingAdapter`."""
 
 
 class CrossingAdapter(Adapter):
-    """A guest of whose leaves some do not fit into the slab: rows cross as bytes (see `torchrl_crossing`), both ways.
+    """A guest with leaves that do not fit into the slab: its rows cross as bytes (see `torchrl_crossing`), both ways.
 
-    Its action is `request`, the row that the env is to be given; its observation is `answer`, its `next` after a step
-    (all of it) and its root after a reset.
+    Its action is `request`, the row for the env. Its observation is `answer`: all of `next` after a step, the root
+    after a reset.
     """
 
     family: ClassVar[str] = "torchrl"

@@ -4,18 +4,18 @@ Keys, shapes and dtypes are those of TorchRL's `MeltingpotEnv`: world observatio
 their "WORLD." prefix (`RGB`), what each player sees under `("agents", "observation", ...)` stacked over
 players (scalars are `[P, 1]`), `("agents", "reward")` float64 `[P, 1]`, `("agents", "action")` int64 `[P]`.
 
-Ends: Melting Pot reports every end alike, the frame cap too. Here an end at the cap is `truncated`, any
-other `terminated`. What this cannot tell: a real end in the very step of the cap counts as truncated, and
-an env whose settings name no cap (not built by Melting Pot's own builder) ends `terminated` always.
+Ends: Melting Pot reports every end alike, also at the frame cap. Here an end at the cap is `truncated`, any other
+`terminated`. So a real end in the very step of the cap counts as truncated, and an env whose settings name no cap (not
+built by Melting Pot's own builder) is always `terminated`.
 
-Seeds: `reset(seed=s)` makes that very episode from `s`, for a user's own `substrate.build(...)` as well;
-there the build's own random seed goes unused, so the first reset builds once more (`MeltingPotFactory`
-builds from the first seed at once). Melting Pot is not reproducible by its seed alone; see
+Seeds: `reset(seed=s)` builds that very episode from `s`, also for a user's own `substrate.build(...)`. There the
+build's own random seed is unused, so the first reset builds again (`MeltingPotFactory` builds from the first seed at
+once). Melting Pot is not reproducible by its seed alone; see
 `MeltingPotFactory(deterministic=True)`. An env in which no episode builder is found cannot be seeded:
 `spec.metadata["can_seed"]` says so.
 
-Reset always goes through Melting Pot's own `reset`, never through a step after the end, which would
-restart it in place without its rebuild.
+The adapter always resets by Melting Pot's own `reset`, never by a step after the end, which would restart the env in
+place without rebuilding it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WORLD = "WORLD."
 _WORLD_RGB = "WORLD.RGB"
 _COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
 _GROUP = "agents"
-#: Dimensions of a stack from which it is of images.
+#: A stack of at least this many dimensions holds images.
 _IMAGE = 3
 
 
@@ -88,7 +88,7 @@ class MeltingPotAdapter(Adapter):
         options: Mapping[str, Any] | None = None,
         mask: np.ndarray | None = None,  # noqa: ARG002  # always None: the env is one row
     ) -> list[Any]:
-        """Start an episode, built anew; made from the seed where one is given. Melting Pot takes no options."""
+        """Build and start an episode, from the seed if there is one. Melting Pot takes no options."""
         if options:
             raise ValueError(f"reset failed: expected no arguments, for Melting Pot has none, got {sorted(options)}.")
         self._needs_reset = True
@@ -155,7 +155,7 @@ class MeltingPotAdapter(Adapter):
         )
 
     def _take(self, timestep: Any) -> None:
-        """Copy what the players see into the stacks."""
+        """Copy the players' observations into the stacks."""
         observations = timestep.observation
         self._players.update(self._stacks)
         for name, stack in self._stacks.items():

@@ -1,16 +1,16 @@
-"""Builds Melting Pot substrates and scenarios so that an episode is made from its own seed.
+"""Build Melting Pot substrates and scenarios such that each episode is built from its own seed.
 
-Imports Melting Pot's substrates when it is imported, without TensorFlow and JAX; scenarios bring those in
-only when one is built. Melting Pot's own wrappers are used as they are, around an innermost one of ours:
+This module imports Melting Pot's substrates, without TensorFlow and JAX; only building a scenario imports these.
+Melting Pot's own wrappers are used unchanged, around a different innermost one:
 
-- it builds dmlab2d when an episode starts, from that episode's seed, and never one that nobody asked for
-  (Melting Pot's own builds one with a random seed, and then another for the first seeded episode);
+- it builds dmlab2d only when an episode starts, from that episode's seed (Melting Pot's own builds one with a random
+  seed, and then another for the first seeded episode);
 - it reads only the observations that are kept;
 - a finished instance is dropped before the next is built, so that memory never holds two;
 - its Lua code is a copy of the installed one that resets faster (`lua_tree.py`).
 
 Guarantees: with `deterministic`, an episode is a function of its seed and its actions alone.
-Assumes: a substrate's own config tells the truth about shapes; the first build checks it.
+Assumes: a substrate's own config declares the right shapes; the first build checks it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _WORLD_RGB = "WORLD.RGB"
 _COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
-#: What Melting Pot's component `LocationObserver` observes.
+#: Observations of Melting Pot's component `LocationObserver`.
 _POSITIONS = {
     "POSITION": dm_env.specs.Array((2,), np.int32),
     "ORIENTATION": dm_env.specs.Array((), np.int32),
@@ -67,7 +67,7 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
     """The innermost wrapper: a dmlab2d env per episode, built from the episode's seed when it is needed.
 
     Args:
-        make_settings: gives the lab2d settings; called once, or per seed where they depend on `random`.
+        make_settings: returns the lab2d settings; called once, or for each seed if they depend on `random`.
         options: what to keep and how to reset.
         wanted: names of raw observations to read, without the player prefix.
         specs: raw observation and action specs to answer with before the first build; None builds at once.
@@ -101,7 +101,7 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r} (closed, or never there)")
 
     def seed_next(self, seed: int) -> None:
-        """Have the next episode made from a seed in `[0, 2**32)`; those after it follow on, spaced."""
+        """Build the next episode from a seed in `[0, 2**32)`; the seeds of later episodes are derived from it."""
         self._seeds = spaced_seeds(seed)
         self._next_seed = None
 
@@ -160,7 +160,7 @@ class _Recipe:
                 self.settings = self._flatten()
                 self._is_per_seed = random.getstate() != before
         else:
-            # As Melting Pot does: what a config draws, it draws from the global generator, once.
+            # As in Melting Pot, configs draw from the global generator, once.
             self.settings = self._flatten()
             self._is_per_seed = False
 
@@ -259,7 +259,7 @@ def _assemble(options: MeltingPotFactory, config: Any, roles: Any, individual: l
     def make_settings() -> Any:
         return config.lab2d_settings_builder(roles=roles, config=config)
 
-    # A config speaks for its default number of players; with another one, ask the env itself.
+    # A config describes its default number of players; for another number, read the env itself.
     has_spec = len(roles) == len(config.default_player_roles)
     specs = _promised_specs(config, len(roles), individual, worlds) if has_spec else None
     episodes = EpisodeEnv(make_settings, options, frozenset([*individual, *worlds, "REWARD"]), specs)
@@ -270,7 +270,7 @@ def _assemble(options: MeltingPotFactory, config: Any, roles: Any, individual: l
 
 
 def _promised_specs(config: Any, num_players: int, individual: list[str], worlds: list[str]) -> Specs:
-    """Return what the substrate's own config says that dmlab2d will offer."""
+    """Return the specs that the substrate's own config declares for dmlab2d."""
     given: Mapping[str, Any] = {**config.timestep_spec.observation, **_POSITIONS}
     reward = config.timestep_spec.reward
     observation = {name: given[name] for name in worlds}

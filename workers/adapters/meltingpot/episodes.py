@@ -1,4 +1,4 @@
-"""The innermost part of a Melting Pot env: where its episodes get their seed and their frame cap.
+"""Access the innermost wrapper of a Melting Pot env, which holds its episodes' seed and frame cap.
 
 Finds Melting Pot's `ResetWrapper`, or the one that `MeltingPotFactory` puts in its place, under any number
 of wrappers, by its attributes: importing this file imports no Melting Pot.
@@ -22,7 +22,7 @@ class Episodes:
 
     Attributes:
         wrapper: that wrapper; None where the env has none.
-        max_frames: the frame cap; None where the env's settings do not tell.
+        max_frames: the frame cap; None if the env's settings do not name it.
         cell_px: side of a cell of the map in the pictures.
         level: the Lua level, e.g. "the_matrix", which several substrates share; empty where unknown.
         can_seed: whether `seed_next` has an effect.
@@ -40,7 +40,7 @@ class Episodes:
         self.can_seed = self._is_ours or {_SEEDS, _SETTINGS} <= self._cells.keys()
 
     def seed_next(self, seed: int) -> None:
-        """Have the next `reset` make its episode from a seed in `[0, 2**32)`; later ones follow on, spaced."""
+        """Make the next `reset` build its episode from a seed in `[0, 2**32)`; later seeds are derived from it."""
         if self._is_ours:
             self.wrapper.seed_next(seed)
         elif self.can_seed:
@@ -79,7 +79,7 @@ def layers(env: Any) -> Iterator[Any]:
 
 
 def spaced_seeds(first: int) -> Iterator[int]:
-    """Yield a seed and then, for episodes that nobody seeds, others that do not run into a neighbour's."""
+    """Yield a seed and then, for episodes without an explicit seed, others that do not overlap a neighbour's."""
     yield first
     following = random.Random(first)
     while True:

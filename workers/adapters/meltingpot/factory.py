@@ -39,21 +39,21 @@ class MeltingPotFactory:
         drop: per-player observations to leave out, after `keys`.
         world_rgb: keep the world view, root key "RGB". `render` draws it in any case.
         positions: also observe where each player is, `POSITION` int32 `[2]` (column and row of the map's cells), and
-            how it is turned, `ORIENTATION` int32 (0 north, 1 east, 2 south, 3 west), which the substrates leave out.
+            its `ORIENTATION`, int32 (0 north, 1 east, 2 south, 3 west), which the substrates do not report.
         max_steps: end episodes as truncated after this number of steps, if they have not ended before.
         deterministic: same seed and same actions give identical bytes, in any process: Melting Pot's Lua
             runs with an ordered `pairs`, from a copy of your own installation in your cache folder. What
             a substrate's config draws from python's `random` (coins: map size, colours) is then drawn
             from each episode's seed. A scenario is as deterministic as its bots are.
         fast_reset: restart Melting Pot's env in place, 1.5 to 10 times faster, instead of rebuilding it.
-            What it draws while being built then stays as drawn for the first episode, for which
-            reason Melting Pot itself rebuilds. Refused for substrates that break (`must_rebuild`).
+            What it draws at random while being built then stays that of the first episode, which is why Melting Pot
+            itself rebuilds. Refused for substrates that break (`must_rebuild`).
         bots: False builds a scenario without its bots: all its players are in the batch, in the scenario's roles, and
             the spec's metadata `is_focal` says for which players the scenario has no bot. No bot's model is needed.
 
     Raises:
-        FactoryError: an unknown name, with the closest ones, or an option out of range; at once, and in
-            `__call__` what only the installed substrate knows (roles, keys, missing models).
+        FactoryError: from the constructor for an unknown name (with the closest ones) or an option out of range; from
+            `__call__` for what only the installed substrate knows (roles, keys, missing models).
     """
 
     name: str
@@ -156,7 +156,7 @@ def substrate_names() -> tuple[str, ...]:
 def scenario_names() -> tuple[str, ...]:
     """Return the names of all scenarios of the installed Melting Pot, sorted; empty where there is none.
 
-    They are there to be named even where their bots' saved models are not installed.
+    Includes scenarios whose bots' saved models are not installed.
     """
     module = _config_module("scenarios")
     return () if module is None else tuple(sorted(module.SCENARIO_CONFIGS))

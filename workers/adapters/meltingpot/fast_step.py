@@ -5,8 +5,8 @@ level offers, for every player, and publish them to subscribers. `DirectStep` se
 same dmlab2d env, advances it once and reads only what is kept.
 
 Guarantees: observations, rewards and ends are bit for bit those of `env.step`; the wrappers' own state is
-what it would be. It offers itself only for envs that are Melting Pot's own wrappers in Melting Pot's own
-order and nothing else, and steps aside while anybody is subscribed to the env's observables.
+what it would be. It is used only for envs that consist of Melting Pot's own wrappers in their original order, and not
+while the env's observables have a subscriber.
 """
 
 # ruff: noqa: SLF001  # what a step consists of is private to Melting Pot and dmlab2d
@@ -42,7 +42,7 @@ class DirectStep:
     Args:
         chain: the env's layers, from `stock_layers`.
         numbers: key -> `[P, ...]` array to read every player's observation into.
-        images: keys of the observations that `step` gives as the tuple of the players' arrays, as they were read.
+        images: keys of the observations that `step` returns as a tuple of the players' arrays, as read.
         reward: float64 `[P, 1]`, to read rewards into.
         collective_reward: float64 `[P, 1]` for the sum of the rewards, or None where it is not kept.
     """
@@ -71,11 +71,11 @@ class DirectStep:
         self._is_stock = False
 
     def forget(self) -> None:
-        """Let go of the episode's dmlab2d env, so that it is freed before the next one is built."""
+        """Drop the episode's dmlab2d env, so that it is freed before the next one is built."""
         self._lab2d = None
 
     def is_possible(self) -> bool:
-        """Return whether this env may be stepped directly now: a stock dmlab2d env inside, nobody subscribed."""
+        """Return whether this env may be stepped directly now: a stock dmlab2d env inside, no subscriber."""
         lab2d = self._episodes._env
         if lab2d is not self._lab2d:
             self._meet(lab2d)

@@ -4,15 +4,14 @@
 substrates' modules import chex, and with it JAX, for one decorator. Together that is 3 s and 750 MB in
 every process. After `install_lazy_import()` both packages load on demand instead.
 
-Guarantees: everything that the real packages offer is there when it is asked for, from the real
-files: `meltingpot.scenario` and `meltingpot.bot` import (TensorFlow included) when they are touched,
-and a chex that anything but Melting Pot touches runs its real `__init__`, in the same module object. A
+Guarantees: everything that the real packages offer is available on access, from the real files. `meltingpot.scenario`
+and `meltingpot.bot` are imported (with TensorFlow) on first access. When code other than Melting Pot's accesses chex,
+its real `__init__` runs in the same module object. A
 package that was imported before stays as it is. Names that a package does not define raise
 `AttributeError` without loading it.
 
-Not covered: Melting Pot's observables are mappings here, as dm-tree needs them, but no JAX pytrees; and
-a deep name that nobody imported (`meltingpot.utils.policies` after a bare `import meltingpot`) is there
-only once something imports it.
+Limits: Melting Pot's observables are mappings here, as dm-tree needs them, but no JAX pytrees; a submodule that was not
+imported (`meltingpot.utils.policies` after a bare `import meltingpot`) is missing until it is.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def install_lazy_import() -> None:
 
 
 class _LazyFinder(importlib.abc.MetaPathFinder):
-    """Finds the two packages where everyone else finds them, and only swaps their loader."""
+    """Finds the two packages in the usual places, and replaces only their loader."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
         if name != _MELTINGPOT and not (name == _CHEX and _importer_name().startswith(f"{_MELTINGPOT}.")):
@@ -66,7 +65,7 @@ class _LazyFinder(importlib.abc.MetaPathFinder):
 
 
 class _LazyLoader(importlib.abc.Loader):
-    """Makes the module but leaves its code for later; all else is asked of the real loader."""
+    """Creates the module but defers its code; delegates everything else to the real loader."""
 
     def __init__(self, real: Any, names: frozenset[str], special: dict[str, Any], doc: str | None) -> None:
         self.real = real

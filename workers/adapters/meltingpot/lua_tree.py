@@ -1,17 +1,17 @@
-"""A copy of the installed Melting Pot's Lua code that resets faster and, on request, walks tables in one order.
+"""A copy of the installed Melting Pot's Lua code that resets faster and, on request, walks tables in a fixed order.
 
-Faster: `base_simulation.lua` writes its whole world into a text for a log that nobody reads, by concatenation that
-takes quadratic time. That is half to nine tenths of a reset. The copy lacks such lines. LuaJIT's garbage collector,
+Faster: `base_simulation.lua` formats its whole world for a log that is not printed, by concatenation in quadratic time.
+That is half to nine tenths of a reset. The copy lacks such lines. LuaJIT's garbage collector,
 which takes a fifth of a step, is off while a level is built, and after that waits for more garbage.
 
-One order: Lua's `pairs` walks string keys in an order that differs from one Lua state to the next, and Melting Pot
+Fixed order: Lua's `pairs` walks string keys in an order that differs from one Lua state to the next, and Melting Pot
 deals spawn points and random draws along such walks. So equal seeds give unequal episodes. In an ordered copy, `pairs`
-yields numbers in ascending order, then strings in ascending order, then other keys as they come.
+yields numbers in ascending order, then strings in ascending order, then other keys in Lua's order.
 
 Guarantees: the copy is made from the files that are installed (nothing is shipped here). All lines keep their
 numbers, so Lua's error messages keep theirs. Observations, rewards and ends are those of the installed code. A copy
-is found by the hash of its content: another version, or an edited install, gets another copy. Any number of
-processes may ask at once; a copy is complete or absent, and a damaged one is replaced.
+is found by the hash of its content: another version, or an edited install, gets another copy. Any number of processes
+may request a copy at once; a copy is complete or absent, and a damaged one is replaced.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ end
 
 @functools.cache
 def lua_root(*, is_ordered: bool) -> str | None:
-    """Return the folder that stands in for Melting Pot's own root; it holds `meltingpot/lua`.
+    """Return the folder to use as Melting Pot's root; it holds `meltingpot/lua`.
 
     Made on first use in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`, on macOS
     `~/Library/Caches`), about 1 MB. Checked byte for byte once per process.

@@ -1,22 +1,23 @@
-"""PettingZoo parallel envs behind the partial-reset protocol; see `pettingzoo_groups` for keys, shapes and dtypes.
+"""PettingZoo parallel envs behind the partial-reset protocol; see `pettingzoo/groups.py` for keys, shapes and dtypes.
 
-Agents may leave and come back. `mask` in a row says who acts in the step after it; the env is given the actions of
-these agents alone. A row in which an agent says nothing has zeros for its observation and a reward of 0.
+Agents may leave and return. `mask` in a row marks the agents that act in the next step; the env gets only their
+actions. If the env returns nothing for an agent, its observation in the row is zeros and its reward 0.
 
-Ends of agents: `terminated` and `truncated` below a group are the env's flags of the agent, and stay as they are
-while it is away; an agent that comes back is done no longer. One that is gone without a word counts as terminated.
+Ends of agents: `terminated` and `truncated` below a group are the env's flags of the agent. They keep their values
+while it is away and are cleared when it returns. An agent that leaves without a flag counts as terminated.
 
-Ends of episodes: the root is done when no agent is left, whatever became of each before; this is TorchRL's
-`done_on_any=False` (its default for parallel envs, True, gives up an episode when the first agent dies). It is
-`terminated` if all agents that have ended did terminate, and `truncated` if all were truncated, or some were and some
-terminated (TorchRL then says neither). All agents are done then, also those that never took part.
+Ends of episodes: the root is done when no agent is left, as with TorchRL's `done_on_any=False` (TorchRL's default for
+parallel envs, True, ends an episode with its first agent). The root is `terminated` if all agents that have ended were
+terminated, else `truncated` (TorchRL sets neither if some were terminated and some truncated). Then all agents are
+done, also those that never took part.
 
-AEC envs are run through `pettingzoo.utils.conversions.aec_to_parallel` where they allow it. In envs made parallel by
-`turn_based_aec_to_parallel`, the agent whose turn it is acts, and no other.
+AEC envs are converted by `pettingzoo.utils.conversions.aec_to_parallel` if they allow it. In envs converted by
+`turn_based_aec_to_parallel`, only the agent whose turn it is acts.
 
-The env is reset once to learn what its infos hold and, where it declares no `state_space`, how its state looks.
-Does not tell: whether values are inside their spaces (shape and dtype are checked); agents that are not among
-`possible_agents` are refused.
+The adapter resets the env once to learn the entries of its infos and, if it declares no `state_space`, the shape of its
+state.
+Does not check whether values are inside their spaces (shape and dtype are checked). Refuses agents that are not among
+`possible_agents`.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _FIVE = "(observations, rewards, terminations, truncations, infos), each a dict 
 class PettingZooAdapter(Adapter):
     """One `pettingzoo.ParallelEnv`, or an `AECEnv` that can be made one.
 
-    Observations, rewards and flags that `reset` and `step` return are buffers of this adapter, written again by the
-    next call. Where `PettingZooFactory(return_state=True)` built the env, `state` at the root is its `state()`.
+    `reset` and `step` return buffers of this adapter, which the next call overwrites. If
+    `PettingZooFactory(return_state=True)` built the env, `state` at the root is its `state()`.
 
     Args:
         env: what the factory returned; it is reset once here.
@@ -85,12 +86,12 @@ class PettingZooAdapter(Adapter):
         """Start a new episode; see `Adapter.reset`.
 
         Args:
-            seed: handed to the env; None leaves its generator as it is.
+            seed: passed to the env; None leaves its generator unchanged.
             options: `{"options": {...}}`, of which the env gets a copy, or nothing.
             mask: not used.
 
         Raises:
-            TypeError: another keyword than `options`.
+            TypeError: a keyword other than `options`.
             SpecError: the env returned anything but `(observations, infos)`, or has no agents.
         """
         self._needs_reset = True
@@ -194,7 +195,7 @@ class PettingZooAdapter(Adapter):
 
 
 def as_parallel(env: Any) -> Any:
-    """Return the parallel env that an env is or can be made."""
+    """Return an env as a parallel env, converted if it is an AEC env."""
     if not any(f"{cls.__module__}.{cls.__qualname__}" == "pettingzoo.utils.env.AECEnv" for cls in type(env).__mro__):
         return env
     from pettingzoo.utils.conversions import aec_to_parallel
@@ -235,7 +236,7 @@ def acting_agents(env: Any, turns: Any) -> list[Agent]:
 
     Args:
         env: parallel.
-        turns: what `turn_based` has returned for it.
+        turns: what `turn_based` returned for it.
     """
     return env.agents if turns is None or not env.agents else [turns.agent_selection]
 

@@ -1,8 +1,8 @@
 """How agents and episodes end, from the flags of a PettingZoo step.
 
-An agent's flags stay as they are while it is away; an agent that returns is done no longer, and one that left without
-a flag counts as terminated. The episode is over when no agent is left. It is terminated if all agents that have ended
-did terminate, else truncated; then all agents are done, also those that never took part.
+An agent's flags keep their values while it is away and are cleared when it returns. An agent that leaves without a flag
+counts as terminated. The episode is over when no agent is left. It is terminated if all agents that have ended were
+terminated, else truncated. Then all agents are done, also those that never took part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from envherd.workers.adapters.pettingzoo.spaces import Agent
 
 
 class Ending(Protocol):
-    """What keeps how an agent has ended.
+    """An object that records how an agent has ended.
 
     Attributes:
         agent: as the env calls it.
@@ -27,11 +27,11 @@ class Ending(Protocol):
 
 
 def note_end(seat: Ending, terminated: Any, truncated: Any, *, is_present: bool, has_acted: bool) -> None:
-    """Keep how an agent has ended.
+    """Record how an agent has ended.
 
     Args:
         seat: of the agent.
-        terminated: the env's flag; None where it has none for this agent.
+        terminated: the env's flag; None if it has none for this agent.
         truncated: likewise.
         is_present: whether it is one of `env.agents` now.
         has_acted: whether it was one of them before the step.

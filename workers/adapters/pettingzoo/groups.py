@@ -1,4 +1,4 @@
-"""Agents in groups: which keys, shapes and dtypes they get, and where each agent's values are stored.
+"""Groups of agents: their keys, shapes and dtypes, and where each agent's values are stored.
 
 Names are those of TorchRL's `PettingZooWrapper`. Agents called `NAME_0`, `NAME_1`, ... are the group `NAME`, any
 other agent is a separate group; a group of A agents has, stacked over them:
@@ -10,7 +10,7 @@ observation (a Dict's entries     [A, *its own]    its own  zeros for agents tha
 below it)
 action                            [A, *its own]    its own  discrete actions are int64 indices
 reward                            [A, 1]           float32  0 for agents that get none
-done, terminated, truncated       [A, 1]           bool     see `pettingzoo`
+done, terminated, truncated       [A, 1]           bool     see `ends.py`
 mask                              [A]              bool     whether the agent acts in the next step
 action_mask                       [A, actions]     bool     what it may do there; all True for agents that do not act
 info (one entry each)             [A, *its own]    float32  numbers that all its agents had in their first infos
@@ -54,9 +54,9 @@ class AgentGroup:
         members: its agents, in the order in which they are stacked.
 
     Attributes:
-        observation: leaves of what agents observe, of `action_mask`, `mask` and infos.
+        observation: leaves of the agents' observations, of `action_mask`, `mask` and infos.
         values: arrays aligned with `observation`.
-        action: leaves of what they do.
+        action: leaves of their actions.
         seats: one for each agent.
         reward, done, terminated, truncated: `[A, 1]`.
         mask, action_mask: `[A]`, and `[A, actions]` or None.
@@ -129,7 +129,7 @@ class Seat:
         group.done[index, 0] = any(flags)
 
     def blank(self) -> None:
-        """Store that the agent says nothing and does not act."""
+        """Store that the env returned nothing for the agent and that it does not act."""
         if self._is_blank:
             return
         for array in self.group.values:
@@ -139,7 +139,7 @@ class Seat:
         self._is_blank = True
 
     def observe(self, observation: Any, info: Any, *, is_acting: bool) -> None:
-        """Store what the agent sees, whether it acts next, and what it may do then."""
+        """Store the agent's observation, whether it acts next, and its legal actions."""
         self._is_blank = False
         index, group = self.index, self.group
         info = info if isinstance(info, Mapping) else {}

@@ -1,4 +1,4 @@
-"""What agents' spaces and infos say, and the stacks of them: see `pettingzoo_groups` for the result."""
+"""Read agents' spaces and infos, and stack them; see `pettingzoo/groups.py` for the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTION_MASK = "action_mask"
 
 @dataclass(frozen=True)
 class AgentSpaces:
-    """What is known of one agent.
+    """The spaces and info entries of one agent.
 
     Attributes:
         agent: as the env calls it.
@@ -40,7 +40,7 @@ class AgentSpaces:
 
 
 def read_agent(agent: Agent, observation: Any, action: Any, info: Any) -> AgentSpaces:
-    """Return what an agent's spaces and its first info (None where it had none) say."""
+    """Read an agent's spaces and its first info (None if it had none)."""
     info = info if isinstance(info, Mapping) else {}
     shapes = {key: np.shape(value) for key, value in info.items() if isinstance(key, str) and _is_numeric(value)}
     mask_shape = shapes.pop(ACTION_MASK, None)
@@ -52,7 +52,7 @@ def read_agent(agent: Agent, observation: Any, action: Any, info: Any) -> AgentS
 
 
 def common_infos(members: Sequence[AgentSpaces]) -> dict[str, tuple[int, ...]]:
-    """Return the infos that all members have, in one shape."""
+    """Return the info entries that all members have in the same shape."""
     others = [member.info_shapes for member in members[1:]]
     return {
         key: shape for key, shape in members[0].info_shapes.items() if all(other.get(key) == shape for other in others)

@@ -1,15 +1,15 @@
-"""Simulators that step many rows at once and speak torch: what their adapters share.
+"""The base of adapters for simulators that step many rows at once on torch tensors.
 
 Guarantees
 - An action reaches the simulator as a tensor without a round trip through numpy: in a worker it is a tensor over
-  the slab itself (`torch.from_numpy` of a VIEW), in `SerialEnv` it is the caller's own tensor. A simulator on a GPU
-  is given one transfer and nothing else is moved.
-- A simulator that keeps the actions it is given is noticed, and gets copies from then on: the slab is written anew
-  for the next step.
-- Rows that a reset does not name are handed out as they were, bit for bit, whatever the simulator computes anew.
-- Python's, numpy's and torch's (CPU) global generators are the simulator's own while it runs, seeded with each
-  episode of all rows, so that neighbours in a worker do not draw from each other; generators of GPUs are shared.
-  A reset of some rows seeds nothing: one generator serves all of them.
+  the slab itself (`torch.from_numpy` of a VIEW), in `SerialEnv` it is the caller's own tensor. For a simulator on a
+  GPU, the actions are transferred once and nothing else is moved.
+- A simulator that keeps a reference to its actions is detected and gets copies from then on, because the next step
+  overwrites the slab.
+- Rows that a reset does not select are returned unchanged, bit for bit, even if the simulator recomputes them.
+- While a simulator runs, Python's, numpy's and torch's (CPU) global generators hold its own state, so envs of the same
+  worker do not affect each other. A reset of all rows seeds them; a reset of some rows does not, because one generator
+  serves all rows. Generators of GPUs are shared.
 Assumes: one thread at a time. Imports torch, as only workers with such simulators import this module.
 """
 
@@ -33,10 +33,11 @@ from envherd.workers.errors import ResetNeeded, SpecError
 
 Leaves = list[torch.Tensor]
 
-#: What a reset or step of the simulator gives: observation and reward leaves, then terminated and truncated `[B]`.
+#: Result of a step of the simulator: observation and reward leaves, then terminated and truncated `[B]`.
 Stepped = tuple[Leaves, Leaves, torch.Tensor, torch.Tensor]
 
-#: Steps whose actions are copied to see whether the simulator keeps them (some keep the one before, too).
+#: Number of first steps whose actions are copied, to detect whether the simulator keeps them (some also keep the
+#: previous ones).
 _NUM_PROBED = 2
 
 
@@ -49,11 +50,11 @@ class TorchBatchAdapter(Adapter):
         env: what the factory returned.
         num_rows: B.
         device: where the simulator's tensors are.
-        keeps_actions: whether the simulator holds on to the tensors it is given; None finds out.
+        keeps_actions: whether the simulator keeps references to its action tensors; None detects it.
 
     Attributes:
         device: where the simulator's tensors are.
-        gives_tensors: hand out tensors as they are instead of arrays; set by an executor that can take them.
+        gives_tensors: return tensors instead of arrays; set by an executor that accepts them.
     """
 
     takes_tensors = True
@@ -72,8 +73,8 @@ class TorchBatchAdapter(Adapter):
         """Start an episode in all rows, or in those in `mask` (the first reset is of all rows); see `Adapter.reset`.
 
         Args:
-            seed: seeds the simulator where all rows are reset, otherwise not used.
-            options: handed to the simulator where it takes any.
+            seed: seeds the simulator if all rows are reset, otherwise not used.
+            options: passed to the simulator if it takes any.
             mask: bool `[B, 1]`, the rows to reset; None for all.
 
         Returns:
@@ -87,7 +88,7 @@ class TorchBatchAdapter(Adapter):
                 latest = self._reset_all(seed, kwargs)
             else:
                 rows = torch.from_numpy(mask.reshape(-1)).to(self.device)
-                before = [leaf.clone() for leaf in self._latest]  # the simulator may write to what it gave
+                before = [leaf.clone() for leaf in self._latest]  # the simulator may overwrite its tensors
                 latest = choose(rows, self._reset_rows(rows, kwargs), before)
         self._latest = latest
         return self._given(latest)
@@ -96,7 +97,7 @@ class TorchBatchAdapter(Adapter):
         """Make one transition of all rows; see `Adapter.step`.
 
         Args:
-            action: aligned with `spec.action`: tensors of the caller's, or VIEWS of the slab.
+            action: aligned with `spec.action`: the caller's tensors, or VIEWS of the slab.
 
         Returns:
             Values as of `reset`; terminated and truncated as bool arrays `[B, 1]`, copies.
@@ -148,7 +149,7 @@ def choose(rows: torch.Tensor, leaves: Sequence[torch.Tensor], others: Sequence[
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed the global generators; those of other devices stay as they are."""
+    """Seed the global generators, but not those of other devices."""
     has_devices = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     before = torch.cuda.get_rng_state_all() if has_devices else None
     seeding.seed_globals(seed)
@@ -157,7 +158,7 @@ def _seed_generators(seed: int) -> None:
 
 
 class _Lender:
-    """Hands actions over as tensors, without a copy as long as the simulator does not keep them."""
+    """Passes actions as tensors, without a copy as long as the simulator does not keep them."""
 
     def __init__(self, device: torch.device, *, keeps_actions: bool | None) -> None:
         self._device = device
@@ -168,7 +169,7 @@ class _Lender:
         self._lent: list[np.ndarray] = []
 
     def lend(self, values: Sequence[Any]) -> Leaves:
-        """Return tensors on the simulator's device: over the same memory where that is on the CPU."""
+        """Return tensors on the simulator's device, over the same memory if that is the CPU."""
         tensors = []
         for value in values:
             if isinstance(value, torch.Tensor):  # the caller's own
@@ -182,10 +183,10 @@ class _Lender:
         return tensors
 
     def check(self, origin: str) -> None:
-        """After the step: see whether the simulator has kept what it was lent, by who refers to the memory.
+        """After a step, check by reference counts whether the simulator has kept the tensors that it was lent.
 
         Raises:
-            SpecError: it did for the first time now, after it was lent the slab itself.
+            SpecError: it has kept them for the first time now, after it was lent the slab itself.
         """
         lent, self._lent = self._lent, []
         if self._is_known:

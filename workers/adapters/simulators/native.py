@@ -1,20 +1,21 @@
-"""Batched simulators with Gymnasium's methods and torch's tensors: IsaacLab, and what is made like it.
+"""Batched simulators with Gymnasium's methods on torch tensors: IsaacLab and similar ones.
 
 `step(actions)` takes a tensor `[B, ...]` and gives `(observations, rewards, terminated, truncated, extras)`, tensors
 `[B, ...]` or nested dicts of them; `reset(seed=, options=)` gives `(observations, extras)`; `num_envs` is B.
 
-How such a simulator deals with rows that end, and what is made of it:
-- It resets them within `step` and calls `_reset_idx` for that (IsaacLab, mjlab): the last observation is taken before
-  (see `torch_resets`), and the first one of the next episode is kept until the caller resets the row.
-- It resets them within `step`, says so (`metadata["autoreset_mode"]` SAME_STEP), and gives `final_obs`.
+How such simulators treat rows that end, and what the adapter does:
+- It resets them within `step` by `_reset_idx` (IsaacLab, mjlab): the adapter takes the last observation before that
+  call (see `native_resets`), and keeps the first one of the next episode until the caller resets the row.
+- It resets them within `step`, declares it (`metadata["autoreset_mode"]` SAME_STEP), and returns `final_obs`.
 - It never resets by itself (autoreset mode DISABLED, or `cfg.auto_reset` False; ManiSkill).
-- It says nothing: refused, with what to declare. A reset observation is never taken for a last one.
-The caller sees one protocol: a row that has ended keeps its last observation and stays ended until it is reset, and
-resetting it shows the first observation of its episode; rows that had not ended are reset in the simulator then.
+- It declares nothing: refused with a message that names what to declare. A reset observation is never taken for a last
+  one.
+The caller sees one protocol. A row that has ended keeps its last observation until the caller resets it, and the reset
+returns the first observation of the next episode. A reset of a row that has not ended resets it in the simulator.
 
-Observation keys are the simulator's (`policy`, `critic`), or `observation` for a single tensor. The simulator is reset
-once here, to learn the shapes and dtypes of what it really gives.
-Does not tell: whether observations are within the bounds of their spaces, which are not looked at.
+Observation keys are the simulator's (`policy`, `critic`), or `observation` for a single tensor. The adapter resets the
+simulator once, to learn the actual shapes and dtypes.
+Does not check whether observations are within the bounds of their spaces.
 """
 
 from __future__ import annotations
@@ -48,25 +49,25 @@ from envherd.workers.adapters.simulators.native_resets import (
 from envherd.workers.adapters.torchrl.reading import to_plain
 from envherd.workers.errors import FactoryError, SpecError
 
-#: When a simulator resets rows that have ended by itself: in the step in which they end, or never.
+#: When a simulator itself resets rows that have ended: in the step in which they end, or never.
 Resets = Literal["same_step", "never"]
 
 
 class TorchNativeAdapter(TorchBatchAdapter):
     """One batched simulator; see the module.
 
-    A factory may return the adapter itself, to declare what the simulator does not say.
+    A factory may return the adapter itself, to declare what the simulator does not.
 
     Args:
         env: the simulator, perhaps in Gymnasium wrappers.
-        resets: whether it resets rows that have ended within `step`; None goes by what it says of itself.
+        resets: whether it resets rows that have ended within `step`; None relies on what it declares.
         final_observation: simulator (without wrappers) -> its observations now, for simulators that reset through
-            `_reset_idx`; None goes by `final_obs`, `observation_manager` or `_get_observations`.
-        keeps_actions: whether it holds on to the action tensors it is given; None finds out.
+            `_reset_idx`; None uses `final_obs`, `observation_manager` or `_get_observations`.
+        keeps_actions: whether it keeps references to its action tensors; None detects it.
 
     Raises:
-        FactoryError: it does not say when it resets, does so in the next step, or is of several agents.
-        SpecError: no `num_envs`, no action space of a fixed shape, or observations that are no tensors `[B, ...]`.
+        FactoryError: it does not declare when it resets, resets in the next step, or has several agents.
+        SpecError: no `num_envs`, no action space of a fixed shape, or observations that are not tensors `[B, ...]`.
     """
 
     family: ClassVar[str] = "torch"
@@ -117,13 +118,13 @@ class TorchNativeAdapter(TorchBatchAdapter):
         )
 
     @property
-    def info(self) -> Mapping[str, Any]:  # type: ignore[override]  # made when asked for, as few ask
+    def info(self) -> Mapping[str, Any]:  # type: ignore[override]  # made on access, which is rare
         """The simulator's `extras`, with arrays (copies) for tensors."""
         return {key: to_plain(value) for key, value in dict(self._extras).items() if key not in FINAL_KEYS}
 
     @functools.cached_property
     def _simulator(self) -> Any:
-        """What steps and resets rows, and has the observations: the env without wrappers."""
+        """The env without wrappers, which steps and resets rows."""
         return self._inner
 
     def render(self) -> Any:
@@ -244,9 +245,9 @@ class TorchNativeAdapter(TorchBatchAdapter):
 
 
 class IsaacLabAdapter(TorchNativeAdapter):
-    """One IsaacLab `ManagerBasedRLEnv` or `DirectRLEnv`: there can be one in a process, and it resets within `step`.
+    """One IsaacLab `ManagerBasedRLEnv` or `DirectRLEnv`. It resets within `step`; a process can hold only one.
 
-    A `DirectMARLEnv` is taken as `multi_agent_to_single_agent` returns it.
+    A `DirectMARLEnv` must be converted by `multi_agent_to_single_agent`.
 
     Single actions of a `Discrete` space reach the simulator as `[B, 1]`, as IsaacLab samples them.
     """
@@ -283,7 +284,7 @@ class ManiSkillAdapter(TorchNativeAdapter):
     """One ManiSkill `BaseEnv`, as `gymnasium.make` wraps it, or a `ManiSkillVectorEnv` around it.
 
     The env never resets by itself, and resets the rows `options["env_idx"]`; a vector env around it (with
-    `auto_reset`) resets rows in the step in which they end, and its `final_observation` is taken for their last one.
+    `auto_reset`) resets rows in the step in which they end, and its `final_observation` is used as their last one.
     """
 
     family: ClassVar[str] = "maniskill"
@@ -301,13 +302,13 @@ class ManiSkillAdapter(TorchNativeAdapter):
 
 
 def _reads_option(cls: type, name: str) -> bool:
-    """Return whether the `reset` of a class, or one that it goes on to, speaks of an option."""
+    """Return whether the `reset` of a class, or a base's that it calls, mentions an option."""
     codes = (getattr(vars(base).get("reset"), "__code__", None) for base in cls.__mro__)
     return any(code is not None and name in code.co_consts for code in codes)
 
 
 def _resets_of(env: Any) -> Resets:
-    """Return when a simulator resets, by what it says of itself."""
+    """Return when a simulator resets, as it declares."""
     mode = _autoreset_mode(env)
     if mode == "NEXT_STEP":
         raise FactoryError(
@@ -333,13 +334,13 @@ def _autoreset_mode(env: Any) -> str:
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments for the simulator's reset: `options`, and nothing else."""
+    """Return the keyword arguments for the simulator's reset: only `options`."""
     check_keywords(options, "torch simulator")
     return dict(options)
 
 
 def _read_structure(observations: Any, num_rows: int) -> tuple[list[tuple[Any, ...]], tuple[LeafSpec, ...]]:
-    """Return where the leaves of observations are, and what they are."""
+    """Return the paths and the specs of the leaves of observations."""
     is_dict = isinstance(observations, Mapping)
     paths, leaves = [], []
     for path, value in _walk(observations, ()):
@@ -364,7 +365,7 @@ def _walk(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], 
 
 
 def _action_leaf(env: Any, num_rows: int) -> LeafSpec:
-    """Describe the actions of all rows; spaces are read by what they have, so that no package need be imported."""
+    """Describe the actions of all rows; spaces are recognised by their attributes, so no package is imported."""
     space: Any = getattr(env, "single_action_space", None)
     domain: Domain
     if hasattr(space, "nvec"):

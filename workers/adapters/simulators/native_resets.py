@@ -1,19 +1,19 @@
-"""The last observation of rows that a simulator resets within its own step, taken before it is gone.
+"""Take the last observation of rows that a simulator resets within its own step, before it is overwritten.
 
-Simulators of IsaacLab's make (`ManagerBasedRLEnv`, `DirectRLEnv`, and what follows them) step, find the rows that
-have ended, call `_reset_idx` for these, and only then compute what they return: of a row that has ended that is the
+IsaacLab's simulators (`ManagerBasedRLEnv`, `DirectRLEnv`) and similar ones step, find the rows that have ended, call
+`_reset_idx` for these, and only then compute the observations that they return. For a row that has ended, that is the
 first observation of its next episode. Newer ones publish the last one as `extras["final_obs"]` if
 `cfg.compute_final_obs` is set.
 
 Guarantees of `ResetWatch`
-- The last observation is in separate memory before the first row is reset, also where the simulator writes its
-  observations into the same buffers over and over. `extras["final_obs"]` is taken where the simulator publishes it,
-  else the observation is computed as the simulator does, with the noise that its step would add.
+- The last observation is in separate memory before the first row is reset, even if the simulator reuses its observation
+  buffers. `extras["final_obs"]` is used if the simulator publishes it; otherwise the observation is computed as the
+  simulator does, with the noise that its step would add.
 - Observation histories of a manager-based simulator are pushed once per step and row, as without it, and the last
   observation's history ends with it. (IsaacLab's own `final_obs` leaves histories as they were one step before, so
   where there are any it is computed here.)
-- A row that is reset without having ended is noticed: `rows` says which were.
-Knows no class of IsaacLab's; it goes by the names of methods and attributes that IsaacLab publishes.
+- `rows` also shows rows that were reset without having ended.
+Imports no class of IsaacLab; it relies on the names of its public methods and attributes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FINAL_KEYS = ("final_obs", "final_observation")
 
 
 class ResetWatch:
-    """Stands between a simulator's step and its `_reset_idx`.
+    """Intercepts the calls of a simulator's `_reset_idx` during its step.
 
     Args:
-        env: the simulator itself, without wrappers; its `_reset_idx` is replaced by one that looks first.
+        env: the simulator, without wrappers; its `_reset_idx` is replaced by one that first takes the observations.
         num_rows: B.
-        observe: simulator -> its observations now; None finds out how.
+        observe: simulator -> its observations now; None chooses a way.
 
     Attributes:
         final: observations before the rows of the latest step were reset, all B rows; None if none was.
@@ -60,7 +60,7 @@ class ResetWatch:
         """Watch for as long as a step lasts."""
         self.final = self.rows = None
         for key in FINAL_KEYS:
-            _extras(self._env).pop(key, None)  # one that is there after the step is of the step
+            _extras(self._env).pop(key, None)  # so that an entry after the step is from this step
         self._is_stepping = True
         try:
             yield
@@ -85,12 +85,12 @@ class ResetWatch:
 
 
 class AgentsAsOne:
-    """The `DirectMARLEnv` inside what IsaacLab's `multi_agent_to_single_agent` returns, which steps and resets it.
+    """The `DirectMARLEnv` inside the env that IsaacLab's `multi_agent_to_single_agent` returns.
 
     It has the attributes of the `DirectMARLEnv`; its observations are those of the single agent.
 
     Args:
-        converted: what `multi_agent_to_single_agent` has returned.
+        converted: what `multi_agent_to_single_agent` returned.
     """
 
     def __init__(self, converted: Any) -> None:
@@ -127,22 +127,22 @@ def published_final(extras: Any) -> Any:
 
 
 def clone(observations: Any) -> Any:
-    """Return nested observations in memory of their own."""
+    """Return a copy of nested observations."""
     if isinstance(observations, Mapping):
         return {key: clone(value) for key, value in observations.items()}
     return observations.clone() if isinstance(observations, torch.Tensor) else observations
 
 
 def reset_rows(env: Any, ids: torch.Tensor, rows: torch.Tensor) -> Any:
-    """Reset some rows of a simulator of IsaacLab's make that have not ended, and return its observations.
+    """Reset some rows of an IsaacLab-like simulator that have not ended, and return its observations.
 
     Args:
         env: the simulator, without wrappers.
-        ids: which, as the simulator takes them.
+        ids: of the rows, in the simulator's form.
         rows: the same as bool `[B]`.
 
     Returns:
-        Observations of all rows; histories of the others are as they were.
+        Observations of all rows; the histories of the other rows are unchanged.
     """
     before = [(history, dict(vars(history)), _buffer_copy(history)) for history in _histories(env)]
     if hasattr(env, "observation_manager"):
@@ -159,7 +159,7 @@ def reset_rows(env: Any, ids: torch.Tensor, rows: torch.Tensor) -> Any:
 
 
 def _observer(env: Any) -> Callable[[Any], Any]:
-    """Return what computes a simulator's observations as its step does."""
+    """Return the function that computes a simulator's observations as its step does."""
     if hasattr(env, "observation_manager"):
         return _observe_managed
     if isinstance(env, AgentsAsOne):
@@ -207,7 +207,7 @@ def _buffer_copy(history: Any) -> Any:
 
 
 def _restore_rows(history: Any, attributes: Mapping[str, Any], buffer: torch.Tensor | None, rows: torch.Tensor) -> None:
-    """Put back some rows of a history as they were, wherever the others have gone since."""
+    """Restore some rows of a history, even if its ring pointer has moved since."""
     if buffer is None:
         return
     now = history._buffer  # noqa: SLF001

@@ -3,18 +3,18 @@
 Keys and shapes are those of TorchRL's `VmasEnv`: agents are grouped by name (`agent_0`, `agent_1` -> `agents`),
 `(group, "observation")` is `[B, agents, ...]`, infos are observed under `(group, "info")`. Where members of a group
 differ in shape, each has its own leaves, with its index in the key: `("agents", "0", "observation")`.
-Discrete actions are indices `[B, agents]`. Infos of a row that was just reset are 0, other than in TorchRL: scenarios
-compute them in `reward`, so what they say at a reset is of an earlier episode.
+Discrete actions are indices `[B, agents]`. Unlike in TorchRL, the infos of a row that was just reset are 0: scenarios
+compute infos in `reward`, so at a reset they would belong to the previous episode.
 
-`terminated` is the scenario's own `done`, `truncated` is `max_steps`; VMAS is asked for both, whatever
-`terminated_truncated` it was made with, so that neither hides the other.
+`terminated` is the scenario's own `done`, `truncated` is `max_steps`; the adapter always reads both, whatever
+`terminated_truncated` the env was made with, so neither hides the other.
 
 Seeds: VMAS keeps one random state for all its envs of a process; here each env has its own. A reset of some rows
-draws from the state of the env and seeds nothing. What a scenario draws while it is built depends on VMAS's state
-then; `VmasFactory` seeds that too.
+draws from the state of the env and seeds nothing. What a scenario draws while it is built depends on VMAS's state at
+that time; `VmasFactory` also seeds that.
 
-Does not tell: where an observation function draws random numbers, those of rows that are not reset draw again, which
-shows in nothing but the numbers that come after.
+Limits: if an observation function draws random numbers, a partial reset also draws for the rows that are not reset.
+That changes only later random numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Group:
     Attributes:
         name: key of it.
         members: indices into the env's agents.
-        is_dense: all members have leaves of the same shape, so that the group has its own batch shape.
+        is_dense: all members have leaves of the same shape, so the group has its own batch shape.
     """
 
     name: str
@@ -60,7 +60,7 @@ class VmasAdapter(TorchBatchAdapter):
         env: what the factory returned.
 
     Raises:
-        SpecError: an observation or action of a kind that has no array.
+        SpecError: an observation or action that no array can hold.
     """
 
     family: ClassVar[str] = "vmas"
@@ -105,7 +105,7 @@ class VmasAdapter(TorchBatchAdapter):
         )
 
     def render(self) -> Any:
-        """Return row 0 as VMAS draws it, uint8 `[H, W, 3]`; needs a display (or a virtual one), as VMAS says."""
+        """Return VMAS's picture of row 0, uint8 `[H, W, 3]`; VMAS needs a display (or a virtual one)."""
         with self._on_stage():
             picture = self.env.render(mode="rgb_array", env_index=0)
         return None if picture is None else np.ascontiguousarray(picture)
@@ -157,7 +157,7 @@ class VmasAdapter(TorchBatchAdapter):
 
 
 def seed_builds() -> None:
-    """Have scenarios that are built from now on draw from the global generators as they are now."""
+    """Set VMAS's random state, from which scenarios draw while they are built, to that of the global generators."""
     from vmas.simulator.environment import Environment
 
     Environment.vmas_random_state[:] = [torch.get_rng_state(), np.random.get_state(), random.getstate()]
@@ -232,7 +232,7 @@ def _taker(members: tuple[int, ...], key: Key, width: tuple[int, ...], *, is_sta
     return lambda observed: one(observed, members[0])
 
 
-#: Which agents a leaf of actions is for, and the dimension over which they lie (None: one agent alone).
+#: The agents of an action leaf, and the dimension along which they are stacked (None: a single agent).
 _Give = tuple[tuple[int, ...], int | None]
 
 

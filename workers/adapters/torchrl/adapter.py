@@ -1,19 +1,19 @@
-"""TorchRL envs as guests: any `EnvBase` that runs in one process.
+"""TorchRL envs: any `EnvBase` that runs in one process.
 
-Guarantees: one `step` is one `env.step`; keys, dtypes, encodings and values are those that TorchRL itself
-gives. The env's current root tensordict is kept here, advanced with `env.step_mdp`, so that transforms
-that read the previous root (StepCounter, RewardSum, InitTracker, ...) and envs whose state is in the
-tensordict work as in TorchRL; where the caller gives state leaves, those win.
+Guarantees: one `step` is one `env.step`; keys, dtypes, encodings and values are TorchRL's. The adapter keeps the env's
+current root tensordict and advances it with `env.step_mdp`, so transforms that read the previous root (StepCounter,
+RewardSum, InitTracker, ...) and envs whose state is in the tensordict work as in TorchRL. State leaves from the caller
+take precedence.
 
-`terminated` and `truncated` are the env's own. An env that knows no `truncated` and says `done` without
-`terminated` is truncated. Done keys at the root prevail; where there are only nested ones, the root's are
-true as soon as any nested one is, which is also how TorchRL decides on resets.
+`terminated` and `truncated` are the env's own. An env without a `truncated` key that sets `done` but not `terminated`
+is truncated. Done keys at the root take precedence. If there are only nested ones, the root's are true as soon as any
+nested one is, which is also TorchRL's rule for resets.
 
 Seeds: Gymnasium and PettingZoo envs get the seed with the reset itself, dm_control's generator is seeded in
 place, all others get `env.set_seed(seed)`. Envs that cannot be seeded (`metadata["seedable"]` is False) are
-reset without it. Whatever the env, torch's global CPU generator is its own while it runs and is seeded with
-the episode: envs and transforms that draw from it repeat for a seed, whatever else draws in between, and
-`set_seed` never reseeds the process (generators of other devices are shared).
+reset without it. While any env runs, torch's global CPU generator holds the env's own state, seeded with the episode.
+So envs and transforms that draw from it are reproducible whatever else draws in between, and `set_seed` never reseeds
+the process (generators of other devices are shared).
 
 Envs that are themselves a batch: a partial reset reseeds nothing, as one generator serves all rows. Gymnasium
 vector envs in SAME_STEP mode take only masks that match their done rows, as in TorchRL.
@@ -42,7 +42,7 @@ from envherd.workers.adapters.torchrl.reading import ends_reader, reader, to_num
 from envherd.workers.adapters.torchrl.specs import Member, Path, PlacedLeaf, group_shapes, place_leaves
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
-#: From the root tensordict and one value to nothing: stores the value.
+#: `(root tensordict, value)`: stores the value.
 Write = Callable[[TensorDictBase, Any], None]
 
 _GROUPS = ("observation", "action", "reward", "done", "state")
@@ -124,8 +124,8 @@ class TorchRLAdapter(Adapter):
         """Make one transition; see `Adapter.step`.
 
         Args:
-            action: aligned with `spec.action` and `spec.state`; arrays become the env's. None for a state leaf
-                stands for what the env's current root holds.
+            action: aligned with `spec.action` and `spec.state`; arrays become the env's. None for a state leaf means
+                the value in the env's current root.
 
         Returns:
             Values as of `reset`; terminated and truncated as bools, or bool arrays `[*batch_shape, 1]`.
@@ -201,9 +201,9 @@ def _require_dense(leaves: list[PlacedLeaf]) -> None:
 
 
 def _asked_state(state: list[PlacedLeaf], observation: list[PlacedLeaf]) -> list[PlacedLeaf]:
-    """Return the state leaves that a step is given: side leaves that are observed too are kept here in any case.
+    """Return the state leaves that a step takes: without observed side leaves, which the adapter keeps itself.
 
-    They have no bounds: what the env says of itself must not be refused when it is handed back.
+    They have no bounds: a state that the env returned must not be refused when it is passed back.
     """
     observed = {leaf.spec.key for leaf in observation if leaf.spec.is_side}
     asked = [leaf for leaf in state if leaf.spec.key not in observed]
@@ -223,13 +223,13 @@ def _metadata(env: EnvBase, base: EnvBase) -> dict[str, Any]:
 
 
 def _is_seedable(base: EnvBase) -> bool:
-    """Whether `_set_seed` can have an effect: known from the names it uses, as a call would reset or reseed the env."""
+    """Whether `_set_seed` has an effect, judged by the names it uses: a call would reset or reseed the env."""
     names = seeding_names(base)
     return names is None or not names <= {"NotImplementedError"}
 
 
 def _seeder(env: EnvBase, base: EnvBase) -> Callable[[int], dict[str, Any]]:
-    """Return what seeds the env: it is called right before a reset and returns keyword arguments for it."""
+    """Return the function that seeds the env: called right before a reset, it returns keyword arguments for it."""
     names = _class_names(base)
     if not _is_seedable(base):
         return lambda _seed: {}
@@ -274,7 +274,7 @@ def _empty(composite: Any) -> TensorDictBase:
 
 
 def _writer(leaf: PlacedLeaf, env: EnvBase, *, is_optional: bool) -> Write:
-    """Return what writes one input into the root tensordict, without a copy where it is an array on the CPU."""
+    """Return the function that writes one input into the root tensordict; an array on the CPU is not copied."""
     path, device, is_batch = leaf.path, env.device, bool(env.batch_size)
     dtype = np.dtype(leaf.tensor_dtype) if leaf.tensor_dtype else None
     key: Any = path[0] if len(path) == 1 else path

@@ -1,7 +1,7 @@
 """All that this package uses of TorchRL's private API, or fills in for it; docs/private_apis.md lists it by version.
 
-Works with TorchRL 0.10 to 0.14: what a version lacks is detected here, and its users get what that version itself
-would do. No other module imports a private name of TorchRL, reads one from a TorchRL env, or overrides one but
+Works with TorchRL 0.10 to 0.14: this module detects what a version lacks, and then behaves as that version does. No
+other module imports a private name of TorchRL, reads one from a TorchRL env, or overrides one but
 `_step`, `_reset` and `_set_seed`, which TorchRL's documentation has env authors write.
 """
 
@@ -15,9 +15,9 @@ from torchrl.data import Composite, NonTensor
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import _aggregate_end_of_traj, _update_during_reset
 
-#: From a tensordict and `reset_keys=` to a bool tensor: which rows have ended or are to be reset.
+#: `(tensordict, reset_keys=)` -> bool tensor: which rows have ended or must be reset.
 aggregate_ends = _aggregate_end_of_traj
-#: From rows after a reset, rows before it and the reset keys to the merged rows; masks are taken out.
+#: `(rows after a reset, rows before it, reset keys)` -> the merged rows, without masks.
 merge_reset = _update_during_reset
 
 
@@ -25,12 +25,12 @@ merge_reset = _update_during_reset
 
 
 def supports_set_state(env: EnvBase) -> bool:
-    """Return whether `reset(set_state=...)` is known to the env; False before TorchRL 0.13."""
+    """Return whether the env supports `reset(set_state=...)`; False before TorchRL 0.13."""
     return bool(getattr(env, "_supports_set_state", False))
 
 
 def check_worker_env(env: EnvBase) -> None:
-    """Have an env's transforms say whether they may live in a worker; before TorchRL 0.13 none objects."""
+    """Raise if one of an env's transforms must not run in a worker; before TorchRL 0.13 none objects."""
     transform = vars(env).get("_modules", {}).get("_transform")
     check = getattr(transform, "_check_batched_worker_compat", None)
     if check is not None:
@@ -43,12 +43,12 @@ def wrapped_env(env: EnvBase) -> Any:
 
 
 def converts_actions(env: EnvBase) -> bool:
-    """Return whether a `GymWrapper` gives its env numpy actions."""
+    """Return whether a `GymWrapper` passes numpy actions to its env."""
     return bool(getattr(env, "_convert_actions_to_numpy", False))
 
 
 def resets_itself(env: EnvBase) -> bool:
-    """Return whether TorchRL has the env's own resets pass through; False before TorchRL 0.13."""
+    """Return whether TorchRL lets the env's own resets through; False before TorchRL 0.13."""
     return bool(vars(env).get("_torchrl_native_autoreset", False))
 
 
@@ -75,12 +75,12 @@ def is_compiled(env: EnvBase) -> bool:
 
 
 def skipped_step(env: EnvBase, td: TensorDictBase) -> TensorDictBase:
-    """Return the `next` of envs that were not stepped: where they were, and zeros for what is not in `td`."""
+    """Return the `next` of envs that were not stepped: their current values, and zeros for keys that `td` lacks."""
     return env._skip_tensordict(td)  # noqa: SLF001
 
 
 def without_collected(env: EnvBase, following: TensorDictBase) -> TensorDictBase:
-    """Leave out of `next` what the env's collector would throw away at once; before TorchRL 0.14 it throws nothing."""
+    """Leave out of `next` what the env's collector would drop at once; before TorchRL 0.14 it drops nothing."""
     if vars(env).get("_collector") is None or not hasattr(env, "_get_collector_next_keys_to_exclude"):
         return following
     keys = env._get_collector_next_keys_to_exclude()  # noqa: SLF001
@@ -88,7 +88,7 @@ def without_collected(env: EnvBase, following: TensorDictBase) -> TensorDictBase
 
 
 class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
-    """What TorchRL and programs that use it ask of batched envs under private names.
+    """The private names of batched envs that TorchRL, and programs that use it, access.
 
     Subclasses have `_fixed_shapes` (whether every leaf of every env has a fixed shape), `_one_task`, `_start_method`,
     `_keys_without_tensors`, `meta_data` (of the envs, as TorchRL keeps it: one for all, or a list), and the methods
@@ -100,7 +100,7 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
     _start_method: str | None
     meta_data: Any
 
-    #: Specs are set once, by the constructor, and not when first asked for.
+    #: Specs are set once, by the constructor, not on first access.
     _properties_set = True
 
     @property
@@ -146,11 +146,11 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
         return all(getattr(one, "supports_set_state", False) for one in found)
 
     def _skip_tensordic(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Be there under the name that `EnvBase.step` misspells before TorchRL 0.13."""
+        """Exists for `EnvBase.step`, which misspells the name before TorchRL 0.13."""
         return skipped_step(self, tensordict)
 
     def _reset_proc_data(self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        """Return what `reset` returns; the envs themselves have checked and completed their rows."""
+        """Return the result of `reset`; the envs themselves have checked and completed their rows."""
         if tensordict is None:
             return tensordict_reset
         tensordict = self._with_missing(tensordict, tensordict_reset)
@@ -164,7 +164,7 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
         raise NotImplementedError
 
     def _begin(self) -> None:
-        """Have the envs at work."""
+        """Start the envs."""
         raise NotImplementedError
 
     def _local_envs(self) -> list[EnvBase]:
@@ -172,7 +172,7 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
         raise AttributeError(f"the envs of a {type(self).__name__} live in other processes")
 
     def _worker_handles(self) -> list[Any]:
-        """Return what stands for worker processes."""
+        """Return the handles of the worker processes."""
         raise AttributeError(f"a {type(self).__name__} has no worker processes")
 
 
@@ -205,7 +205,7 @@ def place_specs(env: EnvBase, of_envs: list[Any], index: NonTensor) -> None:
 
 
 class AsyncHooks(EnvBase):  # type: ignore[misc]  # untyped
-    """What TorchRL's `AsyncEnvPool` asks of its subclasses under private names."""
+    """The private methods that TorchRL's `AsyncEnvPool` requires of its subclasses."""
 
     def _setup(self) -> None:
         """TorchRL's constructor calls it, which does not run here."""

@@ -1,8 +1,7 @@
-"""Read a TorchRL tensordict: leaves as python and numpy data, and how an episode ended.
+"""Read a TorchRL tensordict: leaves as Python and numpy data, and the end of an episode.
 
-Guarantees: nothing is copied that need not be (arrays are VIEWS of CPU tensors); a leaf that the env owes and
-does not give is a `SpecError` that names it. Handles tensors and tensordicts through their methods alone, so
-that nothing is imported here.
+Guarantees: arrays are VIEWS of CPU tensors; a missing leaf raises a `SpecError` that names it. This module uses only
+methods of tensors and tensordicts, so it imports neither torch nor TorchRL.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ import numpy as np
 from envherd.workers.adapters.torchrl.specs import Member, Path, PlacedLeaf
 from envherd.workers.errors import SpecError
 
-#: From a tensordict to one value.
+#: Tensordict -> one value.
 Read = Callable[[Any], Any]
 
-#: The names that say at the root how an episode stands.
+#: The names of the root done keys.
 END_NAMES = ("done", "terminated", "truncated")
 
 
 def topmost(done_leaves: list[PlacedLeaf]) -> list[Path]:
-    """Return where the done leaves lie that decide: those with no done leaf above them prevail over nested ones."""
+    """Return the paths of the done leaves that decide: those without a done leaf above them."""
     prefixes = sorted({leaf.path[:-1] for leaf in done_leaves}, key=len)
     return [path for path in prefixes if not any(path != other and path[: len(other)] == other for other in prefixes)]
 
@@ -31,7 +30,7 @@ def topmost(done_leaves: list[PlacedLeaf]) -> list[Path]:
 def ends_reader(done_leaves: list[PlacedLeaf], batch_shape: tuple[int, ...]) -> Callable[[Any], tuple[Any, Any]]:
     """Return a reader of the root's `(terminated, truncated)`: bools, or bool arrays `[*batch_shape, 1]`.
 
-    An end that is neither terminated nor truncated in the env's own words counts as truncated.
+    An end that the env marks neither terminated nor truncated counts as truncated.
     """
     flags: dict[str, list[Read]] = {name: [] for name in END_NAMES}
     decisive = topmost(done_leaves)
@@ -62,7 +61,7 @@ def ends_reader(done_leaves: list[PlacedLeaf], batch_shape: tuple[int, ...]) -> 
 
 
 def reader(leaf: PlacedLeaf) -> Read:
-    """Return what reads a leaf: a VIEW as an array, a python number for scalars and single floats, else plain data."""
+    """Return a leaf's reader, which returns an array (VIEW), a Python number (scalars, single floats) or plain data."""
     fetch = _fetcher(leaf)
     if leaf.spec.is_side:
         return lambda td: to_plain(fetch(td))

@@ -1,14 +1,13 @@
-"""From TorchRL's specs to ours: which leaves an env has, and where each lies in its tensordict.
+"""Convert TorchRL's specs to ours: the leaves of an env, and their places in its tensordict.
 
 Guarantees: the encoding that the env declares is kept (one-hot stays one-hot); leaves come in the same
 order in every process (by depth, then by name, as TorchRL sorts its keys). Knows TorchRL's spec classes
 by name only, so that nothing is imported here, neither TorchRL nor torch.
 
-A heterogeneous stack (agents of one group with unlike specs) cannot be one array. Leaves on which all
-members agree stay dense under their own key; the others come apart, one leaf for each member, with the
-member's index in the key: `("agents", "vector")` becomes `("agents", "0", "vector")`, `("agents", "1",
-"vector")`, ... and the tensordict under `agents` then has no further batch shape.
-Leaves that are no tensors, or whose shape is dynamic, are side leaves.
+A heterogeneous stack (agents of one group with unlike specs) cannot be one array. Leaves on which all members agree
+stay dense under their own key. The others are split into one leaf for each member, with the member's index in the key:
+`("agents", "vector")` becomes `("agents", "0", "vector")`, `("agents", "1", "vector")`, ... and the tensordict under
+`agents` then has no further batch shape. Leaves that are not tensors, or whose shape is dynamic, are side leaves.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from envherd.shm.specs import (
 from envherd.workers.adapters.common.tree import nested
 from envherd.workers.errors import SpecError
 
-#: torch dtypes that numpy has too, by the name they share.
+#: Names of the dtypes that torch and numpy share.
 _DTYPES = frozenset(
     {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"}
     | {"float16", "float32", "float64", "complex64", "complex128"}
@@ -59,7 +58,7 @@ Path = tuple[str | Member, ...]
 
 @dataclass(frozen=True)
 class PlacedLeaf:
-    """A leaf, and where its value is.
+    """A leaf and the place of its value.
 
     Attributes:
         spec: the leaf as the executor knows it.
@@ -89,11 +88,11 @@ def place_leaves(composite: Any) -> list[PlacedLeaf]:
 def group_shapes(
     composites: Iterable[Any], leaves: Iterable[PlacedLeaf], batch_shape: tuple[int, ...]
 ) -> tuple[tuple[Key, tuple[int, ...]], ...]:
-    """Return the nested tensordicts whose batch shape is not that of the one around them.
+    """Return the nested tensordicts whose batch shape differs from that of their parent.
 
     Args:
-        composites: the env's full specs; where two disagree, what their shapes begin with alike counts.
-        leaves: of all of them; stacks that came apart have no batch shape.
+        composites: the env's full specs; if two disagree, their common leading dimensions count.
+        leaves: of all of them; stacks that were split have no batch shape.
         batch_shape: of the env.
     """
     shapes: dict[Key, tuple[int, ...]] = {(): batch_shape}
@@ -154,7 +153,7 @@ def _walk_stack(stack: Any, prefix: Key) -> Iterator[PlacedLeaf]:
 
 
 def _merge(leaves: list[PlacedLeaf], count: int, dim: int) -> LeafSpec | None:
-    """Return members' leaves as one dense leaf; None where they have not all the same place, shape and dtype."""
+    """Return members' leaves as one dense leaf; None unless all have the same place, shape and dtype."""
     first = leaves[0]
     alike = {(leaf.path, leaf.spec.shape, leaf.spec.dtype, leaf.spec.is_side) for leaf in leaves}
     if len(leaves) < count or len(alike) > 1 or first.spec.is_side or first.path != first.spec.key:
@@ -177,7 +176,7 @@ def _stack_domains(leaves: list[LeafSpec], dim: int) -> Domain:
 
 
 def _is_positional(domain: Domain) -> bool:
-    """Return whether a domain differs from entry to entry, so that its arrays have to grow with the leaf."""
+    """Return whether a domain differs between entries, so that its arrays must grow with the leaf."""
     return isinstance(domain, MultiDiscrete) or (isinstance(domain, Box) and domain.low.ndim + domain.high.ndim > 0)
 
 
@@ -227,7 +226,7 @@ def _domain(spec: Any, shape: tuple[int, ...]) -> Domain:
 
 
 def _fold(bound: np.ndarray) -> np.ndarray:
-    """Return a bound as a scalar array where it is the same everywhere (an image has one, not 20,000)."""
+    """Return a bound that is the same everywhere as a scalar array (one number for an image, not 20,000)."""
     if (bound == bound.flat[0]).all():
         return np.array(bound.flat[0])
     return np.ascontiguousarray(bound)
