@@ -26,10 +26,10 @@ from envherd.executor.cluster.shares import Resources, divide
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import spread
 from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.error_messages import not_replaced
+from envherd.executor.pools.error_messages import another_spec, not_replaced
 from envherd.executor.pools.restarts import Restarts
 from envherd.executor.sizing.probing import ProbeLimits, Subject
-from envherd.workers.errors import EnvherdError, InternalError, WorkerLost
+from envherd.workers.errors import EnvherdError, WorkerLost
 
 #: Seconds between checks of hosts that owe an answer.
 _LOOK_S = 1.0
@@ -333,7 +333,7 @@ class Fleet:
             for env_id, before, now in zip(share.env_ids.tolist(), share.specs, built.specs, strict=True):
                 if before != now:
                     difference = before.difference(now)
-                    raise InternalError(f"restart failed: env {env_id} came back with another spec: {difference}.")
+                    raise another_spec(env_id, difference)
         except EnvherdError as error:
             self.lose(share, error)
         else:

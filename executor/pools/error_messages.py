@@ -9,7 +9,7 @@ from typing import Any
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.worker_process import WorkerProcess
-from envherd.workers.errors import EnvError, EnvherdError, FactoryError, WorkerLost, WorkerTimeout
+from envherd.workers.errors import EnvError, EnvherdError, FactoryError, SpecError, WorkerLost, WorkerTimeout
 from envherd.workers.protocol import IDLE, describe_phase
 
 log = logging.getLogger("envherd")
@@ -44,6 +44,15 @@ _KILLERS = {
     "nobody": "Not by the kernel for want of memory, which killed nobody: somebody sent that signal.",
     "unknown": "Often out of memory: see the memory of each worker in statistics().",
 }
+
+
+def another_spec(env_id: int, difference: str) -> SpecError:
+    """Return the error for an env whose spec differs after the restart of its worker."""
+    return SpecError(
+        f"restart failed: expected env {env_id} with the spec that it had, got another: {difference}. Make its factory "
+        f"build equal envs at every call.",
+        env_id=env_id,
+    )
 
 
 def worker_lost(

@@ -26,11 +26,11 @@ from typing import NamedTuple, Protocol
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.crew import Crew
-from envherd.executor.pools.error_messages import log, not_replaced, worker_late, worker_lost
+from envherd.executor.pools.error_messages import another_spec, log, not_replaced, worker_late, worker_lost
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.restarts import Restarts
 from envherd.shm.specs import EnvSpec
-from envherd.workers.errors import EnvherdError, InternalError
+from envherd.workers.errors import EnvherdError
 
 
 class Condition(Enum):
@@ -319,4 +319,4 @@ class Supervisor:
             expected = self._pool.specs[env_id]
             if spec != expected:
                 difference = expected.difference(spec)
-                raise InternalError(f"restart failed: env {env_id} came back with another spec: {difference}.")
+                raise another_spec(env_id, difference)

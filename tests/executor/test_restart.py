@@ -7,11 +7,12 @@ import os
 import signal
 import time
 
+import gymnasium
 import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
+from envherd.executor import ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, SpecError, WorkerLost
 from envherd.workers.testing import CountingEnv, FaultyEnv
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool]
@@ -162,6 +163,20 @@ def test_a_crash_loop_ends_in_an_error():
     assert "on_worker_loss='restart'" not in caught.value.message  # which it is
     assert caught.value.context["exit_code"] == -9
     assert caught.value.env_ids == (2, 3)
+
+
+def dies_and_is_another(flag):
+    if os.path.exists(flag):
+        return gymnasium.make("Pendulum-v1")
+    return FaultyEnv("kill", step=3, flag=flag)
+
+
+def test_an_env_with_another_spec_after_a_restart_is_its_factorys_fault(tmp_path):
+    make = functools.partial(dies_and_is_another, str(tmp_path / "broken"))
+    with ParallelEnv(1, make, options=RESTART) as env:
+        env.reset()
+        with pytest.raises(SpecError, match="restart failed: expected env 0 with the spec that it had"):
+            env.rollout(5, act, break_when_any_done=False)
 
 
 def test_a_crash_loop_slows_down_while_the_others_go_on():
