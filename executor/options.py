@@ -140,6 +140,7 @@ class ExecutorOptions:
             first_env_id=self.first_env_id,
             reset_ahead=self.reset_ahead,
             env_threads=self.env_threads,
+            limits_resets=self.reset_timeout_s is not None,
         )
 
     def _check_ahead(self) -> None:

@@ -31,6 +31,7 @@ class BlockOptions:
         first_env_id: id of env 0 for seeds, if these envs are a share of a larger batch.
         reset_ahead: the worker is one of an env's two workers; see `process.ahead`.
         env_threads: each env has a thread; see `process.env_threads`.
+        limits_resets: whether a reset that takes too long is given up.
     """
 
     isolate_rng: bool = False
@@ -43,3 +44,4 @@ class BlockOptions:
     first_env_id: int = 0
     reset_ahead: bool = False
     env_threads: bool = False
+    limits_resets: bool = True

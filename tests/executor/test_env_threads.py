@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import pytest
 import torch
@@ -100,6 +101,21 @@ def test_the_env_that_is_late_is_named():
         with pytest.raises(WorkerTimeout, match="env 2") as caught:
             env.step(act(root))
         assert "waiting_envs.py" in str(caught.value)
+
+
+@pytest.mark.broken_pool
+def test_a_step_that_hangs_behind_a_reset_without_a_limit_is_noticed():
+    kwargs = [{"is_stuck": i == 1, "is_stuck_in_reset": i == 0} for i in range(2)]
+    options = ExecutorOptions(env_threads=True, step_timeout_s=2.0)
+    with ParallelEnv(2, StuckEnv, env_kwargs=kwargs, num_workers=1, options=options) as env:
+        root = env.reset()
+        for _ in range(2):
+            _, root = env.step_and_maybe_reset(act(root))
+        for env_id in (0, 1):
+            env.send(act(root[env_id : env_id + 1]), [env_id])
+            time.sleep(0.2)  # env 0 is in its reset
+        with pytest.raises(WorkerTimeout, match="step of env 1"):
+            env.recv(1)
 
 
 def test_what_the_workers_did_is_counted():

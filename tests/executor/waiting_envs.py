@@ -55,11 +55,16 @@ class OneThreadEnv(CountingEnv):
 
 
 class StuckEnv(CountingEnv):
-    """Its third step never returns, in env 2; waits without the GIL."""
+    """Its third step never returns, or ends the episode before a reset that never returns; waits without the GIL."""
 
-    def __init__(self, is_stuck: bool = False) -> None:  # noqa: FBT001, FBT002  # by keyword
-        super().__init__(None)
-        self.is_stuck, self.num_calls = is_stuck, 0
+    def __init__(self, *, is_stuck: bool = False, is_stuck_in_reset: bool = False) -> None:
+        super().__init__(3 if is_stuck_in_reset else None)
+        self.is_stuck, self.is_stuck_in_reset, self.num_calls = is_stuck, is_stuck_in_reset, 0
+
+    def reset(self, *args):
+        if self.is_stuck_in_reset and self.num_calls:
+            threading.Event().wait()
+        return super().reset(*args)
 
     def step(self, action):
         self.num_calls += 1

@@ -29,7 +29,7 @@ from envherd.workers.messages import PER_ENV, Ask
 from envherd.workers.options import BlockOptions
 from envherd.workers.process.loop import TIDY_EVERY, Loop
 from envherd.workers.processes import move_to
-from envherd.workers.protocol import Flag, unpack_seat
+from envherd.workers.protocol import Flag, describe_phase, unpack_seat
 
 _EACH = Flag.EACH << 4
 #: Bytes of a thread's stack; Linux allocates only the pages that are touched.
@@ -89,27 +89,30 @@ class EnvThreads:
 
 
 class _Phases:
-    """The worker's word `phase`: that of the env whose current call began first.
+    """The worker's words `phase` and `since_ns`: of the env whose call has lasted longest.
 
+    If resets have no limit, envs in a step come first, so that the parent notices a step that hangs.
     Thread-safety: any thread may call.
     """
 
-    def __init__(self, words: Mapping[str, memoryview]) -> None:
-        self._words = words
-        self._running: dict[int, tuple[int, int]] = {}  # thread -> phase and since when, the oldest first
+    def __init__(self, words: Mapping[str, memoryview], *, steps_first: bool) -> None:
+        self._words, self._steps_first = words, steps_first
+        self._running: dict[int, tuple[int, int]] = {}  # thread -> phase and start, oldest first
         self._lock = threading.Lock()
 
     def __setitem__(self, worker_id: int, phase: int) -> None:
-        """Note the phase of the calling thread; 0 when idle."""
-        thread = threading.get_ident()
+        """Note the phase of the calling thread; 0: it is in no call."""
+        thread, now = threading.get_ident(), time.perf_counter_ns()
         with self._lock:
             if phase:
-                since = self._running[thread][1] if thread in self._running else time.perf_counter_ns()
-                self._running[thread] = phase, since
+                self._running[thread] = phase, self._running.get(thread, (0, now))[1]
             else:
                 self._running.pop(thread, None)
-            oldest, since = next(iter(self._running.values()), (0, time.perf_counter_ns()))
-            self._words["phase"][worker_id] = oldest
+            shown, since = next(iter(self._running.values()), (0, now))
+            if self._steps_first and describe_phase(shown)[0] == "reset":
+                steps = (call for call in self._running.values() if describe_phase(call[0])[0] == "step")
+                shown, since = next(steps, (shown, since))
+            self._words["phase"][worker_id] = shown
             self._words["since_ns"][worker_id] = since
 
 
@@ -126,14 +129,14 @@ class ThreadedBlock(Block):
         threads: EnvThreads,
     ) -> None:
         super().__init__(worker_id, adapters, root_seed, report, options)
-        self.threads = threads
+        self.threads, self._steps_first = threads, not options.limits_resets
         for slot in self.slots.values():
             slot.unwatched.clear()
 
     def attach(self, slab: Slab) -> None:
         """Take these envs' rows of a slab."""
         super().attach(slab)
-        self._phase: Any = _Phases(self._words)
+        self._phase: Any = _Phases(self._words, steps_first=self._steps_first)
 
     def rest(self) -> None:
         """Note that the calling thread is in no call of an env."""
