@@ -32,7 +32,11 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "episode": ("env", "worker", "resets since the root seed was set (which zeroes it); the next begins this episode"),
     "env_steps": ("env", "worker", "calls of env.step that returned, ever"),
     "resets": ("env", "worker", "resets that returned, ever"),
-    "turn": ("env", "parent", "with reset-ahead: who serves it, and what its spare is to prepare: see workers.process.ahead"),
+    "turn": (
+        "env",
+        "parent",
+        "with reset-ahead: who serves it, and what its spare is to prepare: see workers.process.ahead",
+    ),
     "ends": ("env", "worker", "steps after which the env (or a part of it) had ended, ever"),
     "mail_seq": (
         "worker",

@@ -288,14 +288,17 @@ def test_the_copy_differs_in_its_first_line_and_lacks_logs(cache: Path, is_order
     assert "log.v(1, 'World Config: ' .. helpers.tostring(config))" in lost
 
 
-def test_without_a_cache_the_installed_code_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_the_installed_code_is_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    meltingpot_lua.lua_root.cache_clear()
-    assert meltingpot_lua.lua_root(is_ordered=False) is None
-    settings = _adapter("coins")._episodes.wrapper.settings
-    assert str(meltingpot_lua._installed_lua()).startswith(settings["levelDirectory"])
-    meltingpot_lua.lua_root.cache_clear()
+    program = (
+        "from envherd.workers.adapters.meltingpot import adapter, factory, lua_tree\n"
+        "env = adapter.MeltingPotAdapter(factory.MeltingPotFactory('coins')())\n"
+        "assert lua_tree.lua_root(is_ordered=False) is None\n"
+        "directory = env._episodes.wrapper.settings['levelDirectory']\n"
+        "assert str(lua_tree._installed_lua()).startswith(directory), directory"
+    )
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=100)
 
 
 def test_without_a_home_folder_the_installed_code_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

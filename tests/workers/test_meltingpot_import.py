@@ -56,6 +56,12 @@ def test_a_substrate_runs_without_tensorflow_and_jax(factory: str) -> None:
     _run(f"{_INSTALL}\n{name}\n{factory}\n{_PLAY}\n{_HEAVY}")
 
 
+def test_the_builder_uses_the_lua_code_that_resets_faster() -> None:
+    use = "from meltingpot.utils.substrates import builder"
+    copy = "from envherd.workers.adapters.meltingpot.lua_tree import lua_root\nroot = lua_root(is_ordered=False)"
+    _run(f"{_INSTALL}\n{use}\n{copy}\nassert root and builder._MELTINGPOT_ROOT == root")
+
+
 @pytest.mark.slow
 def test_the_import_is_small() -> None:
     program = _INSTALL + (

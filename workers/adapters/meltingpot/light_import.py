@@ -2,13 +2,13 @@
 
 `import meltingpot` runs a package `__init__` that imports the bots, and with them TensorFlow; the
 substrates' modules import chex, and with it JAX, for one decorator. Together that is 3 s and 750 MB in
-every process. After `install_lazy_import()` both packages load on demand instead.
+every process. After `install_lazy_import()` both packages load on demand instead. Melting Pot's builder then uses the
+copy of the Lua code that resets faster (`lua_tree`), also for envs of `substrate.build`.
 
 Guarantees: everything that the real packages offer is available on access, from the real files. `meltingpot.scenario`
 and `meltingpot.bot` are imported (with TensorFlow) on first access. When code other than Melting Pot's accesses chex,
-its real `__init__` runs in the same module object. A
-package that was imported before stays as it is. Names that a package does not define raise
-`AttributeError` without loading it.
+its real `__init__` runs in the same module object. A package or builder that was imported before stays as it is. Names
+that a package does not define raise `AttributeError` without loading it.
 
 Limits: Melting Pot's observables are mappings here, as dm-tree needs them, but no JAX pytrees; a submodule that was not
 imported (`meltingpot.utils.policies` after a bare `import meltingpot`) is missing until it is.
@@ -31,6 +31,7 @@ from typing import Any
 
 _MELTINGPOT = "meltingpot"
 _CHEX = "chex"
+_BUILDER = "meltingpot.utils.substrates.builder"
 
 
 def install_lazy_import() -> None:
@@ -40,9 +41,14 @@ def install_lazy_import() -> None:
 
 
 class _LazyFinder(importlib.abc.MetaPathFinder):
-    """Finds the two packages in the usual places, and replaces only their loader."""
+    """Finds the packages and the builder in the usual places, and replaces only their loader."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
+        if name == _BUILDER:
+            spec = self._find_elsewhere(name, path, target)
+            if spec is not None:
+                spec.loader = _BuilderLoader(spec.loader)
+            return spec
         if name != _MELTINGPOT and not (name == _CHEX and _importer_name().startswith(f"{_MELTINGPOT}.")):
             return None
         spec = self._find_elsewhere(name, path, target)
@@ -83,6 +89,28 @@ class _LazyLoader(importlib.abc.Loader):
         if module.__name__ == _MELTINGPOT and importlib.util.find_spec(old_name) is None:
             # The package's own `__init__` keeps this name of earlier versions alive.
             sys.modules[old_name] = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+class _BuilderLoader(importlib.abc.Loader):
+    """Loads Melting Pot's builder, and lets it build from the copy of the Lua code that resets faster."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self.real.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        from envherd.workers.adapters.meltingpot.lua_tree import lua_root
+
+        self.real.exec_module(module)
+        root = lua_root(is_ordered=False)
+        if root is not None and hasattr(module, "_MELTINGPOT_ROOT"):
+            module._MELTINGPOT_ROOT = root  # type: ignore[attr-defined]  # noqa: SLF001  # its own constant
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
