@@ -48,17 +48,17 @@ def model_lines(results: dict[str, Any]) -> Iterator[str]:
     """Yield the model's part as Markdown."""
     found, site = costs(results), model.Site()
     yield (
-        f"What the model is fed with: a round trip of {found.trip_s * 1e3:.2f} ms; of the driver's processor for a "
+        f"Inputs of the model: a round trip of {found.trip_s * 1e3:.2f} ms; of the driver's processor for a "
         f"batch {found.step_fixed_s * 1e6:,.0f} us, {found.step_node_s * 1e6:,.0f} us a node and "
         f"{found.large_s * 1e6:,.0f} us more where a node's rows exceed the 100 KB that Ray sends with an answer; for "
         f"a remote rollout {found.rollout_s * 1e6:,.0f} us; {found.byte_s * 1e9:.2f} s per GB. "
-        f"What it assumes: nodes of {site.workers} workers with "
+        f"Assumptions: nodes of {site.workers} workers with "
         f"{site.envs_per_worker} envs each, a driver with {site.network_bytes_s * 8e-9:g} Gbit/s each way and one "
         f"processor for this, rollouts of {site.rollout_steps} steps with new weights for each."
     )
     yield from ("", "Share of the nodes' own speed that is left:", "")
     yield (
-        "| envs | way | " + " | ".join(f"{count:,} node{'s' * (count > 1)}" for count in NODES) + " | full first | at |"
+        "| envs | way | " + " | ".join(f"{count:,} node{'s' * (count > 1)}" for count in NODES) + " | bottleneck | at |"
     )
     yield "|---" * (len(NODES) + 4) + "|"
     for work in model.WORKS:

@@ -112,7 +112,7 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
     """Yield the part of the page as Markdown."""
     costs = costs_of(results)
     yield (
-        f"What the model is fed with, in microseconds of the caller's processor: {costs.batch_s * 1e6:.0f} a batch, "
+        f"Inputs of the model, in microseconds of the caller's processor: {costs.batch_s * 1e6:.0f} a batch, "
         f"{costs.env_s * 1e6:.2f} an env in it, {costs.ring_s * 1e6:.1f} a worker, {costs.byte_s * 1e9:.2f} for 1,000 "
         f"bytes; {costs.part_s * 1e6:.0f} to receive some envs and send them on, {costs.part_env_s * 1e6:.1f} for each "
         f"of them. A worker takes {costs.worker_env_s * 1e6:.1f} a step in addition to the env's, a wake-up "

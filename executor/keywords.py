@@ -54,6 +54,7 @@ _ATTRIBUTES_ELSEWHERE = {
     "rand_step": "Use step(rand_action(td)).",
     "get_images": "Use render().",
     "n_envs": "Use num_envs.",
+    "to": "Pass device= to the constructor: batches are then on that device.",
 }
 
 
@@ -72,11 +73,20 @@ def names_right_keyword(call: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
             if name not in names:
-                known = _NAMES_ELSEWHERE.get(name)
-                meant = known if known in names else next(iter(difflib.get_close_matches(name, names)), None)
-                advice = f"Did you mean {meant}?" if meant in names else f"It takes {', '.join(names)}."
                 what = type(args[0]).__name__ if call.__name__ == "__init__" else call.__name__
-                raise TypeError(f"{what} failed: it has no argument {name!r}. {advice}")
+                raise TypeError(f"{what} failed: it has no argument {name!r}. {_advice(name, names)}")
         return call(*args, **kwargs)
 
     return checked
+
+
+def _advice(name: str, names: list[str]) -> str:
+    """Return what to write instead of a keyword that a call with these names does not have."""
+    if "options" in names:
+        from envherd.executor.options import ExecutorOptions  # which imports this module
+
+        if name in ExecutorOptions.__dataclass_fields__:
+            return f"It is an option: options=ExecutorOptions({name}=...)."
+    known = _NAMES_ELSEWHERE.get(name)
+    meant = known if known in names else next(iter(difflib.get_close_matches(name, names)), None)
+    return f"Did you mean {meant}?" if meant in names else f"It takes {', '.join(names)}."

@@ -41,7 +41,7 @@ _RESTART = "ExecutorOptions(on_worker_loss='restart') replaces lost workers."
 _KILLERS = {
     "group": f"The kernel killed it, or a process of its control group, for the memory limit of that group. {_REMEDY}",
     "machine": f"The kernel killed processes for want of memory meanwhile, probably this one too. {_REMEDY}",
-    "nobody": "Not by the kernel for want of memory, which killed nobody: somebody sent that signal.",
+    "nobody": "The kernel has killed no process for want of memory meanwhile: a program sent that signal.",
     "unknown": "Often out of memory: see the memory of each worker in statistics().",
 }
 

@@ -198,6 +198,7 @@ def test_a_collector_knows_how_many_batches_it_has(env):
         ("n_envs", "Did you mean num_envs?"),
         ("create_env_fn", "Did you mean make_env?"),
         ("num_env", "Did you mean num_envs?"),
+        ("step_timeout_s", "It is an option: options=ExecutorOptions(step_timeout_s=...)."),
         ("frobnicate", "It takes num_envs, make_env,"),
     ],
 )

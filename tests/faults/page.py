@@ -23,12 +23,19 @@ PEERS = "## Other executors"
 _HEAD = """# Faults
 
 What the caller sees when an env, a worker or the machine fails. `make faults` writes this page from the results of its
-tests ({machine}); an ordinary test run makes some of them.
+tests ({machine}); an ordinary test run covers some of them.
 The faults are real: processes are killed, and the GIL is held. After each fault, `close()` left no process, no
 descriptor and no name in `/dev/shm`.
 
 Times are from the call to the exception, of one run on a busy machine. Hangs had a deadline of 0.5 s (to build: 4 s, or
 12 s with `spawn`; to reset and to render: 2 s). A dash marks a combination that does not exist.
+
+Faults are named in the tables:
+
+- `value_error` to `unprintable`: the env raises that exception, or one that cannot be pickled, unpickled or printed.
+- `none` to `ragged`: the env returns an observation that breaks its spec.
+- `exit` to `term`: the worker exits, crashes or gets that signal.
+- `sleep`, `spin`, `gil`, `stop`: the worker hangs asleep, in a loop, in C with the GIL held, or after SIGSTOP.
 
 """
 

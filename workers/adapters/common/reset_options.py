@@ -35,5 +35,6 @@ def check_keywords(options: Mapping[str, Any], kind: str, effect: str = "") -> N
     if unknown:
         raise TypeError(
             f"reset failed: expected no keyword but `options` for a {kind}, got `{unknown[0]}`. "
-            f"Put it into reset(options={{{unknown[0]!r}: ...}}){effect}."
+            f"Put it into reset(options={{{unknown[0]!r}: ...}}){effect}. "
+            f"To reset some envs only, set td['_reset'] to a mask."
         )
