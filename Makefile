@@ -1,4 +1,4 @@
-# `make rollout` shows it working; `make test` checks everything. Both make `.venv/` first if it is not there.
+# `make rollout` runs a demo; `make test` runs the test suite. Both create `.venv/` first if it is missing.
 
 PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3.12),python3.11)
 VENV := .venv
@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# Without bytecode on disk, every worker would compile all that it imports of this project.
+# Allows bytecode files. Without them, every worker would compile all modules of this project that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Test files that run at the same time; many tests wait more than they compute.
+# Number of parallel test processes. More than cores are useful, because many tests mostly wait.
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
@@ -18,8 +18,6 @@ ROLLOUT_ENVS ?= 4
 ROLLOUT_STEPS ?= 200
 ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
-# An installed package that mypy can follow (it cannot follow the editable install's finder).
-
 .PHONY: help venv rollout test test-quick test-full test-python test-oldest compat matrix faults soak mutants lint format types examples bench bench-quick docs docs-serve dist clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
@@ -27,26 +25,26 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 help:
 	@echo "make rollout      run $(ROLLOUT_ENVS) Melting Pot envs in parallel; pictures and data go to rollouts/"
 	@echo "make test         run the test suite"
-	@echo "make test-python  run the tests of stepping without the C extension"
-	@echo "make test-oldest  run quick tests of the facades with the oldest TorchRL, Gymnasium and SB3 that may be installed"
-	@echo "make test-quick   run the tests that take no time"
-	@echo "make test-full    and its long sweeps, trainings and all Melting Pot substrates (an hour or two)"
-	@echo "make matrix       check every family of envs in full (or FAMILY=NAME), and write docs/reports/families.md"
-	@echo "make compat       run the tests with the oldest and newest versions (or ROWS=PATTERN), and write docs/reports/versions.md"
-	@echo "make faults       break envs, workers and the machine in every way and state, and write docs/reports/faults.md"
-	@echo "make soak         $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/reports/soak.md"
-	@echo "make mutants      change one place of the core at a time, and see whether a test fails (docs/contributing.md)"
-	@echo "make fuzz         MINUTES minutes (default 10) of random operations, deaths and interrupts, with fresh seeds"
-	@echo "make venv         only make $(VENV)/, with everything installed"
-	@echo "make bench        envherd compared with other libraries (most of an hour, on a quiet machine); writes docs/reports/benchmarks.md"
-	@echo "make bench-quick  the same with less of everything, in a minute"
-	@echo "make docs         build the documentation site into build/site; any warning is an error (make docs-serve shows it)"
-	@echo "make dist         build the sdist and the wheel of this machine; URL=https://... makes their links absolute"
+	@echo "make test-python  run the tests of stepping again, without the C extension"
+	@echo "make test-oldest  run quick tests of the facades with the oldest supported TorchRL, Gymnasium and SB3"
+	@echo "make test-quick   run only fast tests"
+	@echo "make test-full    run the test suite with long sweeps, trainings and all Melting Pot substrates (an hour or two)"
+	@echo "make matrix       check every family of envs in full (or FAMILY=NAME); writes docs/reports/families.md"
+	@echo "make compat       run the tests with the oldest and newest versions (or ROWS=PATTERN); writes docs/reports/versions.md"
+	@echo "make faults       cause every fault of envs, workers and machine in every state; writes docs/reports/faults.md"
+	@echo "make soak         run $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/reports/soak.md"
+	@echo "make mutants      change one place of the core at a time, and check that a test fails (docs/contributing.md)"
+	@echo "make fuzz         run MINUTES minutes (default 10) of random operations, deaths and interrupts, with new seeds"
+	@echo "make venv         only create $(VENV)/, with everything installed"
+	@echo "make bench        compare envherd with other libraries (most of an hour, on an idle machine); writes docs/reports/benchmarks.md"
+	@echo "make bench-quick  compare them with few workloads, in a minute"
+	@echo "make docs         build the documentation site in build/site; warnings are errors (make docs-serve shows the site)"
+	@echo "make dist         build the sdist, and the wheel for this platform; URL=https://... makes their links absolute"
 	@echo "make lint types examples"
 
 venv: $(STAMP)
 
-# The stamp makes a second run do nothing until one of these files changes.
+# Because of the stamp, a second run does nothing until one of these files changes.
 $(STAMP): pyproject.toml setup.py $(wildcard workers/native/*.[ch]) constraints.txt .ci/install_meltingpot.py
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; install it, or: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
@@ -64,13 +62,13 @@ rollout: $(STAMP)
 test: $(STAMP)
 	$(PYTEST)
 
-# The tests of stepping again, without the C extension; LONG= leaves out those that take half of the time.
+# LONG= leaves out the files that take half of the time.
 LONG ?= tests/executor/test_property.py tests/executor/test_reset_ahead.py tests/faults/test_interrupts.py
 test-python: $(STAMP)
 	ENVHERD_NATIVE=0 $(PYTEST) -k "not facades" tests/executor/test_fast_step.py tests/executor/test_stepping.py \
 		tests/executor/test_exchange.py tests/workers/test_loop.py $(LONG)
 
-# Quick tests of the facades with the oldest libraries that may be installed, above those of .venv; `make compat` runs more.
+# Installs the oldest supported libraries over those of .venv for these tests only; `make compat` runs more tests.
 test-oldest: $(STAMP)
 	$(BIN)/python -m tests.compat --above --jobs $(JOBS)
 
@@ -85,12 +83,12 @@ matrix: $(STAMP)
 	ENVHERD_MATRIX=docs/reports/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k "test_family and ($(FAMILY))" \
 		-o faulthandler_timeout=0
 
-# An hour or two, and 12 GB of disk; `python -m tests.compat --help`. Rows that are not run stay as they are.
+# Takes an hour or two and 12 GB of disk; see `python -m tests.compat --help`. Rows that are not run do not change.
 ROWS ?=
 compat: $(STAMP)
 	$(BIN)/python -m tests.compat --rows "$(ROWS)"
 
-# Recordings are added to those that are there, so the tests may also be run in parts.
+# The tests append to earlier recordings, so they can also be run in parts.
 RECORDED := build/faults.jsonl
 faults: $(STAMP)
 	@mkdir -p build
@@ -102,7 +100,7 @@ MINUTES ?= 20
 soak: $(STAMP)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --write
 
-# FILES: paths, or path:line for all changes of a line; none for the whole core, which takes most of an hour.
+# FILES: paths, or path:line for all changes of a line. The default, the whole core, takes most of an hour.
 SAMPLE ?= 10
 SEED ?= 0
 FILES ?=
@@ -128,7 +126,7 @@ types: $(STAMP)
 examples: $(STAMP)
 	@for script in examples/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
-# A run that was stopped goes on where it was; delete the file to begin anew.
+# A stopped run continues where it ended; delete the file to start again.
 BENCH := benchmarks/results/bench.json
 bench: $(STAMP)
 	$(BIN)/envherd bench --json $(BENCH) --resume
@@ -137,7 +135,7 @@ bench: $(STAMP)
 bench-quick: $(STAMP)
 	$(BIN)/envherd bench --quick --json build/bench-quick.json
 
-# The site needs only its own packages: docstrings are read and not imported.
+# The site needs only its own packages, because docstrings are read from the sources without importing them.
 SITE := .venv.docs
 SITE_STAMP := $(SITE)/.installed
 export NO_MKDOCS_2_WARNING := 1
@@ -155,7 +153,7 @@ docs: $(SITE_STAMP)
 docs-serve: $(SITE_STAMP)
 	$(SITE)/bin/mkdocs serve
 
-# The wheel is built from the sdist, so that a file which the sdist lacks is noticed.
+# The wheel is built from the sdist, so a file that is missing in the sdist breaks the build.
 URL ?=
 dist: export ENVHERD_URL = $(URL)
 dist: $(STAMP)

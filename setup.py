@@ -1,9 +1,9 @@
-"""The optional C extension, and links for a package index; everything else is in pyproject.toml.
+"""Builds the optional C extension, and sets links for a package index; everything else is in pyproject.toml.
 
-Where there is no compiler, or it fails, the package is installed without it and runs in Python (`workers.native`).
+If the extension cannot be compiled, the package is installed without it and runs in Python (`workers.native`).
 
-The environment variable `ENVHERD_URL` is the address of the repository, for a release: with it the metadata has the
-project's URLs, and README's links and pictures become absolute. Without it README is taken unchanged.
+For a release, the environment variable `ENVHERD_URL` is the address of the repository. With it, the metadata has the
+project's URLs, and the links and pictures of README become absolute. Without it, README is used unchanged.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FOLDER = "workers/native"
 IS_POSSIBLE = (
     sys.platform == "linux"
     and sys.implementation.name == "cpython"
-    and not sysconfig.get_config_var("Py_GIL_DISABLED")  # has no stable ABI before 3.15
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")  # without a stable ABI before Python 3.15
 )
 
-#: `workers.native.find` compares it: what was built from other sources is not loaded.
+#: Checksum of the C sources. `workers.native` does not load an extension that was built from other sources.
 SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(FOLDER).glob("*.[ch]"))))
 
 NATIVE = Extension(
@@ -40,18 +40,18 @@ NATIVE = Extension(
 )
 
 URL = os.environ.get("ENVHERD_URL", "").rstrip("/")
-#: Of a Markdown link or picture, or of a picture in HTML, without a scheme; an anchor alone is left.
+#: A relative target of a Markdown link or picture, or of an HTML picture. An anchor alone does not match.
 RELATIVE = re.compile(r"""(\]\(|src(?:set)?=")(?!\w+:|#)([^)"\s]+)""")
 
 
 def at_tag(path: str) -> str:
-    """Return the address of a file of this version; a picture's is that of its bytes."""
+    """Return the URL of a file at the tag of this version; for a picture, the URL of the raw file."""
     version = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     return f"{URL}/{'raw' if path.endswith('.png') else 'blob'}/v{version}/{path}"
 
 
 def description() -> str:
-    """Return README, whose links are absolute where the repository's address is known."""
+    """Return README, with absolute links if the repository's address is known."""
     text = Path("README.md").read_text(encoding="utf-8")
     if not URL:
         return text
@@ -59,10 +59,10 @@ def description() -> str:
 
 
 def urls() -> dict[str, str]:
-    """Return the project's URLs; none where the repository's address is not known.
+    """Return the project's URLs; empty if the repository's address is not known.
 
     Raises:
-        ValueError: it is not an https URL.
+        ValueError: the address is not an https URL.
     """
     if not URL:
         return {}

@@ -1,7 +1,7 @@
-"""Check this machine and installation for obstacles to running envs, one finding after the other.
+"""Check this machine and installation for problems that envs would have; yield findings one by one.
 
-Guarantees: checks are independent: one that raises becomes a finding, and the others continue. Nothing is changed, and
-processes started by a check have ended before its finding.
+Guarantees: checks are independent: one that raises becomes a finding, and the others continue. Nothing is changed.
+The processes that a check starts end before its finding.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Finding:
 
     Attributes:
         name: of the check.
-        level: "ok"; "warn": it works, and may work badly; "fail": something that envherd offers does not work.
+        level: "ok"; "warn": it works, but perhaps badly; "fail": something that envherd offers does not work.
         found: the result.
-        fix: what to do; empty if nothing.
+        fix: advice; empty if none is needed.
     """
 
     name: str
@@ -79,7 +79,7 @@ def examine() -> Iterator[Finding]:
     for name, check in checks:
         try:
             yield from check()
-        except Exception as error:  # a check that fails is a finding, and the next ones are made
+        except Exception as error:  # report it as a finding, and continue with the next check
             yield Finding(name, "fail", f"looking at it raised {type(error).__name__}: {error}")
 
 
@@ -111,7 +111,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def plain_steps() -> Iterator[Finding]:
-    """Yield whether the C extension or Python makes plain steps, and why."""
+    """Report whether the C extension or Python makes plain steps, and why."""
     found = native.describe()
     is_wanted = os.environ.get(native.SWITCH, "1") != "0"
     if native.load() is not None or not is_wanted:
@@ -130,7 +130,7 @@ def version_of(name: str) -> str | None:
 
 
 def unmet(name: str, installed: str) -> Iterator[str]:
-    """Yield the relevant installed packages that require another version of `name`."""
+    """Yield the requirements of envherd, torchrl and tensordict that the installed version of `name` does not meet."""
     for wanting in ("envherd", "torchrl", "tensordict"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             for line in importlib.metadata.requires(wanting) or []:
@@ -143,7 +143,7 @@ def unmet(name: str, installed: str) -> Iterator[str]:
 
 
 def satisfies(installed: str, wanted: str) -> bool:
-    """Return whether a version fits, e.g. `1.2.3` fits `>=1.0,<2`; True if either cannot be parsed."""
+    """Return whether a version fits, e.g. `1.2.3` fits `>=1.0,<2`. Conditions that cannot be parsed are ignored."""
     have = _numbers(installed)
     for part in wanted.split(","):
         match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\d.]+)(\.\*)?\s*", part)
@@ -266,7 +266,7 @@ def cores(machine: Machine) -> Iterator[Finding]:
 
 
 def torch_threads(machine: Machine) -> Iterator[Finding]:
-    """Look at the threads that torch computes with in a process, compared with the processors that others leave."""
+    """Compare the number of torch's threads in this process with the free processors."""
     import torch
 
     num_threads, free = torch.get_num_threads(), max(0.0, machine.cores - machine.load)
@@ -314,7 +314,7 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 
 def dev_shm(machine: Machine) -> Iterator[Finding]:
-    """Check /dev/shm, which other libraries need."""
+    """Check /dev/shm, which envherd does not use but other libraries need."""
     if machine.shm_total is None:
         yield Finding("/dev/shm", "warn", "there is none", "mount it, for torch's DataLoader and other libraries")
         return
@@ -327,7 +327,7 @@ def dev_shm(machine: Machine) -> Iterator[Finding]:
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
-    """Check GPUs."""
+    """List the GPUs."""
     if not machine.gpus:
         yield Finding("gpu", "ok", "none; batches stay on the cpu")
     for gpu in machine.gpus:

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Argument name in other libraries -> name here.
+#: Name of an argument in other libraries -> name here.
 _NAMES_ELSEWHERE = {
     "n_envs": "num_envs",
     "nenvs": "num_envs",
@@ -59,7 +59,7 @@ _ATTRIBUTES_ELSEWHERE = {
 
 
 def no_attribute(owner: object, name: str) -> AttributeError:
-    """Return the error for an attribute that there is not; names what is used for what other libraries call so."""
+    """Return the error for a missing attribute; it names the equivalent of another library's attribute."""
     advice = _ATTRIBUTES_ELSEWHERE.get(name)
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
     return AttributeError(text if advice is None else f"{text}. {advice}", name=name, obj=owner)

@@ -1,4 +1,4 @@
-"""A release for a package index has links that work there; other builds need no address of the repository."""
+"""The metadata of a release has links that work on a package index; other builds need no repository address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CODE = "from setuptools import build_meta; build_meta.prepare_metadata_for_build
 
 
 def build(folder: Path, url: str) -> subprocess.CompletedProcess[str]:
-    """Build the metadata with an address of the repository, in a folder that holds what it is made of."""
+    """Build the metadata for a repository address, from copies of the needed files in a folder."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     surroundings = {**os.environ, "ENVHERD_URL": url}

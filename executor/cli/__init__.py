@@ -1,6 +1,6 @@
 """The command line: `envherd COMMAND`. One file per command; `envherd --help` lists them.
 
-Exit codes: 0 done, 1 it failed while running, 2 it was asked for wrongly, 130 interrupted (Ctrl-C).
+Exit codes: 0 success, 1 failure of the command, 2 wrong usage, 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ def main() -> None:
     try:
         app()
     except KeyboardInterrupt:
-        # Past the command's own handling: while it started, or a second Ctrl-C while it finished.
+        # The command did not handle it: Ctrl-C came during its start, or a second one came during its end.
         sys.exit(EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""The typer app `app`, which has every command of `envherd`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 
 
-def _say_version(is_asked: bool) -> None:  # noqa: FBT001  # typer gives it so
+def _say_version(is_asked: bool) -> None:  # noqa: FBT001  # typer passes it by position
     if is_asked:
         typer.echo(f"envherd {metadata.version('envherd')}")
         raise typer.Exit
@@ -41,7 +41,7 @@ def _main(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Take the options that belong to no command."""
+    """Read the options that come before the command."""
 
 
 app.command()(rollout)

@@ -16,18 +16,18 @@ from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_
 if TYPE_CHECKING:
     from envherd.benchmarks import suite
 
-#: What the suite itself cannot do without, besides what the package needs.
+#: Packages that the suite needs in addition to the dependencies of envherd: name to install -> module.
 _NEEDED = {"gymnasium": "gymnasium", "matplotlib": "matplotlib"}
 
 
 def bench(  # noqa: PLR0913  # the command line's options, read by typer
     *,
-    quick: Annotated[bool, typer.Option("--quick", help="A few workloads and peers, within a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run a few workloads and libraries, within a minute.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="A,B,...", help="Only these workloads (see --list).")
+        list[str] | None, typer.Option(metavar="A,B,...", help="Run only these workloads (see --list).")
     ] = None,
     peers: Annotated[
-        list[str] | None, typer.Option(metavar="A,B,...", help="Only these libraries; 'none' for envherd alone.")
+        list[str] | None, typer.Option(metavar="A,B,...", help="Run only these libraries; 'none' runs only envherd.")
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Rounds of each workload; default: set by the workload.")
@@ -44,7 +44,7 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write charts (PNG) to this folder.")
     ] = None,
     render: Annotated[
-        bool, typer.Option("--render", help="Measure nothing: show or plot the results in the JSON file.")
+        bool, typer.Option("--render", help="Show or plot the results in the JSON file, without measuring.")
     ] = False,
     listing: Annotated[bool, typer.Option("--list", help="List the workloads and the libraries.")] = False,
 ) -> None:
@@ -54,9 +54,8 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
     """
     _need_packages()
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ.setdefault(
-            variable, "1"
-        )  # before numpy is imported: its threads would be there when pools are forked
+        # Set before numpy is imported: otherwise numpy's threads would exist when pools fork.
+        os.environ.setdefault(variable, "1")
     from envherd.benchmarks import suite
     from envherd.benchmarks.workloads import PEERS
 
@@ -105,8 +104,8 @@ def _refuse(text: str) -> None:
 
 
 def _known(lists: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
-    """Return the names of comma-separated lists, all of which must be known."""
-    from envherd.workers.build import closest  # numpy takes a tenth of a second
+    """Return the names in comma-separated lists; refuse unknown names."""
+    from envherd.workers.build import closest  # imported here, as numpy takes 0.1 s
 
     names = [name.strip() for one in lists or () for name in one.split(",")]
     for name in names:
@@ -131,7 +130,7 @@ def _list(console: Console) -> None:
 
 
 def _measured(request: suite.Request, console: Console) -> tuple[dict[str, Any], bool]:
-    """Run the suite; return the results, and whether an interrupt has ended it."""
+    """Run the suite; return the results, and whether Ctrl-C ended it."""
     from envherd.benchmarks.suite import Suite
 
     suite = Suite(request, console)
@@ -144,7 +143,7 @@ def _measured(request: suite.Request, console: Console) -> tuple[dict[str, Any],
 
 
 def _shown(path: Path, console: Console) -> tuple[dict[str, Any], bool]:
-    """Print results that were measured before; return as `_measured` does."""
+    """Print the results in a file; return them and False, in the form of `_measured`."""
     from envherd.benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
     from envherd.benchmarks.suite import load
 

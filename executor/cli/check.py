@@ -1,4 +1,4 @@
-"""`envherd check ENV`: whether an env keeps the partial-reset contract, rule by rule."""
+"""`envherd check ENV`: checks each rule of the partial-reset contract on an env."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def check(
     seed: Annotated[int, typer.Option(min=0, help="Root seed of the envs and of random actions.")] = 0,
     random: Annotated[
         bool,
-        typer.Option("--random", help="Seeds do not determine what the env does: leave out what compares two runs."),
+        typer.Option("--random", help="Skip the comparisons of two runs, for envs that seeds do not determine."),
     ] = False,
     env_kwargs: EnvKwargs = None,
 ) -> None:
-    """Check that an env keeps the rules that training relies on, with random actions.
+    """Run an env with random actions and check the rules that training relies on.
 
-    The env is built and stepped in this process, as a worker does it. The exit code is 1 if a rule is broken or no
-    episode has ended.
+    The command builds and steps the env in this process, as a worker would. The exit code is 1 if a rule is broken or
+    no episode ended.
     """
     from envherd.executor.cli.checking import run
 

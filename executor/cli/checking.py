@@ -1,4 +1,4 @@
-"""What `envherd check` does, from its options to its exit code."""
+"""Implements `envherd check`, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from envherd.workers.testing.contract import Contract, NoEpisodeEnd
 
 
 def run(env: str, *, num_steps: int, seed: int, is_deterministic: bool, kwargs: dict[str, Any]) -> int:
-    """Check every rule and print a line for each; return the exit code. Errors are printed, never raised."""
+    """Check every rule and print a line for each; return the exit code. `carry_out` handles errors."""
     settings: dict[str, Any] = {"num_steps": num_steps, "seed": seed, "is_deterministic": is_deterministic}
     return carry_out(
         lambda: factory_for(env),
@@ -41,7 +41,7 @@ def _check(env: str, contract: Contract) -> int:
 
 
 def _check_all(contract: Contract, console: Console) -> int:
-    """Check and print every rule; return how many are broken."""
+    """Check and print every rule; return the number of broken rules."""
     num_broken = 0
     for rule in sorted(Contract.RULES):
         what = Contract.TITLES[rule]

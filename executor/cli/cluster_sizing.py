@@ -1,4 +1,4 @@
-"""What `envherd size --cluster ADDRESS` does: a plan for the nodes of a Ray cluster, as a table and as JSON."""
+"""Implements `envherd size --cluster ADDRESS`: a plan for the nodes of a Ray cluster, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SCHEMA = "envherd.size-cluster/2"
 def plan_with(
     factory: Factory, address: str, goal: Goal, limits: tuple[float, int | None], console: Console
 ) -> ClusterPlan:
-    """Measure and plan; see `plan_cluster`.
+    """Measure the env on the nodes and return a plan; see `plan_cluster`.
 
     Args:
         factory: of the env.
         address: of the cluster.
-        goal: what is wanted.
-        limits: seconds to measure for, and bytes that measuring may take or None.
-        console: shows that it is under way.
+        goal: fixed numbers, time of the policy, and headroom.
+        limits: most seconds of the measurement, and its most bytes of memory or None.
+        console: shows the progress.
     """
     from envherd.executor.cluster.env import need_ray
 

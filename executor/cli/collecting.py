@@ -1,4 +1,4 @@
-"""The loop of `envherd rollout`: step, count, keep pictures and data, show progress, stop cleanly on Ctrl-C."""
+"""The loop of `envherd rollout`: steps, counts, keeps pictures and data, shows progress, stops cleanly on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import memory_of
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
-#: Seconds between two updates of the progress bar, so that it costs fast envs nothing.
+#: Seconds between updates of the progress bar; few updates, so that they do not slow down fast envs.
 _REFRESH_S = 0.1
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What a loop came to; the fields of `Figures` of the same names say more.
+    """The result of the loop; `Figures` documents the fields of the same names.
 
     Attributes:
-        failure: the error that ended it after some steps, or None.
+        failure: the error that ended the loop after at least one step, or None.
     """
 
     steps_done: int
@@ -51,14 +51,14 @@ class Collected:
 
 @dataclass
 class Collector:
-    """Collects a number of steps of a batch of envs, over the ends of episodes.
+    """Collects a number of steps of a batch of envs; envs whose episode ends are reset and continue.
 
     Attributes:
         env: the executor; it is reset first.
         num_steps: T.
-        policy: takes a root batch `[N]` and returns it with the action; None draws random ones.
-        frames: gets pictures, if any are wanted.
-        store: gets the data, if it is wanted.
+        policy: takes a root batch `[N]` and returns it with the action; None draws random actions.
+        frames: receives the pictures, or None.
+        store: receives the data, or None.
     """
 
     env: BatchedEnv
@@ -69,10 +69,10 @@ class Collector:
     _camera: Camera | None = None
 
     def run(self, console: Console) -> Collected:
-        """Collect; Ctrl-C, or a failure after the first step, ends it with the steps that were complete.
+        """Collect the steps. Ctrl-C, or an error after the first step, ends the loop; complete steps are kept.
 
         Raises:
-            MediaError: pictures are wanted, but no env has any. Raised before the first step.
+            MediaError: `frames` is set, but no env has a picture. Raised before the first step.
             EnvherdError: an env or a worker failed in the first reset or step.
         """
         env, meter = self.env, ReturnMeter.for_spec(self.env.spec, self.env.num_envs)
@@ -139,7 +139,7 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 class _Bar:
-    """The live line; asked for an update at every step, and makes one ten times a second."""
+    """The progress bar. The loop calls `show` at every step; the bar is redrawn at most ten times a second."""
 
     def __init__(self, progress: Progress, env: BatchedEnv, num_steps: int) -> None:
         self._progress = progress
@@ -156,7 +156,7 @@ class _Bar:
         self._progress.stop()
 
     def show(self, num_done: int, episodes: int, collect_s: float) -> None:
-        """Show how far it is."""
+        """Show the number of steps and episodes so far, and the speed."""
         now = time.perf_counter()
         if now - self._shown < _REFRESH_S and num_done < self._num_steps:
             return

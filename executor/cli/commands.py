@@ -1,6 +1,6 @@
-"""What the commands have in common: how errors become exit codes, and where results are written.
+"""Shared code of the commands: it converts errors to exit codes, and writes results.
 
-Guarantees: an error is printed and becomes an exit code; it is never raised.
+Guarantees: `carry_out` prints expected errors (see `carry_out`) and returns an exit code. It raises all others.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ Prepared = TypeVar("Prepared")
 
 
 def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int]) -> int:
-    """Carry out a command in two parts; return its exit code.
+    """Run a command in two parts; return its exit code.
 
-    Modules named in options are looked for in the current directory first, as `python -m` does.
+    Prints `EnvherdError`, `MediaError`, `StoreError`, `OSError` and Ctrl-C. Modules named in options are searched in
+    the current directory first, as by `python -m`.
 
     Args:
-        prepare: checks the options; an error in it is one of usage.
-        work: does the rest with what `prepare` has returned; returns the exit code.
+        prepare: checks the options. Its errors are usage errors (exit code 2), as is every `ClusterError`.
+        work: runs the command with the result of `prepare`; returns the exit code.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -49,7 +50,7 @@ def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int]) 
 
 
 def complain(console: Console, error: Exception) -> None:
-    """Print an error as a reader needs it: the message, and where a worker failed, its traceback."""
+    """Print the message of an error, and the traceback in the worker unless envherd itself raised the error there."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None and not isinstance(error, EnvherdError):
         text = f"accessing {error.filename} failed: {error.strerror}."
@@ -61,7 +62,7 @@ def complain(console: Console, error: Exception) -> None:
 
 
 def write_text(path: str | None, text: str) -> None:
-    """Write a text to a file, or to standard output for `-`; None writes nothing."""
+    """Write a text to a file, or to standard output if `path` is `-`. If it is None, write nothing."""
     if path == "-":
         sys.stdout.write(text)
     elif path is not None:
@@ -70,7 +71,7 @@ def write_text(path: str | None, text: str) -> None:
 
 
 def write_pictures(frames: FrameLog | None, gif: Path | None, png: Path | None, title: str) -> dict[str, str]:
-    """Write the frames of a rollout as a GIF and as a contact sheet, where there is a path; return name -> path."""
+    """Write the frames of a rollout as a GIF and as a contact sheet, each if it has a path; return name -> path."""
     files = {}
     for name, path, write in (("gif", gif, write_gif), ("png", png, write_contact_sheet)):
         if frames is not None and path is not None:

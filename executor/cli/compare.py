@@ -1,4 +1,4 @@
-"""`envherd compare ENV`: one env under Gymnasium, SB3, TorchRL and envherd, on this machine."""
+"""`envherd compare ENV`: measures an env under Gymnasium, SB3, TorchRL and envherd, on this machine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def compare(  # noqa: PLR0913  # the command line's options, read by typer
     workers: Annotated[
         int | None, typer.Option(min=1, help="envherd's worker processes; default: one per usable core.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all libraries take turns.")] = 5,
-    seconds: Annotated[float, typer.Option(min=0.05, help="Seconds of each library in a round.")] = 1.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; in each, all libraries take turns.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.05, help="Seconds per library and round.")] = 1.0,
     env_kwargs: EnvKwargs = None,
     plot: Chart = None,
     json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the figures as JSON; - prints them.")] = None,

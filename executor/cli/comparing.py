@@ -1,4 +1,4 @@
-"""What `envherd compare` does, from its options to its exit code."""
+"""Implements `envherd compare`, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from envherd.executor.pictures.camera import MediaError
 from envherd.workers.errors import FactoryError
 
 SCHEMA = "envherd.compare/1"
-#: Seconds in all after which no further round begins.
+#: Total seconds after which no further round begins.
 _LIMIT_S = 900.0
 _SHOWN = (
     ours.OURS,
@@ -37,13 +37,13 @@ _SHOWN = (
     peers.SB3_DUMMY,
     peers.TORCHRL_PARALLEL,
 )
-#: Entries of a library in the JSON.
+#: Keys of a library in the JSON.
 _REPORTED = ("status", "steps_per_s", "envherd_is", "cpu_us_per_step", "processes", "rounds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options, as given."""
+    """The options of the command line."""
 
     env: str
     num_envs: int = 8
@@ -57,7 +57,7 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Measure every library and print a table; return the exit code. Errors are printed, never raised."""
+    """Measure every library and print a table; return the exit code. `carry_out` handles errors."""
     return carry_out(lambda: _job(request), lambda job: _compare(request, job))
 
 
@@ -82,10 +82,10 @@ def _compare(request: Request, job: Job) -> int:
 
 
 def _job(request: Request) -> Job:
-    """Return what every library is to run.
+    """Return the job that every library runs.
 
     Raises:
-        FactoryError: no such env, or one that the other libraries do not take.
+        FactoryError: no such env, or the other libraries do not run its family.
     """
     name = full_name(request.env)
     factory, family = factory_for(name), name.partition(":")[0]
@@ -130,7 +130,7 @@ def _table(request: Request, job: Job, found: dict[str, dict[str, Any]]) -> Tabl
 
 
 def _failures(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line for each library that has failed."""
+    """Return a line of text for each library that failed."""
     return [
         f"{name}: {' '.join(one['status'].split())[:300]}"
         for name, one in found.items()
@@ -139,7 +139,7 @@ def _failures(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _add_ratios(entries: list[Entry], found: dict[str, dict[str, Any]]) -> None:
-    """Add to each library that was measured how many times its speed envherd has: quartiles over the rounds."""
+    """Add `envherd_is` to each measured library: envherd's speed divided by its own, as quartiles over the rounds."""
     speeds = {entry.contender.name: [turn.slot.steps_per_s for turn in entry.turns] for entry in entries}
     for name, one in found.items():
         if one["status"] == "measured":
@@ -152,7 +152,7 @@ def _by_speed(found: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any
 
 
 def _draw(path: Path, request: Request, found: dict[str, dict[str, Any]]) -> None:
-    """Write a bar for each library that was measured.
+    """Write a chart with one bar for each measured library.
 
     Raises:
         MediaError: matplotlib is missing.

@@ -1,7 +1,7 @@
-"""Completion of ENV in the shell: what a name may go on with, of installed families.
+"""Shell completion of ENV, from the names of envs of installed families.
 
 Guarantees: a family's package is imported only for a prefix that needs it: `gymnasium:` and names that begin with a
-capital need Gymnasium, `vmas:` needs VMAS. Nothing is raised, and nothing printed.
+capital letter need Gymnasium, `vmas:` needs VMAS. `complete_env` raises nothing and prints nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import io
 import os
 from collections.abc import Iterable, Iterator, MutableMapping
 
-#: What stands before the word to complete in the same argument; see `join_words`.
+#: Environment variable with the part of ENV before the word to complete; see `join_words`.
 _BEFORE = "_ENVHERD_COMPLETE_BEFORE"
 
 
 def complete_env(incomplete: str) -> list[str]:
-    """Return the names of envs that begin so; of one without a family, also the families."""
+    """Return the names of envs that begin with `incomplete`; without a colon in it, also the families."""
     before = os.environ.get(_BEFORE, "")
     text = before + incomplete
     with contextlib.suppress(Exception), _silence():
@@ -25,7 +25,7 @@ def complete_env(incomplete: str) -> list[str]:
 
 
 def complete_family(incomplete: str) -> list[str]:
-    """Return the families that `envherd list` lists and that begin so."""
+    """Return the families of `envherd list` that begin with `incomplete`."""
     from envherd.executor.cli.env_names import LISTED
 
     return [family for family in LISTED if family.startswith(incomplete)]
@@ -39,14 +39,14 @@ def _names(text: str) -> Iterator[str]:
         yield from (f"{family}:{name}" for name in _names_of(family, rest))
         return
     yield from (f"{one}:" for one in FAMILIES)
-    if text[:1].isupper():  # as the ids of Gymnasium
+    if text[:1].isupper():  # Gymnasium's ids begin so
         yield from _names_of("gymnasium", text)
     elif text:
-        yield from _names_of("meltingpot", text)  # without importing it
+        yield from _names_of("meltingpot", text)  # which does not import Melting Pot
 
 
 def _names_of(family: str, start: str) -> Iterable[str]:
-    """Return the names of a family's envs; those that packages register with Gymnasium, if no others begin so."""
+    """Return the names of a family's envs; if no Gymnasium id begins with `start`, those of installed plug-ins."""
     from envherd.executor.cli.env_names import known_names
     from envherd.workers.adapters.named import plug_in_ids
 
@@ -57,15 +57,15 @@ def _names_of(family: str, start: str) -> Iterable[str]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keep what packages print while they are imported out of the shell."""
+    """Discard what packages print while they are imported."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 def join_words(environ: MutableMapping[str, str]) -> None:
-    """Undo what bash does to the words of a command line that is completed: it splits them at colons.
+    """Join the words of a command line that bash split at colons for completion; update `environ`.
 
-    Of the word to complete only what follows the last colon is left, as bash replaces no more than that.
+    The word to complete keeps only the part after the last colon, because bash replaces only that part.
     """
     if "COMP_WORDS" not in environ:
         return

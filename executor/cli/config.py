@@ -8,22 +8,22 @@ from typing import Any
 
 import typer
 
-#: What `envherd size --yaml` calls it -> the option.
+#: Name in the file of `envherd size --yaml` -> option.
 _SYNONYMS = {"num_envs": "envs", "num_workers": "workers"}
-#: Entries that are no options of the command line: they are read by `settings`.
+#: Entries that are not options of the command line; `settings` reads them.
 _OTHERS = ("executor", "stepping", "options")
 _META = "envherd.config"
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the entries of a file the defaults of the options; the callback of `--config`."""
+    """Use the entries of a file as the defaults of the options; the callback of `--config`."""
     if path is None:
         return None
     try:
         import yaml
     except ImportError:
         raise typer.BadParameter("expected the package pyyaml: pip install 'envherd[cli]'.") from None
-    from envherd.workers.build import closest  # numpy takes a tenth of a second
+    from envherd.workers.build import closest  # imported here, as numpy takes 0.1 s
 
     try:
         found = yaml.safe_load(path.read_text()) or {}
@@ -46,9 +46,9 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def settings(context: typer.Context) -> tuple[bool, dict[str, Any]]:
-    """Return whether the file asks for a `SerialEnv`, and its `ExecutorOptions` by name.
+    """Return whether the file selects `SerialEnv`, and its `ExecutorOptions` by name.
 
-    `stepping` is for programs: commands step all envs together.
+    Commands ignore `stepping`, because they step all envs together.
     """
     entries = context.meta.get(_META, {})
     kind, options = entries.get("executor", "ParallelEnv"), entries.get("options") or {}

@@ -1,21 +1,22 @@
-"""Names of envs as one writes them on a command line, and the factories they stand for.
+"""Names of envs on the command line, and the factories that they stand for.
 
     meltingpot:NAME            meltingpot:clean_up                    a substrate or a scenario
-    gymnasium:ID               gymnasium:CartPole-v1                  whatever gymnasium.make takes
+    gymnasium:ID               gymnasium:CartPole-v1                  any id of gymnasium.make
     gymnasium_vec:ID[:ROWS]    gymnasium_vec:CartPole-v1:16           a vector env of ROWS (8) rows
     envpool:TASK[:ROWS]        envpool:Pong-v5:16                     an EnvPool of ROWS (8) rows
     dm_control:DOMAIN/TASK     dm_control:cartpole/balance            the dm_control suite
     pettingzoo:ID-OR-MODULE    pettingzoo:sisl/multiwalker-v9         a registered parallel env
-                               pettingzoo:mpe2.simple_spread_v3       a module with parallel_env, as PettingZoo's have
+                               pettingzoo:mpe2.simple_spread_v3       a module with parallel_env (or env)
     vmas:SCENARIO              vmas:balance, vmas:balance:64          a VMAS scenario, 32 (or 64) rows of it
     torchrl:MODULE:CALLABLE    torchrl:my_envs:make_env               returns a TorchRL env
     python:MODULE:CALLABLE     python:my_envs:make_env                returns an env of any family
 
-A name without its family (`CartPole-v1`, `clean_up`, `my_envs:make_env`) is that of the first family of `LISTED` that
-knows it, or else of a callable in a module. `gymnasium_vec:`, `envpool:` and `torchrl:` must be written.
+A name without its family (`CartPole-v1`, `clean_up`, `my_envs:make_env`) belongs to the first family of `LISTED` that
+knows it. If none does, it is a callable in a module, or an env that another package registers with Gymnasium. The
+prefixes `gymnasium_vec:`, `envpool:` and `torchrl:` are required.
 
-A name is checked here, in the caller's process, so that a misspelt one is refused at once with the closest
-ones; for that the package of its family (or the module named) is imported. No env is built.
+Names are checked in the caller's process. An unknown name is refused at once, with the closest known ones. The check
+imports the package of the family (except Melting Pot) or the named module. It builds no env.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
 
     Args:
         name: one of `FORMS`.
-        with_frames: the envs will be asked for pictures; some envs must know that when they are built.
+        with_frames: the envs will be rendered; some must know that when they are built.
 
     Raises:
         FactoryError: no such family, env, module or callable, with the closest names; or a missing package.
@@ -68,20 +69,20 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
 
 
 def full_name(name: str) -> str:
-    """Return a name with its family; see the module.
+    """Return a name with its family; see the module's docstring.
 
     Raises:
-        FactoryError: it has none, and no family knows it.
+        FactoryError: the name has no family, and no family knows it.
     """
     return name if name.partition(":")[0] in FAMILIES else _with_family(name)
 
 
 def limited(name: str, max_steps: int, *, with_frames: bool = False) -> tuple[Factory, dict[str, Any]]:
-    """Return the factory of envs whose episodes are truncated after some steps, and its keyword arguments.
+    """Return a factory of envs that truncate episodes after `max_steps` steps, and its keyword arguments.
 
     Args:
         name: see `factory_for`.
-        max_steps: of an episode.
+        max_steps: most steps of an episode.
         with_frames: see `factory_for`.
 
     Raises:
@@ -115,7 +116,7 @@ def known_names(family: str) -> tuple[str, ...]:
 
 
 def _with_family(name: str) -> str:
-    """Return a name that has no family with that of the first family that knows it.
+    """Return `name` with the prefix of the first family that knows it.
 
     Raises:
         FactoryError: no family knows it.
@@ -150,11 +151,11 @@ def callable_at(target: str, full_name: str) -> Callable[..., Any]:
     """Import `MODULE:CALLABLE` and return the callable.
 
     Args:
-        target: e.g. `my_envs:make_env`; dots after the colon lead into classes.
+        target: e.g. `my_envs:make_env`; a dot after the colon separates a class and its attribute.
         full_name: what the user wrote, for messages.
 
     Raises:
-        FactoryError: no such module, no such name in it (with the closest), or not callable.
+        FactoryError: there is no such module, it has no such name, or the object is not callable.
     """
     module, colon, name = target.partition(":")
     if not (module and colon and name):
@@ -191,7 +192,7 @@ def _gymnasium(env_id: str) -> Factory:
     if not module:
         plug_in = (registered_by_plug_ins() if bare_id in known else plug_in_ids()).get(bare_id)
         if plug_in is not None:
-            return GymnasiumFactory(f"{plug_in}:{bare_id}")  # so that workers import it
+            return GymnasiumFactory(f"{plug_in}:{bare_id}")  # makes workers import the package
     if bare_id not in known:
         raise FactoryError(
             f"'gymnasium:{env_id}' failed: expected an env that Gymnasium knows, got {bare_id!r}."
@@ -202,7 +203,7 @@ def _gymnasium(env_id: str) -> Factory:
 
 def _gymnasium_vec(name: str) -> Factory:
     env_id, num_rows = _split_rows(name)
-    _gymnasium(env_id)  # which checks the id
+    _gymnasium(env_id)  # checks the id
     return GymnasiumVectorFactory(env_id, **num_rows)
 
 
@@ -216,7 +217,7 @@ def _envpool(name: str) -> Factory:
 
 
 def _split_rows(name: str) -> tuple[str, dict[str, Any]]:
-    """Split `NAME:ROWS`; a name may have colons too."""
+    """Split `NAME:ROWS` at the last colon; the name may also contain colons."""
     first, _, last = name.rpartition(":")
     return (first, {"num_rows": int(last)}) if first and last.isdigit() and int(last) else (name, {})
 
@@ -304,14 +305,14 @@ def _install(package: str) -> str:
 
 
 class Family(NamedTuple):
-    """What the command line knows of a family.
+    """How the command line reads the names of a family.
 
     Attributes:
-        form: how its names are written.
-        parse: what follows the family -> its factory; raises `FactoryError`.
-        names: returns the names of its envs, which `envherd list` lists; of no family without names.
+        form: of its names, for messages.
+        parse: name without the family -> factory; raises `FactoryError`.
+        names: returns the names of its envs for `envherd list`; the default marks a family without names.
         has_slash: whether its names may have a slash.
-        limit: the keyword argument of its factories that limits the steps of an episode; None where there is none.
+        limit: the keyword argument of its factories that limits the steps of an episode, or None.
     """
 
     form: str
@@ -329,12 +330,12 @@ def _names_of(package: str, names: Callable[[], Iterable[str]]) -> Callable[[], 
     return find
 
 
-#: Family -> what is known of it. A name without a family is looked up in this order.
+#: Family -> its entry. A name without a family is looked up in this order.
 FAMILIES = {
     "meltingpot": Family(
         "meltingpot:NAME",
         MeltingPotFactory,
-        lambda: (*substrate_names(), *scenario_names()),  # without importing it: it is slow
+        lambda: (*substrate_names(), *scenario_names()),  # the package is not imported, which is slow
     ),
     "gymnasium": Family(
         "gymnasium:ID", _gymnasium, _names_of("gymnasium", gymnasium_ids), has_slash=True, limit="max_episode_steps"
@@ -355,8 +356,8 @@ FAMILIES = {
     "torchrl": Family("torchrl:MODULE:CALLABLE", _torchrl),
     "python": Family("python:MODULE:CALLABLE", _python),
 }
-#: What a family is called elsewhere -> its name here.
+#: Other name of a family -> its name here.
 _NAMES_ELSEWHERE = {"gym": "gymnasium", "dmc": "dm_control", "dm-control": "dm_control"}
 FORMS = tuple(family.form for family in FAMILIES.values())
-#: The families whose envs have names, in the order in which they are asked.
+#: The families whose envs have names, in the order of the lookup.
 LISTED = tuple(name for name, family in FAMILIES.items() if family.names is not tuple)

@@ -1,11 +1,11 @@
-"""An env with an interface of any kind, and what envherd needs to run it.
+"""An env with its own interface, and the adapter and factory that envherd needs to run it.
 
 Replace `MyEnv` by your env, describe it in `MyAdapter`, and build it in `make_env`. Then:
 
-    envherd check env_template:make_env      # are the rules kept that training relies on?
+    envherd check env_template:make_env      # does it keep the rules that training relies on?
     envherd rollout env_template:make_env    # how fast is it?
 
-A `gymnasium.Env`, a PettingZoo, dm_env or TorchRL env needs no adapter: return it from `make_env`.
+A Gymnasium, PettingZoo, dm_env or TorchRL env needs no adapter: return it from `make_env`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from envherd import Adapter, Discrete, EnvSpec, LeafSpec, register
 
 
 class MyEnv:
-    """A walk from 0 to a goal, against steps back at random."""
+    """A walk from 0 to a goal, in which a fifth of the steps go back by one."""
 
     def __init__(self, goal: int = 10) -> None:
         self.goal, self.position, self.random = goal, 0, random.Random()
 
     def begin(self, seed: int | None) -> None:
-        """Go to the start. A seed decides all that follows in this episode."""
+        """Start an episode at 0. A seed determines its random steps."""
         if seed is not None:
             self.random.seed(seed)
         self.position = 0
 
     def walk(self, direction: int) -> bool:
-        """Go a step in a direction (-1, 0 or 1); return whether the goal is reached."""
+        """Make one step in a direction (-1, 0 or 1); return whether the goal is reached."""
         self.position += direction if self.random.random() < 0.8 else -1
         return self.position >= self.goal
 
 
 class MyAdapter(Adapter):
-    """Says what `MyEnv` returns and takes, starts episodes, and makes one step per call."""
+    """Describes the observation and action of `MyEnv`, starts its episodes, and makes one step per call."""
 
     family = "my_env"
 
@@ -52,15 +52,15 @@ class MyAdapter(Adapter):
     def reset(self, seed: int | None, options: Any = None, mask: Any = None) -> list[Any]:
         """Start an episode; return the observation, a value for each leaf of the spec.
 
-        A seed is for this episode; without one the env's generator goes on. `options` are those of the caller's
-        `reset(options=...)`; `mask` is for envs that are batches themselves.
+        A seed determines this episode; with None, the env's generator continues. `options` come from the caller's
+        `reset(options=...)`. `mask` is only for envs that are batches themselves.
         """
         self.num_steps = 0
         self.env.begin(seed)
         return self._observation()
 
     def step(self, action: list[Any]) -> tuple[list[Any], list[float], bool, bool]:
-        """Make one step, and never reset; return observation, rewards, terminated and truncated."""
+        """Make one step; return observation, rewards, terminated and truncated. Never reset here."""
         self.num_steps += 1
         is_there = self.env.walk(action[0] - 1)
         return self._observation(), [float(is_there)], is_there, self.num_steps == 100
@@ -70,6 +70,6 @@ class MyAdapter(Adapter):
 
 
 def make_env(**kwargs: Any) -> MyEnv:
-    """Build one env; called in a worker. The keyword arguments are those of `env_kwargs` and `--env-kwargs`."""
+    """Build one env; a worker calls this, with the keyword arguments of `env_kwargs` or `--env-kwargs`."""
     register(MyEnv, MyAdapter)
     return MyEnv(**kwargs)

@@ -1,4 +1,4 @@
-"""`envherd evaluate ENV`: whole episodes of envs with players, and what the players got."""
+"""`envherd evaluate ENV`: plays whole episodes of envs with players, and reports the returns of the players."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
     background: Annotated[
         str | None,
         typer.Option(
-            metavar="MODULE:FACTORY", help="The same for the players that are not focal; random: random ones."
+            metavar="MODULE:FACTORY", help="The same for other players, or random; default: the bots of a scenario."
         ),
     ] = None,
     focal: Annotated[
         str | None,
-        typer.Option(metavar="I,J,...", help="Players that are focal; default: those of the scenario, or all."),
+        typer.Option(metavar="I,J,...", help="The focal players; default: those of the scenario, or all."),
     ] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Number of episodes.")] = 10,
     envs: Annotated[int, typer.Option(min=1, help="Number of envs that play at once.")] = 4,

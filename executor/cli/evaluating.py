@@ -1,4 +1,4 @@
-"""What `envherd evaluate` does, from its options to its exit code."""
+"""Implements `envherd evaluate`, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from envherd.executor.pictures.camera import MediaError
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.errors import FactoryError
 
-#: In place of MODULE:FACTORY.
+#: Value in place of MODULE:FACTORY that selects random actions.
 _RANDOM = "random"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options, as given."""
+    """The options of the command line."""
 
     env: str
     policy: str | None = None
@@ -49,12 +49,12 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Evaluate and report; return the exit code. Errors are printed, never raised."""
+    """Evaluate and report; return the exit code. `carry_out` handles errors."""
     return carry_out(lambda: _prepare(request), lambda prepared: _work(request, *prepared))
 
 
 def _prepare(request: Request) -> tuple[Made, Any, Any]:
-    """Refuse at once what cannot work; return the factory, and what makes the policies."""
+    """Check the options before envs start; return the factory, and those of the policies or None."""
     return _make(request), _maker(request.policy, "--policy"), _maker(request.background, "--background")
 
 
@@ -64,7 +64,7 @@ def _work(request: Request, made: Made, maker: Any, background_maker: Any) -> in
     try:
         found = _evaluate(request, made, maker, background_maker, console)
     except ValueError as error:
-        if str(error).startswith(("evaluate failed", "PerPlayer failed")):  # others are the policies' own
+        if str(error).startswith(("evaluate failed", "PerPlayer failed")):  # the policies raised the others
             raise FactoryError(str(error)) from None
         raise
     if request.plot is not None:
@@ -80,7 +80,7 @@ def _work(request: Request, made: Made, maker: Any, background_maker: Any) -> in
 
 
 def _make(request: Request) -> Made:
-    """Return the factory and its keyword arguments; a scenario with policies in its bots' places is built without."""
+    """Return the factory and its keyword arguments. With `--background`, a scenario is built without its bots."""
     factory, kwargs = make(request.env, request.max_steps, request.env_kwargs)
     if isinstance(factory, MeltingPotFactory):
         bots = request.background is None or not factory.is_scenario

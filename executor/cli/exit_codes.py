@@ -1,4 +1,4 @@
-"""Exit codes of the commands; 0 is done."""
+"""Exit codes of the commands; 0 is success."""
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

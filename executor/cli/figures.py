@@ -1,4 +1,4 @@
-"""What a rollout is reported as: plain figures, as a table for readers and as JSON for programs."""
+"""The figures of a rollout, as a table for readers and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _MAX_NAMES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """All that is reported of one rollout.
+    """The figures of one rollout.
 
     Attributes:
-        env: as it was named.
+        env: its name, as the user wrote it.
         num_envs: N.
-        num_workers: processes that ran them.
+        num_workers: worker processes; 0 if the envs run in this process.
         seed: the root seed in use.
-        steps: steps of the whole batch that were asked for.
-        steps_done: steps that were made.
-        collect_s: seconds for these steps: acting, stepping, resetting the envs that ended. Not in it:
-            starting workers, the first reset, and `keep_s`.
-        keep_s: seconds in between for drawing, counting and storing.
-        is_interrupted: Ctrl-C ended it.
-        error: what an env or worker ended it with, or None.
+        steps: requested steps of the whole batch.
+        steps_done: completed steps of the whole batch.
+        collect_s: seconds in the policy, in steps and in resets of envs whose episode ended. Excludes the
+            start of workers, the first reset, and `keep_s`.
+        keep_s: seconds for drawing, counting and storing.
+        is_interrupted: Ctrl-C ended the rollout.
+        error: message of the error that ended it, or None.
         returns: per agent.
-        statistics: of the executor, when the last step was made.
-        parent_uss_bytes: memory that is this process's own.
-        parent_pss_bytes: the same plus its part of what it shares.
-        files: what was written: "out", "gif", "png" -> path.
+        statistics: of the executor, after the last step.
+        parent_uss_bytes: private memory of this process.
+        parent_pss_bytes: the same plus its share of shared memory.
+        files: written files: "out", "gif", "png" -> path.
     """
 
     env: str
@@ -62,7 +62,7 @@ class Figures:
 
     @property
     def env_steps(self) -> int:
-        """Steps of single envs that the figures count."""
+        """Completed steps, summed over envs."""
         return self.steps_done * self.num_envs
 
     @property
@@ -72,24 +72,24 @@ class Figures:
 
     @property
     def agent_steps_per_s(self) -> float:
-        """The same times the agents of an env."""
+        """`env_steps_per_s` times the agents of an env."""
         done = self.statistics
         return self.env_steps_per_s * (done.agent_steps / done.env_steps if done.env_steps else 1)
 
     @property
     def is_serial(self) -> bool:
-        """Whether the envs are in this process, whose memory is theirs."""
+        """Whether the envs run in this process, whose memory includes theirs."""
         return any(worker.pid == os.getpid() for worker in self.statistics.workers)
 
     @property
     def all_uss_bytes(self) -> int:
-        """Memory that the processes have for themselves, each counted once."""
+        """Private memory of all processes, each counted once."""
         workers = 0 if self.is_serial else sum(worker.uss_bytes for worker in self.statistics.workers)
         return workers + self.parent_uss_bytes
 
     @property
     def all_pss_bytes(self) -> int:
-        """The same with their parts of what they share."""
+        """The same plus their shares of shared memory."""
         workers = 0 if self.is_serial else sum(worker.pss_bytes for worker in self.statistics.workers)
         return workers + self.parent_pss_bytes
 

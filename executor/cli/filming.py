@@ -1,4 +1,4 @@
-"""Films of one env with players: the world and each player's view next to each other, with the returns so far."""
+"""Films and pictures of one env: all views side by side (`Views`), animations (`Gif`), a player's path (`Timeline`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from envherd.executor.pictures.camera import Camera, MediaError
 from envherd.shm.specs import EnvSpec, Key
 
 _WIDTH_PX = 1600
-#: Frames of a GIF; of longer films it has every second, fourth, ... step.
+#: Most frames of a GIF; longer films keep only every second, fourth, ... step.
 _GIF_FRAMES = 240
 
 
 class Views:
-    """Draws the world and what each player sees as one picture.
+    """Draws the world and the view of each player in one picture, with the returns so far.
 
     Args:
         env: an executor of one env.
@@ -45,7 +45,7 @@ class Views:
         return self._draw(root, self._meter.running[0])
 
     def next(self, following: TensorDictBase) -> np.ndarray:
-        """Return the picture of a step, with the returns until then."""
+        """Return the picture of a step, with the returns including it."""
         self._step += 1
         rewards = [following[key].numpy(force=True) for key in self._rewards]
         returns = self._meter.running[0] + _rewards_of(following, self._rewards)
@@ -71,10 +71,10 @@ class Views:
 
 
 class Gif:
-    """Collects frames and writes them as an animation; of long films every second, fourth, ... frame.
+    """Collects frames and writes them as an animation; see `_GIF_FRAMES` for long films.
 
     Attributes:
-        size: width and height, once the first frame is there.
+        size: width and height of the latest frame; (0, 0) before the first.
     """
 
     def __init__(self, path: Path, fps: float) -> None:
@@ -104,7 +104,7 @@ class Gif:
 
 
 class Timeline:
-    """Keeps where a player was and what it got, and draws it.
+    """Records the path and the rewards of a player, and draws them.
 
     Args:
         env: an executor of one env.
@@ -127,13 +127,13 @@ class Timeline:
         self._ends: list[int] = []
 
     def first(self, root: TensorDictBase) -> None:
-        """Note a reset."""
+        """Record a reset."""
         if self._picture is None:
             self._picture = self._world.look(root)[0]
         self._note_place(root)
 
     def next(self, following: TensorDictBase) -> None:
-        """Note a step."""
+        """Record a step."""
         self._rewards.append(_rewards_of(following, self._keys))
         if following["done"].any():
             self._ends.append(len(self._rewards))
@@ -148,7 +148,7 @@ class Timeline:
         """Write the picture (PNG): the path over the world of the first episode, and the returns over time.
 
         Raises:
-            MediaError: matplotlib is missing, or there was no step.
+            MediaError: matplotlib is missing, or no step was recorded.
         """
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -198,12 +198,12 @@ class Timeline:
 
 
 def _rewards_of(following: TensorDictBase, keys: list[Key]) -> np.ndarray:
-    """Return the rewards of a step, float64, one for each player."""
+    """Return the rewards of a step, float64 `[P]`, one for each player."""
     return np.concatenate([np.asarray(following[key].numpy(force=True), float).ravel() for key in keys])
 
 
 def players_of(spec: EnvSpec) -> tuple[list[str], list[str]]:
-    """Return the names of the players, by column of the rewards, and their roles ("" where there are none)."""
+    """Return the names of the players, by column of the rewards, and their roles ("" if there are none)."""
     names = list(ReturnMeter.for_spec(spec, 1).agents)
     roles = list(spec.metadata.get("agent_roles") or ())
     shown = roles if len(roles) == len(names) and set(roles) != {"default"} else [""] * len(names)

@@ -1,4 +1,4 @@
-"""`envherd init FILE`: a template of an env, its adapter and its factory, which runs as it is."""
+"""`envherd init FILE`: writes a template with an env, its adapter and its factory, which runs unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 
-#: The file that is copied; its own name in it becomes that of the new module.
+#: The template. In the copy, the new module's name replaces that of the template.
 _TEMPLATE = Path(__file__).with_name("env_template.py")
 
 
@@ -18,9 +18,9 @@ def init(
     *,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Write a small env with its adapter and factory, to be changed into yours.
+    """Write a small env with its adapter and factory; replace it by your env.
 
-    The file runs as it is: `envherd check my_env:make_env`.
+    The file runs unchanged: `envherd check my_env:make_env`.
     """
     if file.suffix != ".py" or not file.stem.isidentifier():
         raise typer.BadParameter(f"expected the name of a Python module, e.g. my_env.py, got {str(file)!r}.")
@@ -37,7 +37,7 @@ def init(
 
 
 def _module(file: Path) -> str:
-    """Return the name by which a command in this folder imports a file below it; that of the file alone elsewhere."""
+    """Return the dotted module name of a file below the current folder; of other files, only the file's own name."""
     here, path = Path.cwd(), file.resolve()
     is_below = path.is_relative_to(here) and all(part.isidentifier() for part in path.relative_to(here).parent.parts)
     return ".".join(path.relative_to(here).with_suffix("").parts) if is_below else file.stem

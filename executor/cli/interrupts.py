@@ -1,4 +1,4 @@
-"""Ctrl-C that never splits a step's bookkeeping: what is reported, drawn and stored is of the same steps."""
+"""Delay Ctrl-C until the bookkeeping of a step is complete, so that figures, pictures and data have the same steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Self
 
 
 class DeferredInterrupt:
-    """While in use, a Ctrl-C between `hold` and `release` raises KeyboardInterrupt at `release`; a second one at once.
+    """Context manager that delays a Ctrl-C between `hold` and `release` until `release`; a second one raises at once.
 
-    Outside of the two, and in threads other than the main one (where python delivers no signals), it
-    changes nothing. The handler that was there before is put back at the end.
+    At other times, Ctrl-C raises `KeyboardInterrupt` at once. In threads other than the main one, the context manager
+    does nothing, because Python delivers signals only to the main thread. The end restores the previous handler.
     """
 
     def __init__(self) -> None:
@@ -31,17 +31,17 @@ class DeferredInterrupt:
             signal.signal(signal.SIGINT, self._before)
 
     def hold(self) -> None:
-        """Begin what is not to be split."""
+        """Begin a section that Ctrl-C must not interrupt."""
         self._is_held = True
 
     def release(self) -> None:
-        """End it; raises the KeyboardInterrupt that came meanwhile."""
+        """End the section; raise KeyboardInterrupt if Ctrl-C was pressed in it."""
         self._is_held = False
         if self._is_pending:
             self._is_pending = False
             raise KeyboardInterrupt
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  # how python calls handlers
+    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  # Python passes both to handlers
         if self._is_held and not self._is_pending:
             self._is_pending = True
             return

@@ -1,4 +1,4 @@
-"""`envherd list`: the names of the envs that are installed."""
+"""`envherd list`: prints the names of the installed envs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def list_envs(
         str | None,
         typer.Argument(
             metavar="FAMILY",
-            help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; without it, all.",
+            help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; default: all.",
             autocompletion=complete_family,
         ),
     ] = None,
-    part: Annotated[str | None, typer.Argument(metavar="FILTER", help="Only names that contain this.")] = None,
+    part: Annotated[str | None, typer.Argument(metavar="FILTER", help="Print only names that contain this.")] = None,
 ) -> None:
-    """List the names of installed envs, as `envherd rollout` takes them; no env is built.
+    """List the names of installed envs, in the form that `envherd rollout` accepts. No env is built.
 
-    The exit code is 2 if the family is not known or not installed, and 1 if no name contains FILTER.
+    The exit code is 2 if the family is unknown or not installed, and 1 if no name contains FILTER.
     """
     from envherd.executor.cli.env_names import LISTED, known_names
     from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_USAGE

@@ -1,8 +1,8 @@
 """Pictures of a rollout: one animated GIF of all envs side by side, and one contact sheet (PNG).
 
-Frames are uint8 `[H, W, 3]` arrays as envs give them; each becomes a tile with a caption. Small frames
-(sprites, grids) are enlarged by a whole factor without smoothing, as far as the picture has room for;
-large ones are reduced by area. Frames of one picture may differ in size. Pillow is imported when a picture is made.
+Each frame of an env, uint8 `[H, W, 3]`, becomes a tile with a caption. Small frames (sprites, grids) are enlarged
+without smoothing, by the largest whole factor that fits the picture. Large frames are reduced by averaging areas.
+Frames of one picture may differ in size. Pillow is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from envherd.executor.pictures.camera import MediaError
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
-#: Longest side of a frame that is kept; larger ones are reduced to it.
+#: Longest side of a kept frame; larger frames are reduced to it.
 KEPT_PX = 320
-#: Longest side up to which small frames are enlarged, and width of a whole picture that limits that.
+#: Longest side of an enlarged frame. The widths of whole pictures also limit the factor.
 ENLARGED_PX = 480
 GIF_WIDTH_PX = 1280
 SHEET_WIDTH_PX = 2000
@@ -34,10 +34,10 @@ BACKGROUND = (24, 26, 32)
 PANEL = (38, 41, 50)
 INK = (226, 229, 236)
 FAINT = (140, 146, 160)
-#: Colours of a GIF; the 256th means "as in the frame before".
+#: Colours of a GIF. The index after the last marks a pixel that is equal in the previous frame.
 GIF_COLOURS = 255
 LAST_FRAME_MS = 1500
-#: Envs in one GIF and rows of one contact sheet: beyond that, tiles are too small to see.
+#: Most envs in a GIF and rows of a contact sheet; with more, tiles would be too small to see.
 MAX_GIF_ENVS = 16
 MAX_SHEET_ENVS = 8
 SHEET_COLUMNS = 5
@@ -45,12 +45,12 @@ SHEET_COLUMNS = 5
 
 @dataclass
 class FrameLog:
-    """Frames of some envs at some steps, reduced when they are taken.
+    """Frames of some envs at some steps, reduced when they are added.
 
     Attributes:
-        num_steps: steps that the rollout is meant to have.
-        max_frames: most moments that are kept, evenly spread over `num_steps`.
-        num_envs: the first `num_envs` envs are kept.
+        num_steps: requested steps of the rollout.
+        max_frames: most moments to keep after the first, evenly spread over `num_steps`.
+        num_envs: keep frames of the first `num_envs` envs.
         moments: `(step, one tile or None for each env)`, in order.
     """
 
@@ -65,7 +65,7 @@ class FrameLog:
         return max(1, math.ceil(self.num_steps / self.max_frames))
 
     def wants(self, step: int) -> bool:
-        """Tell whether the frames of a step (0 is the first observation) are to be kept."""
+        """Return whether to keep the frames of a step; step 0 is the reset."""
         return step % self.stride == 0 or step == self.num_steps
 
     def add(self, step: int, frames: Iterable[np.ndarray | None]) -> None:
@@ -91,7 +91,7 @@ def reduced(frame: np.ndarray) -> np.ndarray:
     """Return a frame whose sides are at most `KEPT_PX`; a copy.
 
     Raises:
-        MediaError: it is not uint8 `[H, W, 3]` (or `[H, W]`, which becomes grey).
+        MediaError: it is not uint8 `[H, W, 3]`, `[H, W, 4]` (alpha is dropped) or `[H, W]` (which becomes grey).
     """
     array = np.asarray(frame)
     if array.ndim == 2:
@@ -126,7 +126,7 @@ def write_gif(path: Path, log: FrameLog, *, title: str = "", frames_per_s: float
 
 
 def save_animation(path: Path, pictures: Sequence[Image.Image], *, frames_per_s: float) -> None:
-    """Write pictures of one size as an endless GIF, with one palette and only what changes in each."""
+    """Write pictures of one size as a looping GIF with one palette; each frame stores only the changed pixels."""
     palette = _shared_palette(pictures)
     dither = require_pillow().Image.Dither.NONE
     first, *rest = _only_changes([picture.quantize(palette=palette, dither=dither) for picture in pictures])
@@ -138,7 +138,7 @@ def save_animation(path: Path, pictures: Sequence[Image.Image], *, frames_per_s:
 
 
 def write_contact_sheet(path: Path, log: FrameLog, *, title: str = "") -> None:
-    """Write one picture: a row for each env, a column for each of a few moments of the rollout.
+    """Write one picture with a row for each env and a column for each of a few moments of the rollout.
 
     Raises:
         MediaError: Pillow is missing, or there is no frame.
@@ -157,13 +157,13 @@ def write_contact_sheet(path: Path, log: FrameLog, *, title: str = "") -> None:
 class Sheet:
     """A grid of captioned tiles of one size, with a title above."""
 
-    tile: tuple[int, int]  # height, width of the picture in it
+    tile: tuple[int, int]  # height, width of its picture
     columns: int
     rows: int
 
     @classmethod
     def for_grid(cls, largest: tuple[int, int], *, count: int, width_px: int) -> Sheet:
-        """Return a sheet about 4:3; `largest` is the height and width of the largest frame."""
+        """Return a sheet of about 4:3; `largest` is the height and width of the largest frame."""
         return cls.for_tiles(largest, columns=_grid_columns(count, largest), count=count, width_px=width_px)
 
     @classmethod
@@ -174,7 +174,7 @@ class Sheet:
         return cls((height, width), columns, math.ceil(count / columns))
 
     def draw(self, tiles: Sequence[tuple[str, str, np.ndarray | None]], title: str) -> Image.Image:
-        """Return the picture of some tiles: captions on the left and on the right, and the frame."""
+        """Return the picture of some tiles, each a left caption, a right caption and a frame or None."""
         pillow = require_pillow()
         top = GAP_PX + (CAPTION_PX if title else 0)
         cell_h, cell_w = self.tile[0] + CAPTION_PX, self.tile[1]
@@ -229,7 +229,7 @@ def _require_frames(log: FrameLog, path: Path) -> list[int]:
 
 
 def _shared_palette(pictures: Sequence[Image.Image]) -> Image.Image:
-    """Return the palette for all frames together, so that colours do not flicker."""
+    """Return one palette for all frames, so that colours do not flicker."""
     pillow = require_pillow()
     picked = [pictures[i] for i in np.unique(np.linspace(0, len(pictures) - 1, 8).round().astype(int))]
     strip = pillow.Image.new("RGB", (picked[0].width, sum(picture.height for picture in picked)))
@@ -242,7 +242,7 @@ def _shared_palette(pictures: Sequence[Image.Image]) -> Image.Image:
 
 
 def _only_changes(indexed: Sequence[Image.Image]) -> list[Image.Image]:
-    """Return palette images whose pixels are transparent where the one before has the same: half the bytes."""
+    """Make each pixel that equals that of the previous image transparent, which halves the bytes of the GIF."""
     changes = [indexed[0]]
     for before, after in pairwise(indexed):
         pixels = np.array(after)
@@ -259,7 +259,7 @@ def _font() -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
 
 
 def require_pillow() -> Any:
-    """Return Pillow, with the modules that pictures are made with.
+    """Return Pillow, with the submodules that this file uses.
 
     Raises:
         MediaError: it is not installed.

@@ -1,4 +1,4 @@
-"""Values of options that are checked as the command line is read, before anything is started."""
+"""Options whose values are checked while the command line is parsed, before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def picture(suffix: str) -> Callable[[Path | None], Path | None]:
     """Return the callback of an option that takes the path of a picture.
 
     Args:
-        suffix: how the name must end: what is written is of that format.
+        suffix: required end of the file's name; it selects the format.
     """
 
     def check(path: Path | None) -> Path | None:
@@ -37,7 +37,7 @@ def keyword_arguments(text: str | None) -> str | None:
 
 
 def read_keyword_arguments(text: str | None) -> dict[str, Any]:
-    """Return what `--env-kwargs` says; empty without it."""
+    """Return the keyword arguments in the text of `--env-kwargs`; empty if the option is missing."""
     return {} if text is None else _read(text)
 
 
@@ -53,7 +53,7 @@ def _read(text: str) -> dict[str, Any]:
 
 # ---- options of several commands -------------------------------------------------------------------
 
-_ENV_HELP = "As `envherd rollout` takes it, e.g. meltingpot:NAME, gymnasium:ID or python:MODULE:CALLABLE."
+_ENV_HELP = "Name of an env as for `envherd rollout`, e.g. meltingpot:NAME, gymnasium:ID or python:MODULE:CALLABLE."
 _ENV_KWARGS_HELP = "Keyword arguments of the env as a JSON object, e.g. '{\"max_episode_steps\": 50}'."
 _MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo, vmas)."
 _WORKERS_HELP = "Number of worker processes; default: one per usable core."
@@ -62,5 +62,5 @@ Env = Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=
 EnvKwargs = Annotated[str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=_ENV_KWARGS_HELP)]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help=_MAX_STEPS_HELP)]
 Workers = Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone, and what is written to -.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and what is written to -.")]
 Chart = Annotated[Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")]

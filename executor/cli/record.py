@@ -1,4 +1,4 @@
-"""`envherd record ENV`: a video of one env, driven by a policy."""
+"""`envherd record ENV`: writes a video of one env that a policy controls."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def record(  # noqa: PLR0913  # the command line's options, read by typer
         typer.Option(
             metavar="PATH",
             callback=picture(".png"),
-            help="Write a picture (PNG) of the path and the rewards of agent I; default: agent 0.",
+            help="Write a PNG of the path and the rewards of the agent of --agent (default: 0).",
         ),
     ] = None,
     views: Annotated[
-        bool, typer.Option("--views", help="Show the world and what each agent observes, with the returns so far.")
+        bool, typer.Option("--views", help="Show the world and the observation of each agent, with the returns so far.")
     ] = False,
     policy: Annotated[
         str | None,
         typer.Option(metavar="MODULE:FACTORY", help="FACTORY(env) returns the policy; default: random actions."),
     ] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Stop after this number of episodes.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Stop after this number of steps in any case.")] = 1000,
+    steps: Annotated[int, typer.Option(min=1, help="Stop after this number of steps, even within an episode.")] = 1000,
     agent: Annotated[
-        int | None, typer.Option(min=0, metavar="I", help="Show what agent I observes; default: the world view.")
+        int | None, typer.Option(min=0, metavar="I", help="Show the observation of agent I; default: the world view.")
     ] = None,
     fps: Annotated[float, typer.Option(min=1, max=240, help="Steps per second of video.")] = 20.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Root seed; default: drawn, and shown.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Root seed; default: drawn and printed.")] = None,
     max_steps: MaxSteps = None,
     env_kwargs: EnvKwargs = None,
     quiet: Quiet = False,
 ) -> None:
     """Record a video (MP4, GIF) of one env.
 
-    Ctrl-C ends it early; the steps until then are in the video.
+    After Ctrl-C, the video has the steps until then.
     """
     if mp4 is None and gif is None and timeline is None:
         raise typer.BadParameter("expected --mp4, --gif or --timeline, got none of them.")

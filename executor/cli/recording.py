@@ -1,4 +1,4 @@
-"""What `envherd record` does, from its options to its exit code."""
+"""Implements `envherd record`, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options, as given."""
+    """The options of the command line."""
 
     env: str
     mp4: Path | None = None
@@ -50,12 +50,12 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Record a film; return the exit code. Errors are printed, never raised."""
+    """Record a film; return the exit code. `carry_out` handles errors."""
     return carry_out(lambda: _prepare(request), lambda prepared: _record(request, *prepared))
 
 
 def _prepare(request: Request) -> tuple[Made, Any]:
-    """Refuse at once what cannot work; return the factory, and what makes the policy."""
+    """Check the options before the env starts; return its factory, and that of the policy or None."""
     if request.mp4 is not None:
         require_imageio()
     made = make(request.env, request.max_steps, request.env_kwargs, with_frames=request.draws_world)
@@ -109,7 +109,7 @@ def _record(request: Request, made: Made, maker: Any) -> int:
 
 
 def _films(request: Request) -> list[Any]:
-    """Return what frames are added to."""
+    """Return the writers of the requested films."""
     films: list[Any] = []
     for path, kind in ((request.mp4, Video), (request.gif, Gif)):
         if path is not None:
@@ -124,7 +124,7 @@ def _add(films: list[Any], frame: np.ndarray | None) -> None:
 
 
 class Single:
-    """One view: the world's, or an agent's."""
+    """One view: of the world, or of one agent."""
 
     def __init__(self, env: ParallelEnv, agent: int | None) -> None:
         self._camera = Camera(env, agent)
@@ -134,4 +134,4 @@ class Single:
         return enlarged(self._camera.look(td)[0])
 
     next = first
-    """The same of a step."""
+    """Return the picture of a step."""

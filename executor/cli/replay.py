@@ -1,4 +1,4 @@
-"""`envherd replay DIR`: a stored rollout again, action by action."""
+"""`envherd replay DIR`: repeats the actions of a stored rollout and compares the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envherd.executor.cli.option_values import Quiet, Workers, picture
 
 def replay(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What `envherd rollout --out DIR` wrote.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="A folder that `envherd rollout --out DIR` wrote.", show_default=False)
     ],
     *,
     workers: Workers = None,
@@ -25,7 +25,7 @@ def replay(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run the actions of a stored rollout again, from its seed, and compare what the envs return.
+    """Repeat the actions of a stored rollout from the same seed, and compare what the envs return.
 
     The exit code is 0 if all observations, rewards and flags are equal, and 1 at the first difference.
     """

@@ -1,4 +1,4 @@
-"""What `envherd replay` does, from its options to its exit code."""
+"""Implements `envherd replay`, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from envherd.executor.pictures.camera import Camera
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options, as given."""
+    """The options of the command line."""
 
     directory: Path
     num_workers: int | None = None
@@ -35,17 +35,17 @@ class Request:
 
     @property
     def wants_frames(self) -> bool:
-        """Whether a picture is to be drawn."""
+        """Whether a picture was requested."""
         return self.gif is not None or self.png is not None
 
 
 def run(request: Request) -> int:
-    """Run a rollout again; return the exit code. Errors are printed, never raised."""
+    """Run a rollout again; return the exit code. `carry_out` handles errors."""
     return carry_out(lambda: _prepare(request), lambda prepared: _report(request, *prepared))
 
 
 def _prepare(request: Request) -> tuple[TensorDictBase, dict[str, Any], Made]:
-    """Refuse at once what cannot work; return the data, what is known of them, and the factory."""
+    """Check the options before envs start; return the data, the facts stored with it, and the factory."""
     data, facts = load_rollout(request.directory)
     if request.wants_frames:
         require_pillow()
@@ -72,7 +72,7 @@ def _replay(
     made: Made,
     console: Console,
 ) -> str:
-    """Return the first difference, or an empty string."""
+    """Run the rollout again; return the first difference as text, or an empty string."""
     factory, kwargs = made
     num_envs, num_steps = data.shape[:2]
     options = with_display(ExecutorOptions(**facts["options"]), is_drawn=request.wants_frames)
@@ -104,7 +104,7 @@ def _replay(
 
 
 def _difference(step: int, stored: TensorDictBase, found: TensorDictBase, without: set[Any], prefix: str = "") -> str:
-    """Return the first leaf in which two batches `[N]` differ, as text; empty for none."""
+    """Return the first leaf in which two batches `[N]` differ, as text; empty if none does."""
     for key, value in _tensors(stored):
         if key in without or (other := found.get(key, None)) is None:
             continue

@@ -1,4 +1,4 @@
-"""Returns per agent, added up while a rollout runs."""
+"""Returns per agent, summed while a rollout runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ReturnSummary:
     """Mean returns of the agents.
 
     Attributes:
-        num_episodes: that ended (not counting those that a lost worker broke off).
-        per_agent: agent name -> mean return of those episodes; of the episodes under way, if none ended.
-        is_partial: no episode ended, so the means are of unfinished ones.
+        num_episodes: number of episodes that ended, without those that the loss of a worker interrupted.
+        per_agent: agent name -> mean return of those episodes; if none ended, of the unfinished episodes.
+        is_partial: no episode ended, so the means are those of unfinished episodes.
     """
 
     num_episodes: int
@@ -27,13 +27,13 @@ class ReturnSummary:
 
 @dataclass
 class ReturnMeter:
-    """Adds up rewards; one column per agent, one row per env (per inner env of envs that are batches).
+    """Sums rewards; one column per agent, one row per env (or per row of envs that are batches).
 
     Attributes:
         agents: names of the columns.
-        running: float64 `[rows, agents]`, returns of the episodes under way.
+        running: float64 `[rows, agents]`, returns of the current episodes.
         total: float64 `[agents]`, sum of the returns of the episodes that ended.
-        num_episodes: how many ended.
+        num_episodes: number of episodes that ended and count.
     """
 
     agents: tuple[str, ...]
@@ -56,9 +56,9 @@ class ReturnMeter:
         """Count one step of all envs.
 
         Args:
-            rewards: one array per reward leaf, rows first; read, not kept.
+            rewards: one array per reward leaf, rows first; read, not stored.
             done: bool, one value per row: the episode ended with this step.
-            interrupted: bool, likewise: it was broken off, and its return does not count.
+            interrupted: bool, likewise: the loss of a worker ended the episode, and its return does not count.
         """
         columns = [np.asarray(reward, np.float64).reshape(self.num_rows, -1) for reward in rewards]
         self.running += columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)

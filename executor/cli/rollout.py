@@ -29,7 +29,7 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
         typer.Option(metavar="ADDRESS", help="Run on the nodes of a Ray cluster: HOST:PORT of its head, or auto."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each env; envs whose episode ends are reset.")] = 200,
-    seed: Annotated[int | None, typer.Option(min=0, help="Root seed; default: drawn, and shown.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Root seed; default: drawn and printed.")] = None,
     policy: Annotated[
         str | None,
         typer.Option(metavar="MODULE:FACTORY", help="FACTORY(env) returns the policy; default: random actions."),
@@ -42,7 +42,7 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
             metavar="FILE",
             callback=read_config,
             is_eager=True,
-            help="YAML with options, as `envherd size --yaml` writes.",
+            help="YAML file with options, e.g. from `envherd size --yaml`.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the data: a memory-mapped TensorDict.")] = None,
@@ -58,15 +58,15 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
 ) -> None:
     """Run envs in parallel and report speed, returns and memory.
 
-    Ctrl-C ends the run early; the steps collected until then are reported and written.
+    After Ctrl-C, the command reports and writes the steps collected until then.
     """
-    # Here rather than above, so that `--help` does not wait for torch.
+    # Imported here, so that `--help` does not wait for torch.
     from envherd.executor.cli.running import Request, run
 
     is_serial, options = settings(context)
     source = context.get_parameter_source("workers")
     if source is not None and source.name == "COMMANDLINE":
-        is_serial = False  # what is written on the command line takes precedence over --config
+        is_serial = False  # the command line takes precedence over --config
     request = Request(
         is_serial=is_serial,
         options=options,

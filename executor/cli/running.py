@@ -1,4 +1,4 @@
-"""What `envherd rollout` does, from its options to its exit code."""
+"""Implements `envherd rollout`, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from envherd.executor.pictures.camera import MediaError
 from envherd.executor.serial import SerialEnv
 from envherd.workers.errors import FactoryError
 
-#: A factory, and the keyword arguments that it is called with.
+#: A factory, and the keyword arguments for its calls.
 Made = tuple[Factory, dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options, as given."""
+    """The options of the command line."""
 
     env: str
     num_envs: int
@@ -55,17 +55,17 @@ class Request:
 
     @property
     def wants_frames(self) -> bool:
-        """Whether a picture is to be drawn."""
+        """Whether a picture was requested."""
         return self.gif is not None or self.png is not None
 
 
 def run(request: Request) -> int:
-    """Run a rollout and report it; return the exit code. Errors are printed, never raised."""
+    """Run a rollout and report it; return the exit code. `carry_out` handles errors."""
     return carry_out(lambda: _prepare(request), lambda prepared: _run(request, *prepared))
 
 
 def _prepare(request: Request) -> tuple[Made, Any, RolloutStore | None]:
-    """Refuse at once what cannot work."""
+    """Check the options before envs start; return the factory, that of the policy or None, and the store or None."""
     made = make(request.env, request.max_steps, request.env_kwargs, with_frames=request.wants_frames)
     make_policy = None if request.policy is None else callable_at(request.policy, f"--policy {request.policy}")
     if request.wants_frames:
@@ -79,7 +79,7 @@ def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | N
     """Collect, write and report; return the exit code."""
     console = Console(stderr=request.json_path == "-", quiet=request.is_quiet)
     if make_policy is None:
-        # Only copies are left to torch here, and threads for them would wait for cores that the workers use:
+        # Without a policy, torch only copies here, and its threads would compete with the workers for cores:
         # storing 440 MB took 7-16 s with two threads on two busy cores, 1 s with one.
         torch.set_num_threads(1)
     frames = FrameLog(request.steps) if request.wants_frames else None
@@ -93,7 +93,7 @@ def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | N
     unwritten: Exception | None = None
     try:
         files = _write(request, collected, frames, (store, seed), console)
-    except (MediaError, OSError) as error:  # what was measured is reported all the same
+    except (MediaError, OSError) as error:  # the figures are reported anyway
         unwritten = error
     figures = Figures(
         env=request.env,
@@ -137,7 +137,7 @@ def _write(
     kept: tuple[RolloutStore | None, int],
     console: Console,
 ) -> dict[str, str]:
-    """Write what was asked for; return what was written. `kept`: the data, and the seed."""
+    """Write the requested files; return name -> path. `kept` is the store (or None) and the seed."""
     store, seed = kept
     files: dict[str, str] = {}
     if collected.steps_done == 0 or (store is None and frames is None):
@@ -151,7 +151,7 @@ def _write(
 
 
 def make(name: str, max_steps: int | None, kwargs: dict[str, Any], *, with_frames: bool = False) -> Made:
-    """Return the factory of an env that was named, and its keyword arguments.
+    """Return the factory of the named env, and its keyword arguments.
 
     Raises:
         FactoryError: no such env, or its family takes no `max_steps`.
@@ -163,7 +163,7 @@ def make(name: str, max_steps: int | None, kwargs: dict[str, Any], *, with_frame
 
 
 def _facts(request: Request, seed: int) -> dict[str, Any]:
-    """Return what `envherd replay` needs besides the data."""
+    """Return the facts that `envherd replay` needs in addition to the data."""
     facts = {"schema": SCHEMA, "env": full_name(request.env), "env_kwargs": request.env_kwargs, "seed": seed}
     return {**facts, "max_steps": request.max_steps, "options": request.options}
 
@@ -172,7 +172,7 @@ def _executor_options(request: Request) -> ExecutorOptions:
     """Return the options of the executor.
 
     Raises:
-        FactoryError: the file of `--config` has an option that there is not, or a value that it cannot have.
+        FactoryError: the file of `--config` has an unknown option, or an invalid value.
     """
     try:
         options = ExecutorOptions(**request.options)
@@ -182,7 +182,7 @@ def _executor_options(request: Request) -> ExecutorOptions:
 
 
 def with_display(options: ExecutorOptions, *, is_drawn: bool) -> ExecutorOptions:
-    """Return options of envs that are drawn: MuJoCo does so without a display only if a variable says so early."""
+    """Return the options for envs that are drawn: without a display, MuJoCo needs MUJOCO_GL when workers start."""
     has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
     if not (is_drawn and sys.platform == "linux" and not has_display):
         return options

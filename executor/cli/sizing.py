@@ -1,4 +1,4 @@
-"""What `envherd size` does, from its options to its exit code."""
+"""Implements `envherd size`, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 class BadOption(EnvherdError, ValueError):
-    """An option's value that means nothing."""
+    """The value of an option is not valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options, as given."""
+    """The options of the command line."""
 
     env: str
     num_envs: int | None = None
@@ -68,7 +68,7 @@ class Request:
 
     @property
     def without_cluster(self) -> list[str]:
-        """The options that were given and mean nothing for a cluster."""
+        """The options in use that do not apply to a cluster."""
         given = {
             "--cpus": self.cpus,
             "--memory": self.memory,
@@ -83,13 +83,13 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Size an env and report it; return the exit code. Errors are printed, never raised."""
+    """Size an env and report it; return the exit code. `carry_out` handles errors."""
     console = Console(stderr="-" in (request.json_path, request.yaml_path), quiet=request.is_quiet)
     return carry_out(lambda: _measure(request, console), lambda report: report())
 
 
 def _prepare(request: Request) -> tuple[Factory, Goal, int | None]:
-    """Refuse at once what cannot work."""
+    """Check the options before anything is measured; return factory, goal and memory limit of the measurement."""
     if request.has_verify:
         raise BadOption(
             "--verify failed: expected no such option: every setting in the table is run now. A longer --budget runs "
@@ -98,7 +98,7 @@ def _prepare(request: Request) -> tuple[Factory, Goal, int | None]:
     if request.cluster is not None and (without := request.without_cluster):
         raise BadOption(f"--cluster failed: expected none of what is for one machine, got {', '.join(without)}.")
     if request.plot is not None:
-        from envherd.executor.sizing import plotting  # noqa: F401  # says which package is missing
+        from envherd.executor.sizing import plotting  # noqa: F401  # its error names the missing package
     for text in (request.memory, request.gpu, request.probe_memory):
         parse_size(text or "0")
     goal = Goal(
@@ -113,7 +113,7 @@ def _prepare(request: Request) -> tuple[Factory, Goal, int | None]:
 
 
 def _measure(request: Request, console: Console) -> Callable[[], int]:
-    """Size an env; return what reports it, and then 0."""
+    """Size an env; return a function that reports the result and returns 0."""
     factory, goal, most_bytes = _prepare(request)
     if request.cluster is not None:
         from envherd.executor.cli.cluster_sizing import plan_with
@@ -137,7 +137,7 @@ def _size(request: Request, factory: Factory, goal: Goal, most_bytes: int | None
     here, options = read_machine(), ExecutorOptions()
     there = planned(here, request)
     limits = ProbeLimits(budget_s=request.budget_s, memory_bytes=most_bytes)
-    # Forked before this process has a thread; where it has one, a worker process does it.
+    # Forked only while this process has one thread; otherwise `measure` uses a worker process.
     forked = ForkedHost() if threading.active_count() == 1 and goal.num_workers is None else None
     with contextlib.closing(forked) if forked is not None else contextlib.nullcontext(), _progress(errors) as show:
         subject = subject_of(factory, request.env_kwargs or None, options)
@@ -147,7 +147,7 @@ def _size(request: Request, factory: Factory, goal: Goal, most_bytes: int | None
 
 @contextlib.contextmanager
 def _progress(console: Console) -> Iterator[Progress]:
-    """Show what is done now: a bar on a terminal, else a line for each step and round."""
+    """Show the progress: a bar on a terminal, otherwise a line for each step and round."""
     if not console.is_terminal:
         latest = ""
 
@@ -171,7 +171,7 @@ def _progress(console: Console) -> Iterator[Progress]:
 
 
 def planned(here: Machine, request: Request) -> Machine:
-    """Return the machine to plan for: this one, with what the options say instead."""
+    """Return the machine to plan for: this one, with the cores, memory and GPU of the options."""
     machine = here
     if request.cpus is not None:
         cgroup = replace(machine.cgroup, cpu_quota=None)
@@ -189,10 +189,10 @@ def planned(here: Machine, request: Request) -> Machine:
 
 
 def parse_size(text: str) -> int:
-    """Return bytes: `2GiB`, `512M`, `1.5 g`; units of 1000, or of 1024 with an i.
+    """Return the bytes of a text such as `2GiB`, `512M` or `1.5 g`. Units are powers of 1000, with an i of 1024.
 
     Raises:
-        BadOption: anything else.
+        BadOption: the text is not a number with such a unit.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if match is None or match.group(2) not in _UNITS:

@@ -1,4 +1,4 @@
-"""What `envherd size` says: a table for readers, JSON for programs, YAML to paste."""
+"""The report of `envherd size`: a table for readers, JSON for programs, YAML for config files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIB, _GIB = 2**20, 2**30
 
 
 def table(env: str, sizing: Sizing) -> RenderableType:
-    """Return everything as tables for the terminal."""
+    """Return the report as tables for the terminal."""
     return Group(_advice(env, sizing), _reasons(sizing), *_runs(sizing))
 
 
@@ -62,7 +62,7 @@ def _other_kind(sizing: Sizing) -> Run | None:
 
 
 def machine_text(machine: Machine) -> str:
-    """Say in one line what may be used."""
+    """Describe the resources that may be used in one line."""
     parts = [f"{machine.cores:g} of {machine.num_cpus} cores", f"{size_text(machine.memory_available)} memory"]
     if machine.is_throttled:
         parts[0] += " (quota)"
@@ -100,7 +100,7 @@ def _reasons(sizing: Sizing) -> RenderableType:
 
 
 def _runs(sizing: Sizing) -> list[RenderableType]:
-    """Return the settings that were run, and below them those that were struck out, with the reasons."""
+    """Return a table of the settings that were run, then a line for each refused setting, with the reason."""
     title = Text("run on this machine", "bold")
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     grid.add_column("envs", justify="right", no_wrap=True)
@@ -132,7 +132,7 @@ def _runs(sizing: Sizing) -> list[RenderableType]:
 
 
 def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
-    """Return everything as documented in docs/sizing.md, ready for `json.dump`."""
+    """Return the report as documented in docs/sizing.md, ready for `json.dump`."""
     machine = asdict(sizing.machine)
     for name in ("cores", "memory_available", "files_left", "processes_left"):
         machine[name] = getattr(sizing.machine, name)
@@ -149,7 +149,7 @@ def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
 
 
 def yaml_text(env: str, sizing: Sizing) -> str:
-    """Return the setting as YAML, with what it is based on as comments."""
+    """Return the recommended setting as YAML, with its speed and memory as comments."""
     advice, setting, one = sizing.advice, sizing.advice.setting, sizing.advice.predicted
     how = "scaled from another machine" if one.is_scaled else "measured"
     options = list[str]()
@@ -172,7 +172,7 @@ def yaml_text(env: str, sizing: Sizing) -> str:
 
 
 def size_text(size: float) -> str:
-    """Return a size for readers."""
+    """Return a number of bytes as text with a unit."""
     if size < _MIB:
         return f"{size / 1024:,.1f} KiB"
     return f"{size / _MIB:,.1f} MiB" if size < 10 * _GIB else f"{size / _GIB:,.1f} GiB"

@@ -1,6 +1,8 @@
 """A rollout on disk: a memory-mapped TensorDict, written step by step, so that memory does not grow.
 
-data = tensordict.TensorDict.load_memmap(DIR, allow_pickle=False)  # [N, T], as `ParallelEnv.rollout` gives it
+Batches with text, objects or differing shapes are the exception: they stay in memory until `finish` writes them.
+
+data = tensordict.TensorDict.load_memmap(DIR, allow_pickle=False)  # [N, T], with the keys of `ParallelEnv.rollout`
 """
 
 from __future__ import annotations
@@ -14,16 +16,16 @@ from typing import Any
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
 SCHEMA = "envherd.stored/1"
-#: The file besides those of the TensorDict.
+#: The file in the directory that is not part of the TensorDict.
 _FACTS = "envherd.json"
 
 
 class StoreError(RuntimeError):
-    """The directory cannot be used for a rollout, or the disk is too small for it."""
+    """The directory has other files or no rollout, or the rollout does not fit on the disk."""
 
 
 class RolloutStore:
-    """Takes one batch `[N]` after another and leaves `[N, T]` in a directory.
+    """Writes batches `[N]`, one per step, to a directory as one batch `[N, T]`.
 
     Args:
         directory: created if it does not exist; an earlier rollout in it is replaced.
@@ -46,10 +48,10 @@ class RolloutStore:
         self._in_memory: list[TensorDictBase] = []
 
     def add(self, td: TensorDictBase) -> None:
-        """Store a step; batch `[N]` with action and `next`, copied.
+        """Store the batch `[N]` of a step, with action and `next`; it is copied.
 
         Raises:
-            StoreError: with the first step: the disk has no room for `num_steps` of them.
+            StoreError: at the first step, if the disk has no room for `num_steps` such batches.
         """
         if self.num_stored == 0:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
@@ -65,10 +67,10 @@ class RolloutStore:
         self.num_stored += 1
 
     def finish(self, facts: Mapping[str, Any]) -> None:
-        """Make what is on disk complete, and as long as what was stored.
+        """Complete the files; cut them to the number of stored steps.
 
         Args:
-            facts: how to run it again; see `load_rollout`.
+            facts: needed to run it again; see `load_rollout`.
         """
         if self.num_stored == 0:
             return
@@ -87,7 +89,7 @@ class RolloutStore:
         (self.directory / _FACTS).write_text(json.dumps(dict(facts), indent=2) + "\n")
 
     def _require_room(self, size: int) -> None:
-        # Checked before, because a full disk under a memory map kills the process.
+        # Checked first, because writing to a memory map on a full disk kills the process.
         free = shutil.disk_usage(self.directory.parent).free
         if size > free:
             raise StoreError(
@@ -128,7 +130,7 @@ def load_rollout(directory: Path) -> tuple[TensorDictBase, dict[str, Any]]:
 
 
 def _may_be_replaced(directory: Path) -> bool:
-    """Tell whether nothing is lost that was not written here: only what looks like a stored TensorDict goes."""
+    """Return whether a directory is missing, empty or a stored TensorDict, so that no other files are lost."""
     if not directory.exists():
         return True
     if not directory.is_dir():
@@ -139,7 +141,7 @@ def _may_be_replaced(directory: Path) -> bool:
 
 
 def has_odd_leaves(td: TensorDictBase) -> bool:
-    """Tell whether a batch has leaves that have no fixed place on disk: text, objects, differing shapes."""
+    """Return whether a batch has leaves without a fixed size on disk: text, objects, differing shapes."""
     if isinstance(td, LazyStackedTensorDict) or not isinstance(td, TensorDict):
         return True
     return any(is_tensor_collection(value) and has_odd_leaves(value) for value in td.values())

@@ -14,7 +14,7 @@ def top(
         bool, typer.Option("--json", help="Print JSON: one object with --once, otherwise one per line.")
     ] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval in seconds.")] = 1.0,
-    pid: Annotated[int | None, typer.Option(help="Only the executors of this process.")] = None,
+    pid: Annotated[int | None, typer.Option(help="Show only the executors of this process.")] = None,
     stack: Annotated[
         int | None, typer.Option(metavar="WORKER", help="Also show the Python stack of this worker.")
     ] = None,

@@ -1,4 +1,4 @@
-"""What `envherd top` does, from its options to its exit code."""
+"""Implements `envherd top`, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from envherd.executor.monitor.watching import ExecutorView, Watch, WorkerView, s
 
 SCHEMA = "envherd.top/1"
 _KEYS = {"\x1b[A": "up", "k": "up", "\x1b[B": "down", "j": "down", "s": "stack", "q": "quit"}
-#: Seconds at one thing from which it is worth a colour.
+#: Seconds in a phase other than idle after which it is shown in red.
 _LONG_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options, as given."""
+    """The options of the command line."""
 
     is_once: bool = False
     is_json: bool = False
@@ -43,7 +43,7 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Show what runs; return the exit code."""
+    """Show the running executors; return the exit code."""
     console = Console()
     with contextlib.closing(Watcher(request.pid)) as watcher:
         try:
@@ -55,29 +55,29 @@ def run(request: Request) -> int:
 
 
 class Watcher:
-    """Watches whatever executors there are; they come and go."""
+    """Watches this user's executors, or those of process `pid`; notices executors that start and close."""
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
         self._watches: dict[tuple[int, int], Watch] = {}
 
     def look(self) -> list[ExecutorView]:
-        """Return what was done since the last look; those that have just come have done nothing."""
+        """Return the activity of each executor since the previous call; that of a new executor is empty."""
         self.find()
         return [watch.look() for watch in self._watches.values()]
 
     def find(self) -> None:
-        """Begin to watch those that have come, and forget those that have gone."""
+        """Begin to watch new executors, and forget those that have closed."""
         found = {(one.pid, one.inode): one for one in listings() if self._pid is None or one.pid == self._pid}
         for key in [key for key in self._watches if key not in found]:
             self._watches.pop(key).close()
         for key, listing in found.items():
             if key not in self._watches:
-                with contextlib.suppress(OSError):  # it has gone meanwhile
+                with contextlib.suppress(OSError):  # it closed in the meantime
                     self._watches[key] = Watch(listing)
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Stop watching all executors."""
         for watch in self._watches.values():
             watch.close()
 
@@ -135,12 +135,12 @@ def _live(request: Request, watcher: Watcher, console: Console) -> int:
             if key == "stack":
                 stack = "" if stack else _stack(views, selected)
             if key in ("up", "down"):
-                selected, stack = selected + (1 if key == "down" else -1), ""  # the stack was another worker's
+                selected, stack = selected + (1 if key == "down" else -1), ""  # hide the stack of the previous worker
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Any]:
-    """Give a function that waits for a key and names it; without a terminal it only waits."""
+    """Yield a function that waits for a key and returns its meaning; without a terminal, it only sleeps."""
     if not sys.stdin.isatty():
 
         def wait(seconds: float) -> str:
@@ -165,14 +165,14 @@ def _keys() -> Iterator[Any]:
 
 
 def screen(views: list[ExecutorView], *, selected: int, stack: str, width: int = 200) -> RenderableType:
-    """Return everything as tables of at most `width` columns of text; what tells least is left out first."""
+    """Return the executors as tables of at most `width` characters; a narrow table lacks the columns of `_DROPPED`."""
     if not views:
         return Text("no executor of this user is running (`SerialEnv` has no workers to show)", "dim")
     parts: list[RenderableType] = []
     row = 0
     for view in views:
         parts.append(_executor(view, selected - row, width))
-        if stack and 0 <= selected - row < len(view.workers):  # below its own executor: others may fill the screen
+        if stack and 0 <= selected - row < len(view.workers):  # below its executor, as others may fill the screen
             load = view.workers[selected - row].load
             parts += [Text(f"Stack of worker {load.worker_id}, pid {load.pid}", "bold"), Text(stack)]
         row += len(view.workers)
@@ -181,7 +181,7 @@ def screen(views: list[ExecutorView], *, selected: int, stack: str, width: int =
     return Group(*parts)
 
 
-#: The columns, and which of them a narrow terminal lacks, the first ones first.
+#: The columns of a table, and those that a narrow terminal drops, in the order in which they are dropped.
 _COLUMNS = (
     *("worker", "pid", "envs", "steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "restarts", "USS", "RSS"),
     *("cpu", "stacked", "moves", "at"),
@@ -206,7 +206,7 @@ def _executor(view: ExecutorView, selected: int, width: int) -> Table:
 
 
 def _width_of(names: list[str], rows: list[dict[str, Any]]) -> int:
-    """Return the columns of text that a table needs: three spaces stand between its columns."""
+    """Return the characters that a line of the table needs, with three between columns."""
     return sum(3 + max(len(name), *(len(row[name]) for row in rows), 0) for name in names) + 2
 
 

@@ -1,1 +1,1 @@
-"""Evaluation of policies in envs with players: whole episodes, what they come to, and a chart of it."""
+"""Evaluation of policies in envs with players: plays whole episodes, computes measures, and draws a chart."""

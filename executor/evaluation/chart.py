@@ -1,4 +1,4 @@
-"""A chart of evaluations next to each other: random and trained players, for example."""
+"""A chart that compares evaluations, for example of random and trained players."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FOCAL, _BACKGROUND = "#3465a4", "#888888"
 
 
 def plot_evaluations(evaluations: Mapping[str, Evaluation], path: str | Path) -> None:
-    """Draw the measures of some evaluations, by their names, to a PNG file; matplotlib is needed.
+    """Draw the measures of evaluations, labelled by their names, to a PNG file; needs matplotlib.
 
-    The whiskers are 95 % confidence intervals; the dots on the right are the returns of each player in each episode.
+    The whiskers are 95 % confidence intervals; the marks on the right are the returns of each player in each episode.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,8 +1,9 @@
-"""`evaluate`: plays whole episodes with given policies and returns what the players got.
+"""`evaluate`: plays whole episodes with the passed policies and records the returns of the players.
 
-Guarantees: the episodes depend on the seed, the number of envs and the policies alone (where the env and the policies
-do), and on no worker count. Each env plays its share of the episodes, so that short episodes do not count more than
-long ones. An episode that the loss of a worker interrupted does not count; its env plays another.
+Guarantees: the episodes depend only on the seed, the number of envs and the policies, if env and policies are
+deterministic. The number of workers does not matter. Each env plays an equal share of the episodes, so that short
+episodes do not count more than long ones. An episode that the loss of a worker interrupted does not count: the env
+plays another one.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from envherd.executor.policy import Policy
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.block.episode_leaves import return_key
 
-#: One policy for all players, or policies by player, role and "*"; see `PerPlayer`.
+#: One policy for all players, or a dict of policies by player, role and "*"; see `PerPlayer`.
 Policies = Policy | Mapping[str | int, Policy | None] | None
-#: Steps of a batch: enough to hide what a batch costs, few enough to keep little memory.
+#: Steps of each env in a batch. More steps spread the cost of a batch; fewer use less memory.
 _NUM_STEPS = 50
 
 
-def evaluate(  # noqa: PLR0913  # what is evaluated, against whom, and how much of it
+def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluation
     policies: Policies,
     env: str | Callable[..., Any] | BatchedEnv,
     episodes: int = 10,
@@ -47,29 +48,29 @@ def evaluate(  # noqa: PLR0913  # what is evaluated, against whom, and how much 
     primer: Mapping[str, torch.Tensor] | None = None,
     options: ExecutorOptions | None = None,
 ) -> Evaluation:
-    """Play episodes and return what each player got.
+    """Play episodes and return the returns of each player.
 
     Args:
-        policies: of the focal players: one policy for all, or by player, role and "*", or a `PerPlayer` for all
-            players. None draws random actions. They are called as `PerPlayer` calls them.
+        policies: of the focal players: one policy for all, or a dict by player, role and "*", or a `PerPlayer` for all
+            players. None draws random actions. `PerPlayer` calls the policies.
         env: name of a Melting Pot substrate or scenario, which is built `deterministic` and without the world view; or
-            a factory of any env with one group of players; or an executor with `episode_statistics`, whose envs are
-            reset, and which stays open. A scenario's name with `background` takes its roles, and these in place of its
-            bots.
-        episodes: to play.
+            a factory of any env with one group of players; or an executor with `episode_statistics`. `evaluate` resets
+            the envs of an executor and leaves it open. With `background`, a named scenario keeps its roles, and the
+            background policies replace its bots.
+        episodes: number of episodes.
         background: policies of the players that are not focal, likewise; `{"*": None}` draws random actions.
         focal: names or indices of the focal players; None for those of the scenario, or all.
-        num_envs: that play at once; at most `episodes`. Not with an executor.
-        num_workers: processes; see `ParallelEnv`. Not with an executor.
-        seed: root seed of the envs, and of torch's generator while it plays. Not with an executor, whose own it is.
-        max_steps: truncate episodes after that many steps; only with a name.
+        num_envs: number of envs that play at once; at most `episodes`. Ignored with an executor.
+        num_workers: worker processes; see `ParallelEnv`. Ignored with an executor.
+        seed: root seed of the envs (an executor keeps its own), and of torch's generator during the evaluation.
+        max_steps: truncate episodes after this number of steps; only with a name. Ignored with an executor.
         primer: by key, the recurrent state of one player at the beginning of an episode.
-        options: of the executor.
+        options: of the executor that `evaluate` makes.
 
     Raises:
-        ValueError: envs that are batches themselves or have no players, a player without a policy, or `background`
-            where all players are focal.
-        FactoryError: a scenario whose bots' models are not installed, with what to do.
+        ValueError: the envs are batches themselves or have no players, a player has no policy, or `background` is
+            passed although all players are focal, or `max_steps` with a factory.
+        FactoryError: the models of a scenario's bots are not installed.
     """
     episodes = as_count("evaluate", "episodes", episodes)
     with _opened(env, episodes, background is not None, num_envs, num_workers, seed, max_steps, options) as executor:
@@ -97,7 +98,7 @@ def evaluate(  # noqa: PLR0913  # what is evaluated, against whom, and how much 
 
 
 @contextlib.contextmanager
-def _opened(  # noqa: PLR0913, PLR0917  # those of `evaluate`
+def _opened(  # noqa: PLR0913, PLR0917  # the arguments of `evaluate`
     env: Any,
     episodes: int,
     has_background: bool,  # noqa: FBT001
@@ -107,7 +108,7 @@ def _opened(  # noqa: PLR0913, PLR0917  # those of `evaluate`
     max_steps: int | None,
     options: ExecutorOptions | None,
 ) -> Iterator[BatchedEnv]:
-    """Give the executor: the caller's, or one that is closed at the end."""
+    """Yield the caller's executor, or make one and close it at the end."""
     if isinstance(env, BatchedEnv):
         if not env.options.episode_statistics:
             raise ValueError(
@@ -140,7 +141,7 @@ def _focal(
 
 
 def _joined(policies: Policies, background: Policies, is_focal: tuple[bool, ...], executor: BatchedEnv) -> PerPlayer:
-    """Return the policy of all players."""
+    """Return one policy that acts for all players."""
     if isinstance(policies, PerPlayer) and background is None:
         return policies
     everyone = PerPlayer({OTHERS: None}, executor.spec)
@@ -167,7 +168,7 @@ def _by_name(policies: Policies) -> Mapping[str | int, Policy | None]:
 
 
 def _play(env: BatchedEnv, policy: PerPlayer, primer: Any, episodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the returns `[E, P]` and the lengths `[E]` of the episodes, in the order of envs within each round."""
+    """Return the returns `[E, P]` and lengths `[E]` of episodes: the first of each env, then the second ones, ..."""
     key = ("next", *return_key((*policy.group, "reward")))
     shares = [len(range(env_id, episodes, env.num_envs)) for env_id in range(env.num_envs)]
     found: list[list[tuple[np.ndarray, int]]] = [[] for _ in shares]

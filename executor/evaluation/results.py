@@ -1,13 +1,13 @@
-"""What an evaluation found: the return of each player in each episode, and the measures that are made of them.
+"""The result of an evaluation: the return of each player in each episode, and measures computed from these.
 
-- Per-capita return: the mean over players of their returns in an episode. Melting Pot scores the focal players by it
-  (Agapiou et al. 2022, "Melting Pot 2.0", arXiv:2211.13746).
+- Per-capita return: the mean over players of their returns in an episode. Melting Pot uses that of the focal players
+  as score (Agapiou et al. 2022, "Melting Pot 2.0", arXiv:2211.13746).
 - Collective return: the sum over all players.
 - Equality: one minus the Gini coefficient of the returns, `1 - sum_ij |R_i - R_j| / (2 P sum_i R_i)` (Perolat et al.
   2017, "A multi-agent reinforcement learning model of common-pool resource appropriation", arXiv:1707.06600).
 
-An interval is that of the mean over episodes, from a percentile bootstrap with a fixed seed: it is too narrow for a few
-episodes, and there is none for one.
+Confidence intervals are those of the mean over episodes, from a percentile bootstrap with a fixed seed. They are too
+narrow for a few episodes, and undefined for one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Interval(NamedTuple):
     """A mean over episodes with its 95 % confidence interval.
 
     Attributes:
-        mean: NaN if no episode counts.
+        mean: NaN if it is undefined for every episode.
         low: NaN for fewer than two episodes.
         high: likewise.
-        num_episodes: that count.
+        num_episodes: number of episodes for which the value is defined.
     """
 
     mean: float
@@ -46,7 +46,7 @@ class Interval(NamedTuple):
 
 
 def interval_of(values: np.ndarray) -> Interval:
-    """Return the mean of values `[E]` of episodes and its interval; NaNs do not count."""
+    """Return the mean of values `[E]`, one per episode, and its interval; NaNs are left out."""
     counted = values[~np.isnan(values)]
     if len(counted) < 2:
         return Interval(float(counted.mean()) if len(counted) else math.nan, math.nan, math.nan, len(counted))
@@ -56,9 +56,9 @@ def interval_of(values: np.ndarray) -> Interval:
 
 
 def equality_of(returns: np.ndarray) -> np.ndarray:
-    """Return the equality of returns `[E, P]` in each episode, `[E]`: 1 if all are equal, 1/P if one has everything.
+    """Return the equality of returns `[E, P]` in each episode, `[E]`: 1 if all are equal, 1/P if one player has it all.
 
-    NaN for an episode in which a return is negative or all are 0, where the Gini coefficient has no meaning.
+    It is NaN for an episode in which a return is negative or all are 0, for which the Gini coefficient is undefined.
     """
     total = returns.sum(1)
     differences = np.abs(returns[:, :, None] - returns[:, None, :]).sum((1, 2))
@@ -74,7 +74,7 @@ class Evaluation:
     Attributes:
         env: its name.
         seed: the root seed of the episodes.
-        players: names.
+        players: their names.
         roles: one per player.
         is_focal: one per player; the others are background players.
         returns: float64 `[E, P]`.
@@ -91,7 +91,7 @@ class Evaluation:
 
     @property
     def num_episodes(self) -> int:
-        """E."""
+        """Number of episodes, E."""
         return len(self.returns)
 
     @cached_property
@@ -101,7 +101,7 @@ class Evaluation:
 
     @cached_property
     def background_per_capita(self) -> Interval | None:
-        """Mean over the background players of their returns; None without any (a scenario's bots are no rows)."""
+        """Mean over the background players of their returns; None without any (a scenario's bots do not count)."""
         others = ~np.array(self.is_focal)
         return self._per_capita(others) if others.any() else None
 
@@ -130,7 +130,7 @@ class Evaluation:
         return interval_of(self.returns[:, chosen].mean(1))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data, ready for `json.dump`; NaN is None."""
+        """Return the measures, returns and lengths as plain data for `json.dump`; measures that are NaN become None."""
         return {
             "schema": SCHEMA,
             "env": self.env,

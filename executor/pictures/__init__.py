@@ -1,1 +1,1 @@
-"""Pictures of envs and videos of them, for the command line and for recorders in Python."""
+"""Pictures and videos of envs, for the command line and for `VideoRecorder`."""

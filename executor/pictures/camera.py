@@ -1,4 +1,4 @@
-"""Pictures of envs: their world view, what they draw, or what one of their agents observes."""
+"""Pictures of envs: the world view, the result of `render`, or the observation of one agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envherd.shm.specs import EnvSpec, Key
 
 
 class MediaError(RuntimeError):
-    """A picture could not be made: a package is missing, or no env gave a frame."""
+    """A picture could not be made: for example, a package is missing, or no env has a picture."""
 
 
 class Camera:
@@ -20,13 +20,13 @@ class Camera:
 
     Args:
         env: the executor.
-        agent: whose observation is shown; None for the world view, or what the env draws.
+        agent: index of the agent whose observation is shown; None for the world view, or the env's `render`.
 
     Attributes:
-        key: of the pictures in a batch; empty where the env draws them.
+        key: of the pictures in a batch; empty or None if the env renders them.
 
     Raises:
-        MediaError: agents of these envs observe no pictures, or there are fewer of them.
+        MediaError: the agents of these envs observe no pictures, or there is no such agent.
     """
 
     def __init__(self, env: BatchedEnv, agent: int | None = None) -> None:
@@ -36,18 +36,18 @@ class Camera:
         self._has_looked = False
 
     def look(self, td: TensorDictBase, env_ids: list[int] | None = None) -> list[np.ndarray | None]:
-        """Return a picture of each env as a batch `[N]` shows it, uint8 `[H, W, 3]`; None where an env has none.
+        """Return a picture of each env, uint8 `[H, W, 3]`, from a batch `[N]` or the env; None if an env has none.
 
         Args:
             td: the batch.
-            env_ids: of these envs alone.
+            env_ids: only of these envs; None for all.
 
         Raises:
-            MediaError: no env has one.
+            MediaError: at the first call, if no env has a picture.
         """
         if self.key:
             rows = range(len(td)) if env_ids is None else env_ids
-            seen: list[Any] = [td[row][self.key].numpy(force=True) for row in rows]  # they may differ in shape
+            seen: list[Any] = [td[row][self.key].numpy(force=True) for row in rows]  # their shapes may differ
         else:
             seen = self._env.ask("render", env_ids)
         if not self._has_looked and all(frame is None for frame in seen):

@@ -1,6 +1,6 @@
-"""`VideoRecorder`: videos of episodes, made while a rollout or a collector runs.
+"""`VideoRecorder`: records videos of episodes while a rollout or a collector runs.
 
-Assumes: it is called after each step of all envs; an episode whose steps it is not shown has a shorter film.
+Assumes: it is called after each step of all envs. A film lacks the steps after which it was not called.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from envherd.executor.pictures.video import Video, enlarged, require_imageio
 
 
 class VideoRecorder:
-    """Writes episodes of some envs as `FOLDER/envI_episodeJ.mp4`: a `callback` for `rollout` and `Collector`.
+    """Writes episodes of some envs as `FOLDER/envI_episodeJ.mp4`; a `callback` for `rollout` and `Collector`.
 
     In a loop of steps, call `recorder(env, td)` after each step. J is the executor's number of the episode. A film is
-    complete once the env's next episode has begun, or after `close`, which the end of a `with` calls.
+    complete after the first call in the env's next episode, or after `close`, which the end of a `with` block calls.
 
-    The first film of an env begins with the first step that it is called for, later ones with the reset. Where pictures
-    are observations (Melting Pot's world, an agent's view), a film ends with the true last one. Envs that draw
-    themselves (Gymnasium's `render_mode="rgb_array"`) are drawn after each step: the last picture of an episode is
-    missing if the same step has reset the env.
+    The first film of an env begins with the first recorded step, later ones with the reset. If pictures are
+    observations (Melting Pot's world, an agent's view), a film ends with the last observation of the episode. Envs with
+    a `render` method (Gymnasium's `render_mode="rgb_array"`) are drawn after each step. Their films lack the last
+    picture of an episode if the same step reset the env.
 
     Args:
         env: the executor.
-        folder: created if it is not there; files of the same names are replaced.
-        every: record the episodes 0, `every`, 2 `every`, ... of each env. The others cost nothing.
-        env_ids: of the envs that are recorded.
-        agent: index of the agent whose observation is recorded; None for the world view, or what the env draws.
+        folder: created if it does not exist; files of the same names are replaced.
+        every: record the episodes 0, `every`, 2 `every`, ... of each env. Other episodes cost nothing.
+        env_ids: the envs to record.
+        agent: index of the agent whose observation is recorded; None for the world view, or the env's `render`.
         fps: steps per second of video.
 
     Raises:
         ValueError: an argument does not fit the envs.
-        RuntimeError: `envherd[media]` is not installed, or no agent observes pictures.
+        RuntimeError: `envherd[media]` is not installed, the agents observe no pictures, or there is no such agent.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class VideoRecorder:
         self._folder, self._fps = Path(folder), fps
         self._folder.mkdir(parents=True, exist_ok=True)
         self._camera = Camera(env, agent)
-        self._films: dict[int, tuple[int, Video]] = {}  # by env: its episode, and the film of it
+        self._films: dict[int, tuple[int, Video]] = {}  # env -> its episode and the film
 
     def __call__(self, env: BatchedEnv, td: TensorDictBase) -> None:
         """Add the pictures of a step.
@@ -74,9 +74,9 @@ class VideoRecorder:
             td: batch `[N]` with `next`; only read.
 
         Raises:
-            RuntimeError: the envs have no picture of themselves.
+            RuntimeError: the envs have no pictures.
         """
-        numbers = env.engine.pool.slab.words["episode"]  # of the episodes that come next
+        numbers = env.engine.pool.slab.words["episode"]  # of the next episodes
         now = {env_id: int(numbers[env_id]) - 1 for env_id in self._ids}
         is_observed = bool(self._camera.key)
         if is_observed:
@@ -107,9 +107,9 @@ class VideoRecorder:
             self._end(env_id)
 
     def __enter__(self) -> Self:
-        """Return the recorder; it is closed at the end of the `with`."""
+        """Return the recorder; the end of the `with` block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
+        """Close the recorder."""
         self.close()

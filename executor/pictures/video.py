@@ -1,4 +1,4 @@
-"""Videos: frames that are written to an MP4 file one by one, with imageio, which is imported for the first of them."""
+"""Videos: frames written to an MP4 file one by one. imageio is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from envherd.executor.pictures.camera import MediaError
 
-#: Sides of a frame below which pixels are enlarged by a whole factor.
+#: Longest side of an enlarged frame.
 _SMALL_PX = 320
 
 
@@ -17,7 +17,7 @@ class Video:
     """Writes frames to an MP4 file, one by one.
 
     Attributes:
-        size: width and height, once the first frame is there.
+        size: width and height of the latest frame; (0, 0) before the first.
     """
 
     def __init__(self, path: Path, fps: float) -> None:
@@ -45,20 +45,20 @@ class Video:
 
 
 def enlarged(frame: np.ndarray | None) -> np.ndarray | None:
-    """Return a frame whose pixels are enlarged by a whole factor if it is small."""
+    """Return a frame, enlarged by a whole factor if it is small."""
     factor = 1 if frame is None else max(1, _SMALL_PX // max(frame.shape[:2]))
     return frame if frame is None or factor == 1 else frame.repeat(factor, 0).repeat(factor, 1)
 
 
 def require_imageio() -> Any:
-    """Return imageio, which has what it needs for MP4.
+    """Return imageio, after checking that it can write MP4.
 
     Raises:
         MediaError: a package is missing.
     """
     try:
         import imageio.v2 as imageio
-        import imageio_ffmpeg  # noqa: F401  # which imageio needs for MP4
+        import imageio_ffmpeg  # noqa: F401  # imageio needs it for MP4
     except ImportError as error:
         raise MediaError(
             f"recording failed: expected the packages imageio and imageio-ffmpeg, got {error}. "

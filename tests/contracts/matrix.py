@@ -1,11 +1,11 @@
-"""From the outcomes of `test_matrix` to the page `docs/reports/families.md`."""
+"""Writes the page `docs/reports/families.md` from the results of `test_matrix`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-#: Column -> what a cell of it says.
+#: Column -> meaning of its cells, for the legend of the page.
 COLUMNS = {
     "contract": "the rules of `envherd.workers.testing` that hold: for a block of envs without an executor, for "
     "`SerialEnv` and for `ParallelEnv`. Families of which a process can have only one env, or whose envs leave state "
@@ -34,7 +34,7 @@ def write_page(path: Path, rows: Mapping[str, Mapping[str, str]]) -> None:
     """Write the page.
 
     Args:
-        path: where to.
+        path: of the page.
         rows: title -> column -> cell.
     """
     lines = ["| family | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
@@ -45,6 +45,6 @@ def write_page(path: Path, rows: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def read_page(path: Path) -> list[list[str]]:
-    """Return the rows of the table, each a list of its cells, title first."""
+    """Return the rows of the page's table, each as a list of cells that begins with the title."""
     lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]

@@ -46,7 +46,7 @@ USER_MODULE = """
 
 
     class Says(CountingEnv):
-        '''Tells the test when it has made some steps.'''
+        '''Creates a file after 20 steps, for which the test waits.'''
 
         def __init__(self):
             super().__init__()
@@ -60,7 +60,7 @@ USER_MODULE = """
 
 
     class Forgets(CountingEnv):
-        '''Its episodes are longer and longer, whatever the seed.'''
+        '''Each episode is one step longer than the one before, whatever the seed.'''
 
         def reset(self, *args, **kwargs):
             self.length = 2 if self.length is None else self.length + 1
@@ -87,7 +87,7 @@ USER_MODULE = """
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Run in a temporary folder that contains a user's module."""
+    """Run the test in a temporary folder that contains a user's module."""
     (tmp_path / "my_envs.py").write_text(textwrap.dedent(USER_MODULE))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -104,7 +104,7 @@ def rollout(*arguments: str) -> Result:
 
 
 def figures_of(result: Result) -> dict:
-    """Return the JSON that a run printed, after checking that it went well."""
+    """Check that a run succeeded; return the JSON that it printed."""
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -162,7 +162,7 @@ def test_stored_data_and_reported_figures_agree():
     assert [worker["env_ids"] for worker in plain["workers"]] == [[0, 1], [2]]
     assert plain["memory"]["workers_pss_bytes"] > 0
     assert plain["files"] == {"out": "kept"}
-    assert "env-steps/s" in result.stderr, "the table goes where it does not spoil the JSON"
+    assert "env-steps/s" in result.stderr, "the table must not be in the output of the JSON"
 
 
 @pytest.mark.slow

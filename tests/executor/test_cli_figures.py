@@ -1,4 +1,4 @@
-"""The report of a rollout: returns, figures, table, and JSON as documented."""
+"""The report of a rollout: its returns, figures and table, and its JSON, which docs/cli.md documents."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_returns_do_not_keep_the_arrays_they_were_given():
 
 
 def _spec(env: object) -> EnvSpec:
-    spec = env.spec  # type: ignore[attr-defined]  # PlainEnvs have one
+    spec = env.spec  # type: ignore[attr-defined]  # every PlainEnv has a spec
     assert isinstance(spec, EnvSpec)
     return spec
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and the bookkeeping of a step."""
+"""`DeferredInterrupt`: when a Ctrl-C raises KeyboardInterrupt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from envherd.executor.cli.interrupts import DeferredInterrupt
 
 
 def press_ctrl_c() -> None:
-    """Send this process SIGINT, as a terminal does; delivered before the call returns."""
+    """Send this process SIGINT, as a terminal does. The handler runs before this returns."""
     signal.raise_signal(signal.SIGINT)
 
 

@@ -1,4 +1,4 @@
-"""`envherd record`, `replay`, `compare`, `--config`, `--max-steps`, completion, and `top` in a narrow terminal."""
+"""`envherd record`, `replay` and `compare`; `--config`, `--max-steps`, completion; `top` in a narrow terminal."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_film_shows_the_world_and_what_each_player_sees_with_the_returns(tmp_p
             film.seek(frame)
             seen = {colour for _, colour in film.convert("RGB").getcolors(1 << 20)}
             expected = [(40 * steps,) * 3, *(tuple((60 + 30 * steps) * (i == j) for j in range(3)) for i in range(3))]
-            for colour in expected:  # in the palette of the GIF
+            for colour in expected:  # up to the rounding of the GIF's palette
                 assert min(max(abs(a - b) for a, b in zip(colour, one, strict=True)) for one in seen) <= 8, colour
 
 
@@ -180,7 +180,7 @@ def test_long_animations_leave_steps_out(tmp_path):
 @needs("meltingpot")
 @pytest.mark.slow
 def test_a_timeline_shows_where_an_agent_went_and_what_it_got(script_host, tmp_path):
-    """In a separate process, because matplotlib keeps its font files open."""
+    """The command runs in a separate process, because matplotlib keeps font files open."""
     from PIL import Image
 
     name = "prisoners_dilemma_in_the_matrix__repeated"
@@ -220,7 +220,7 @@ def test_libraries_are_compared_on_ones_own_env(tmp_path):
     (tmp_path / "my_envs.py").write_text(
         textwrap.dedent(
             """
-            import envherd.workers.adapters.hosts.light_tensorboard  # SB3 and TorchRL import TensorFlow without it
+            import envherd.workers.adapters.hosts.light_tensorboard  # keeps SB3 and TorchRL from importing TensorFlow
             import gymnasium
 
             def make_env(steps=7):

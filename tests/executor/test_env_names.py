@@ -41,7 +41,7 @@ KNOWN = {
     "torchrl:torchrl.envs:GymEnv": CallableFactory("torchrl.envs", "GymEnv", must_be_torchrl=True),
 }
 
-#: Without a family -> the same with one.
+#: Name without a family -> the same name with its family.
 SHORT = {
     "CartPole-v1": "gymnasium:CartPole-v1",
     "clean_up": "meltingpot:clean_up",
@@ -51,7 +51,7 @@ SHORT = {
     "collections:Counter.fromkeys": "python:collections:Counter.fromkeys",
 }
 
-#: Input -> text that the message must contain.
+#: Unknown name -> texts that the error message must contain.
 UNKNOWN = {
     "meltingpot:clean_pu": ["'clean_pu'", "clean_up"],
     "gymnasium:CartPol-v1": ["'CartPol-v1'", "CartPole-v1"],
@@ -83,10 +83,10 @@ UNKNOWN = {
     "": list(FORMS),
 }
 
-needs_dm_control = pytest.mark.slow  # importing what they need takes a second and more
+needs_dm_control = pytest.mark.slow  # the imports of these tests take over a second
 
 
-#: Prefix of names -> the extra that provides them.
+#: Prefix of names -> the extra that installs their package.
 EXTRAS = {
     "dm_control": "dm-control", "envpool": "envpool", "gymnasium": "gymnasium", "meltingpot": "meltingpot",
     "clean_": "meltingpot", "CartPole": "gymnasium", "pettingzoo": "pettingzoo", "torchrl": "torchrl", "vmas": "vmas",

@@ -1,7 +1,7 @@
-"""From what the tests of the matrix recorded to the page `docs/reports/faults.md`: `python -m tests.faults.page`.
+"""Writes the page `docs/reports/faults.md` from the recordings of the fault tests: `python -m tests.faults.page FILE`.
 
-Recordings are lines of JSON in the file that ENVHERD_FAULTS names, one per test; of one name the last counts, so
-that the tests may be run in parts. The part of the page from benchmarks/faults.py stays as it is.
+The tests record to the file that ENVHERD_FAULTS names, one line of JSON per test. The last recording of a test counts,
+so the tests can be run in parts. The section of the page from benchmarks/faults.py is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from tests.faults.matrix import CELLS, FAULTS, STATES, Cell
 
 PAGE = Path(__file__).parents[2] / "docs" / "reports" / "faults.md"
-#: What the page says of all cells once.
+#: Outcomes for the other envs that the page describes once, so that cells leave them out.
 USUAL = ("go on", "go on, all", "go on; all after a reset")
 PEERS = "## Other executors"
 
@@ -59,14 +59,14 @@ The owner is the process that made the executor.
 
 
 def record(name: str, **found: Any) -> None:
-    """Keep what a test found, if ENVHERD_FAULTS names a file for that."""
+    """Append the results of a test to the file that ENVHERD_FAULTS names, if it is set."""
     if path := os.environ.get("ENVHERD_FAULTS"):
         with open(path, "a") as file:
             file.write(json.dumps({"name": name, **found}) + "\n")
 
 
 def table(recorded: dict[str, dict[str, Any]], policy: str) -> list[str]:
-    """Return the lines of the table fault x state for one policy."""
+    """Return the lines of the table of faults by states, for one `on_worker_loss`."""
     states = [state for state in STATES if policy == "raise" or state not in ("build", "close")]
     lines = ["| fault | " + " | ".join(states) + " |", "|---" * (1 + len(states)) + "|"]
     for fault in FAULTS:
@@ -96,7 +96,7 @@ def methods(recorded: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def write(recorded: dict[str, dict[str, Any]], page: Path = PAGE) -> None:
-    """Write the page."""
+    """Write the page; keep its section of other executors."""
     machine = f"Python {platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} processors"
     parts = [_HEAD.format(machine=machine), "## Envs and workers\n\n"]
     parts += [f"- **{state}**: {meaning}.\n" for state, (_, meaning) in STATES.items()]
