@@ -8,7 +8,6 @@ waits for another: the policy runs on the envs that are ready.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import queue
 import threading
@@ -27,7 +26,7 @@ from envherd.executor.batches.arguments import as_count, need_bools, need_callab
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.transfer import Lane, to_device
 from envherd.executor.keywords import names_right_keyword
-from envherd.executor.policy import Placed, Policy
+from envherd.executor.policy import Placed, Policy, try_copy
 from envherd.executor.progress import showing
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_leaves
@@ -553,12 +552,13 @@ def _place(policy: Policy | None, device: torch.device | str | None, *, is_apart
         return None
     if not is_apart or not isinstance(policy, torch.nn.Module):
         return Placed(policy, device)
-    if getattr(policy, "copyable", True) is False:
+    copied, why_not = try_copy(policy)
+    if copied is None:
         raise ValueError(
-            "AsyncCollector failed: expected a policy that can be copied with in_background, got one that says "
-            "copyable=False. Collect with in_background=0."
+            f"AsyncCollector failed: expected a policy that can be copied with in_background, but {why_not}. "
+            f"Collect with in_background=0."
         )
-    return Placed(copy.deepcopy(policy), device)
+    return Placed(copied, device)
 
 
 def _make_lane(env: BatchedEnv, placed: Placed | None, *, is_apart: bool) -> Lane:

@@ -435,6 +435,8 @@ class BatchedEnv:
         """Set an attribute of each env: to `value`, or to `value[i]` if it is a list with one item per env.
 
         Dotted names are followed: `unwrapped.x` is set on the innermost env, `x` on the outermost wrapper.
+
+        A list of another length is one value for all envs.
         """
         _need_name("set", name)
         ids = self._exchange.as_ids(env_ids).tolist()

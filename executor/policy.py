@@ -53,7 +53,7 @@ class Placed:
         self.device = wanted
         if home is None:
             return  # it has no tensors
-        clone, obstacle = _try_copy(policy)
+        clone, obstacle = try_copy(policy)
         if clone is None:
             self.device = home
             warnings.warn(
@@ -116,8 +116,8 @@ def _device_of(policy: Any) -> torch.device | None:
     return None if first is None else first.device
 
 
-def _try_copy(policy: Any) -> tuple[Any, str]:
-    """Return a deep copy, or None and why there is none."""
+def try_copy(policy: Any) -> tuple[Any, str]:
+    """Return a deep copy of a module, or None and why it cannot be copied."""
     if getattr(policy, "copyable", True) is False:
         return None, f"{type(policy).__name__} declares that it cannot be copied (copyable = False)"
     for name, parameter in policy.named_parameters():

@@ -441,6 +441,12 @@ class TestRefusals:
         with SerialEnv(N, MakeEnv) as env, pytest.raises(ValueError, match="Collect with in_background=0"):
             AsyncCollector(env, module, frames_per_batch=8, in_background=1)
 
+    def test_a_policy_that_cannot_be_copied_in_the_background(self):
+        module = Weighted()
+        module.lock = threading.Lock()
+        with SerialEnv(N, MakeEnv) as env, pytest.raises(ValueError, match=r"the attribute lock \(_thread.lock\)"):
+            AsyncCollector(env, module, frames_per_batch=8, in_background=1)
+
 
 @pytest.mark.slow
 def test_it_learns_from_what_it_collects():
