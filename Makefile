@@ -18,7 +18,7 @@ ROLLOUT_ENVS ?= 4
 ROLLOUT_STEPS ?= 200
 ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
-.PHONY: help venv rollout test test-quick test-full test-python test-oldest compat matrix faults soak mutants lint format types examples bench bench-quick docs docs-serve dist clean
+.PHONY: help venv rollout test test-quick test-full test-python test-oldest compat matrix faults fuzz soak mutants lint format types examples bench bench-quick docs docs-serve dist clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 

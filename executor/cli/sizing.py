@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +84,7 @@ class Request:
 def run(request: Request) -> int:
     """Size an env and report it; return the exit code. `carry_out` handles errors."""
     console = Console(stderr="-" in (request.json_path, request.yaml_path), quiet=request.is_quiet)
-    return carry_out(lambda: _measure(request, console), lambda report: report())
+    return carry_out(lambda: _prepare(request), lambda prepared: _work(request, console, *prepared))
 
 
 def _prepare(request: Request) -> tuple[Factory, Goal, int | None]:
@@ -112,16 +111,15 @@ def _prepare(request: Request) -> tuple[Factory, Goal, int | None]:
     return factory_for(request.env), goal, parse_size(request.probe_memory) if request.probe_memory else None
 
 
-def _measure(request: Request, console: Console) -> Callable[[], int]:
-    """Size an env; return a function that reports the result and returns 0."""
-    factory, goal, most_bytes = _prepare(request)
+def _work(request: Request, console: Console, factory: Factory, goal: Goal, most_bytes: int | None) -> int:
+    """Size an env and report the result; return the exit code."""
     if request.cluster is not None:
         from envherd.executor.cli.cluster_sizing import plan_with
 
         plan = plan_with(factory, request.cluster, goal, (request.budget_s, most_bytes), console)
-        return functools.partial(_report_cluster, request, plan, console)
+        return _report_cluster(request, plan, console)
     sizing = _size(request, factory, goal, most_bytes, Console(stderr=True, quiet=request.is_quiet))
-    return functools.partial(_report, request, sizing, console)
+    return _report(request, sizing, console)
 
 
 def _report_cluster(request: Request, plan: ClusterPlan, console: Console) -> int:

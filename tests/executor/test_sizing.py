@@ -251,9 +251,9 @@ def test_what_cannot_be_sized_is_exit_code_2():
         ("make_failing", "the factory raised RuntimeError: no licence"),
     ],
 )
-def test_an_env_that_fails_is_exit_code_2_and_says_where(name, said):
+def test_an_env_that_fails_is_exit_code_1_and_says_where(name, said):
     done = size(f"python:tests.executor.sized_envs:{name}", "--budget", "0.5", columns=300)
-    assert done.exit_code == 2
+    assert done.exit_code == 1
     assert said in done.stderr
     assert done.stdout == ""
 
