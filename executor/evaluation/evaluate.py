@@ -61,15 +61,15 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         background: policies of the players that are not focal, likewise; `{"*": None}` draws random actions.
         focal: names or indices of the focal players; None for those of the scenario, or all.
         num_envs: number of envs that play at once; at most `episodes`. Ignored with an executor.
-        num_workers: worker processes; see `ParallelEnv`. Ignored with an executor.
+        num_workers: worker processes; see `ParallelEnv`. Not with an executor.
         seed: root seed of the envs (an executor keeps its own), and of torch's generator during the evaluation.
-        max_steps: truncate episodes after this number of steps; only with a name. Ignored with an executor.
+        max_steps: truncate episodes after this number of steps; only with a name.
         primer: by key, the recurrent state of one player at the beginning of an episode.
-        options: of the executor that `evaluate` makes.
+        options: of the executor that `evaluate` makes. Not with an executor.
 
     Raises:
         ValueError: the envs are batches themselves or have no players, a player has no policy, or `background` is
-            passed although all players are focal, or `max_steps` with a factory.
+            passed although all players are focal, `max_steps` with a factory, or settings of an executor with one.
         FactoryError: the models of a scenario's bots are not installed.
     """
     episodes = as_count("evaluate", "episodes", episodes)
@@ -115,6 +115,9 @@ def _opened(  # noqa: PLR0913, PLR0917  # the arguments of `evaluate`
                 "evaluate failed: expected an executor with options=ExecutorOptions(episode_statistics=True), got one "
                 "without. Make it so, or pass the factory."
             )
+        ignored = {"num_workers": num_workers, "max_steps": max_steps, "options": options}
+        if passed := [name for name, value in ignored.items() if value is not None]:
+            raise ValueError(f"evaluate failed: expected no {' or '.join(passed)} with an executor, which has its own.")
         yield env
         return
     if isinstance(env, str):

@@ -99,6 +99,8 @@ def test_an_open_executor_is_used_and_stays_open():
         assert found.returns.tolist() == [[1.5, 3.0, 3.0]] * 4
         assert found.seed == 3
         env.reset()
+        with pytest.raises(ValueError, match="expected no num_workers or max_steps with an executor"):
+            evaluate(None, env, 1, num_workers=2, max_steps=5)
     with SerialEnv(1, Team) as env, pytest.raises(ValueError, match="episode_statistics=True"):
         evaluate(None, env, 1)
 
