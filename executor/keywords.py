@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -74,19 +74,18 @@ def names_right_keyword(call: Callable[P, T]) -> Callable[P, T]:
         for name in kwargs:
             if name not in names:
                 what = type(args[0]).__name__ if call.__name__ == "__init__" else call.__name__
-                raise TypeError(f"{what} failed: it has no argument {name!r}. {_advice(name, names)}")
+                options = getattr(call, "__globals__", {}).get("ExecutorOptions") if "options" in names else None
+                advice = _advice(name, names, getattr(options, "__dataclass_fields__", ()))
+                raise TypeError(f"{what} failed: it has no argument {name!r}. {advice}")
         return call(*args, **kwargs)
 
     return checked
 
 
-def _advice(name: str, names: list[str]) -> str:
-    """Return what to write instead of a keyword that a call with these names does not have."""
-    if "options" in names:
-        from envherd.executor.options import ExecutorOptions  # which imports this module
-
-        if name in ExecutorOptions.__dataclass_fields__:
-            return f"It is an option: options=ExecutorOptions({name}=...)."
+def _advice(name: str, names: list[str], options: Container[str]) -> str:
+    """Return what to write instead of a keyword that a call with these names and options does not have."""
+    if name in options:
+        return f"It is an option: options=ExecutorOptions({name}=...)."
     known = _NAMES_ELSEWHERE.get(name)
     meant = known if known in names else next(iter(difflib.get_close_matches(name, names)), None)
     return f"Did you mean {meant}?" if meant in names else f"It takes {', '.join(names)}."

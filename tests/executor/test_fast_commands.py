@@ -192,13 +192,14 @@ def test_the_caller_is_woken_once_for_the_answers_that_it_waits_for():
     side, room = Side(6, 2, in_c=True), np.zeros(6, np.int64)
     side.give(1)
     counters = [Counter({name: memoryview(array) for name, array in side.counts.items()}, w) for w in range(2)]
-    rung = []
+    rung, has_returned = [], threading.Event()
 
     def answer():
         while not side.counts["ring_at"].all():  # until the caller waits
             time.sleep(0.001)
         for env_id in range(6):
-            time.sleep(0.002)
+            if rung:
+                has_returned.wait(10)
             side.words.reply_seq[env_id] = side.words.command_seq[env_id]
             if counters[side.worker_of[env_id]].add():
                 rung.append(env_id)
@@ -207,6 +208,7 @@ def test_the_caller_is_woken_once_for_the_answers_that_it_waits_for():
     worker = threading.Thread(target=answer)
     worker.start()
     assert side.caller.first(np.arange(6), 4, int(10e9), room) == 4
+    has_returned.set()
     assert room[:4].tolist() == [0, 1, 2, 3]
     worker.join()
     assert rung[0] == 3
