@@ -15,6 +15,7 @@ PACKAGES = {
     "atari": ("ale_py",),
     "bench": ("matplotlib", "stable_baselines3", "torchrl"),
     "box2d": ("Box2D", "pygame"),
+    "browsergym": ("browsergym", "miniwob"),
     "cli": ("typer", "rich"),
     "dev": ("sb3_contrib", "supersuit"),
     "dm-control": ("dm_control",),

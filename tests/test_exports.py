@@ -111,7 +111,7 @@ def test_the_console_script_is_there():
 
 
 #: Extras that pin versions of other packages which the rest does not take.
-APART = {"highway", "robotics", "nle", "metaworld", "maniskill", "rllib"}
+APART = {"browsergym", "highway", "robotics", "nle", "metaworld", "maniskill", "rllib"}
 
 
 def test_the_extra_all_has_every_other_extra_but_those_of_developers():

@@ -32,6 +32,7 @@ class Family:
         num_rows: of an env that is itself a batch.
         is_alone: whether a process can hold only one.
         needs_worker: whether ordinary runs also use a worker, because it leaves resources in its process.
+        shortening: the matrix compares and counts this many times fewer transitions, because a step takes long.
     """
 
     title: str
@@ -47,3 +48,4 @@ class Family:
     num_rows: int = 1
     is_alone: bool = False
     needs_worker: bool = False
+    shortening: int = 1

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.contracts import plain_loops
@@ -16,6 +17,7 @@ from tests.contracts.family import Family
 from tests.contracts.plain_batches import PlainSimulator
 
 _MAX_STEPS = 50
+_NUM_CLICKS = 5
 
 
 def highway_parking(*, draws: bool = False) -> Any:
@@ -99,10 +101,73 @@ def maniskill_push() -> Any:
     return gymnasium.make("PushCube-v1", obs_mode="state", sim_backend="physx_cpu", render_backend="none")
 
 
+def browsergym_click() -> Any:
+    """Return a MiniWoB page in BrowserGym: its picture and its goal are observed, actions are places to click.
+
+    Each episode starts its own browser. A step waits half a second for the page. Pages with buttons cannot be compared
+    bit for bit: their colors fade while the mouse points at them.
+    """
+    from pathlib import Path
+
+    import browsergym.miniwob
+    import gymnasium
+    import miniwob
+    from browsergym.core.action.highlevel import HighLevelActionSet
+
+    class Clicks(gymnasium.Wrapper):
+        def __init__(self, env: Any) -> None:
+            super().__init__(env)
+            picture = gymnasium.spaces.Box(0, 255, (320, 500, 3), np.uint8)
+            self.observation_space = gymnasium.spaces.Dict(goal=gymnasium.spaces.Text(100), screenshot=picture)
+            self.action_space = gymnasium.spaces.MultiDiscrete([10, 5])  # half of them next to the page
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            observation, info = self.env.reset(seed=seed, options=options)
+            return self._observed(observation), info
+
+        def step(self, action: Any) -> Any:
+            x, y = (28, 103) + 45 * action
+            observation, *rest = self.env.step(f"mouse_click({x}, {y})")
+            assert not observation["last_action_error"]
+            return self._observed(observation), *rest
+
+        def _observed(self, observation: Any) -> dict[str, Any]:
+            return {name: observation[name] for name in ("goal", "screenshot")}
+
+    pages = (Path(miniwob.__file__).parent / "html" / "miniwob").as_uri()
+    env: Any = gymnasium.make(
+        f"browsergym/{browsergym.miniwob.all.ClickShapeTask.get_task_id()}",
+        max_episode_steps=_NUM_CLICKS,
+        task_kwargs={"base_url": f"{pages}/"},
+        action_mapping=HighLevelActionSet(["coord"]).to_python_code,
+        disable_env_checker=True,  # it says of each side value that no space fits it
+    )
+    return Clicks(env)
+
+
+class _PlainBrowser(plain_loops.PlainGymnasium):
+    """BrowserGym by hand. Its driver process serves all envs of a process and is stopped with the last of them."""
+
+    num_open = 0
+
+    def __init__(self) -> None:
+        super().__init__(browsergym_click)
+        _PlainBrowser.num_open += 1
+
+    def close(self) -> None:
+        import browsergym.core
+
+        super().close()
+        _PlainBrowser.num_open -= 1
+        if _PlainBrowser.num_open == 0:
+            browsergym.core._get_global_playwright().stop()
+            browsergym.core._set_global_playwright(None)
+
+
 def _optional(title: str, make: Any, extra: str, **kwargs: Any) -> Family:
     plain = functools.partial(plain_loops.PlainGymnasium, make)
     settings: dict[str, Any] = {"plain": plain, "draws": False, "is_ordinary": False, "is_slow": True, **kwargs}
-    return Family(f"{title}, {_MAX_STEPS} steps", make, num_steps=110, extra=extra, **settings)
+    return Family(title, make, extra=extra, **{"num_steps": 110, **settings})
 
 
 def reset_by_option(env: Any, ids: torch.Tensor) -> Any:
@@ -111,15 +176,24 @@ def reset_by_option(env: Any, ids: torch.Tensor) -> Any:
 
 
 OPTIONAL: dict[str, Family] = {
-    "highway_env": _optional("highway-env: parking", highway_parking, "highway"),
-    "robotics_fetch": _optional("Gymnasium-Robotics: FetchReach", robotics_fetch, "robotics"),
-    "robotics_maze": _optional("Gymnasium-Robotics: PointMaze", robotics_maze, "robotics"),
-    "nle": _optional("NLE: NetHackScore", nethack, "nle"),
-    "metaworld": _optional("Meta-World: reach", metaworld_reach, "metaworld"),
+    "highway_env": _optional("highway-env: parking, 50 steps", highway_parking, "highway"),
+    "robotics_fetch": _optional("Gymnasium-Robotics: FetchReach, 50 steps", robotics_fetch, "robotics"),
+    "robotics_maze": _optional("Gymnasium-Robotics: PointMaze, 50 steps", robotics_maze, "robotics"),
+    "nle": _optional("NLE: NetHackScore, 50 steps", nethack, "nle"),
+    "metaworld": _optional("Meta-World: reach, 50 steps", metaworld_reach, "metaworld"),
     "maniskill_push": _optional(
-        "ManiSkill: PushCube, state, CPU",
+        "ManiSkill: PushCube, state, CPU, 50 steps",
         maniskill_push,
         "maniskill",
         plain=functools.partial(PlainSimulator, maniskill_push, reset_by_option, resets_itself=False),
+    ),
+    "browsergym": _optional(
+        "BrowserGym: MiniWoB, 5 clicks",
+        browsergym_click,
+        "browsergym",
+        plain=_PlainBrowser,
+        num_steps=15,
+        needs_worker=True,
+        shortening=20,
     ),
 }
