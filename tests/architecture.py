@@ -209,7 +209,9 @@ def _draw_arrow(axes: Any, source: Box, target: Box) -> None:
     elif right <= own_left:
         begin, end = own_left + _WIDTH / 4, right - _WIDTH / 4
     style = {"arrowstyle": "-|>,head_width=0.28,head_length=0.55", "color": "#444444", "lw": 1.6} | _NO_GAP
-    axes.annotate("", (end, _bottom(target) + _BOX_HEIGHT), (begin, _bottom(source)), arrowprops=style)
+    axes.annotate(
+        "", (end, _bottom(target) + _BOX_HEIGHT), (begin, _bottom(source)), arrowprops=style, zorder=1
+    )  # behind boxes that it crosses
 
 
 def _draw_box(axes: Any, label: str, *, is_stepped: bool) -> None:
