@@ -151,7 +151,7 @@ def columns_for(family: Family) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(6000)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # warnings of the envs
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str, record_property: Cell) -> None:

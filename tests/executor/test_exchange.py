@@ -12,8 +12,10 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import EnvError, ParallelEnv, SerialEnv
+from envherd.executor.batches.reused_memory import ReusedMemory
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.shm.sync import Doorbell
+from envherd.workers import native
 from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
 from tests.executor.sized_envs import SleepingEnv
 from tests.faults.envs import HaltingEnv
@@ -120,6 +122,23 @@ def test_closing_does_not_wait_for_what_was_sent():
     began = time.monotonic()
     env.close()
     assert time.monotonic() - began < 2  # one step of 0.3 s, not four, and far below the limit of five seconds
+
+
+@pytest.mark.skipif(native.load() is None, reason="without the C extension each batch has new memory")
+def test_receives_of_every_size_use_their_memory_again(monkeypatch):
+    made, make = [], ReusedMemory._make
+    monkeypatch.setattr(ReusedMemory, "_make", lambda memory: made.append(memory) or make(memory))
+    with ParallelEnv(8, ENDLESS, num_workers=2) as env:
+        env.reset()
+        env.send(act(env))
+        for turn in range(ReusedMemory.NUM_BLOCKS + 2):
+            if turn == ReusedMemory.NUM_BLOCKS:
+                num_made = len(made)
+            for count in range(1, 9):
+                env_ids = env.recv(count)["env_ids"]
+                env.send(act(env, count), env_ids)
+        env.recv()
+    assert len(made) == num_made > 0
 
 
 @pytest.mark.parametrize("make", EXECUTORS)
