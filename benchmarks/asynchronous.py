@@ -124,10 +124,10 @@ def ours(  # noqa: PLR0913  # what differs between the tables
     return rate, memory, started, found
 
 
-def send_and_recv(num_envs: int, step_s: float, reset_s: float, seconds: float) -> float:
-    """Return the transitions per second of `send` and `recv`, two workers, the first that are ready."""
-    options = ExecutorOptions(env_threads=step_s > 0)
-    with ParallelEnv(num_envs, functools.partial(Waiting, step_s, reset_s), num_workers=2, options=options) as env:
+def send_and_recv(num_envs: int, step_s: float, reset_s: float, seconds: float, num_workers: int) -> float:
+    """Return the transitions per second of `send` and `recv`, the first that are ready."""
+    make, options = functools.partial(Waiting, step_s, reset_s), ExecutorOptions(env_threads=step_s > 0)
+    with ParallelEnv(num_envs, make, num_workers=num_workers, options=options) as env:
         env.reset()
         env.send(_zeros(env.current()))
 
@@ -195,18 +195,18 @@ def _wrapped(step_s: float, reset_s: float) -> Any:
     return gym.GymWrapper(Waiting(step_s, reset_s), categorical_action_encoding=True)
 
 
-def threads(seconds: float) -> None:
+def threads(seconds: float, num_workers: int) -> None:
     """Print the speed with threads in a worker for envs that wait for 5 ms."""
     print("| envs | workers | threads | transitions/s | of the envs' limit | MiB per env | start s |")
     for num_envs in (64, 256):
-        for num_workers, has_threads in ((num_envs, False), (1, True), (2, True)):
+        for count, has_threads in ((num_envs, False), (1, True), (num_workers, True)):
             rate, memory, started, _ = ours(
-                num_envs, 0.005, num_workers=num_workers, has_threads=has_threads, policy_s=0.0, seconds=seconds
+                num_envs, 0.005, num_workers=count, has_threads=has_threads, policy_s=0.0, seconds=seconds
             )
             limit = rate / (num_envs / 0.005)
             cells = (
                 num_envs,
-                num_workers,
+                count,
                 has_threads,
                 f"{rate:,.0f}",
                 f"{limit:.2f}",
@@ -216,7 +216,7 @@ def threads(seconds: float) -> None:
             print(f"| {' | '.join(map(str, cells))} |")
 
 
-def pools(seconds: float) -> None:
+def pools(seconds: float, num_workers: int) -> None:
     """Print `send` and `recv`, and the facade of TorchRL's pool, next to TorchRL's pool."""
     import torchrl.envs
 
@@ -225,18 +225,19 @@ def pools(seconds: float) -> None:
     print("| envs | alone | `send`, `recv` | `AsyncEnvPool` here | TorchRL's, 1 per worker | TorchRL's, 4 per worker |")
     for name, (num_envs, step_s, reset_s) in SERIES.items():
         case = (num_envs, step_s, reset_s, seconds)
-        found = [ceiling(*case) if step_s else None, send_and_recv(*case), pool(AsyncEnvPool, *case, num_envs // 2)]
+        found = [ceiling(*case) if step_s else None, send_and_recv(*case, num_workers)]
+        found += [pool(AsyncEnvPool, *case, -(-num_envs // num_workers))]
         found += [pool(torchrl.envs.AsyncEnvPool, *case, count) for count in ENVS_PER_WORKER]
         _print_rates(f"{num_envs} {name}", found)
 
 
-def collectors(seconds: float) -> None:
+def collectors(seconds: float, num_workers: int) -> None:
     """Compare our collector with TorchRL's."""
     print("| envs | alone | `AsyncCollector` | TorchRL's, 1 per worker | TorchRL's, 4 per worker |")
     for name, (num_envs, step_s, reset_s) in SERIES.items():
         case = (num_envs, step_s, reset_s)
         found = [ceiling(*case, seconds) if step_s else None]
-        found += [ours(*case, num_workers=2, has_threads=step_s > 0, policy_s=0.0, seconds=seconds)[0]]
+        found += [ours(*case, num_workers=num_workers, has_threads=step_s > 0, policy_s=0.0, seconds=seconds)[0]]
         found += [torchrls(*case, seconds, env_exchange="shm", envs_per_worker=count) for count in ENVS_PER_WORKER]
         _print_rates(f"{num_envs} {name}", found)
 
@@ -246,13 +247,19 @@ def _print_rates(name: str, rates: list[float | None]) -> None:
     print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-def policy(seconds: float) -> None:
+def policy(seconds: float, num_workers: int) -> None:
     """Print the speed of a policy of 2 ms over 64 envs of 5 ms, and the limits."""
     num_envs, step_s, policy_s = 64, 0.005, 0.002
     print("| min_batch | transitions/s | envs a call | policy busy | answers wait, ms: median | 99 % |")
     for least in (1, 32, 64):
         rate, _, _, found = ours(
-            num_envs, step_s, num_workers=2, has_threads=True, policy_s=policy_s, seconds=seconds, min_batch=least
+            num_envs,
+            step_s,
+            num_workers=num_workers,
+            has_threads=True,
+            policy_s=policy_s,
+            seconds=seconds,
+            min_batch=least,
         )
         waits = f"{found.queue_p50_s * 1e3:.2f} | {found.queue_p99_s * 1e3:.2f}"
         print(
@@ -272,8 +279,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--seconds", type=float, default=5.0, help="for each figure")
+    parser.add_argument("--workers", type=int, default=2, help="processes of envherd")
     arguments = parser.parse_args()
-    TABLES[arguments.table](arguments.seconds)
+    TABLES[arguments.table](arguments.seconds, arguments.workers)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from tensordict import TensorDict, TensorDictBase
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_seconds
 from envherd.executor.batches.grad_mode import without_grad
-from envherd.executor.batches.transfer import Lane, to_device
+from envherd.executor.batches.transfer import Lane, as_array, take_rows, to_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.policy import Placed, Policy, try_copy
 from envherd.executor.progress import showing
@@ -231,8 +231,8 @@ class AsyncCollector:
             raise Closed("collect failed: expected an open AsyncCollector, got one that is closed. Make a new one.")
         data = self._collect() if self._background is None else self._background.take()
         self.num_frames += self.frames_per_batch
-        lag = self.version - data.get("policy_version")
-        self._lag_sum += float(lag.double().mean())
+        lag = self.version - as_array(data.get("policy_version"))
+        self._lag_sum += float(lag.mean())
         self._num_lags += 1
         self._lag_max = max(self._lag_max, int(lag.max()))
         if self._storing_device is not None:
@@ -570,7 +570,6 @@ def _padded(root: TensorDictBase, size: int) -> TensorDictBase:
     """Return a batch filled up to a size with copies of its first row, with `valid`, which marks the other rows."""
     count, padded = len(root), root
     if size > count:
-        more: Any = root[:1].expand(size - count, *root.batch_size[1:])
-        padded = TensorDict.cat([root, more], 0)
+        padded = take_rows(root, [*range(count), *[0] * (size - count)])
     valid = torch.arange(size) < count
     return padded.set(VALID, valid.reshape(size, *(1 for _ in root.batch_size[1:])).expand(padded.batch_size).clone())

@@ -2,8 +2,9 @@
 
 Guarantees: a whole `next` is one transfer, for any number of keys. On CUDA the slab is page-locked in place (once),
 transfers are asynchronous on the current stream, and workers reuse a frame of the ring only after its transfer has
-ended. Batches for a policy on another device go through page-locked memory; a collecting thread has its own stream
-(`Lane`).
+ended. A batch for a policy on another device is one transfer from page-locked memory; a collecting thread has its own
+stream (`Lane`). Copies on the host use one thread: torch would copy with all of its threads, which then spin for a
+while and take processors from the workers.
 Assumes: for CUDA, that the slab stays mapped until `close`. Other devices copy synchronously.
 """
 
@@ -19,6 +20,9 @@ import torch
 from tensordict import TensorDictBase
 
 _CUDA_REGISTER_PORTABLE = 1  # cuda_runtime_api.h: cudaHostRegisterPortable
+_ALIGNMENT = 64  # bytes; a multiple of every dtype's size
+#: Integers of the same size as numbers that numpy does not know.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def as_device(device: Any) -> torch.device | None:
@@ -44,17 +48,66 @@ def as_device(device: Any) -> torch.device | None:
     return wanted
 
 
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor on the CPU as an array (VIEW); dtypes that numpy does not know, such as bfloat16, as integers."""
+    tensor = tensor.detach()
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return tensor.view(_INTEGERS[tensor.element_size()]).numpy()
+
+
+def take_rows(td: TensorDictBase, rows: Any) -> TensorDictBase:
+    """Return the rows of a batch of tensors at some indices `[k]`, a copy."""
+
+    def taken(leaf: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(as_array(leaf)[rows]).view(leaf.dtype) if leaf.is_cpu else leaf[torch.tensor(rows)]
+
+    return td.apply(taken, batch_size=[len(rows), *td.batch_size[1:]])
+
+
+def put_rows(td: TensorDictBase, rows: Any, values: TensorDictBase) -> None:
+    """Write a batch `[k]` of tensors, on the same device, into some rows of another with the same keys."""
+
+    def put(leaf: torch.Tensor, value: torch.Tensor) -> None:
+        if leaf.is_cpu:
+            as_array(leaf)[rows] = as_array(value)
+        else:
+            leaf[torch.tensor(rows)] = value
+
+    td.apply(put, values)
+
+
 def to_device(batch: TensorDictBase, device: torch.device | str) -> TensorDictBase:
     """Return a batch on a device; a copy unless it is there already.
 
-    From the host to CUDA the copy goes through page-locked memory and the caller does not wait: later work on the
+    From the host to CUDA it is one copy, from page-locked memory, and the caller does not wait: later work on the
     current stream runs after the transfer. torch keeps that memory for later batches, and reuses it only after the
-    transfer has ended.
+    transfer has ended. The leaves share memory on the device.
     """
     device = torch.device(device)
     if device.type != "cuda" or batch.device not in (None, torch.device("cpu")):
         return batch.to(device)
-    return batch.cpu().pin_memory(num_threads=0).to(device, non_blocking=True)
+    return packed(batch.cpu(), device)
+
+
+def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
+    """Return a copy of a batch on the CPU whose leaves are on a device, in one tensor; see `to_device`."""
+    leaves: list[torch.Tensor] = []
+    batch.apply(leaves.append, filter_empty=True)
+    starts = [0]
+    for leaf in leaves:
+        starts.append(starts[-1] + -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for leaf, start in zip(leaves, starts, strict=False):
+        target = buffer[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+        np.copyto(as_array(target), as_array(leaf))
+    moved = buffer.to(device, non_blocking=True)
+    views = iter(
+        moved[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+        for leaf, start in zip(leaves, starts, strict=False)
+    )
+    return batch.apply(lambda _leaf: next(views), device=device)
 
 
 class Lane:

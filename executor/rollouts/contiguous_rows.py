@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batches.fast_tensordict import get_leaf
+from envherd.executor.batches.transfer import as_array
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.shm.specs import Key
 
@@ -31,7 +32,7 @@ class ContiguousRows:
         self._free = list(range(num_envs, self._num_slots))
         self._leaves: dict[Key, torch.Tensor] = {}
         self._names: dict[bool, tuple[str, ...]] = {False: (), True: ()}  # leaf names of the batches written last
-        self._targets: dict[bool, list[tuple[Any, torch.Tensor]]] = {}
+        self._targets: dict[bool, list[tuple[Any, np.ndarray]]] = {}
         self._nested: dict[bool, TensorDictBase] = {}  # how the leaves nest
 
     def write(self, env_ids: np.ndarray, td: TensorDictBase, *, is_next: bool) -> None:
@@ -41,18 +42,19 @@ class ContiguousRows:
             self._targets[is_next] = [self._target(td, key, is_next=is_next) for key in leaf_keys(td)]
             self._nested.setdefault(is_next, td[:1].exclude("next").copy().cpu())
             self._names[is_next] = names
-        index = torch.from_numpy(self._slots[env_ids] * self._num_steps + self._at[env_ids])
+        index = self._slots[env_ids] * self._num_steps + self._at[env_ids]
         for key, flat in self._targets[is_next]:
             value: torch.Tensor = get_leaf(td, key) if key.__class__ is str else td.get(key)
-            flat.index_copy_(0, index, value if value.device == flat.device else value.to(flat.device))
+            flat[index] = as_array(value if value.is_cpu else value.cpu())
 
-    def _target(self, td: TensorDictBase, key: Key, *, is_next: bool) -> tuple[Any, torch.Tensor]:
-        """Return a leaf's key in `td`, and the tensor that it is written to: `[slots * T, ...]` (VIEW)."""
+    def _target(self, td: TensorDictBase, key: Key, *, is_next: bool) -> tuple[Any, np.ndarray]:
+        """Return a leaf's key in `td`, and the array that it is written to: `[slots * T, ...]` (VIEW)."""
         name, value = ("next", *key) if is_next else key, td.get(key)
         if name not in self._leaves:
             shape = (self._num_slots, self._num_steps, *value.shape[1:])
-            self._leaves[name] = torch.zeros(shape, dtype=value.dtype)
-        return key[0] if len(key) == 1 else key, self._leaves[name].flatten(0, 1)
+            blank = np.zeros(shape, as_array(value[:0].cpu()).dtype)
+            self._leaves[name] = torch.from_numpy(blank).view(value.dtype)
+        return key[0] if len(key) == 1 else key, as_array(self._leaves[name].flatten(0, 1))
 
     def advance(self, env_ids: np.ndarray) -> None:
         """Advance some envs to their next step; full rows are put aside."""
@@ -88,7 +90,9 @@ class ContiguousRows:
 
     def _add_rows(self) -> None:
         self._names = {False: (), True: ()}  # the cached targets are views of the old leaves
-        self._leaves = {key: torch.cat([leaf, torch.zeros_like(leaf)]) for key, leaf in self._leaves.items()}
+        for key, leaf in self._leaves.items():
+            old = as_array(leaf)
+            self._leaves[key] = torch.from_numpy(np.concatenate([old, np.zeros_like(old)])).view(leaf.dtype)
         self._num_slots *= 2
         self._free = list(range(self._num_slots // 2, self._num_slots))
 
@@ -96,10 +100,9 @@ class ContiguousRows:
         """Return the rows that were full first, batch `[num_rows, T]`, a copy."""
         taken, self.full = self.full[:num_rows], self.full[num_rows:]
         self._free += taken
-        index = torch.tensor(taken)
         template = self._nested[False].copy().set("next", self._nested[True].copy()).unsqueeze(1)
         data = template.expand(num_rows, self._num_steps).clone(recurse=False)
         for key, leaf in self._leaves.items():
-            data.set(key, leaf[index])
+            data.set(key, torch.from_numpy(as_array(leaf)[taken]).view(leaf.dtype))
         data.refine_names(..., "time")
         return data

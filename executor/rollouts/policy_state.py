@@ -65,9 +65,10 @@ class Carried:
             self._state = _where(fresh, self._primer, self._state)
 
     def keep(self, acted: TensorDictBase) -> None:
-        """Read the state from the policy's result, after its actions were accepted."""
+        """Copy the state from the policy's result, after its actions were accepted."""
         written = get_leaf(acted, "next")
-        self._state = None if written is None else own_leaves(written, self._known)
+        own = None if written is None else own_leaves(written, self._known)
+        self._state = None if own is None else own.clone()  # the policy may reuse its memory, as CUDA graphs do
 
 
 def own_leaves(td: TensorDictBase, known: set[Key]) -> TensorDictBase | None:

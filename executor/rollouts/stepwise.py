@@ -50,7 +50,7 @@ class StepwiseRun:
         self._callback = callback
         self._breaks = break_when_any_done
         self._steps: list[TensorDictBase] = []
-        self._keys: list[Key] = []  # of the first step, as of all others
+        self._keys: list[Key] | None = None  # the policy's, of the first step as of all others
         self._root_keys = {leaf.key for spec in engine.specs for leaf in (*spec.observation, *spec.done)}
 
     def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
@@ -73,6 +73,7 @@ class StepwiseRun:
     def _step(self, root: TensorDictBase, op: Op, cut: np.ndarray | None) -> TensorDictBase:
         """Make one step; return the root after it."""
         engine = self._engine
+        kept = root.select(*self._root_keys, strict=False)  # the policy may write into the root itself
         with engine.rolling():
             acted = check_acted(self._policy(root))
         try:
@@ -88,9 +89,10 @@ class StepwiseRun:
         if self._carried.state is not None:
             next_td.update(self._carried.state)
         acted.set("next", next_td)
-        kept = acted if acted is root else root.copy().update(acted)
-        keys = self._keys = self._keys or leaf_keys(kept)
-        self._steps.append(kept.select(*keys))
+        if self._keys is None:
+            self._keys = [key for key in leaf_keys(acted) if key[0] != "next" and key not in self._root_keys]
+        kept.update(acted.select(*self._keys).clone())  # the policy may reuse its memory, as CUDA graphs do
+        self._steps.append(kept.set("next", next_td))
         if self._callback is not None:
             with engine.rolling():
                 self._callback(acted)

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from envherd.executor import ActionError, AsyncCollector, Collector, ParallelEnv, SerialEnv
 from envherd.executor.batches.hand_out import GroupBatch
-from envherd.executor.batches.transfer import Mover, as_device, to_device
+from envherd.executor.batches.transfer import Mover, as_device, packed, to_device
 from envherd.executor.rollouts.policy_state import Carried
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.workers.testing import AgentsEnv, CountingEnv
@@ -125,6 +125,34 @@ def test_rollouts_step_by_step_are_as_all_others(kind, make_env, breaks):
             assert torch.equal(got[key], expected[key]), key
 
 
+@pytest.mark.parametrize("stepwise", [True, False])
+def test_a_policy_may_write_every_result_where_it_wrote_the_last(kind, stepwise):
+    """CUDA graphs do that: results of earlier steps, and the state that goes to the next, are copies."""
+    action, total = torch.zeros(NUM_ENVS, dtype=torch.int64), torch.zeros(NUM_ENVS, 1)
+
+    def act(td):
+        total.copy_(td["total"] + 1)
+        action.copy_(total[:, 0].long() % 2 + 1)
+        td["action"] = action
+        td["next", "total"] = total
+        return td
+
+    primer = TensorDict({"total": torch.zeros(NUM_ENVS, 1)}, [NUM_ENVS])
+    with kind(NUM_ENVS, CountingEnv, seed=0) as env:
+        if stepwise:
+            with env._guard:
+                carried = Carried(env._engine.known, None, primer)
+                run = StepwiseRun(env._engine, act, carried, None, break_when_any_done=False)
+                data = run.collect(7, auto_reset=True)
+        else:
+            data = env.rollout(7, act, primer=primer, break_when_any_done=False)
+    assert data["next", "done"].any()
+    assert torch.equal(data["next", "total"], data["total"] + 1)
+    follows = ~data["next", "done"][:, :-1]
+    assert torch.equal(data["total"][:, 1:], data["next", "total"][:, :-1] * follows)
+    assert torch.equal(data["action"], data["next", "total"][..., 0].long() % 2 + 1)
+
+
 def test_a_rollout_and_a_collector_on_a_device(kind, moves):
     with kind(NUM_ENVS, CountingEnv, seed=0, device=META) as env:
         data = env.rollout(4, act_alone, break_when_any_done=False)
@@ -196,6 +224,19 @@ def test_batches_that_do_not_cross_to_a_gpu_are_moved_as_torch_moves_them():
     td = TensorDict({"a": torch.arange(3), "b": {"c": torch.ones(3, 2)}}, [3])
     assert to_device(td, "meta")["b", "c"].device == META
     assert (to_device(td, "cpu") == td).all()
+
+
+def test_a_batch_is_packed_into_one_tensor_of_a_device():
+    inner = TensorDict({"b": torch.rand(3, 5).bfloat16(), "none": TensorDict({}, [3])}, [3])
+    td = TensorDict({"a": torch.arange(6).view(3, 2).T.contiguous().T, "in": inner, "z": torch.zeros(3, 0)}, [3])
+    moved = packed(td, torch.device("cpu"))
+    assert (moved == td).all()
+    assert moved["in"].batch_size == inner.batch_size
+    assert {*moved.keys(include_nested=True)} == {*td.keys(include_nested=True)}
+    storages = {leaf.untyped_storage().data_ptr() for leaf in (moved["a"], moved["in", "b"])}
+    assert len(storages) == 1
+    assert storages.isdisjoint({td["a"].untyped_storage().data_ptr()})
+    assert packed(td, META)["in", "b"].dtype == torch.bfloat16
 
 
 @needs_gpu

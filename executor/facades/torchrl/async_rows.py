@@ -15,6 +15,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torchrl.envs.common import EnvMetaData
 
+from envherd.executor.batches.transfer import put_rows, take_rows
 from envherd.executor.facades.torchrl.data import Shells
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
@@ -118,7 +119,7 @@ class SentRows:
             kept = rows.clone()
             places = [(kept, row) for row in range(len(ids))]
         else:
-            store[torch.tensor(ids)] = rows
+            put_rows(store, ids, rows)
             places = [(store, env_id) for env_id in ids]
         for env_id, place in zip(ids, places, strict=True):
             self._places[env_id] = place
@@ -128,7 +129,9 @@ class SentRows:
         places = [self._places[i] for i in ids]
         kept = places[0][0]
         if isinstance(kept, TensorDict) and all(place[0] is kept for place in places):
-            return kept[torch.tensor([row for _, row in places])]
+            rows = [row for _, row in places]
+            is_store = any(store is kept for store in self._stores.values())
+            return take_rows(kept, rows) if is_store else kept[torch.tensor(rows)]  # with non-tensor data
         return stacked([kept[row].clone() for kept, row in places])
 
     def _store_for(self, rows: TensorDictBase) -> TensorDict | None:

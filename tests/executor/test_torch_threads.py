@@ -1,0 +1,109 @@
+"""The caller copies data on one thread, whatever torch may use: torch's threads spin, and workers need processors."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.extras import has_extra
+
+ROOT = Path(__file__).parents[2]
+NUM_ENVS = 8
+
+
+def others_us() -> int:
+    """Return the processor time of all other threads of this process, in microseconds."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        if task.name != Path("/proc/self").resolve().name:
+            total += int((task / "schedstat").read_text().split()[0]) // 1000
+    return total
+
+
+def act(td: Any) -> Any:
+    import torch
+
+    return td.set("action", torch.zeros(len(td), dtype=torch.int64))
+
+
+def collects(**kwargs: Any) -> int:
+    from envherd.benchmarks.work import SteadyFactory
+    from envherd.executor import AsyncCollector, ParallelEnv
+
+    env = ParallelEnv(NUM_ENVS, SteadyFactory((84, 84, 4), "uint8"), num_workers=2)
+    with AsyncCollector(env, act, frames_per_batch=128, **kwargs) as collector:
+        before = others_us()
+        for _ in range(4):
+            collector.collect()
+        return others_us() - before
+
+
+def steps() -> int:
+    import torch
+    from tensordict import TensorDict
+
+    from envherd.benchmarks.work import SteadyFactory
+    from envherd.executor import Collector, ParallelEnv
+
+    with ParallelEnv(NUM_ENVS, SteadyFactory((84, 84, 4), "uint8"), num_workers=2) as env:
+        before = others_us()
+        root = env.reset()
+        _, root = env.step_and_maybe_reset(act(root))
+        mask = torch.arange(NUM_ENVS) % 2 == 0
+        root = env.reset(TensorDict({"_reset": mask}, [NUM_ENVS]))
+        env.step(act(root))
+        env.send(act(env.current()))
+        env.recv(3, max_envs=4)
+        env.recv()
+        env.rollout(8, act, break_when_any_done=False)
+        Collector(env, act, frames_per_batch=32, close_env=False).collect()
+        return others_us() - before
+
+
+def pools() -> int:
+    from torchrl.envs.libs import gym
+
+    from envherd.benchmarks.work import SteadyFactory
+    from envherd.executor.facades.torchrl import AsyncEnvPool
+
+    gym._has_sb3 = False  # type: ignore[attr-defined]
+    make = SteadyFactory((84, 84, 4), "uint8")
+    makers = [lambda: gym.GymWrapper(make(), categorical_action_encoding=True)] * NUM_ENVS
+    env = AsyncEnvPool(makers, backend="multiprocessing", stack="dense")
+    env.async_reset_send(env_index=list(range(NUM_ENVS)))
+    root = env.async_reset_recv(min_get=NUM_ENVS)
+    before = 0
+    for turn in range(6):
+        env.async_step_and_maybe_reset_send(act(root))
+        before = before if turn != 2 else others_us()
+        _, root = env.async_step_and_maybe_reset_recv(min_get=NUM_ENVS)
+    spent = others_us() - before
+    env.close()
+    return spent
+
+
+CASES = {
+    "steps": steps,
+    "collector of rows": collects,
+    "collector of transitions": functools.partial(collects, layout="flat"),
+    "collector with batch sizes": functools.partial(collects, batch_sizes=(3, NUM_ENVS)),
+    "pool of TorchRL": pools,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_no_thread_of_torch_runs(case):
+    if case == "pool of TorchRL" and not has_extra("torchrl"):
+        pytest.skip("needs envherd[torchrl]")
+    script = f"import torch; torch.set_num_threads(4); from {__name__} import CASES; print(CASES[{case!r}]())"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) == 0
