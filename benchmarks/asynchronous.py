@@ -15,7 +15,7 @@ import argparse
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium
@@ -222,29 +222,39 @@ def pools(seconds: float, num_workers: int) -> None:
 
     from envherd.executor.facades.torchrl import AsyncEnvPool
 
+    def rates(num_envs: int, step_s: float, reset_s: float) -> Iterator[float | None]:
+        yield ceiling(num_envs, step_s, reset_s, seconds) if step_s else None
+        yield send_and_recv(num_envs, step_s, reset_s, seconds, num_workers)
+        yield pool(AsyncEnvPool, num_envs, step_s, reset_s, seconds, -(-num_envs // num_workers))
+        for count in ENVS_PER_WORKER:
+            yield pool(torchrl.envs.AsyncEnvPool, num_envs, step_s, reset_s, seconds, count)
+
     print("| envs | alone | `send`, `recv` | `AsyncEnvPool` here | TorchRL's, 1 per worker | TorchRL's, 4 per worker |")
-    for name, (num_envs, step_s, reset_s) in SERIES.items():
-        case = (num_envs, step_s, reset_s, seconds)
-        found = [ceiling(*case) if step_s else None, send_and_recv(*case, num_workers)]
-        found += [pool(AsyncEnvPool, *case, -(-num_envs // num_workers))]
-        found += [pool(torchrl.envs.AsyncEnvPool, *case, count) for count in ENVS_PER_WORKER]
-        _print_rates(f"{num_envs} {name}", found)
+    for name, case in SERIES.items():
+        _print_rates(f"{case[0]} {name}", rates(*case))
 
 
 def collectors(seconds: float, num_workers: int) -> None:
     """Compare our collector with TorchRL's."""
+
+    def rates(num_envs: int, step_s: float, reset_s: float) -> Iterator[float | None]:
+        yield ceiling(num_envs, step_s, reset_s, seconds) if step_s else None
+        kwargs: Any = {"num_workers": num_workers, "has_threads": step_s > 0, "policy_s": 0.0}
+        yield ours(num_envs, step_s, reset_s, seconds=seconds, **kwargs)[0]
+        for count in ENVS_PER_WORKER:
+            yield torchrls(num_envs, step_s, reset_s, seconds, env_exchange="shm", envs_per_worker=count)
+
     print("| envs | alone | `AsyncCollector` | TorchRL's, 1 per worker | TorchRL's, 4 per worker |")
-    for name, (num_envs, step_s, reset_s) in SERIES.items():
-        case = (num_envs, step_s, reset_s)
-        found = [ceiling(*case, seconds) if step_s else None]
-        found += [ours(*case, num_workers=num_workers, has_threads=step_s > 0, policy_s=0.0, seconds=seconds)[0]]
-        found += [torchrls(*case, seconds, env_exchange="shm", envs_per_worker=count) for count in ENVS_PER_WORKER]
-        _print_rates(f"{num_envs} {name}", found)
+    for name, case in SERIES.items():
+        _print_rates(f"{case[0]} {name}", rates(*case))
 
 
-def _print_rates(name: str, rates: list[float | None]) -> None:
-    cells = ["" if rate is None else f"{rate:,.0f}" for rate in rates]
-    print(f"| {name} | {' | '.join(cells)} |", flush=True)
+def _print_rates(name: str, rates: Iterator[float | None]) -> None:
+    """Print a row of a table, each figure when it is there."""
+    print(f"| {name} |", end="", flush=True)
+    for rate in rates:
+        print("  |" if rate is None else f" {rate:,.0f} |", end="", flush=True)
+    print(flush=True)
 
 
 def policy(seconds: float, num_workers: int) -> None:

@@ -123,6 +123,10 @@ def try_copy(policy: Any) -> tuple[Any, str]:
     for name, parameter in policy.named_parameters():
         if is_lazy(parameter):
             return None, f"{name} is not initialised yet, and a copy would initialise itself differently"
+    for name, module in policy.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None:  # torch leaves it out of copies
+            what = name or type(module).__name__
+            return None, f"{what} was compiled in place, and a copy would not be compiled: use torch.compile(module)"
     try:
         return copy.deepcopy(policy), ""
     except Exception as error:  # whatever the copying of its parts raises

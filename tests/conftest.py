@@ -187,6 +187,14 @@ class Possessions:
         return found + ([f"current folder {now.folder}"] if now.folder != self.folder else [])
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _the_gpu_is_in_use() -> None:
+    """Create this process's CUDA context, which stays, before a test looks for what is left behind."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.zeros(1, device="cuda").sum().item()
+
+
 @pytest.fixture(scope="session")
 def _helper_of(request: pytest.FixtureRequest) -> Iterator[Callable[[tuple[str, ...] | None], Any]]:
     """Return a function that returns the session's helper, which has imported the modules of most tests.

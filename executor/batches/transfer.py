@@ -21,6 +21,9 @@ from tensordict import TensorDictBase
 
 _CUDA_REGISTER_PORTABLE = 1  # cuda_runtime_api.h: cudaHostRegisterPortable
 _ALIGNMENT = 64  # bytes; a multiple of every dtype's size
+#: Bytes up to which a copy from memory that is not page-locked does not block the host either (CUDA C++ Programming
+#: Guide, "Concurrent execution between host and device").
+_AT_ONCE = 1 << 16
 #: Integers of the same size as numbers that numpy does not know.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -81,9 +84,9 @@ def put_rows(td: TensorDictBase, rows: Any, values: TensorDictBase) -> None:
 def to_device(batch: TensorDictBase, device: torch.device | str) -> TensorDictBase:
     """Return a batch on a device; a copy unless it is there already.
 
-    From the host to CUDA it is one copy, from page-locked memory, and the caller does not wait: later work on the
-    current stream runs after the transfer. torch keeps that memory for later batches, and reuses it only after the
-    transfer has ended. The leaves share memory on the device.
+    From the host to CUDA it is one copy, and the caller does not wait: later work on the current stream runs after the
+    transfer. Larger batches are copied from page-locked memory, which torch keeps for later ones and reuses only after
+    the transfer has ended. The leaves share memory on the device.
     """
     device = torch.device(device)
     if device.type != "cuda" or batch.device not in (None, torch.device("cpu")):
@@ -98,7 +101,8 @@ def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
     starts = [0]
     for leaf in leaves:
         starts.append(starts[-1] + -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT)
-    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    is_pinned = device.type == "cuda" and starts[-1] > _AT_ONCE
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_pinned)
     for leaf, start in zip(leaves, starts, strict=False):
         target = buffer[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
         np.copyto(as_array(target), as_array(leaf))

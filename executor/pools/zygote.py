@@ -28,6 +28,9 @@ from envherd.executor.pools.process_log import dumped, tail
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
 
 _PACKET = 1 << 18
+#: Makes `torch.cuda.is_available()` ask the driver's library: torch refuses CUDA in forks of a process that has asked
+#: CUDA itself, and modules that the helper imports ask, as TorchRL does.
+_ASKS_WITHOUT_CUDA = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _FAREWELL_S = 5.0  # for the helper to kill remaining processes and end
 _RECEIVE_S = 0.02  # between checks whether another thread has taken the answer
@@ -312,6 +315,7 @@ def _wait_exit(pid: int, timeout_s: float) -> None:
 def environment_of(options: ExecutorOptions) -> dict[str, str]:
     """Return the environment variables that workers start with."""
     environment = dict(os.environ)
+    environment.setdefault(*_ASKS_WITHOUT_CUDA)
     if options.worker_threads is not None:
         environment.update(dict.fromkeys(_THREAD_VARIABLES, str(options.worker_threads)))
     environment.update(options.env_vars)

@@ -160,6 +160,17 @@ def test_a_policy_may_say_so_itself():
         assert Placed(policy, "meta").policy is policy
 
 
+def test_what_was_compiled_in_place_is_not_copied_without_that():
+    net = nn.Sequential(nn.Linear(2, 2))
+    net[0].compile(backend="eager")
+    with pytest.warns(UserWarning, match=r"0 was compiled in place, .* use torch.compile\(module\)"):
+        assert Placed(net, "meta").policy is net
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    placed = Placed(compiled, "meta")
+    assert placed.is_copy
+    assert type(placed.policy) is type(compiled)
+
+
 def test_lazy_weights_are_not_copied_before_they_are_there():
     policy = nn.LazyLinear(2)
     with pytest.warns(UserWarning, match="weight is not initialised yet"):

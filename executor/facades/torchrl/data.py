@@ -22,7 +22,6 @@ from torchrl.envs import EnvBase
 
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
 from envherd.executor.batches.hand_out import Shell
-from envherd.executor.batches.transfer import to_device
 from envherd.executor.facades.torchrl.batched import Batched
 from envherd.workers.adapters.hosts.torchrl_guest import dense_leaves
 from envherd.workers.adapters.torchrl.private_api import (
@@ -86,7 +85,7 @@ class Shells:
         return self._placed(self._root.build([get_leaf(flat, name) for name in self._root_names]))
 
     def _placed(self, td: TensorDictBase) -> TensorDictBase:
-        return td if self.is_on_cpu else to_device(td, self.device)
+        return td if self.is_on_cpu else td.to(self.device)
 
 
 class BatchedData(Batched):
