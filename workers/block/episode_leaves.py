@@ -11,7 +11,7 @@ steps, and `("episode", "time")` is the number of seconds since the first step b
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,92 @@ def return_key(reward: Key) -> Key:
     return (*reward[:-1], _ROOT, name)
 
 
+class EpisodeSums:
+    """Return, length and time of the running episodes of one env.
+
+    Args:
+        shape: the env's batch shape.
+        rewards: its reward leaves.
+
+    Attributes:
+        leaves: of the returns in the order of the rewards, then of length and time.
+        roots: keys under which all of them are.
+        values: arrays, aligned with `leaves` (VIEWS).
+    """
+
+    def __init__(self, shape: tuple[int, ...], rewards: Sequence[LeafSpec]) -> None:
+        returns = [LeafSpec(return_key(leaf.key), leaf.shape, _sum_dtype(leaf.dtype)) for leaf in rewards]
+        length = LeafSpec((_ROOT, "length"), (*shape, 1), "int64")
+        seconds = LeafSpec((_ROOT, "time"), (*shape, 1), "float32")
+        self.leaves = (*returns, length, seconds)
+        self.roots = sorted({leaf.key[:-1] for leaf in self.leaves})
+        self.values = [np.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        self._sums = [np.zeros(leaf.shape) for leaf in returns]
+        self._began = np.zeros(shape)
+        self._is_fresh = np.ones(shape, bool)
+        self._has_fresh = True
+        self._pairs = list(zip(self._sums, self.values[:-2], strict=True))
+        self._length, self._seconds = self.values[-2:]
+        if not shape and [(leaf.shape, leaf.dtype in _FLOATS) for leaf in rewards] == [((1,), True)]:
+            self._single: list[Any] = [array.reshape(-1).data for array in (*self._sums, self._began, *self.values)]
+            self.add = self._add_single  # type: ignore[method-assign]
+
+    def restart(self, rows: Any = ..., of_returns: Sequence[Any] | None = None) -> None:
+        """Set everything to 0.
+
+        Args:
+            rows: index of the env's rows, e.g. bool `[*shape]`.
+            of_returns: an index for each return, where a reset may be of some agents of a row; None for `rows`.
+        """
+        for (total, value), index in zip(self._pairs, of_returns or [rows] * len(self._pairs), strict=True):
+            total[index] = value[index] = 0
+        self._length[rows] = self._seconds[rows] = 0
+        self._is_fresh[rows] = self._has_fresh = True
+
+    def begin(self) -> None:
+        """Note the time, before a step."""
+        if self._has_fresh:
+            self._began[self._is_fresh] = time.perf_counter()
+            self._is_fresh[...] = self._has_fresh = False
+
+    def add(self, rewards: list[Any]) -> None:
+        """Add the rewards, after a step."""
+        for (total, value), given in zip(self._pairs, rewards, strict=False):  # the block refuses too few or too many
+            try:
+                np.add(total, given, out=total)
+            except (TypeError, ValueError):  # not a reward of this env: the block says so when it stores it
+                continue
+            value[...] = total
+        self._length += 1
+        self._seconds[..., 0] = time.perf_counter() - self._began
+
+    def _add_single(self, rewards: list[Any]) -> None:
+        """The same as `add`, for an env with one reward, in a third of the time."""
+        if len(rewards) != 1 or rewards[0].__class__ is not float:
+            EpisodeSums.add(self, rewards)
+            return
+        total, began, value, length, seconds = self._single
+        total[0] += rewards[0]
+        value[0] = total[0]
+        length[0] += 1
+        seconds[0] = time.perf_counter() - began[0]
+
+    def state(self) -> list[Any]:
+        """Return copies of the sums, the lengths, and the seconds so far."""
+        seconds = np.where(self._is_fresh, 0.0, time.perf_counter() - self._began)
+        return [*(total.copy() for total in self._sums), self._length.copy(), seconds]
+
+    def restore(self, state: list[Any]) -> None:
+        """Put back what `state` returned."""
+        *sums, length, seconds = state
+        for (total, value), kept in zip(self._pairs, sums, strict=True):
+            total[...] = value[...] = kept
+        self._length[...], self._began[...] = length, time.perf_counter() - seconds
+        self._seconds[..., 0] = seconds
+        self._is_fresh[...] = length[..., 0] == 0
+        self._has_fresh = bool(self._is_fresh.any())
+
+
 class EpisodeLeaves(Wrapping):
     """Another adapter, with the statistics of the episode behind its observation.
 
@@ -44,76 +130,30 @@ class EpisodeLeaves(Wrapping):
     """
 
     def __init__(self, inner: Adapter) -> None:
-        shape, rewards = inner.spec.batch_shape, inner.spec.reward
-        returns = [LeafSpec(return_key(leaf.key), leaf.shape, _sum_dtype(leaf.dtype)) for leaf in rewards]
-        length = LeafSpec((_ROOT, "length"), (*shape, 1), "int64")
-        seconds = LeafSpec((_ROOT, "time"), (*shape, 1), "float32")
-        roots = {(_ROOT,), *(leaf.key[:-1] for leaf in returns)}
-        super().__init__(inner, [*returns, length, seconds], sorted(roots), "episode_statistics")
+        self._sums = sums = EpisodeSums(inner.spec.batch_shape, inner.spec.reward)
+        super().__init__(inner, sums.leaves, sums.roots, "episode_statistics")
         keys = [list(leaf.key) for leaf in self.leaves]
         self.spec = replace(self.spec, metadata={**self.spec.metadata, EPISODE_KEYS: keys})
-        self._sums = [np.zeros(leaf.shape) for leaf in returns]
-        self._began = np.zeros(shape)
-        self._is_fresh = np.ones(shape, bool)
-        self._has_fresh = True
-        self._values = [np.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
-        self._pairs = list(zip(self._sums, self._values[:-2], strict=True))
-        self._length, self._seconds = self._values[-2:]
-        if not shape and [(leaf.shape, leaf.dtype in _FLOATS) for leaf in rewards] == [((1,), True)]:
-            self._single: list[Any] = [array.reshape(-1).data for array in (*self._sums, self._began, *self._values)]
-            self.step = self._step_single  # type: ignore[method-assign]
 
     def reset(
         self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
     ) -> list[Any]:
         """Start a new episode; see `Adapter.reset`."""
         observation = self.inner.reset(seed, options, mask)
-        rows: Any = ... if mask is None else mask[..., 0]
-        for values in (*self._sums, *self._values):
-            values[rows] = 0
-        self._is_fresh[rows] = self._has_fresh = True
-        return [*observation, *self._values]
+        self._sums.restart(... if mask is None else mask[..., 0])
+        return [*observation, *self._sums.values]
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; see `Adapter.step`."""
-        if self._has_fresh:
-            self._began[self._is_fresh] = time.perf_counter()
-            self._is_fresh[...] = self._has_fresh = False
+        sums = self._sums
+        sums.begin()
         observation, reward, terminated, truncated = self.inner.step(action)
-        self._add(reward)
-        self._length += 1
-        self._seconds[..., 0] = time.perf_counter() - self._began
-        return [*observation, *self._values], reward, terminated, truncated
-
-    def _step_single(self, action: list[Any]) -> StepValues:
-        """The same as `step`, for an env with one reward, in a third of the time."""
-        total, began, value, length, seconds = self._single
-        if self._has_fresh:
-            began[0] = time.perf_counter()
-            self._is_fresh[...] = self._has_fresh = False
-        observation, reward, terminated, truncated = self.inner.step(action)
-        if len(reward) == 1 and reward[0].__class__ is float:
-            total[0] += reward[0]
-            value[0] = total[0]
-        else:
-            self._add(reward)
-        length[0] += 1
-        seconds[0] = time.perf_counter() - began[0]
-        return [*observation, *self._values], reward, terminated, truncated
-
-    def _add(self, reward: list[Any]) -> None:
-        for (total, value), given in zip(self._pairs, reward, strict=False):  # the block refuses too few or too many
-            try:
-                np.add(total, given, out=total)
-            except (TypeError, ValueError):  # not a reward of this env: the block says so when it stores it
-                continue
-            value[...] = total
+        sums.add(reward)
+        return [*observation, *sums.values], reward, terminated, truncated
 
     def state_dict(self) -> Any:
         """Return the env's state, with the statistics of its episode; see `Adapter.state_dict`."""
-        seconds = np.where(self._is_fresh, 0.0, time.perf_counter() - self._began)
-        episode = [*(total.copy() for total in self._sums), self._length.copy(), seconds]
-        return {_STATE: episode, "env": self.inner.state_dict()}
+        return {_STATE: self._sums.state(), "env": self.inner.state_dict()}
 
     def load_state_dict(self, state: Any) -> None:
         """Restore a state, also one saved without the option: the statistics then start here."""
@@ -121,13 +161,7 @@ class EpisodeLeaves(Wrapping):
             self.inner.load_state_dict(state)
             return
         self.inner.load_state_dict(state["env"])
-        *sums, length, seconds = state[_STATE]
-        for (total, value), kept in zip(self._pairs, sums, strict=True):
-            total[...] = value[...] = kept
-        self._length[...], self._began[...] = length, time.perf_counter() - seconds
-        self._seconds[..., 0] = seconds
-        self._is_fresh[...] = length[..., 0] == 0
-        self._has_fresh = bool(self._is_fresh.any())
+        self._sums.restore(state[_STATE])
 
 
 def _sum_dtype(dtype: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +33,7 @@ class Wrapping(Adapter):
         self.render = inner.render  # type: ignore[method-assign]
         self.close = inner.close  # type: ignore[method-assign]
         self.leaves = tuple(leaves)
-        for root in roots:
-            if any(leaf.key[: len(root)] == root for leaf in inner.spec.observation):
-                raise SpecError(
-                    f"{option} failed: expected an env without an observation named {'/'.join(root)!r}, got one that "
-                    f"has it. Rename it in a wrapper around the env."
-                )
+        refuse_taken([leaf.key for leaf in inner.spec.observation], roots, option)
         self.unchecked = inner.unchecked | {leaf.key for leaf in self.leaves}
         self.spec = replace(inner.spec, observation=(*inner.spec.observation, *self.leaves))
 
@@ -63,3 +58,17 @@ class Wrapping(Adapter):
     def load_state_dict(self, state: Any) -> None:
         """Put the env's state back; see `Adapter.load_state_dict`."""
         self.inner.load_state_dict(state)
+
+
+def refuse_taken(observed: Sequence[Key], roots: Iterable[Key], option: str) -> None:
+    """Refuse an env that has an observation under one of the names that an option adds.
+
+    Raises:
+        SpecError: it has.
+    """
+    for root in roots:
+        if any(key[: len(root)] == root for key in observed):
+            raise SpecError(
+                f"{option} failed: expected an env without an observation named {'/'.join(root)!r}, got one that "
+                f"has it. Rename it in a wrapper around the env."
+            )
