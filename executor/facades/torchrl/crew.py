@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class ProcessCrew:
         self.executor: BatchedEnv
         by_id = {id(factory): _guest_factory(factory, options, is_crossing=is_crossing) for factory in factories}
         guests = [by_id[id(factory)] for factory in factories]
+        options = replace(options, episode_statistics=False)  # the guests add them
         if make_executor is None:
             self._start_here(
                 guests, list(env_kwargs), choose_workers(self.num_envs, num_processes, "num_processes"), options
@@ -206,6 +208,7 @@ def _guest_factory(factory: Callable[..., Any], options: ExecutorOptions, *, is_
         options.worker_threads,
         is_crossing=is_crossing,
         has_own_generator=not options.env_threads,
+        has_statistics=options.episode_statistics,
     )
 
 
@@ -214,12 +217,18 @@ class LocalCrew:
 
     is_dense = False
 
-    def __init__(self, factories: Sequence[Callable[..., Any]], env_kwargs: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        factories: Sequence[Callable[..., Any]],
+        env_kwargs: Sequence[dict[str, Any]],
+        *,
+        has_statistics: bool = False,
+    ) -> None:
         self.num_envs = len(factories)
         self.guests: list[Guest] = []
         for factory, kwargs in zip(factories, env_kwargs, strict=True):
             env = own_env(factory(**kwargs), describe(factory))
-            self.guests.append(Guest(env, has_own_generator=False, is_apart=False))
+            self.guests.append(Guest(env, has_own_generator=False, is_apart=False, has_statistics=has_statistics))
 
     def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
         """Make a different call to each env; return the results in that order."""

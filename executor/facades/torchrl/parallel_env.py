@@ -40,7 +40,6 @@ _READERS = "TorchRL's envs read infos. Call the env's auto_register_info_dict or
 _REFUSED = {
     "env_threads": "each TorchRL env has its own state of torch's generator, which the threads of a process share. Use "
     "more num_processes, or envherd.ParallelEnv.",
-    "episode_statistics": "TorchRL's transforms count them. Append RewardSum and StepCounter.",
     "infos": _READERS,
     "info_keys": _READERS,
 }
@@ -243,7 +242,7 @@ class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # un
         kwargs.pop("auto_wrap_envs", None)
         is_single = kwargs.pop("serial_for_single", False) and kwargs.get("num_workers", args[0] if args else None) == 1
         if is_single and kwargs.get("executor") is None:
-            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "options", "executor"):
+            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "executor"):
                 kwargs.pop(name, None)
             return SerialEnv(*args, **kwargs)
         _newborn.env = None
@@ -272,7 +271,7 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
 
     Raises:
         FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or returned no env.
-        ValueError: options with `env_threads`, `episode_statistics`, `infos` or `info_keys`.
+        ValueError: options with `env_threads`, `infos` or `info_keys`.
     """
 
     def __init__(
@@ -374,13 +373,31 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
 
 
 class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):  # type: ignore[misc]  # untyped
-    """TorchRL's `SerialEnv`: the envs live in this process, and gradients pass through them."""
+    """TorchRL's `SerialEnv`: the envs live in this process, and gradients pass through them.
+
+    Args:
+        num_workers: number of envs.
+        create_env_fn: callable that builds a TorchRL env, or a list of one per env.
+        options: of the executor, of which only `episode_statistics` applies to envs in this process.
+        **kwargs: TorchRL's other arguments.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: MakeEnv | Sequence[MakeEnv],
+        *,
+        options: ExecutorOptions | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__["_has_statistics"] = options is not None and options.episode_statistics
+        super().__init__(num_workers, create_env_fn, **kwargs)
 
     def _hire(self) -> LocalCrew:
-        return LocalCrew(self.create_env_fn, self.create_env_kwargs)
+        return LocalCrew(self.create_env_fn, self.create_env_kwargs, has_statistics=self.__dict__["_has_statistics"])
 
     def _local_envs(self) -> list[EnvBase]:
-        return [self._guests[i].env for i in self._env_ids]
+        return [self._guests[i].built for i in self._env_ids]
 
     @property
     def _guests(self) -> list[Guest]:

@@ -279,7 +279,6 @@ env.close()
     ("name", "value", "expected"),
     [
         ("env_threads", True, "env_threads=False, got True: .* Use more num_processes"),
-        ("episode_statistics", True, "episode_statistics=False, got True: .* Append RewardSum and StepCounter"),
         ("infos", "plain", "infos=drop, got plain: .* auto_register_info_dict"),
         ("info_keys", "all", "info_keys=None, got all: .* auto_register_info_dict"),
     ],

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.common import EnvMetaData
 
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
@@ -53,7 +53,7 @@ class GuestFactory:
         preload: modules for the helper process to import.
         num_threads: for torch in the worker, set before an env is built; None leaves them.
         is_crossing: build a `CrossingGuest` if the env's leaves do not fit into the slab.
-        has_own_generator: see `Guest`; False where envs run at the same time.
+        **how: `has_own_generator` (False where envs run at the same time) and `has_statistics`; see `Guest`.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class GuestFactory:
         num_threads: int | None,
         *,
         is_crossing: bool = False,
-        has_own_generator: bool = True,
+        **how: bool,
     ) -> None:
         self._pickled = pickled
         self.__qualname__ = name
         self.preload = preload
         self._num_threads = num_threads
-        self._is_crossing, self._has_own_generator = is_crossing, has_own_generator
+        self._is_crossing, self._how = is_crossing, how
         self._make: Callable[..., Any] | None = None
 
     def __call__(self, **kwargs: Any) -> Guest:
@@ -82,7 +82,7 @@ class GuestFactory:
             self._make = pickle.loads(self._pickled)
         env = own_env(self._make(**kwargs), self.__qualname__)
         kind = CrossingGuest if self._is_crossing and dense_leaves(env) is None else Guest
-        return kind(env, has_own_generator=self._has_own_generator, is_apart=True)
+        return kind(env, is_apart=True, **self._how)
 
 
 _known: weakref.WeakSet[EnvBase] = weakref.WeakSet()
@@ -110,8 +110,16 @@ def own_env(env: Any, origin: str) -> EnvBase:
 class Guest:
     """One TorchRL env and its current root.
 
+    Args:
+        env: what the factory returned.
+        has_own_generator: see `generator`.
+        is_apart: see below.
+        has_statistics: add the statistics of the episode to its data; see `hosts.torchrl_episodes`.
+
     Attributes:
-        env: the env, its specs locked.
+        env: the env that is stepped, its specs locked: `built`, or with statistics a `TransformedEnv` around it.
+        built: the env that attributes, state dicts and snapshots are of.
+        statistics: the transform around it, or None.
         root: its present root tensordict, or None before the first reset.
         reset_names: keys that a reset returns: those of observation and done leaves.
         step_names: keys that a step returns: the same and the rewards.
@@ -120,8 +128,15 @@ class Guest:
         direct: steps it without tensordicts; None if that is not possible.
     """
 
-    def __init__(self, env: EnvBase, *, has_own_generator: bool, is_apart: bool) -> None:
+    def __init__(self, env: EnvBase, *, has_own_generator: bool, is_apart: bool, has_statistics: bool = False) -> None:
         check_worker_env(env)
+        self.built = env
+        self.statistics: Any = None
+        if has_statistics:
+            from envherd.workers.adapters.hosts.torchrl_episodes import EpisodeStatistics
+
+            self.statistics = EpisodeStatistics(env)
+            env = TransformedEnv(env, self.statistics, auto_unwrap=False)
         self.env = env.set_spec_lock_()
         self.root: TensorDictBase | None = None
         self.direct: DirectGym | None = None
@@ -235,11 +250,11 @@ class Guest:
 
     def state_dict(self) -> Any:
         """Return the env's state dict, without locks."""
-        return _without_locks(self.env.state_dict())
+        return _without_locks(self.built.state_dict())
 
     def load_state_dict(self, state: Any, kwargs: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self.env.load_state_dict(state, **kwargs)
+        self.built.load_state_dict(state, **kwargs)
 
     def become(self, source: EnvBase) -> None:
         """Take over another env's snapshot, if the env supports that.
@@ -248,10 +263,10 @@ class Guest:
             NotImplementedError: it does not.
         """
         try:
-            self.env[slice(None)] = source
+            self.built[slice(None)] = source
         except (TypeError, NotImplementedError, AttributeError) as error:
             raise NotImplementedError(
-                f"Env workers of type {type(self.env).__name__} do not support snapshot writeback: {error}"
+                f"Env workers of type {type(self.built).__name__} do not support snapshot writeback: {error}"
             ) from error
 
     def look_up(self, path: tuple[str, ...]) -> tuple[str, Any]:
@@ -268,11 +283,11 @@ class Guest:
     def call(self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the env; a result that cannot be pickled (that of `to`) becomes None."""
         result = self.find(path)(*args, **kwargs)
-        return None if result is self.env or isinstance(result, EnvBase) else result
+        return None if isinstance(result, EnvBase) else result
 
     def find(self, path: tuple[str, ...]) -> Any:
         """Return an attribute of the env by its path."""
-        return functools.reduce(getattr, path, self.env)
+        return functools.reduce(getattr, path, self.built)
 
     def close(self) -> None:
         """Close the env."""
@@ -347,7 +362,8 @@ class GuestAdapter(Adapter):
         )
         self._is_on_cpu = env.device is None or env.device.type == "cpu"
         if leaves is not None:
-            guest.direct = direct_gym(env, [key for key, _ in self._inputs], self._observed, self._rewards)
+            make = direct_gym if guest.statistics is None else guest.statistics.direct_gym
+            guest.direct = make(guest.built, [key for key, _ in self._inputs], self._observed, self._rewards)
 
     def reset(
         self,

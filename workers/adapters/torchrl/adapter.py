@@ -67,7 +67,7 @@ class TorchRLAdapter(Adapter):
         _refuse_unfit(base)
         full_specs = {group: getattr(env, f"full_{group}_spec") for group in _GROUPS}
         leaves = {group: place_leaves(spec) for group, spec in full_specs.items()}
-        _require_dense([*leaves["reward"], *leaves["done"]])
+        require_dense([*leaves["reward"], *leaves["done"]])
         leaves["state"] = _asked_state(leaves["state"], leaves["observation"])
         nested_done = [leaf for leaf in leaves["done"] if leaf.spec.key not in DONE_KEYS]
         batch_shape = tuple(env.batch_size)
@@ -191,7 +191,12 @@ def _refuse_unfit(base: EnvBase) -> None:
     refuse_late_resets(base)
 
 
-def _require_dense(leaves: list[PlacedLeaf]) -> None:
+def require_dense(leaves: list[PlacedLeaf]) -> None:
+    """Refuse leaves without a fixed shape.
+
+    Raises:
+        SpecError: there is one.
+    """
     for leaf in leaves:
         if leaf.spec.is_side:
             raise SpecError(

@@ -1,0 +1,369 @@
+"""`ExecutorOptions(episode_statistics=True)` in the TorchRL facade: return, length and time of each episode so far."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from tests.extras import skip_without
+
+skip_without("torchrl", "gymnasium")
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Binary, Categorical, Composite, LazyTensorStorage, ReplayBuffer, Unbounded
+from torchrl.envs import (
+    Compose,
+    DoubleToFloat,
+    EnvBase,
+    GymEnv,
+    GymWrapper,
+    RewardSum,
+    StepCounter,
+    TransformedEnv,
+    check_env_specs,
+)
+
+from envherd import EpisodeLogger
+from envherd import ParallelEnv as NativeParallelEnv
+from envherd import SerialEnv as NativeSerialEnv
+from envherd.executor.facades.torchrl import AsyncEnvPool, ParallelEnv, SerialEnv
+from envherd.executor.options import ExecutorOptions
+from envherd.workers.adapters.hosts.torchrl_guest import Guest, GuestAdapter
+from envherd.workers.errors import FactoryError, SpecError
+from tests import torchrl_own as own
+from tests.executor.facades.test_torchrl_use import Collector, policy
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.preloads(*own.PRELOADED),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+ON = ExecutorOptions(episode_statistics=True)
+FACADES: dict[str, Callable[..., Any]] = {
+    "parallel": functools.partial(ParallelEnv, num_processes=1),
+    "serial": SerialEnv,
+}
+
+
+class Walk(gymnasium.Env):
+    """Ends after 3, 4, 5, ... steps in turn; its rewards are no float32 numbers."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(self, first: int = 3) -> None:
+        self.length, self.steps = first, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.length, self.steps = self.length + (self.steps > 0), 0  # TorchRL's wrapper resets before the first episode
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.steps += 1
+        is_over = self.steps == self.length
+        return np.full(2, 0.1, np.float32), 0.1 * (1 + int(action)), is_over and self.steps % 2 == 0, is_over, {}
+
+
+class Team(EnvBase):
+    """Two agents, each with a separate end (after 2 and 3 steps) and reset; a reward of the whole team at the root."""
+
+    def __init__(self, rewards: tuple[str, ...] = ("reward",)) -> None:
+        super().__init__()
+        self.rewards = rewards
+        flag = Categorical(2, dtype=torch.bool, shape=(2, 1))
+        self.observation_spec = self._group(count=Unbounded((2, 1), dtype=torch.int64))
+        self.action_spec = self._group(action=Binary(1, shape=(2, 1)))
+        reward = self._group(**{name: Unbounded((2, 1)) for name in rewards})
+        self.reward_spec = Composite({**dict(reward.items()), "shared": Unbounded((1,), dtype=torch.float64)})
+        self.done_spec = self._group(done=flag, terminated=flag.clone())
+        self.count = torch.zeros(2, 1, dtype=torch.int64)
+
+    @staticmethod
+    def _group(**leaves: Any) -> Composite:
+        return Composite(agents=Composite(leaves, shape=(2,)))
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get(("agents", "_reset"), None)
+        self.count[... if mask is None else mask] = 0
+        return self._row()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.count += 1
+        row = self._row().set("shared", torch.tensor([0.5], dtype=torch.float64))
+        for name in self.rewards:
+            row["agents", name] = torch.tensor([[1.0], [10.0]])
+        return row
+
+    def _row(self) -> TensorDictBase:
+        done = self.count >= torch.tensor([[2], [3]])
+        each = {"count": self.count.clone(), "done": done, "terminated": done.clone()}
+        return TensorDict({"agents": TensorDict(each, [2])}, [])
+
+    def _set_seed(self, seed: int | None) -> None:
+        torch.manual_seed(seed)
+
+
+class Paid(own.CountingEnv):
+    """Pays more with every step."""
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if int(tensordict["action"].sum()) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        row = super()._step(tensordict)
+        return row.set("reward", self.count * 0.25)
+
+
+def paid(max_steps: int = 3) -> EnvBase:
+    return Paid(max_steps=max_steps)
+
+
+def walk(first: int = 3) -> EnvBase:
+    return GymWrapper(Walk(first), categorical_action_encoding=True)
+
+
+def cartpole() -> EnvBase:
+    return GymEnv("CartPole-v1")
+
+
+def rows_that_reset_themselves() -> EnvBase:
+    mode = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+    return GymWrapper(gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", vector_kwargs=mode))
+
+
+FAMILIES: dict[str, Callable[[], EnvBase]] = {
+    "gym": cartpole,
+    "transformed": lambda: TransformedEnv(GymEnv("CartPole-v1"), Compose(DoubleToFloat(), StepCounter())),
+    "counting": paid,
+    "text": lambda: own.CountingEnvWithString(max_steps=3),
+    "batched": lambda: Paid(max_steps=3, batch_size=[2]),
+    "vector env": rows_that_reset_themselves,
+}
+
+
+def step(env: Any, root: TensorDictBase, *actions: int) -> tuple[TensorDictBase, TensorDictBase]:
+    """Step all envs, and reset those that have ended."""
+    dtype = env.full_action_spec["action"].dtype
+    stepped, root = env.step_and_maybe_reset(root.set("action", torch.tensor(actions, dtype=dtype).unsqueeze(-1)))
+    return stepped, root
+
+
+def plain(td: TensorDictBase, *key: str) -> list[Any]:
+    return td[key].flatten().tolist()
+
+
+@pytest.mark.parametrize("facade", FACADES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_are_what_torchrls_transforms_count(facade: str, family: str) -> None:
+    counted = TransformedEnv(
+        FACADES[facade](2, FAMILIES[family], options=ON), Compose(RewardSum(), StepCounter(step_count_key="steps"))
+    )
+    if family != "text":
+        check_env_specs(counted)
+    counted.set_seed(0)
+    torch.manual_seed(0)
+    data = counted.rollout(60, break_when_any_done=False)
+    counted.close()
+    for td in (data, data["next"]):
+        torch.testing.assert_close(td["episode", "return"], td["episode_reward"])
+        assert (td["episode", "length"] == td["steps"]).all()
+    assert data["next", "done"].sum() > 2
+    assert (data["next", "episode", "time"] > data["episode", "time"]).all()
+    assert not data["episode", "time"][data["episode", "length"] == 0].any()
+    dtypes = [data["next", "episode", name].dtype for name in ("return", "length", "time")]
+    assert dtypes == [torch.float32, torch.int64, torch.float32]
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_they_are_those_of_the_executor(facade: str) -> None:
+    with (
+        NativeParallelEnv(2, [Walk, functools.partial(Walk, 4)], num_workers=1, options=ON, seed=0) as native,
+        closing(FACADES[facade](2, [walk, functools.partial(walk, 4)], options=ON)) as env,
+    ):
+        env.set_seed(0)
+        roots, ends = [native.reset(), env.reset()], 0
+        for i in range(40):
+            for td in roots:
+                td["action"] = torch.tensor([i % 3, (i + 1) % 3])
+            (one, roots[0]), (other, roots[1]) = (
+                each.step_and_maybe_reset(td) for each, td in zip((native, env), roots, strict=True)
+            )
+            for mine, theirs in ((other["next"], one["next"]), (roots[1], roots[0])):
+                assert mine["episode"].keys() == theirs["episode"].keys()
+                for name, value in mine["episode"].items():
+                    assert value.dtype == theirs["episode", name].dtype
+                torch.testing.assert_close(mine["episode", "return"], theirs["episode", "return"])
+                assert (mine["episode", "length"] == theirs["episode", "length"]).all()
+                assert mine["episode"].batch_size == theirs["episode"].batch_size
+            if facade == "parallel":  # no TorchRL rounds the rewards to float32
+                assert (other["next", "episode", "return"] == one["next", "episode", "return"]).all()
+            assert (one["next", "done"] == other["next", "done"]).all()
+            ends += int(one["next", "done"].sum())
+    assert ends > 8
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_agents_have_returns_of_their_own(facade: str) -> None:
+    with closing(FACADES[facade](2, Team, options=ON)) as env:
+        check_env_specs(env)
+        assert env.observation_spec["agents", "episode", "return"].shape == (2, 2, 1)
+        data = env.rollout(7, break_when_any_done=False)["next"]
+    assert data["agents", "episode"].batch_size == data["agents"].batch_size
+    first, second = data["agents", "episode", "return"][0, ..., 0].unbind(-1)
+    assert first.tolist() == [1, 2, 1, 2, 1, 2, 1]
+    assert second.tolist() == [10, 20, 30, 10, 20, 30, 10]
+    assert plain(data[0], "episode", "length") == [1, 2, 1, 1, 1, 2, 1]  # since any agent was reset
+    assert plain(data[0], "episode", "shared_return") == [0.5, 1, 0.5, 0.5, 0.5, 1, 0.5]
+    assert data["episode", "shared_return"].dtype == torch.float64
+
+
+def test_groups_are_those_of_the_executor() -> None:
+    def make() -> EnvBase:
+        return Team(("reward", "bonus"))
+
+    with NativeSerialEnv(1, make, options=ON, seed=0) as native, closing(SerialEnv(1, make, options=ON)) as env:
+        one, other = native.rollout(2)["next"], env.rollout(2)["next"]
+    for group in ((), ("agents",)):
+        assert one[(*group, "episode")].keys() == other[(*group, "episode")].keys()
+        for name in set(one[(*group, "episode")].keys()) - {"time"}:
+            assert (one[(*group, "episode", name)] == other[(*group, "episode", name)]).all()
+            assert one[(*group, "episode", name)].shape == other[(*group, "episode", name)].shape
+
+
+def test_masks_select_what_starts_again() -> None:
+    with closing(ParallelEnv(3, functools.partial(paid, 9), num_processes=2, options=ON)) as env:
+        root = env.reset()
+        for _ in range(2):
+            _, root = step(env, root, 1, 1, 1)
+        root = env.reset(root.set("_reset", torch.tensor([[False], [True], [False]])))
+        assert plain(root, "episode", "length") == [2, 0, 2]
+        assert plain(root, "episode", "return") == [0.75, 0, 0.75]
+        root["_step"] = torch.tensor([True, True, False])
+        root["action"] = torch.ones(3, 1, dtype=torch.int8)
+        following = env.step(root)["next"]
+        assert plain(following, "episode", "length") == [3, 1, 2]
+        assert plain(following, "episode", "return") == [1.5, 0.25, 0.75]
+
+
+@pytest.mark.broken_pool
+def test_a_worker_that_is_replaced_starts_at_0() -> None:
+    options = ExecutorOptions(episode_statistics=True, on_worker_loss="restart", check_actions="off")
+    with closing(ParallelEnv(2, functools.partial(paid, 9), options=options)) as env:
+        root = env.reset()
+        for _ in range(3):
+            _, root = step(env, root, 1, 1)
+        stepped, root = step(env, root, 6, 1)
+        assert plain(stepped["next"], "episode", "length") == [3, 4]  # the lost row repeats what was acted on
+        assert plain(root, "episode", "length") == [0, 4]
+        stepped, _ = step(env, root, 1, 1)
+        assert plain(stepped["next"], "episode", "length") == [1, 5]
+        assert plain(stepped["next"], "episode", "return") == [0.25, 3.75]
+
+
+@pytest.mark.parametrize("envs_per_worker", [1, 2])
+def test_an_async_pool_has_them(envs_per_worker: int) -> None:
+    pool = AsyncEnvPool([walk] * 4, envs_per_worker=envs_per_worker, options=ON)
+    try:
+        assert pool.observation_spec["episode", "return"].shape == (4, 1)
+        pool.async_reset_send(env_index=[0, 1, 2, 3])
+        root, lengths = pool.async_reset_recv(4), {i: [] for i in range(4)}
+        for _ in range(20):
+            root["action"] = torch.ones(len(root), dtype=torch.int64)
+            pool.async_step_and_maybe_reset_send(root)
+            stepped, root = pool.async_step_and_maybe_reset_recv(1)
+            for env_id, length in zip(stepped["env_index"], plain(stepped["next"], "episode", "length"), strict=True):
+                lengths[int(env_id)].append(length)
+        for one in lengths.values():
+            expected = [i for end in range(3, 10) for i in range(1, end + 1)]
+            assert one == expected[: len(one)]
+        assert max(map(len, lengths.values())) > 3
+    finally:
+        pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def buffer() -> ReplayBuffer:
+    """Of the module, because its counters keep a segment of Python's multiprocessing open until the process ends."""
+    return ReplayBuffer(storage=LazyTensorStorage(20), batch_size=8)
+
+
+def test_collectors_and_replay_buffers_keep_them(buffer: ReplayBuffer) -> None:
+    herd = functools.partial(ParallelEnv, 2, paid, num_processes=1, options=ON)
+    collector = Collector(herd(), policy(), frames_per_batch=10, total_frames=20)
+    logger = EpisodeLogger()
+    for data in collector:
+        buffer.extend(data.reshape(-1))
+        logger.add(data)
+    collector.shutdown()
+    assert (logger.num_episodes, logger.mean_length, logger.mean_return) == (4, 4, 2.5)
+    sample = buffer[:]
+    assert plain(sample[:10], "next", "episode", "length") == [1, 2, 3, 4, 1] * 2
+    assert set(plain(sample[sample["next", "done"].flatten()], "next", "episode", "return")) == {2.5}
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_the_env_is_the_one_that_the_factory_built(facade: str) -> None:
+    def make() -> EnvBase:
+        return TransformedEnv(own.CountingEnv(max_steps=3), Compose(StepCounter(), RewardSum()))
+
+    with closing(FACADES[facade](2, make, options=ON)) as env, closing(FACADES[facade](2, make)) as usual:
+        env.rollout(3)
+        usual.rollout(3)
+        assert str(env.state_dict()) == str(usual.state_dict())
+        env.load_state_dict(usual.state_dict())
+        assert list(env.max_steps) == list(usual.max_steps)
+        assert set(env.observation_keys) - set(usual.observation_keys) == {
+            ("episode", "return"),
+            ("episode", "length"),
+            ("episode", "time"),
+        }
+        if facade == "serial":
+            assert [len(one.transform) for one in env._local_envs()] == [2, 2]
+            assert all(guest.env is guest.built for guest in usual._guests)
+
+
+def test_one_env_in_this_process_has_them_too() -> None:
+    with closing(ParallelEnv(1, paid, serial_for_single=True, options=ON)) as env:
+        assert isinstance(env, SerialEnv)
+        assert plain(env.rollout(3), "next", "episode", "length") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [walk, lambda: TransformedEnv(walk())], ids=["direct", "through TorchRL"])
+def test_steps_with_and_without_tensordicts_share_an_episode(make: Callable[[], EnvBase]) -> None:
+    guest = Guest(make(), has_own_generator=False, is_apart=True, has_statistics=True)
+    adapter = GuestAdapter(guest)
+    assert (guest.direct is None) == isinstance(guest.built, TransformedEnv)
+    place = [leaf.key for leaf in adapter.spec.observation].index(("observation:episode/length",))
+    adapter.reset(0)
+    assert [adapter.step([1])[0][place].item() for _ in range(2)] == [1, 2]
+    with guest.on_stage():
+        assert plain(guest.step(TensorDict(action=torch.tensor(1)), is_whole=False), "episode", "length") == [3]
+        root = guest.reset(None, {})
+    assert plain(root, "episode", "length") == [0]
+    assert adapter.step([1])[0][place].item() == 1
+    with guest.on_stage():
+        assert plain(guest.current(), "episode", "length") == [1]
+    assert adapter.reset(0)[place].item() == 0
+    guest.close()
+
+
+def test_an_env_that_has_such_an_observation_is_refused() -> None:
+    class Taken(own.CountingEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observation_spec["episode"] = Composite(length=Unbounded((1,)))
+
+    expected = "episode_statistics failed: expected an env without an observation named 'episode'"
+    with pytest.raises(SpecError, match=expected):
+        SerialEnv(2, Taken, options=ON)
+    with pytest.raises(FactoryError, match=expected):
+        ParallelEnv(2, Taken, options=ON)
