@@ -11,7 +11,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from envherd.executor import ActionError, AsyncCollector, Collector, ParallelEnv, SerialEnv
 from envherd.executor.batches.hand_out import GroupBatch
@@ -237,6 +237,17 @@ def test_a_batch_is_packed_into_one_tensor_of_a_device():
     assert len(storages) == 1
     assert storages.isdisjoint({td["a"].untyped_storage().data_ptr()})
     assert packed(td, META)["in", "b"].dtype == torch.bfloat16
+
+
+def test_packed_batches_keep_names_unlike_rows_and_what_is_no_tensor():
+    named = TensorDict({"a": torch.rand(2, 3), "in": TensorDict({"b": torch.rand(2, 3, 1)}, [2, 3])}, [2, 3])
+    named.refine_names(None, "time")
+    assert packed(named, torch.device("cpu")).names == packed(named, torch.device("cpu"))["in"].names == [None, "time"]
+    rows = [TensorDict({"a": torch.rand(length), "text": NonTensorData(str(length))}, []) for length in (3, 5)]
+    unlike = packed(LazyStackedTensorDict(*rows, stack_dim=0), torch.device("cpu"))
+    for row, expected in zip(unlike.unbind(0), rows, strict=True):
+        assert torch.equal(row["a"], expected["a"])
+        assert row["text"] == expected["text"]
 
 
 @needs_gpu
