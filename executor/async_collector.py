@@ -22,6 +22,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_seconds
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.transfer import Lane, as_array, take_rows, to_device
@@ -373,7 +374,7 @@ class AsyncCollector:
         finally:
             self._charge("wait")
         following = td.get("next")
-        env_ids = td.get("env_ids").reshape(len(td), -1)[:, 0].numpy()
+        env_ids = to_numpy(td.get("env_ids")).reshape(len(td), -1)[:, 0]
         rows = self._rows
         rows.write(env_ids, following, is_next=True)
         if self._state is not None:
@@ -420,12 +421,13 @@ class AsyncCollector:
     # ---- the policy's state ------------------------------------------------------------------
 
     def _keep_state(self, env_ids: np.ndarray, own: TensorDictBase) -> None:
-        """Keep the policy's state for the next step of some envs, batch `[k]`."""
+        """Keep the policy's state for the next step of some envs, batch `[k]`, on the CPU."""
+        own = own.to("cpu")
         if self._state is None or self._state is self._primer:
             self._state = own[:1].expand(self.env.num_envs, *own.batch_size[1:]).clone().zero_()
             if self._primer is not None:
                 self._state.update(self._primer.clone())
-        self._state[torch.from_numpy(env_ids)] = own.to("cpu")
+        self._state[torch.from_numpy(env_ids)] = own
 
     def _note_ends(self, env_ids: np.ndarray, following: TensorDictBase) -> None:
         done = following.get("done").reshape(len(env_ids), -1).any(1).cpu().numpy()

@@ -238,6 +238,25 @@ def test_rollouts_with_a_policy_that_reuses_its_memory(kind, is_graph, device):
     same(found, expected)
 
 
+@kinds
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_an_asynchronous_collector_of_batches_on_a_gpu(kind, layout):
+    """The rows, with a recurrent policy on the GPU, are those on the CPU."""
+    found = []
+    for device in ("cpu", "cuda"):
+        env = kind(NUM_ENVS, CountingEnv, seed=0, device=device)
+        policy = recurrent(is_graph=False, device=device)
+        with AsyncCollector(
+            env, policy, frames_per_batch=60, layout=layout, primer=primer(), batch_sizes=(2, NUM_ENVS)
+        ) as collector:
+            flat = torch.cat([collector.collect() for _ in range(3)]).reshape(-1)
+        found.append({(int(row["env_ids"]), int(row["step"])): row for row in flat.unbind(0)})
+    shared = found[0].keys() & found[1].keys()
+    assert len(shared) > 60
+    for key in shared:
+        same(found[0][key], found[1][key])
+
+
 def on_gpu(policy: Any) -> Any:
     """Return a policy for batches on the CPU that runs on the GPU."""
 
