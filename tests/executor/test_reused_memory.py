@@ -49,8 +49,7 @@ class Square(torch.autograd.Function):
 
 
 def saved(leaf: torch.Tensor) -> Any:
-    loss = Square.apply(torch.ones((), dtype=torch.double, requires_grad=True), leaf)
-    return loss.grad_fn
+    return Square.apply(torch.ones((), dtype=torch.double, requires_grad=True), leaf)
 
 
 #: Ways to hold a leaf -> how to read it then.
@@ -65,7 +64,7 @@ HOLDS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "data": (lambda leaf: leaf.data, lambda held: held),
     "parameter": (lambda leaf: torch.nn.Parameter(leaf, requires_grad=False), lambda held: held.data),
     "storage": (lambda leaf: (leaf.untyped_storage(), leaf.dtype, leaf.storage_offset(), leaf.shape), None),
-    "autograd": (saved, lambda held: held.saved_tensors[0]),
+    "autograd": (saved, lambda held: held.grad_fn.saved_tensors[0]),
     "shared": (lambda leaf: leaf.share_memory_(), lambda held: held),
     "tensordict": (lambda leaf: TensorDict({"a": leaf}, []), lambda held: held["a"]),
     "memory": (lambda leaf: memoryview(leaf.numpy()), lambda held: torch.from_numpy(np.asarray(held))),
