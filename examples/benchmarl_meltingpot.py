@@ -31,7 +31,7 @@ EPOCHS, NUM_MINIBATCHES = 2, 4
 ALGORITHMS = {"ippo": IppoConfig, "mappo": MappoConfig}
 
 
-class Curve(Callback):  # type: ignore[misc]  # untyped
+class Curve(Callback):
     """Prints and keeps the mean return per player of the last 20 episodes."""
 
     def __init__(self) -> None:

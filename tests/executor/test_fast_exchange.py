@@ -479,11 +479,14 @@ def test_it_leaks_nothing(env):
             env.recv()
 
     cycle(60)
-    gc.collect()
-    before = sys.getallocatedblocks()
-    cycle(300)
-    gc.collect()
-    assert sys.getallocatedblocks() - before < 150
+    grown = []
+    while len(grown) < 5 and (not grown or grown[-1] >= 150):  # memory that is kept is made when it is first needed
+        gc.collect()
+        before = sys.getallocatedblocks()
+        cycle(300)
+        gc.collect()
+        grown.append(sys.getallocatedblocks() - before)
+    assert grown[-1] < 150, grown
 
 
 def facts_of(env: Any) -> dict[str, Any]:

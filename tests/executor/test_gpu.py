@@ -41,7 +41,7 @@ class Pages(gymnasium.Env[np.ndarray, int]):
     """Observes 1 MiB of the number of its steps, modulo 251; episodes of 7 steps."""
 
     observation_space = gymnasium.spaces.Box(0, 255, (1024, 1024), np.uint8)
-    action_space = gymnasium.spaces.Discrete(3)
+    action_space: Any = gymnasium.spaces.Discrete(3)
 
     def __init__(self) -> None:
         self.num_steps = self.since_reset = 0
@@ -315,7 +315,7 @@ class Waits(gymnasium.Env[np.ndarray, int]):
     """Observes its number of steps, and now and then takes long."""
 
     observation_space = gymnasium.spaces.Box(0, np.inf, (3,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
+    action_space: Any = gymnasium.spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)

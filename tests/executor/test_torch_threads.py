@@ -71,7 +71,7 @@ def pools() -> int:
     from envherd.benchmarks.work import SteadyFactory
     from envherd.executor.facades.torchrl import AsyncEnvPool
 
-    gym._has_sb3 = False  # type: ignore[attr-defined]
+    gym._has_sb3 = False
     make = SteadyFactory((84, 84, 4), "uint8")
     makers = [lambda: gym.GymWrapper(make(), categorical_action_encoding=True)] * NUM_ENVS
     env = AsyncEnvPool(makers, backend="multiprocessing", stack="dense")

@@ -313,6 +313,7 @@ def test_without_a_home_folder_the_installed_code_is_used(monkeypatch: pytest.Mo
 
 def test_a_damaged_copy_is_replaced(cache: Path) -> None:
     root = meltingpot_lua.lua_root(is_ordered=True)
+    assert root is not None
     victim = Path(root, "meltingpot", "lua", "modules", "game_object.lua")
     victim.write_text("nonsense")
     meltingpot_lua.lua_root.cache_clear()

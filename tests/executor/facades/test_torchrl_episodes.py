@@ -275,7 +275,8 @@ def test_an_async_pool_has_them(envs_per_worker: int) -> None:
     try:
         assert pool.observation_spec["episode", "return"].shape == (4, 1)
         pool.async_reset_send(env_index=[0, 1, 2, 3])
-        root, lengths = pool.async_reset_recv(4), {i: [] for i in range(4)}
+        lengths: dict[int, list[Any]] = {i: [] for i in range(4)}
+        root = pool.async_reset_recv(4)
         for _ in range(20):
             root["action"] = torch.ones(len(root), dtype=torch.int64)
             pool.async_step_and_maybe_reset_send(root)
