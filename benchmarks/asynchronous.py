@@ -15,7 +15,7 @@ import argparse
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import gymnasium
@@ -57,7 +57,7 @@ class Waiting(gymnasium.Env[np.ndarray, Any]):
         return self._observation, float(action), self._num_steps >= 50, False, {}
 
 
-def _zeros(root: Any, delay_s: float = 0.0) -> Any:
+def zeros(root: Any, delay_s: float = 0.0) -> Any:
     """Return constant actions after a delay."""
     if delay_s:
         time.sleep(delay_s)
@@ -113,7 +113,7 @@ def ours(  # noqa: PLR0913  # what differs between the tables
     options = ExecutorOptions(env_threads=has_threads)
     with ParallelEnv(num_envs, make, num_workers=num_workers, options=options) as env:
         started = time.perf_counter() - began
-        policy = functools.partial(_zeros, delay_s=policy_s)
+        policy = functools.partial(zeros, delay_s=policy_s)
         collector = AsyncCollector(
             env, policy, frames_per_batch=4 * num_envs, layout="flat", min_batch=min_batch, close_env=False
         )
@@ -129,11 +129,11 @@ def send_and_recv(num_envs: int, step_s: float, reset_s: float, seconds: float, 
     make, options = functools.partial(Waiting, step_s, reset_s), ExecutorOptions(env_threads=step_s > 0)
     with ParallelEnv(num_envs, make, num_workers=num_workers, options=options) as env:
         env.reset()
-        env.send(_zeros(env.current()))
+        env.send(zeros(env.current()))
 
         def turn() -> int:
             env_ids = env.recv(1, max_envs=num_envs, with_root=False)["env_ids"]
-            env.send(_zeros(env.current(env_ids)), env_ids)
+            env.send(zeros(env.current(env_ids)), env_ids)
             return len(env_ids)
 
         rate = _rate(turn, seconds)
@@ -143,15 +143,15 @@ def send_and_recv(num_envs: int, step_s: float, reset_s: float, seconds: float, 
 
 def pool(kind: Any, num_envs: int, step_s: float, reset_s: float, seconds: float, envs_per_worker: int) -> float:
     """Return the transitions per second of TorchRL's `AsyncEnvPool`, or of a class with its methods."""
-    makers = [functools.partial(_wrapped, step_s, reset_s)] * num_envs
+    makers = [functools.partial(wrapped, functools.partial(Waiting, step_s, reset_s))] * num_envs
     env = kind(makers, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker)
     try:
         env.async_reset_send(env_index=list(range(num_envs)))
-        env.async_step_and_maybe_reset_send(_zeros(env.async_reset_recv(min_get=num_envs)))
+        env.async_step_and_maybe_reset_send(zeros(env.async_reset_recv(min_get=num_envs)))
 
         def turn() -> int:
             _, root = env.async_step_and_maybe_reset_recv(min_get=1)
-            env.async_step_and_maybe_reset_send(_zeros(root))
+            env.async_step_and_maybe_reset_send(zeros(root))
             return len(root)
 
         rate = _rate(turn, seconds)
@@ -161,25 +161,14 @@ def pool(kind: Any, num_envs: int, step_s: float, reset_s: float, seconds: float
     return rate
 
 
-def torchrls(num_envs: int, step_s: float, reset_s: float, seconds: float, **kwargs: Any) -> float:
-    """Return the transitions per second of TorchRL's `AsyncBatchedCollector`."""
-    from tensordict.nn import TensorDictModule
+def torchrls(make: Callable[[], Any], num_envs: int, frames: int, **kwargs: Any) -> Any:
+    """Return TorchRL's `AsyncBatchedCollector` of batches of a number of frames."""
     from torchrl.collectors import AsyncBatchedCollector
 
-    collector = AsyncBatchedCollector(
-        [functools.partial(_wrapped, step_s, reset_s)] * num_envs,
-        policy=TensorDictModule(_Zero(), in_keys=["observation"], out_keys=["action"]),
-        frames_per_batch=4 * num_envs,
-        transport="driver",
-        env_backend="multiprocessing",
-        max_batch_size=num_envs,
-        **kwargs,
+    makers = [functools.partial(wrapped, make)] * num_envs
+    return AsyncBatchedCollector(
+        makers, frames_per_batch=frames, env_backend="multiprocessing", max_batch_size=num_envs, **kwargs
     )
-    try:
-        batches = iter(collector)
-        return _rate(lambda: next(batches).numel(), seconds)
-    finally:
-        collector.shutdown()
 
 
 class _Zero(torch.nn.Module):
@@ -187,12 +176,13 @@ class _Zero(torch.nn.Module):
         return torch.zeros(observation.shape[:-1], dtype=torch.int64)
 
 
-def _wrapped(step_s: float, reset_s: float) -> Any:
+def wrapped(make: Callable[[], Any]) -> Any:
+    """Return TorchRL's wrapper of a Gymnasium env, in a process with one thread of torch."""
     from torchrl.envs.libs import gym
 
     gym._has_sb3 = False  # noqa: SLF001  # else each process imports it, and TensorFlow with it: 1 GiB, some seconds
     torch.set_num_threads(1)
-    return gym.GymWrapper(Waiting(step_s, reset_s), categorical_action_encoding=True)
+    return gym.GymWrapper(make(), categorical_action_encoding=True)
 
 
 def threads(seconds: float, num_workers: int) -> None:
@@ -236,13 +226,28 @@ def pools(seconds: float, num_workers: int) -> None:
 
 def collectors(seconds: float, num_workers: int) -> None:
     """Compare our collector with TorchRL's."""
+    from tensordict.nn import TensorDictModule
 
     def rates(num_envs: int, step_s: float, reset_s: float) -> Iterator[float | None]:
         yield ceiling(num_envs, step_s, reset_s, seconds) if step_s else None
         kwargs: Any = {"num_workers": num_workers, "has_threads": step_s > 0, "policy_s": 0.0}
         yield ours(num_envs, step_s, reset_s, seconds=seconds, **kwargs)[0]
+        acting = TensorDictModule(_Zero(), in_keys=["observation"], out_keys=["action"])
         for count in ENVS_PER_WORKER:
-            yield torchrls(num_envs, step_s, reset_s, seconds, env_exchange="shm", envs_per_worker=count)
+            collector = torchrls(
+                functools.partial(Waiting, step_s, reset_s),
+                num_envs,
+                4 * num_envs,
+                policy=acting,
+                transport="driver",
+                env_exchange="shm",
+                envs_per_worker=count,
+            )
+            try:
+                frames = iter(collector)
+                yield _rate(lambda frames=frames: next(frames).numel(), seconds)  # type: ignore[misc]
+            finally:
+                collector.shutdown()
 
     print("| envs | alone | `AsyncCollector` | TorchRL's, 1 per worker | TorchRL's, 4 per worker |")
     for name, case in SERIES.items():
@@ -284,15 +289,22 @@ def policy(seconds: float, num_workers: int) -> None:
 TABLES = {"threads": threads, "pools": pools, "collectors": collectors, "policy": policy}
 
 
-def main() -> None:
-    """Run one of the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=list(TABLES))
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each figure")
-    parser.add_argument("--workers", type=int, default=2, help="processes of envherd")
+def choose(doc: str | None, tables: Mapping[str, Callable[[float, int], None]], seconds: float, workers: int) -> None:
+    """Run one of a script's tables, as its command line says.
+
+    Args:
+        doc: the script's.
+        tables: name -> function of the seconds for each figure and the number of processes.
+        seconds: for each figure, by default.
+        workers: processes, by default.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=list(tables))
+    parser.add_argument("--seconds", type=float, default=seconds, help="for each figure")
+    parser.add_argument("--workers", type=int, default=workers, help="processes of envherd")
     arguments = parser.parse_args()
-    TABLES[arguments.table](arguments.seconds, arguments.workers)
+    tables[arguments.table](arguments.seconds, arguments.workers)
 
 
 if __name__ == "__main__":
-    main()
+    choose(__doc__, TABLES, seconds=5.0, workers=2)

@@ -9,7 +9,6 @@ Needs a GPU, TorchRL and Gymnasium. The envs observe 84 x 84 x 4 bytes and compu
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import CudaGraphModule, TensorDictModule
 
+from envherd.benchmarks.asynchronous import choose, torchrls, wrapped, zeros
 from envherd.benchmarks.work import Law, SteadyFactory, iterations_per_us
 from envherd.executor import AsyncCollector, Collector, ParallelEnv
 
@@ -62,10 +62,6 @@ def policy() -> Any:
     return TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
 
 
-def _zeros(td: Any) -> Any:
-    return td.set("action", torch.zeros(len(td), dtype=torch.int64))
-
-
 class Graphed:
     """Runs a policy as one CUDA graph for each size of batch."""
 
@@ -87,14 +83,6 @@ def make_env(us: float, shape: tuple[int, ...], law: Law = "even") -> SteadyFact
     return SteadyFactory(shape, dtype, us * iterations_per_us(), law)
 
 
-def _wrapped(make: Callable[[], Any]) -> Any:
-    from torchrl.envs.libs import gym
-
-    gym._has_sb3 = False  # noqa: SLF001  # else each process imports it
-    torch.set_num_threads(1)
-    return gym.GymWrapper(make(), categorical_action_encoding=True)
-
-
 def _rate(turn: Callable[[], int], seconds: float) -> tuple[float, float]:
     """Return transitions per second, and the caller's processor time for each, in microseconds."""
     turn()
@@ -108,9 +96,15 @@ def _rate(turn: Callable[[], int], seconds: float) -> tuple[float, float]:
 
 
 def _print(*cells: Any) -> None:
-    print(
-        "| " + " | ".join(f"{cell:,.1f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True
-    )
+    shown = [f"{cell:,.1f}" if isinstance(cell, float) else str(cell) for cell in cells]
+    print(f"| {' | '.join(shown)} |", flush=True)
+
+
+def _begin(*names: str) -> None:
+    """Print the machine, and the head of a table."""
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    _print(*names)
+    _print(*["---"] * len(names))
 
 
 # ---- batches -----------------------------------------------------------------------------------
@@ -133,7 +127,7 @@ def _ours(make: Callable[[], Any], num_envs: int, num_workers: int, seconds: flo
 
 
 def _torchrls(make: Callable[[], Any], num_envs: int, seconds: float, kind: Any, **kwargs: Any) -> Any:
-    env = kind(num_envs, functools.partial(_wrapped, make), device="cuda", **kwargs)
+    env = kind(num_envs, functools.partial(wrapped, make), device="cuda", **kwargs)
     try:
         root = env.reset()
         zeros = torch.zeros(num_envs, dtype=torch.int64, device="cuda")
@@ -170,8 +164,7 @@ def batches(seconds: float, num_workers: int) -> None:
 
     from envherd.executor.facades import torchrl as facade
 
-    _print("envs", "way", "transitions/s", "caller's us per transition")
-    _print("---", "---", "---", "---")
+    _begin("envs", "way", "transitions/s", "caller's us per transition")
     for name, num_envs, shape, us in (("8 free, 16 B", 8, SMALL, 0.0), ("32 of 200 us, 28 KB", 32, IMAGE, 200.0)):
         make = make_env(us, shape)
         _print(name, '`device="cuda"`', *_ours(make, num_envs, num_workers, seconds, moves=False))
@@ -198,16 +191,7 @@ def _collected(acting: Any, num_envs: int, num_workers: int, seconds: float, mak
 
 
 def _torchrls_collector(num_envs: int, seconds: float, make: Any, **kwargs: Any) -> Any:
-    from torchrl.collectors import AsyncBatchedCollector
-
-    collector = AsyncBatchedCollector(
-        [functools.partial(_wrapped, make)] * num_envs,
-        frames_per_batch=8 * num_envs,
-        env_backend="multiprocessing",
-        max_batch_size=num_envs,
-        device="cuda",
-        **kwargs,
-    )
+    collector = torchrls(make, num_envs, 8 * num_envs, device="cuda", **kwargs)
     try:
         frames = iter(collector)
         next(frames)
@@ -220,10 +204,9 @@ def policies(seconds: float, num_workers: int) -> None:
     """Print the speed of asynchronous collectors with a convolutional policy."""
     num_envs, sizes = 32, (8, 16, 32)
     make = make_env(1000.0, IMAGE, "lognormal")
-    _print("way", "transitions/s", "caller's us per transition", "envs a call", "ms a call")
-    _print("---", "---", "---", "---", "---")
+    _begin("way", "transitions/s", "caller's us per transition", "envs a call", "ms a call")
     case = (num_envs, num_workers, seconds, make)
-    _print("no policy", *_collected(_zeros, *case, policy_device=None))
+    _print("no policy", *_collected(zeros, *case, policy_device=None))
     _print("any size", *_collected(policy(), *case))
     _print(f"sizes {sizes}", *_collected(policy(), *case, batch_sizes=sizes))
     compiled = policy()
@@ -276,8 +259,7 @@ def learner(seconds: float, num_workers: int) -> None:
     """Print the speed of collecting and learning in turns, and at the same time."""
     num_envs = 32
     make = make_env(1000.0, IMAGE, "lognormal")
-    _print("collector", "transitions/s", "caller's us per transition")
-    _print("---", "---", "---")
+    _begin("collector", "transitions/s", "caller's us per transition")
     with Collector(
         ParallelEnv(num_envs, make, num_workers=num_workers, device="cuda"), policy(), frames_per_batch=64 * num_envs
     ) as collector:
@@ -299,16 +281,5 @@ def learner(seconds: float, num_workers: int) -> None:
 TABLES = {"batches": batches, "policies": policies, "learner": learner}
 
 
-def main() -> None:
-    """Run one of the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=list(TABLES))
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each figure")
-    parser.add_argument("--workers", type=int, default=8, help="processes of envherd")
-    arguments = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    TABLES[arguments.table](arguments.seconds, arguments.workers)
-
-
 if __name__ == "__main__":
-    main()
+    choose(__doc__, TABLES, seconds=3.0, workers=8)

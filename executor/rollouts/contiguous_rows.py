@@ -32,7 +32,7 @@ class ContiguousRows:
         self._free = list(range(num_envs, self._num_slots))
         self._leaves: dict[Key, torch.Tensor] = {}
         self._names: dict[bool, tuple[str, ...]] = {False: (), True: ()}  # leaf names of the batches written last
-        self._targets: dict[bool, list[tuple[Any, np.ndarray]]] = {}
+        self._targets: dict[bool, list[tuple[Any, np.ndarray, torch.dtype]]] = {}
         self._nested: dict[bool, TensorDictBase] = {}  # how the leaves nest
 
     def write(self, env_ids: np.ndarray, td: TensorDictBase, *, is_next: bool) -> None:
@@ -43,18 +43,25 @@ class ContiguousRows:
             self._nested.setdefault(is_next, td[:1].exclude("next").copy().cpu())
             self._names[is_next] = names
         index = self._slots[env_ids] * self._num_steps + self._at[env_ids]
-        for key, flat in self._targets[is_next]:
+        for key, flat, dtype in self._targets[is_next]:
             value: torch.Tensor = get_leaf(td, key) if key.__class__ is str else td.get(key)
-            flat[index] = as_array(value if value.is_cpu else value.cpu())
+            array = as_array(value if value.is_cpu else value.cpu())
+            if value.dtype is not dtype or array.shape[1:] != flat.shape[1:]:  # numpy would cast and broadcast
+                raise ValueError(
+                    f"collect failed: expected {key!r} to stay {dtype} {list(flat.shape[1:])}, got {value.dtype} "
+                    f"{list(array.shape[1:])}. Let the policy return the same dtype and shape in every call."
+                )
+            flat[index] = array
 
-    def _target(self, td: TensorDictBase, key: Key, *, is_next: bool) -> tuple[Any, np.ndarray]:
-        """Return a leaf's key in `td`, and the array that it is written to: `[slots * T, ...]` (VIEW)."""
+    def _target(self, td: TensorDictBase, key: Key, *, is_next: bool) -> tuple[Any, np.ndarray, torch.dtype]:
+        """Return a leaf's key in `td`, the array that it is written to: `[slots * T, ...]` (VIEW), and its dtype."""
         name, value = ("next", *key) if is_next else key, td.get(key)
         if name not in self._leaves:
             shape = (self._num_slots, self._num_steps, *value.shape[1:])
             blank = np.zeros(shape, as_array(value[:0].cpu()).dtype)
             self._leaves[name] = torch.from_numpy(blank).view(value.dtype)
-        return key[0] if len(key) == 1 else key, as_array(self._leaves[name].flatten(0, 1))
+        leaf = self._leaves[name]
+        return key[0] if len(key) == 1 else key, as_array(leaf.flatten(0, 1)), leaf.dtype
 
     def advance(self, env_ids: np.ndarray) -> None:
         """Advance some envs to their next step; full rows are put aside."""

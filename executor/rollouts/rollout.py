@@ -19,6 +19,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from envherd.executor.batches.arguments import as_count, need_batch, need_bools, need_callables
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import stack_groups
+from envherd.executor.batches.transfer import as_array
 from envherd.executor.progress import counted
 from envherd.executor.protocol.columns import storage_columns
 from envherd.executor.protocol.fast_step import compile_command
@@ -294,7 +295,8 @@ class _Run:
         tds: list[TensorDictBase] = []
         for tensors, batch in zip(self._lease.tensors, self._batches.groups, strict=True):
             cut = {
-                n: t if num_steps == self._lease.num_columns else t[:, :num_steps].clone() for n, t in tensors.items()
+                n: t if num_steps == self._lease.num_columns else torch.from_numpy(as_array(t)[:, :num_steps].copy())
+                for n, t in tensors.items()
             }
             if not batch.is_on_cpu:
                 cut = {n: t.to(batch.device) for n, t in cut.items()}

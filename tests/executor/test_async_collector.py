@@ -247,6 +247,23 @@ def test_the_steps_of_an_env_are_those_of_a_serial_executor_with_the_same_versio
                         assert torch.equal(one[key], td[i][key])
 
 
+@pytest.mark.parametrize(
+    "later", [torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.bfloat16), torch.zeros(2, dtype=int)]
+)
+def test_a_policy_whose_results_change_dtype_or_shape_is_refused(later):
+    """They are not rounded, read as integers by their bits, or repeated for the whole row."""
+    given = iter([torch.zeros(2, 3), *[later] * 9])
+
+    def act(root):
+        return root.update({"action": torch.ones(2, dtype=torch.int64), "value": next(given)})
+
+    with (
+        AsyncCollector(SerialEnv(2, CountingEnv, seed=0), act, frames_per_batch=8, min_batch=2) as collector,
+        pytest.raises(ValueError, match=r"expected 'value' to stay torch.float32 \[3\], got"),
+    ):
+        collector.collect()
+
+
 @pytest.mark.slow
 def test_a_compiled_policy_is_compiled_once_for_each_size():
     shapes: list[torch.Size] = []

@@ -45,12 +45,14 @@ def collects(**kwargs: Any) -> int:
 
 def steps() -> int:
     import torch
+    from gymnasium.wrappers import TimeLimit
     from tensordict import TensorDict
 
     from envherd.benchmarks.work import SteadyFactory
     from envherd.executor import Collector, ParallelEnv
 
-    with ParallelEnv(NUM_ENVS, SteadyFactory((84, 84, 4), "uint8"), num_workers=2) as env:
+    make = SteadyFactory((84, 84, 4), "uint8")
+    with ParallelEnv(NUM_ENVS, lambda: TimeLimit(make(), 6), num_workers=2) as env:
         before = others_us()
         root = env.reset()
         _, root = env.step_and_maybe_reset(act(root))
@@ -61,6 +63,7 @@ def steps() -> int:
         env.recv(3, max_envs=4)
         env.recv()
         env.rollout(8, act, break_when_any_done=False)
+        assert env.rollout(8, act, break_when_any_done=True).shape == (NUM_ENVS, 6)  # cut short
         Collector(env, act, frames_per_batch=32, close_env=False).collect()
         return others_us() - before
 
