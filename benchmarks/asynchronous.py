@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -106,11 +108,12 @@ def ours(  # noqa: PLR0913  # what differs between the tables
     policy_s: float,
     seconds: float,
     min_batch: int = 1,
+    affinity: tuple[int, ...] | None = None,
 ) -> Any:
     """Return envherd's transitions per second, memory per env (PSS, MiB), seconds to start, and statistics."""
     began = time.perf_counter()
     make = functools.partial(Waiting, step_s, reset_s)
-    options = ExecutorOptions(env_threads=has_threads)
+    options = ExecutorOptions(env_threads=has_threads, affinity=affinity)
     with ParallelEnv(num_envs, make, num_workers=num_workers, options=options) as env:
         started = time.perf_counter() - began
         policy = functools.partial(zeros, delay_s=policy_s)
@@ -265,8 +268,9 @@ def _print_rates(name: str, rates: Iterator[float | None]) -> None:
 def policy(seconds: float, num_workers: int) -> None:
     """Print the speed of a policy of 2 ms over 64 envs of 5 ms, and the limits."""
     num_envs, step_s, policy_s = 64, 0.005, 0.002
-    print("| min_batch | transitions/s | envs a call | policy busy | answers wait, ms: median | 99 % |")
-    for least in (1, 32, 64):
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    print("| affinity | min_batch | transitions/s | envs a call | policy busy | answers wait, ms: median | 99 % |")
+    for affinity, least in itertools.product((None, cpus), (1, 20, 32, 64)):
         rate, _, _, found = ours(
             num_envs,
             step_s,
@@ -275,11 +279,11 @@ def policy(seconds: float, num_workers: int) -> None:
             policy_s=policy_s,
             seconds=seconds,
             min_batch=least,
+            affinity=affinity,
         )
         waits = f"{found.queue_p50_s * 1e3:.2f} | {found.queue_p99_s * 1e3:.2f}"
-        print(
-            f"| {least} | {rate:,.0f} | {found.batch_size_mean:.1f} | {found.policy_share:.2f} | {waits} |", flush=True
-        )
+        busy = f"{found.batch_size_mean:.1f} | {found.policy_share:.2f}"
+        print(f"| {affinity is not None} | {least} | {rate:,.0f} | {busy} | {waits} |", flush=True)
     alone = ceiling(num_envs, step_s, 0.0, seconds)
     delayed = ceiling(num_envs, step_s + policy_s, 0.0, seconds)
     print(f"The envs alone: {alone:,.0f}/s; with 2 ms more a step: {delayed:,.0f}/s; the policy alone: ", end="")
