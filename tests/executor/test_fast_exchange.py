@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import sys
-import threading
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,19 @@ from envherd.executor.protocol import fast_exchange
 from envherd.executor.protocol.exchange import Exchange
 from envherd.workers import native
 from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv
-from tests.executor.test_fast_step import Derived, Driving, Slow, assert_same, generalised, state_of
-from tests.gates import wait_for
+from tests.executor.test_fast_step import (
+    RING,
+    Derived,
+    Driving,
+    Rang,
+    Slow,
+    assert_same,
+    generalised,
+    held_pair,
+    once_held,
+    state_of,
+)
+from tests.gates import Gate, wait_for
 from tests.scale import scaled
 
 pytestmark = [
@@ -367,8 +377,9 @@ def test_what_an_env_raises_is_raised_and_the_other_is_still_sent(env):
 
 @pytest.mark.broken_pool
 @pytest.mark.parametrize("when", ["before", "meanwhile", "after"])
-def test_a_lost_worker_is_noticed(when):
-    with slow_pair() as env:
+def test_a_lost_worker_is_noticed(when, tmp_path):
+    gate = Gate(tmp_path)
+    with held_pair(gate) as env:
         env.reset()
         pid = env._pool.pid_of(1)
         if when == "before":
@@ -381,7 +392,7 @@ def test_a_lost_worker_is_noticed(when):
             assert env.recv()["env_ids"].tolist() == [0, 1]  # all had answered
             return
         if when == "meanwhile":
-            threading.Timer(0.01, os.kill, (pid, signal.SIGKILL)).start()
+            once_held(gate, "recv", functools.partial(os.kill, pid, signal.SIGKILL))
         with pytest.raises(WorkerLost):
             env.recv()
         assert env.recv()["env_ids"].tolist() == [0]
@@ -390,8 +401,8 @@ def test_a_lost_worker_is_noticed(when):
 
 
 @pytest.mark.parametrize("other", ["a handler", "a thread"])
-def test_a_call_inside_it_is_refused(env, other):
-    found: list[BaseException] = []
+def test_a_call_inside_it_is_refused(other, tmp_path):
+    gate, found = Gate(tmp_path), []
 
     def call(*_: object) -> None:
         for deed in (env.recv, env.current, lambda: env.send(actions(0, 0))):
@@ -399,45 +410,45 @@ def test_a_call_inside_it_is_refused(env, other):
                 deed()
             except Busy as error:
                 found.append(error)
+        gate.open()
 
-    env.send(actions(3, 3))
     before = signal.signal(signal.SIGALRM, call)
     try:
-        if other == "a handler":
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
-        else:
-            threading.Timer(0.02, call).start()
-        assert env.recv()["next", "observation"][:, 1].tolist() == [1, 1]
+        with held_pair(gate) as env:
+            env.reset()
+            env.send(actions(3, 3))
+            once_held(gate, "recv", RING if other == "a handler" else call)
+            assert env.recv(env_ids=[0, 1])["next", "observation"][:, 1].tolist() == [1, 1]
+            assert len(found) == 3
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert len(found) == 3
 
 
-class Rang(Exception):
-    """Raised by a signal handler."""
-
-
-def test_a_handler_that_raises_in_it_loses_nothing(env):
+def test_a_handler_that_raises_in_it_loses_nothing(tmp_path):
     def ring(*_: object) -> None:
         raise Rang
 
-    env.send(actions(3, 3))
-    before = signal.signal(signal.SIGALRM, ring)
+    gate, before = Gate(tmp_path), signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        with pytest.raises(Rang):
-            env.recv()
+        with held_pair(gate) as env:
+            env.reset()
+            env.send(actions(3, 3))
+            once_held(gate, "recv", RING)
+            with pytest.raises(Rang):
+                env.recv()
+            gate.open()
+            assert env.recv(env_ids=[0, 1])["next", "observation"][:, 1:].tolist() == [[1, 3], [1, 3]]
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert env.recv()["next", "observation"][:, 1:].tolist() == [[1, 3], [1, 3]]
 
 
 @pytest.mark.broken_pool
-def test_an_executor_that_is_closed_meanwhile_says_so():
-    with slow_pair(close_timeout_s=0.0) as env:
+def test_an_executor_that_is_closed_meanwhile_says_so(tmp_path):
+    gate = Gate(tmp_path)
+    with held_pair(gate, close_timeout_s=0.0) as env:
         env.reset()
         env.send(actions(3, 3))
-        threading.Timer(0.02, env.close).start()
+        once_held(gate, "recv", env.close)
         with pytest.raises(Closed):
             env.recv()
         for deed in (env.recv, env.current, lambda: env.send(actions(0, 0))):

@@ -7,8 +7,10 @@ import functools
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -34,6 +36,7 @@ from envherd.executor import (
 from envherd.executor.pools import fast_commands
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv
+from tests.gates import Gate, wait_for
 from tests.scale import scaled
 
 pytestmark = pytest.mark.preloads()
@@ -74,6 +77,37 @@ class Stuck(Slow):
     """Takes much longer than the deadline of its test, which the other env meets even on a busy machine."""
 
     time_s = 60.0
+
+
+class Held(CountingEnv):
+    """Waits at a gate if its action is 3."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(50)
+        self._gate = gate
+
+    def step(self, action: list[Any]) -> Any:
+        if action[0] == 3:
+            self._gate.pass_through()
+        return super().step(action)
+
+
+def held_pair(gate: Gate, *, copy: bool = True, **options: Any) -> Any:
+    make = functools.partial(Held, gate)
+    return ParallelEnv(2, make, num_workers=2, copy=copy, seed=0, options=ExecutorOptions(**options))
+
+
+def once_held(gate: Gate, call: str, deed: Callable[[], Any]) -> None:
+    """Do a deed on another thread once an env waits at the gate and this thread is in the executor's `call`."""
+    caller = threading.get_ident()
+
+    def wait_and_do() -> None:
+        gate.await_somebody()
+        wait_for(lambda: call in (frame.name for frame in traceback.extract_stack(sys._current_frames()[caller])))
+        time.sleep(0.05)  # from there to the wait for answers
+        deed()
+
+    threading.Thread(target=wait_and_do).start()
 
 
 ENVS: dict[str, Callable[[], Any]] = {
@@ -381,14 +415,15 @@ def test_what_an_env_raises_is_raised_with_the_rows_of_the_others(env):
 
 @pytest.mark.broken_pool
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_lost_worker_is_noticed(when):
-    with slow_pair() as env:
+def test_a_lost_worker_is_noticed(when, tmp_path):
+    gate = Gate(tmp_path)
+    with held_pair(gate) as env:
         env.reset()
-        pid = env._pool.pid_of(1)
+        kill = functools.partial(os.kill, env._pool.pid_of(1), signal.SIGKILL)
         if when == "before":
-            os.kill(pid, signal.SIGKILL)
+            kill()
         else:
-            threading.Timer(0.02, os.kill, (pid, signal.SIGKILL)).start()
+            once_held(gate, "step", kill)
         with pytest.raises(WorkerLost):
             env.step(actions(0, 3))
         assert_goes_on_without_env_1(env, WorkerLost)
@@ -418,51 +453,64 @@ class Rang(Exception):
     """Raised by a signal handler."""
 
 
+#: Makes the handler of SIGALRM run on the main thread.
+RING = functools.partial(os.kill, os.getpid(), signal.SIGALRM)
+
+
+@pytest.mark.parametrize("copy", [True, False])
 @pytest.mark.parametrize("other", ["a handler", "a thread"])
-def test_a_call_inside_it_is_refused(env, other):
-    found: list[BaseException] = []
+def test_a_call_inside_it_is_refused(copy, other, tmp_path, monkeypatch):
+    be_patient(monkeypatch)
+    gate, found = Gate(tmp_path), []
 
     def call(*_: object) -> None:
         try:
             env.step(actions(0, 0))
         except Busy as error:
             found.append(error)
+        finally:
+            gate.open()
 
     before = signal.signal(signal.SIGALRM, call)
     try:
-        if other == "a handler":
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
-        else:
-            threading.Timer(0.02, call).start()
-        assert env.step(actions(3, 3))["next", "observation"][:, 1].tolist() == [1, 1]
+        with held_pair(gate, copy=copy) as env:
+            env.reset()
+            once_held(gate, "step", RING if other == "a handler" else call)
+            assert env.step(actions(3, 3))["next", "observation"][:, 1].tolist() == [1, 1]
+            assert len(found) == 1
+            assert env.step(actions(0, 0))["next", "observation"][:, 1].tolist() == [2, 2]
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert len(found) == 1
-    assert env.step(actions(0, 0))["next", "observation"][:, 1].tolist() == [2, 2]
 
 
-def test_a_handler_that_raises_in_it_leaves_envs_that_need_a_reset(env):
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_handler_that_raises_in_it_leaves_envs_that_need_a_reset(copy, tmp_path, monkeypatch):
     def ring(*_: object) -> None:
         raise Rang
 
-    before = signal.signal(signal.SIGALRM, ring)
+    be_patient(monkeypatch)
+    gate, before = Gate(tmp_path), signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        with pytest.raises(Rang):
-            env.step(actions(3, 3))
+        with held_pair(gate, copy=copy) as env:
+            env.reset()
+            once_held(gate, "step", RING)
+            with pytest.raises(Rang):
+                env.step(actions(3, 3))
+            gate.open()
+            with pytest.raises(ResetNeeded):
+                env.step(actions(0, 0))
+            env.reset()
+            assert env.step(actions(0, 0))["next", "observation"][:, 1].tolist() == [1, 1]
     finally:
         signal.signal(signal.SIGALRM, before)
-    with pytest.raises(ResetNeeded):
-        env.step(actions(0, 0))
-    env.reset()
-    assert env.step(actions(0, 0))["next", "observation"][:, 1].tolist() == [1, 1]
 
 
 @pytest.mark.broken_pool
-def test_an_executor_that_is_closed_meanwhile_says_so():
-    with slow_pair(close_timeout_s=0.0) as env:
+def test_an_executor_that_is_closed_meanwhile_says_so(tmp_path):
+    gate = Gate(tmp_path)
+    with held_pair(gate, close_timeout_s=0.0) as env:
         env.reset()
-        threading.Timer(0.02, env.close).start()
+        once_held(gate, "step", env.close)
         with pytest.raises(Closed, match="while it waited"):
             env.step(actions(3, 3))
         with pytest.raises(Closed, match="is closed"):
