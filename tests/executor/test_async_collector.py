@@ -248,7 +248,7 @@ def test_the_steps_of_an_env_are_those_of_a_serial_executor_with_the_same_versio
 
 
 @pytest.mark.parametrize(
-    "later", [torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.bfloat16), torch.zeros(2, dtype=int)]
+    "later", [torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)]
 )
 def test_a_policy_whose_results_change_dtype_or_shape_is_refused(later):
     """They are not rounded, read as integers by their bits, or repeated for the whole row."""

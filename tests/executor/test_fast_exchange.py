@@ -404,7 +404,7 @@ def test_a_lost_worker_is_noticed(when, tmp_path):
 def test_a_call_inside_it_is_refused(other, tmp_path):
     gate, found = Gate(tmp_path), []
 
-    def call(*_: object) -> None:
+    def call(*_):
         for deed in (env.recv, env.current, lambda: env.send(actions(0, 0))):
             try:
                 deed()

@@ -463,7 +463,7 @@ def test_a_call_inside_it_is_refused(copy, other, tmp_path, monkeypatch):
     be_patient(monkeypatch)
     gate, found = Gate(tmp_path), []
 
-    def call(*_: object) -> None:
+    def call(*_):
         try:
             env.step(actions(0, 0))
         except Busy as error:
