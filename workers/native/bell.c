@@ -97,6 +97,12 @@ void bell_ring(Bell *bell)
     sem_post(bell->semaphore);
 }
 
+int bell_block(Bell *bell)
+{
+    struct timespec at = wall_clock_in(SLICE_NS);
+    return sem_timedwait(bell->semaphore, &at) == 0;
+}
+
 /* Yield the processor for a bounded time, looking for a token in between. Without the GIL. */
 static int spin(Bell *bell)
 {

@@ -42,6 +42,7 @@ i64 monotonic_ns(void);
 int bell_take(PyObject *facts, const char *name, Bell *bell);           /* to wait for it, too */
 int bell_take_memory(PyObject *array, const char *name, Bell *bell);    /* to ring it only */
 int bell_wait(Bell *bell, i64 timeout_ns); /* 1: a token; 0: none in time; -1: with an exception. < 0: for ever */
+int bell_block(Bell *bell);                /* without the GIL: 1: a token; 0: a signal came, or a minute has passed */
 void bell_ring(Bell *bell);
 
 /* ---- command words: see workers.protocol ------------------------------------------------------------- */
