@@ -24,6 +24,7 @@ from tensordict import TensorDict, TensorDictBase
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_seconds
+from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.transfer import Lane, as_array, take_rows, to_device
 from envherd.executor.keywords import names_right_keyword
@@ -34,6 +35,8 @@ from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_l
 from envherd.workers.errors import Closed, EnvError, WorkerLost, WorkerTimeout
 
 VALID = "valid"
+#: Entries of a policy's result that are not written into the rows.
+_NOT_ROOT = ("next", VALID, "step", "policy_version")
 Bound = Literal["envs", "policy", "learner", "collector"]
 Layout = Literal["rows", "flat"]
 #: Number of latest transitions whose waits count in `AsyncStatistics`.
@@ -196,12 +199,12 @@ class AsyncCollector:
         self._steps, self._is_owed = np.zeros(num_envs, np.int64), np.zeros(num_envs, bool)
         self._state: TensorDictBase | None = self._primer
         self._known = {leaf.key for leaf in env.specs[0].leaves()}
+        self._unwritten: tuple[np.ndarray, TensorDictBase, int] | None = None
         self._has_begun = self._is_closing = False
-        self._num_received = 0
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
         self._batch_sizes: Counter[int] = Counter()
-        self._lag_sum, self._num_lags, self._lag_max = 0.0, 0, 0
+        self._num_received, self._lag_sum, self._num_lags, self._lag_max = 0, 0.0, 0, 0
         self._waits = _Waits(env.engine.pool.slab.words["answered_ns"])
         self._background = _Background(self._collect, in_background) if in_background else None
 
@@ -340,6 +343,7 @@ class AsyncCollector:
             env.reset()
             self._has_begun = True
         self._rows.repair()
+        self._write_roots()
         self._has_sent()
         idle = np.flatnonzero(~states.under_way)
         # Owed: acted for, but not yet in the rows. If such an env is idle, an interrupt has lost its transition.
@@ -373,13 +377,12 @@ class AsyncCollector:
             return
         finally:
             self._charge("wait")
-        following = td.get("next")
-        env_ids = to_numpy(td.get("env_ids")).reshape(len(td), -1)[:, 0]
-        rows = self._rows
-        rows.write(env_ids, following, is_next=True)
+        following = get_leaf(td, "next")
+        env_ids = to_numpy(get_leaf(td, "env_ids")).reshape(len(td), -1)[:, 0]
+        self._rows.write(env_ids, following, is_next=True)
         if self._state is not None:
             self._note_ends(env_ids, following)
-        rows.advance(env_ids)
+        self._rows.advance(env_ids)
         self._steps[env_ids] += 1
         self._is_owed[env_ids] = False
         self._num_received += len(env_ids)
@@ -393,18 +396,25 @@ class AsyncCollector:
             self._waits.note(env_ids)
         acted, version = self._acted(root, env_ids)
         self._charge("policy")
-        written = acted.get("next", None)
+        written = get_leaf(acted, "next")
         own = None if written is None else own_leaves(written, self._known)
         self._is_owed[env_ids] = True
         if own is not None:
             self._keep_state(env_ids, own)
-        sent = acted.exclude("next", VALID)
-        sent.set("step", torch.from_numpy(self._steps[env_ids]))
-        sent.set("policy_version", torch.full((len(env_ids),), version))
-        self._rows.write(env_ids, sent, is_next=False)
+        if any(get_leaf(acted, key) is not None for key in _NOT_ROOT):
+            acted = acted.exclude(*_NOT_ROOT)
         self._waits.sent_ns[env_ids] = time.perf_counter_ns()
-        self.env.send(sent, env_ids)
+        self._unwritten = env_ids, acted, version
+        self.env.send(acted, env_ids)
+        self._write_roots()  # while the envs step
         self._charge("other")
+
+    def _write_roots(self) -> None:
+        """Write what the policy has returned into the rows; an interrupt may have come first."""
+        if self._unwritten is not None:
+            env_ids, acted, version = self._unwritten
+            self._rows.write(env_ids, acted, is_next=False, step=self._steps[env_ids], policy_version=version)
+            self._unwritten = None
 
     def _acted(self, root: TensorDictBase, env_ids: np.ndarray) -> tuple[TensorDictBase, int]:
         self._batch_sizes[len(env_ids)] += 1

@@ -53,7 +53,8 @@ def as_device(device: Any) -> torch.device | None:
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor on the CPU as an array (VIEW); dtypes that numpy does not know, such as bfloat16, as integers."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     try:
         return tensor.numpy()
     except TypeError:

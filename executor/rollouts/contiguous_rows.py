@@ -35,8 +35,8 @@ class ContiguousRows:
         self._targets: dict[bool, list[tuple[Any, np.ndarray, torch.dtype]]] = {}
         self._nested: dict[bool, TensorDictBase] = {}  # how the leaves nest
 
-    def write(self, env_ids: np.ndarray, td: TensorDictBase, *, is_next: bool) -> None:
-        """Write entries of the present step of some envs: batch `[k]`."""
+    def write(self, env_ids: np.ndarray, td: TensorDictBase, *, is_next: bool, **numbers: Any) -> None:
+        """Write entries of the present step of some envs: batch `[k]`, and int64 `[k]` (or one number) by name."""
         names = tuple(td.keys())
         if names != self._names[is_next]:
             self._targets[is_next] = [self._target(td, key, is_next=is_next) for key in leaf_keys(td)]
@@ -52,6 +52,10 @@ class ContiguousRows:
                     f"{list(array.shape[1:])}. Let the policy return the same dtype and shape in every call."
                 )
             flat[index] = array
+        for name, value in numbers.items():
+            if (name,) not in self._leaves:
+                self._leaves[(name,)] = torch.zeros(self._num_slots, self._num_steps, dtype=torch.int64)
+            self._leaves[(name,)].numpy().reshape(-1)[index] = value
 
     def _target(self, td: TensorDictBase, key: Key, *, is_next: bool) -> tuple[Any, np.ndarray, torch.dtype]:
         """Return a leaf's key in `td`, the array that it is written to: `[slots * T, ...]` (VIEW), and its dtype."""
@@ -66,23 +70,22 @@ class ContiguousRows:
     def advance(self, env_ids: np.ndarray) -> None:
         """Advance some envs to their next step; full rows are put aside."""
         self._at[env_ids] += 1
-        for env_id in np.flatnonzero(self._at == self._num_steps).tolist():
-            slot = int(self._slots[env_id])
-            if slot not in self.full:
-                self.full.append(slot)
-            self._begin_row(env_id)
+        over = (self._at == self._num_steps).nonzero()[0]
+        if len(over):
+            self.full += self._slots[over].tolist()
+            self._begin_rows(over)
 
-    def _begin_row(self, env_id: int) -> None:
-        if not self._free:
+    def _begin_rows(self, env_ids: np.ndarray) -> None:
+        while len(self._free) < len(env_ids):
             self._add_rows()
-        self._at[env_id] = 0
-        self._slots[env_id] = self._free.pop()
+        self._at[env_ids] = 0
+        self._slots[env_ids] = [self._free.pop() for _ in env_ids]
 
     def repair(self) -> None:
         """Complete an `advance` that was interrupted at any line."""
-        self.advance(np.zeros(0, np.int64))
-        for env_id in np.flatnonzero(np.isin(self._slots, self.full)).tolist():
-            self._begin_row(env_id)
+        over = (self._at == self._num_steps).nonzero()[0]
+        self.full += [slot for slot in self._slots[over].tolist() if slot not in self.full]
+        self._begin_rows(np.isin(self._slots, self.full).nonzero()[0])
 
     def cut(self, env_ids: np.ndarray) -> None:
         """Mark the latest steps of some envs as truncated: the next step was lost, and another episode begins."""
@@ -101,7 +104,7 @@ class ContiguousRows:
             old = as_array(leaf)
             self._leaves[key] = torch.from_numpy(np.concatenate([old, np.zeros_like(old)])).view(leaf.dtype)
         self._num_slots *= 2
-        self._free = list(range(self._num_slots // 2, self._num_slots))
+        self._free += range(self._num_slots // 2, self._num_slots)
 
     def take(self, num_rows: int) -> TensorDictBase:
         """Return the rows that were full first, batch `[num_rows, T]`, a copy."""

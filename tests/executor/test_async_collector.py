@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -138,6 +139,67 @@ def test_envs_whose_actions_or_observations_have_bounds():
 
     with SerialEnv(2, BoxEnv) as env, AsyncCollector(env, policy, frames_per_batch=6) as collector:
         assert collector.collect()["observation"].shape == (2, 3, 3)
+
+
+def steps_of(batches: list[Any]) -> dict[int, list[tuple[int, int, int]]]:
+    """Return each env's steps: its number, what the env observed before it, and the action."""
+    found: dict[int, list[tuple[int, int, int]]] = {i: [] for i in range(N)}
+    for data in batches:
+        for i, at, before, action in zip(
+            *(data[key].reshape(-1).tolist() for key in ("env_ids", "step")),
+            data["observation"][..., 1].reshape(-1).tolist(),
+            data["action"].reshape(-1).tolist(),
+            strict=True,
+        ):
+            found[i].append((at, before, action))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_of_a_send_leaves_no_step_without_its_root_and_action(when, layout, monkeypatch):
+    """Roots and actions are written into the rows while the envs step."""
+    with ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env:
+        collector = AsyncCollector(env, policy, frames_per_batch=24, layout=layout)
+        send, count = env.send, 0
+
+        def interrupted(*args: Any, **kwargs: Any) -> None:
+            nonlocal count
+            count += 1
+            if when == "after":
+                send(*args, **kwargs)
+            if count % 7 == 0:
+                raise KeyboardInterrupt
+            if when == "before":
+                send(*args, **kwargs)
+
+        monkeypatch.setattr(env, "send", interrupted)
+        batches = []
+        while len(batches) < 12:
+            with contextlib.suppress(KeyboardInterrupt):
+                batches.append(collector.collect())
+        for i, steps in steps_of(batches).items():
+            numbers = [at for at, _, _ in steps]
+            assert numbers == sorted(set(numbers))
+            assert all(action == (before + i) % 4 for _, before, action in steps)
+            if when == "after":
+                assert numbers == list(range(len(numbers)))
+                assert [before for _, before, _ in steps] == [at % LENGTH for at in numbers]
+
+
+def test_a_policy_may_use_the_memory_of_its_result_again():
+    memory = torch.zeros(N, dtype=torch.int64)
+
+    def act(root: Any) -> Any:
+        memory[: len(root)] = policy(root)["action"]
+        return root.set("action", memory[: len(root)])
+
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env,
+        AsyncCollector(env, act, frames_per_batch=24) as collector,
+    ):
+        for i, steps in steps_of([collector.collect() for _ in range(10)]).items():
+            assert all(action == (before + i) % 4 for _, before, action in steps)
 
 
 class Weighted(nn.Module):
