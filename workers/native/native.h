@@ -1,7 +1,8 @@
 /* What the C files share. Limited API of CPython 3.11 and its buffer protocol; neither numpy's nor torch's headers.
  *
  * Memory: whatever is read or written here belongs to an object whose buffer is held (`Py_buffer`) for as long as an
- * address into it is kept, so that no address outlives its mapping. All calls hold the GIL but for waits in bell.c. */
+ * address into it is kept, so that no address outlives its mapping. All calls hold the GIL, except for waits in bell.c
+ * and for the thread in loop.c that passes commands on to the threads of envs. */
 #ifndef ENVHERD_NATIVE_H
 #define ENVHERD_NATIVE_H
 
