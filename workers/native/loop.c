@@ -47,7 +47,7 @@ typedef struct {
     Py_ssize_t num_envs;
     i64 worker_id, num_workers, num_bins, tidy_every;
     i64 num_wakes, num_scans, seat, mail_read;
-    i64 has_threads, steps_first;            /* see `process.env_threads.Phases` */
+    i64 has_threads, steps_first;            /* see `process.env_threads` */
     i64 num_owed;                            /* commands that threads have, after which the parent is woken once */
     i64 num_running, busy_since;             /* threads that carry out a command */
 } Loop;
