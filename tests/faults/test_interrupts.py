@@ -23,7 +23,7 @@ import envherd.executor
 import envherd.workers.messages
 from envherd.executor import AsyncCollector, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
 from envherd.workers.testing import CountingEnv
-from envherd.workers.testing.faults import FaultyEnv
+from tests.gates import Gate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -321,21 +321,42 @@ def test_an_interrupt_while_a_successor_is_put_into_service():
     assert line > 15
 
 
+class HeldReset(CountingEnv):
+    """Its second reset waits at a gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self._gate, self._num_resets = gate, 0
+
+    def reset(self, seed: int | None, options: Any = None) -> list[Any]:
+        self._num_resets += 1
+        if self._num_resets == 2:
+            self._gate.pass_through()
+        return super().reset(seed, options)
+
+
 @pytest.mark.broken_pool
-def test_a_worker_that_is_lost_while_an_interrupt_is_got_over():
+def test_a_worker_that_is_lost_while_an_interrupt_is_got_over(tmp_path):
     """The interrupted call concerns one env of the worker: the row of the other must show that it needs a reset."""
-    factories = [CountingEnv, functools.partial(FaultyEnv, "slow", at="reset", episode=1), CountingEnv]
+    gate = Gate(tmp_path)
+    factories = [CountingEnv, functools.partial(HeldReset, gate), CountingEnv]
     with ParallelEnv(NUM_ENVS, factories, num_workers=2, seed=0) as env:
         assert env._pool.worker_of.tolist() == [0, 0, 1]
         env.reset()
-        press = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-        kill = threading.Timer(0.15, os.kill, (env._pool.pid_of(0), signal.SIGKILL))
-        press.start()
-        kill.start()
-        with pytest.raises(KeyboardInterrupt):  # once the reset, which takes 0.3 s, is over
+        pid = env._pool.pid_of(0)
+
+        def press_and_kill():
+            gate.await_somebody()
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)  # the reset goes on, and the caller waits for it
+            os.kill(pid, signal.SIGKILL)
+
+        thread = threading.Thread(target=press_and_kill)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):  # once the worker is lost
             env.reset(only(1))
-        press.join()
-        kill.join()
+        thread.join()
         assert _ended(env) == [0, 1]
         with pytest.raises(ResetNeeded) as caught:
             env.step(actions())
