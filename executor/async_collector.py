@@ -199,12 +199,12 @@ class AsyncCollector:
         self._steps, self._is_owed = np.zeros(num_envs, np.int64), np.zeros(num_envs, bool)
         self._state: TensorDictBase | None = self._primer
         self._known = {leaf.key for leaf in env.specs[0].leaves()}
-        self._unwritten: tuple[np.ndarray, TensorDictBase, int] | None = None
         self._has_begun = self._is_closing = False
+        self._num_received = 0
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
         self._batch_sizes: Counter[int] = Counter()
-        self._num_received, self._lag_sum, self._num_lags, self._lag_max = 0, 0.0, 0, 0
+        self._lag_sum, self._num_lags, self._lag_max = 0.0, 0, 0
         self._waits = _Waits(env.engine.pool.slab.words["answered_ns"])
         self._background = _Background(self._collect, in_background) if in_background else None
 
@@ -343,7 +343,6 @@ class AsyncCollector:
             env.reset()
             self._has_begun = True
         self._rows.repair()
-        self._write_roots()
         self._has_sent()
         idle = np.flatnonzero(~states.under_way)
         # Owed: acted for, but not yet in the rows. If such an env is idle, an interrupt has lost its transition.
@@ -403,18 +402,10 @@ class AsyncCollector:
             self._keep_state(env_ids, own)
         if any(get_leaf(acted, key) is not None for key in _NOT_ROOT):
             acted = acted.exclude(*_NOT_ROOT)
+        self._rows.write(env_ids, acted, is_next=False, step=self._steps[env_ids], policy_version=version)
         self._waits.sent_ns[env_ids] = time.perf_counter_ns()
-        self._unwritten = env_ids, acted, version
         self.env.send(acted, env_ids)
-        self._write_roots()  # while the envs step
         self._charge("other")
-
-    def _write_roots(self) -> None:
-        """Write what the policy has returned into the rows; an interrupt may have come first."""
-        if self._unwritten is not None:
-            env_ids, acted, version = self._unwritten
-            self._rows.write(env_ids, acted, is_next=False, step=self._steps[env_ids], policy_version=version)
-            self._unwritten = None
 
     def _acted(self, root: TensorDictBase, env_ids: np.ndarray) -> tuple[TensorDictBase, int]:
         self._batch_sizes[len(env_ids)] += 1

@@ -158,7 +158,6 @@ def steps_of(batches: list[Any]) -> dict[int, list[tuple[int, int, int]]]:
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_of_a_send_leaves_no_step_without_its_root_and_action(when, layout, monkeypatch):
-    """Roots and actions are written into the rows while the envs step."""
     with ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env:
         collector = AsyncCollector(env, policy, frames_per_batch=24, layout=layout)
         send, count = env.send, 0
@@ -324,6 +323,23 @@ def test_a_policy_whose_results_change_dtype_or_shape_is_refused(later):
         pytest.raises(ValueError, match=r"expected 'value' to stay torch.float32 \[3\], got"),
     ):
         collector.collect()
+
+
+def test_after_a_result_that_was_refused_the_collector_goes_on():
+    is_wrong = iter([False, False, True, *[False] * 99])
+
+    def act(root):
+        value = root["observation"].double().mean(1)
+        return policy(root).set("value", value.float() if next(is_wrong) else value)
+
+    with AsyncCollector(
+        SerialEnv(2, MakeEnv, seed=0), act, frames_per_batch=8, layout="flat", min_batch=2
+    ) as collector:
+        with pytest.raises(ValueError, match="expected 'value' to stay"):
+            collector.collect()
+        for data in (collector.collect(), collector.collect()):
+            assert torch.equal(data["value"], data["observation"].double().mean(1))
+            assert torch.equal(data["action"], policy(data)["action"])
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from envherd import EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerTimeout
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv, FaultyEnv
-from tests.executor.waiting_envs import MeetingEnv, OneThreadEnv, StuckEnv
+from tests.executor.waiting_envs import MeetingEnv, OneThreadEnv, StackEnv, StuckEnv
 
 pytestmark = pytest.mark.slow
 
@@ -22,11 +22,19 @@ N = 6
 @pytest.fixture(params=["1", "0"], ids=["C", "Python"])
 def options(request):
     """Make the options of an executor whose workers serve the threads in C or in Python."""
+    if request.param == "1" and native.load() is None:
+        pytest.skip(f"the C extension is not there: {native.describe()}")
     return functools.partial(ExecutorOptions, env_threads=True, env_vars={native.SWITCH: request.param})
 
 
 def act(root: TensorDict) -> TensorDict:
     return root.set("action", root["observation"][:, 1] % 4)
+
+
+def test_commands_are_carried_out_in_c_if_they_can_be(options, request):
+    with ParallelEnv(N, StackEnv, num_workers=2, options=options()) as env:
+        env.step(act(env.reset()))
+        assert all(("carry_out" in callers) == ("Python" in request.node.name) for callers in env.get("callers"))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
