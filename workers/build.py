@@ -7,8 +7,8 @@ an env that the factory did not build itself.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import functools
 import inspect
 import pickle
 import re
@@ -25,8 +25,11 @@ from envherd.workers.block.episode_leaves import EpisodeLeaves
 from envherd.workers.block.info_leaves import Field, InfoLeaves, declared_fields, find_fields
 from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.options import EnvType, InfoKeys
+from envherd.workers.pickling import captures, dumps, find_culprit
 
 Factory = Callable[..., Any]
+
+_UNKNOWN_NAMES = {"gymnasium.error.UnregisteredEnv", "gym.error.UnregisteredEnv"}
 
 
 def describe(factory: Any) -> str:
@@ -67,58 +70,39 @@ def pickle_factory(factory: Factory) -> bytes:
     if script is not None and script is sys.modules.get("__main__"):
         cloudpickle.register_pickle_by_value(script)
     try:
-        return cloudpickle.dumps(factory)
+        return dumps(factory)
     except Exception as error:
         raise FactoryError(_pickle_message(factory, error)) from error
 
 
 def _pickle_message(factory: Factory, error: Exception) -> str:
-    culprit = re.search(r"'([\w.]+)' object", str(error))
-    found = next(_unpicklable_captures(factory), None)
-    if found is None:
+    way = find_culprit(factory)
+    # a function or a cache of the script is no cause: what it captures is
+    links = [link for link in way if not isinstance(link[1], (types.FunctionType, staticmethod, classmethod, property))]
+    if not links:
         what = f"cannot be pickled: {error}"
     else:
-        variable, value = found
-        inside = culprit.group(1) if culprit else _type_name(value)
+        (variable, value), cause = links[0], links[-1][1]
+        found = re.search(r"'([\w.]+)' object", str(error))
+        inside = found.group(1) if found and len(links) == 1 else _type_name(cause)
         holder = "" if inside == _type_name(value) else f" {_type_name(value)}, which holds a"
         what = f"captured the variable `{variable}`, a{holder} {inside} that cannot be pickled"
         if isinstance(value, type):
-            what = f"uses the class {value.__name__}, which was defined here and cannot be pickled ({error})"
-    if found is not None and isinstance(found[1], type):
-        advice = f"Put {found[1].__name__} into a module that workers import: from my_module import ..."
+            inner = f": {_name_way(way)} is a {inside}" if len(links) > 1 else f" ({error})"
+            what = f"uses the class {value.__name__}, which was defined here and cannot be pickled{inner}"
+        elif len(way) > 1:
+            what += f" ({_name_way(way)})"
+    if links and isinstance(links[0][1], type):
+        advice = f"Put {links[0][1].__name__} into a module that workers import: from my_module import ..."
     else:
         advice = "Build it inside the factory instead: make_env=lambda: make_the_env(...), with only "
         advice += "names and numbers captured."
     return f"make_env failed: the factory {describe(factory)} {what}. {advice}"
 
 
-def captures(factory: Any) -> Iterator[tuple[str, Any]]:
-    """Yield `(variable name, value)` of what a callable captures: closure, globals used, defaults, bound objects."""
-    if isinstance(factory, functools.partial):
-        yield from ((f"argument {i}", value) for i, value in enumerate(factory.args))
-        yield from factory.keywords.items()
-        yield from captures(factory.func)
-        return
-    if inspect.ismethod(factory):
-        yield "self", factory.__self__
-        return
-    if not isinstance(factory, types.FunctionType):
-        yield from getattr(factory, "__dict__", {}).items()
-        return
-    closure = inspect.getclosurevars(factory)
-    yield from closure.nonlocals.items()
-    yield from closure.globals.items()
-    defaults = inspect.signature(factory).parameters.values()
-    yield from ((p.name, p.default) for p in defaults if p.default is not p.empty)
-
-
-def _unpicklable_captures(factory: Any) -> Iterator[tuple[str, Any]]:
-    for variable, value in captures(factory):
-        try:
-            cloudpickle.dumps(value)
-        except Exception:
-            inner = next(_unpicklable_captures(value), None) if isinstance(value, types.FunctionType) else None
-            yield inner or (variable, value)
+def _name_way(way: list[tuple[str, Any]]) -> str:
+    """Return `Env -> step -> LOCK` for the way to an object."""
+    return " -> ".join(name for name, _ in way)
 
 
 def modules_of(factory: Any) -> list[str]:
@@ -130,6 +114,23 @@ def modules_of(factory: Any) -> list[str]:
             modules[name] = None
     modules.update(dict.fromkeys(getattr(factory, "preload", ())))
     return list(modules)
+
+
+@contextlib.contextmanager
+def _hinting() -> Iterator[None]:
+    """Add a note to an exception of a factory that may come from what the caller's process has and this one lacks."""
+    try:
+        yield
+    except Exception as error:
+        names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
+        if names & _UNKNOWN_NAMES or re.match(r"Domain '.*' does not exist", str(error)):  # the latter of dm_control
+            error.add_note(
+                "If an import registers the name, import that module in the script or in the factory, or name it: "
+                "options=ExecutorOptions(preload=('my_envs',))."
+            )
+        elif isinstance(error, (AttributeError, KeyError)) and "__main__" in str(error):
+            error.add_note("Workers do not import the script. Put what is missing into a module that they import.")
+        raise
 
 
 class Builder:
@@ -159,7 +160,8 @@ class Builder:
             FactoryError: it returned no env, or an env that it had not built itself.
         """
         if pickled not in self._factories:
-            self._factories[pickled] = pickle.loads(pickled)
+            with _hinting():
+                self._factories[pickled] = pickle.loads(pickled)
         return self.adopt(self._factories[pickled], kwargs)
 
     def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
@@ -194,7 +196,8 @@ class Builder:
 
     def _adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
         self._refuse_second(factory)
-        made = factory(**kwargs)
+        with _hinting():
+            made = factory(**kwargs)
         env = made.env if isinstance(made, Adapter) else made
         self._refuse_shared(factory, env)
         if env is None or (inspect.isroutine(env) or isinstance(env, type)):

@@ -11,12 +11,12 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from envherd.shm.interrupts import uninterrupted
 from envherd.workers import plain
 from envherd.workers.options import InfoPolicy
+from envherd.workers.pickling import dumps
 
 #: (the info's bytes, or None if it is empty; entries left out: name -> reason)
 Packed = tuple[bytes | None, dict[str, str]]
@@ -103,7 +103,7 @@ def _dumps(entries: dict[Any, Any]) -> bytes:
     try:
         data = pickle.dumps(entries, protocol=5)
     except _ANY:  # perhaps of a class that was pickled by value with the factory
-        data = bytes(cloudpickle.dumps(entries))
+        data = dumps(entries)
     if not _is_sure(entries):
         pickle.loads(data)
     return data

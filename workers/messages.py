@@ -21,16 +21,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import cloudpickle
-
 from envherd.shm.interrupts import uninterrupted as uninterrupted  # noqa: PLC0414  # re-exported
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
 from envherd.workers.options import BlockOptions
+from envherd.workers.pickling import dumps
+from envherd.workers.registries import Entries
 
 _HEAD = struct.Struct("<QQI")
 _MAX_FDS = 4
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL  # SIGPIPE would end a program that has not changed its default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Register:
+    """Know the names of envs that the caller's program has registered; see `workers.registries`."""
+
+    entries: Entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +164,7 @@ class Close:
     """Close the envs and leave."""
 
 
-Message = Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Probe | Close
-
-
-def _dumps(message: Message) -> bytes:
-    """Return a message as bytes; classes that the user's script defines are pickled by value."""
-    return bytes(cloudpickle.dumps(message))
+Message = Register | Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Probe | Close
 
 
 def _frames_in(data: bytes) -> tuple[list[tuple[int, bytes, int]], bytes]:
@@ -245,7 +247,7 @@ class Channel:
 
     def queue_message(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message for `flush_nowait`, with copies of its descriptors."""
-        payload, number = _dumps(message), next(self._numbers)
+        payload, number = dumps(message), next(self._numbers)
         data = memoryview(_HEAD.pack(len(payload), number, len(fds)) + payload)
         self._unsent.append(_Outgoing(number, data, _Descriptors(fds) if fds else None, []))
 

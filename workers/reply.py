@@ -25,7 +25,7 @@ class Fault:
     def from_exception(cls, env_id: int, phase: str, error: BaseException) -> Fault:
         """Describe an exception, even if its message or traceback cannot be printed."""
         try:
-            message = str(error)
+            message = " ".join([str(error), *getattr(error, "__notes__", ())])
         except Exception:
             message = "<its message cannot be printed>"
         try:

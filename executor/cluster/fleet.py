@@ -29,6 +29,7 @@ from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import another_spec, not_replaced
 from envherd.executor.pools.restarts import Restarts
 from envherd.executor.sizing.probing import ProbeLimits, Subject
+from envherd.workers import registries
 from envherd.workers.errors import EnvherdError, WorkerLost
 
 #: Seconds between checks of hosts that owe an answer.
@@ -123,6 +124,7 @@ class Fleet:
         processors = processors_of(reports, self.bundles)
         counts = divide(len(blueprint.factories), weights_of(reports, self.bundles))
         first_env = first_worker = 0
+        registered = registries.collect()
         for index, (count, report) in enumerate(zip(counts, reports, strict=True)):
             workers = min(count, num_workers or processors[index])
             span = slice(first_env, first_env + count)
@@ -134,6 +136,7 @@ class Fleet:
                 num_workers=workers,
                 root_seed=blueprint.root_seed,
                 preload=blueprint.preload,
+                registered=registered,
                 options=dataclasses.replace(options, poison=False, first_env_id=options.first_env_id + first_env),
             )
             self.shares.append(RemoteShare(index, plan, self.places[index], report, self._node_timeout_s))

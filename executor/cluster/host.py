@@ -57,6 +57,7 @@ from envherd.executor.sizing.recommending import measure
 from envherd.executor.sizing.settings import WORKERS_ONLY
 from envherd.shm.cgroups import read_word
 from envherd.shm.slab import WORDS
+from envherd.workers import registries
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.protocol import RESET, RING, STEP_RESET
 
@@ -128,6 +129,7 @@ class NodeHost:
         """Start the workers and build the envs."""
         report = self.report()
         error_messages.numbering = error_messages.Numbering(share.first_env_id, share.first_worker_id, report.place)
+        registries.install(share.registered)
         blocks = spread(len(share.factories), share.num_workers)
         blueprint = Blueprint(share.factories, share.env_kwargs, blocks, share.root_seed, share.preload)
         options = dataclasses.replace(share.options, loss_grace_s=None)  # an answer covers all envs of the order

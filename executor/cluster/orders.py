@@ -16,6 +16,7 @@ from envherd.executor.sizing.search import Run
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.protocol import RING
+from envherd.workers.registries import Entries
 
 #: What is sent to a host: a policy, or a callable that builds one there.
 PolicyKind = Literal["policy", "factory"]
@@ -36,6 +37,7 @@ class Share:
         root_seed: of the whole batch.
         preload: modules for the host's zygote to import.
         options: of the executor.
+        registered: names of envs for the workers; see `workers.registries`.
         words: the replaced host's counts of the envs, int64 `[ENV_WORDS, n]`; None for the first host.
     """
 
@@ -47,6 +49,7 @@ class Share:
     root_seed: int
     preload: tuple[str, ...]
     options: ExecutorOptions
+    registered: Entries = field(default_factory=dict)
     words: np.ndarray | None = None
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import numpy as np
 import ray
 import torch
@@ -27,6 +26,7 @@ from envherd.executor.policy import Placed, Policy
 from envherd.executor.protocol.env_states import Event
 from envherd.shm.specs import Key
 from envherd.workers.errors import EnvherdError, WorkerLost, WorkerTimeout
+from envherd.workers.pickling import dumps
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.pool import ClusterPool
@@ -212,7 +212,7 @@ class RemoteRollouts:
     def _pickle(self, policy: Any) -> bytes:
         what = policy if self._factory is None else self._factory
         try:
-            return cloudpickle.dumps(what)
+            return dumps(what)
         except Exception as error:
             raise ClusterError(
                 f"rollout failed: expected a policy that can be pickled, got {type(policy).__name__}: {error}. Give "

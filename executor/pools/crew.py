@@ -27,7 +27,7 @@ from envherd.executor.progress import showing
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
-from envherd.workers import messages
+from envherd.workers import messages, registries
 
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
 _ROW_KINDS = ("side", "infos", "notice", "left_out")
@@ -73,6 +73,7 @@ class Crew:
         self.blueprint = blueprint
         self.options = options
         self.root_seed = blueprint.root_seed
+        self._registered = registries.collect()
         self._episodes: tuple[int, ...] | None = None  # with which it was set
         self.workers: list[WorkerProcess] = []
         self._on_row_frame = on_row_frame
@@ -126,6 +127,7 @@ class Crew:
             pickle_replies=self.options.pickle_replies,
         )
         process.root_seed = self.root_seed
+        process.channel.queue_message(messages.Register(entries=self._registered))
         process.channel.queue_message(build)
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
             process.channel.flush_nowait()  # the rest is sent while waiting for the answer

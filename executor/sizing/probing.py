@@ -20,7 +20,7 @@ from envherd.executor.pools.preloading import find_helper
 from envherd.executor.pools.worker_process import WorkerProcess, worker_config
 from envherd.executor.pools.zygote import Zygote
 from envherd.executor.sizing.measurement import Measurement, from_figures
-from envherd.workers import messages
+from envherd.workers import messages, registries
 from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import anonymous_bytes, descendants, memory_of
 
@@ -133,6 +133,7 @@ class _Watch:
             num_envs=_NUM_ENVS,
             budget_s=self._limits.budget_s,
         )
+        self._worker.channel.queue_message(messages.Register(entries=registries.collect()))
         self._worker.channel.queue_message(message)
 
     def run(self) -> None:

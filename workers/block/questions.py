@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import cloudpickle
-
 from envherd.workers import plain
 from envherd.workers.adapters import Adapter
 from envherd.workers.messages import Ask
+from envherd.workers.pickling import dumps
 from envherd.workers.reply import Fault
 
 #: Exceptions that reach the caller; see `passes` of `Block`.
@@ -100,7 +99,7 @@ def _cross(value: Any, message: Ask, *, pickle_replies: bool) -> Any:
         plain.encode(value)
     except plain.NotPlain as error:
         if pickle_replies:
-            return {"pickled": cloudpickle.dumps(value)}  # by value where the class came so with the factory
+            return {"pickled": dumps(value)}  # by value where the class came so with the factory
         raise TypeError(
             f"{message.what} {message.name!r} failed: {error}. Return numbers, text, arrays or lists and dicts of "
             f"them, or allow pickles with ExecutorOptions(pickle_replies=True)."

@@ -31,7 +31,7 @@ import numpy as np
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
 from envherd.shm.sync import Doorbell
-from envherd.workers import messages, seeding
+from envherd.workers import messages, registries, seeding
 from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
@@ -133,6 +133,7 @@ class Worker:
         self._loop: Loop | None = None
         self._threads: EnvThreads | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
+            messages.Register: self._on_register,
             messages.Build: self._on_build,
             messages.Attach: self._on_attach,
             messages.AttachStorage: self._on_attach_storage,
@@ -170,6 +171,9 @@ class Worker:
         self._handlers[type(message)](message)
         self._trim_log()
         return number
+
+    def _on_register(self, message: messages.Register) -> None:
+        registries.install(message.entries)
 
     def _on_build(self, message: messages.Build) -> None:
         self._build = message

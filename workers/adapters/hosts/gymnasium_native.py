@@ -17,7 +17,6 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import cloudpickle
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -26,6 +25,7 @@ from envherd.shm.specs import EnvSpec, Key, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.common.scalars import as_flag, as_float
 from envherd.workers.build import describe, modules_of
+from envherd.workers.pickling import dumps
 
 #: Key under which the infos carry the last observation of an episode; no env uses it.
 FINAL_OBSERVATION = "\0final observation"
@@ -57,11 +57,6 @@ def leaf_specs(space: Space, name: str) -> tuple[LeafSpec, ...]:
         else:
             specs.append(LeafSpec(key, dtype="", is_side=True))
     return tuple(specs)
-
-
-def dumps(value: Any) -> bytes:
-    """Return a value as a pickle; classes that the user's script defines are pickled by value."""
-    return bytes(cloudpickle.dumps(value))
 
 
 class NativeEnv:

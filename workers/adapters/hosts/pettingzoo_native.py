@@ -26,7 +26,6 @@ from envherd.workers.adapters.hosts.gymnasium_native import (
     NativeFactory,
     Space,
     builder,
-    dumps,
     flattener,
     leaf_specs,
 )
@@ -39,6 +38,7 @@ from envherd.workers.adapters.pettingzoo.adapter import (
 )
 from envherd.workers.adapters.pettingzoo.ends import end_episode, note_end
 from envherd.workers.errors import ResetNeeded, SpecError
+from envherd.workers.pickling import dumps
 
 #: Keys of the rows: which agents act next, bool `[A]`; their rewards, float64 `[A]`; their flags.
 ACTIVE: Key = ("active",)

@@ -11,11 +11,12 @@ import io
 import pickle
 from typing import Any
 
-import cloudpickle
 import torch
 
+from envherd.workers.pickling import Pickler
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
+
+class _Pickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and not obj.is_nested and obj.dtype is not torch.bfloat16:
             return _tensor, (obj.detach().cpu().numpy(), str(obj.device) if obj.device.type != "cpu" else None)

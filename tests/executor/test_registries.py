@@ -1,0 +1,171 @@
+"""Names of envs that a script or its imports have registered are known in workers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.extras import needs
+
+GYMNASIUM = """
+import functools, json, sys, threading
+from pathlib import Path
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+from gymnasium.envs.registration import WrapperSpec, namespace
+from envherd import ExecutorOptions, ParallelEnv, SerialEnv
+
+sys.path.insert(0, sys.argv[1])
+Path(sys.argv[1], "my_envs.py").write_text(
+    "import gymnasium\\n"
+    "from gymnasium.envs.classic_control import CartPoleEnv\\n"
+    "class Env(CartPoleEnv): k = 9\\n"
+    "gymnasium.register('Imported-v0', 'my_envs:Env')"
+)
+import my_envs
+
+class Env(CartPoleEnv):
+    def __init__(self, k=1, render_mode=None):
+        super().__init__()
+        self.k = k
+
+class Vector(gymnasium.vector.SyncVectorEnv):
+    def __init__(self, num_envs, **_):
+        super().__init__([Env] * num_envs)
+
+lock = threading.Lock()
+gymnasium.register("Class-v0", Env, kwargs={"k": 2})
+gymnasium.register("Text-v0", f"{__name__}:Env", kwargs={"k": 3}, max_episode_steps=7)
+gymnasium.register("Function-v1", lambda **kwargs: Env(4))
+gymnasium.register("Wrapped-v0", Env, additional_wrappers=(
+    WrapperSpec("TimeLimit", "gymnasium.wrappers.common:TimeLimit", {"max_episode_steps": 5}),))
+gymnasium.register("CartPole-v1", Env, kwargs={"k": 5})
+gymnasium.register("Locked-v0", lambda **kwargs: (lock, Env())[1])
+gymnasium.register("Vector-v0", vector_entry_point=Vector)
+with namespace("mine"):
+    gymnasium.register("Named-v0", Env, kwargs={"k": 6})
+
+def later(name):
+    import gymnasium as imported_in_worker
+    return imported_in_worker.make(name)
+
+def k_of(kind, name, make=gymnasium.make, **options):
+    try:
+        with kind(1, functools.partial(make, name), options=ExecutorOptions(**options)) as env:
+            return env.call("get_wrapper_attr", "k")[0], env.reset().numel()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+found = {}
+for name in ("Imported-v0", "Class-v0", "Text-v0", "Function-v1", "Wrapped-v0", "CartPole-v1", "mine/Named-v0"):
+    found[name] = k_of(SerialEnv, name), k_of(ParallelEnv, name)
+for method in ("zygote", "spawn", "fork"):
+    found[method] = k_of(SerialEnv, "Class-v0"), k_of(ParallelEnv, "Class-v0", later, start_method=method)
+with ParallelEnv(1, lambda: gymnasium.make_vec("Vector-v0", 3, vectorization_mode="vector_entry_point")) as env:
+    found["vector"] = [1, 3], list(env.reset().batch_size)
+print(json.dumps([found, {name: k_of(ParallelEnv, name) for name in ("Locked-v0", "Missing-v0", "Class-v7")}]))
+"""
+
+DM_CONTROL = """
+import json, sys
+from dm_control import suite
+from dm_control.suite import cartpole
+from dm_control.utils import containers
+from envherd import ParallelEnv
+
+SUITE = containers.TaggedTasks()
+
+@cartpole.SUITE.add("benchmarking")
+def added(**kwargs):
+    return cartpole.SUITE["balance"](time_limit=3)
+
+@SUITE.add("easy")
+def task(**kwargs):
+    return cartpole.SUITE["balance"](time_limit=2)
+
+suite._DOMAINS["script"] = sys.modules[__name__]
+
+def make(domain, name):
+    from dm_control import suite as imported_in_worker
+    return imported_in_worker.load(domain, name)
+
+def limit(domain, name):
+    try:
+        with ParallelEnv(1, make, env_kwargs={"domain": domain, "name": name}) as env:
+            return env.get("_step_limit")[0]
+    except Exception as error:
+        return str(error)
+
+print(json.dumps([limit("cartpole", "added"), limit("script", "task"), limit("missing", "task")]))
+"""
+
+TORCHRL = """
+import json
+import gymnasium, torch
+from torchrl.data import Unbounded
+from torchrl.envs import GymEnv
+from torchrl.envs.libs.gym import register_gym_spec_conversion
+from envherd.executor.facades.torchrl import ParallelEnv
+
+class Three(gymnasium.Space):
+    def __init__(self):
+        super().__init__((3,), "float32")
+
+@register_gym_spec_conversion(Three)
+def convert(space, **kwargs):
+    return Unbounded((3,))
+
+class Env(gymnasium.Env):
+    def __init__(self, render_mode=None):
+        self.observation_space, self.action_space = Three(), gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return torch.zeros(3).numpy(), {}
+
+    def step(self, action):
+        return torch.ones(3).numpy(), 0.0, False, False, {}
+
+gymnasium.register("Three-v0", Env, disable_env_checker=True)
+env = ParallelEnv(2, lambda: GymEnv("Three-v0"))
+print(json.dumps(list(env.rollout(3)["observation"].shape)))
+env.close()
+"""
+
+
+def run(script, folder):
+    command = [sys.executable, "-W", "ignore", "-", str(folder)]
+    done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=200, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+def test_gymnasium(tmp_path):
+    known, refused = run(GYMNASIUM, tmp_path)
+    assert {name: parallel for name, (_, parallel) in known.items()} == {
+        name: here for name, (here, _) in known.items()
+    }
+    assert known["Imported-v0"][1] == [9, 1]
+    assert (
+        "cannot be sent to workers: cannot pickle '_thread.lock' object. Register it in a module"
+        in refused["Locked-v0"][1]
+    )
+    for name in ("Missing-v0", "Class-v7"):
+        assert "options=ExecutorOptions(preload=('my_envs',))" in refused[name][1]
+
+
+@needs("dm-control")
+@pytest.mark.slow
+def test_dm_control(tmp_path):
+    added, domain, missing = run(DM_CONTROL, tmp_path)
+    assert (added, domain) == (300, 200)
+    assert "Domain 'missing' does not exist" in missing
+    assert "preload=('my_envs',)" in missing
+
+
+@needs("torchrl", "gymnasium")
+@pytest.mark.slow
+def test_torchrl(tmp_path):
+    assert run(TORCHRL, tmp_path) == [2, 3, 3]

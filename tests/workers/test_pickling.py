@@ -1,0 +1,98 @@
+"""What a script defines is the same in a process that never imports the script; what cannot be sent is named."""
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from envherd.workers.build import pickle_factory
+from envherd.workers.errors import FactoryError
+from tests.extras import needs
+
+SCRIPT = Path(__file__).with_name("script_definitions.py")
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+def test_definitions_of_a_script_are_equal_in_another_process():
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) > 12
+    assert {name: there for name, (_, there) in found.items()} == {name: here for name, (here, _) in found.items()}
+
+
+@pytest.fixture
+def by_value():
+    module = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(module)
+    yield
+    cloudpickle.unregister_pickle_by_value(module)
+
+
+LOCK = threading.Lock()
+NESTED = {"a": [1, LOCK]}
+
+
+def helper():
+    return LOCK
+
+
+class Env:
+    def step(self):
+        return self.inner()
+
+    @functools.lru_cache  # noqa: B019  # the env lives as long as its worker
+    def inner(self):
+        return helper()
+
+
+class Child(Env):
+    pass
+
+
+def helper_factory():
+    return helper()
+
+
+def make():
+    return Env()
+
+
+def make_child():
+    return Child()
+
+
+class Holder:
+    def __init__(self):
+        self.inside = {"files": iter([])}
+        self.generator = (x for x in "a")
+
+
+HOLDER = Holder()
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (helper_factory, r"captured the variable `LOCK`, a _thread.lock that cannot be pickled \(helper -> LOCK\)"),
+        (
+            lambda: NESTED,
+            r"captured the variable `NESTED`, a builtins.dict, which holds a _thread.lock .*\['a'\] -> \[1\]",
+        ),
+        (
+            make,
+            "uses the class Env, .*: Env -> inner -> helper -> LOCK is a _thread.lock. Put Env into a module",
+        ),
+        (make_child, "uses the class Child, .*: Child -> Env -> inner -> helper -> LOCK is a _thread.lock"),
+        (lambda: HOLDER, r"the variable `HOLDER`, a tests.*Holder, which holds a .*generator .*HOLDER -> generator"),
+    ],
+)
+def test_the_way_to_what_cannot_be_pickled_is_named(by_value, factory, message):
+    with pytest.raises(FactoryError, match=message):
+        pickle_factory(factory)
