@@ -6,6 +6,7 @@ also handles definitions that cloudpickle pickles by their name in the script, o
 - locks, conditions, thread-local and weak containers in attributes of classes: a worker has its own, unlocked and
   empty, as a process that imports the script would have;
 - classes whose metaclass or `__init_subclass__` has required arguments or must not run twice;
+- names of the script that class statements inside functions use;
 - aliases, functions and attributes of the members of an enum;
 - `NewType` and its kind, and the sentinels of `dataclasses`.
 
@@ -78,7 +79,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
             return reduce(obj)
         if isinstance(obj, functools.cached_property):
             self._own(vars(obj).get("lock"))  # before Python 3.12
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if kind is types.FunctionType and isinstance(reduced, tuple):
+            _add_names_of_classes(obj, reduced)
+        return reduced
 
     def _reduce_class(self, cls: type) -> Any:
         for value in vars(cls).values():
@@ -126,6 +130,23 @@ def _is_importable(obj: Any) -> bool:
     for name in path.split("."):
         found = getattr(found, name, None)
     return found is obj
+
+
+def _add_names_of_classes(function: types.FunctionType, reduced: _Reduced) -> None:
+    """Add the globals that class statements in a function use to what cloudpickle sends with it."""
+    known = reduced[2][1]["__globals__"]
+    for code in _codes_in(function.__code__):
+        if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a class
+            used = (name for name in code.co_names if name in function.__globals__)
+            known.update((name, function.__globals__[name]) for name in used)
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of a function, and of the functions and classes in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_in(constant)
 
 
 # ---- functools ---------------------------------------------------------------------------------
@@ -317,7 +338,7 @@ def captures(factory: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(factory.__code__.co_freevars, factory.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # nothing was assigned to the variable yet
                 yield name, cell.cell_contents
-        used = dict.fromkeys(_names_in(factory.__code__))
+        used = dict.fromkeys(name for code in _codes_in(factory.__code__) for name in code.co_names)
         yield from ((name, factory.__globals__[name]) for name in used if name in factory.__globals__)
         defaults = inspect.signature(factory, follow_wrapped=False).parameters.values()
         yield from ((p.name, p.default) for p in defaults if p.default is not p.empty)
@@ -326,14 +347,6 @@ def captures(factory: Any) -> Iterator[tuple[str, Any]]:
         yield from captures(factory.__wrapped__)
     else:
         yield from getattr(factory, "__dict__", {}).items()
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a function and the functions in it use."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
 
 
 def find_culprit(value: Any) -> list[tuple[str, Any]]:

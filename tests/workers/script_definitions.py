@@ -197,6 +197,25 @@ def closures():
     return CLOSURE()
 
 
+SIZE = 4
+
+
+def with_class():
+    class Sized:
+        size = SIZE
+        half = [SIZE // 2 for _ in "x"]
+
+        class Inner:
+            goal = Cached().goal
+
+    return Sized
+
+
+@case
+def classes_in_functions():
+    return with_class().size, with_class().half, with_class().Inner.goal
+
+
 # ---- locks and their kind in classes
 
 
