@@ -57,7 +57,7 @@ class ExecutorOptions:
             every float observation).
         isolate_rng: keep one state of python's and numpy's global generators per env.
         ring_frames: number of steps for which a `copy=False` batch stays valid, including its own: the `ring_frames`-th
-            step after it overwrites it. Resets and rollouts do not overwrite it.
+            step after it may overwrite it. Resets and rollouts do not overwrite it. 2 needs as much memory as 3.
         poison: overwrite the rows of a `copy=False` batch with NaN and the largest integers as soon as they are no
             longer valid, so that late uses show at once.
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
@@ -170,7 +170,7 @@ class ExecutorOptions:
     @property
     def num_frames(self) -> int:
         """Frames in the ring: one more than valid ones if expired frames are poisoned before they are reused."""
-        return self.ring_frames + self.poison
+        return max(_FEWEST_FRAMES, self.ring_frames + self.poison)
 
     def __post_init__(self) -> None:
         """Refuse values that can never work.
@@ -258,6 +258,9 @@ def _refusal(name: str, expected: str, got: Any) -> ValueError:
     return ValueError(f"ExecutorOptions failed: expected {name} to be {expected}, got {got!r}.")
 
 
+#: An env's latest step, the root of a second reset in a row, and its next step are in different frames; see
+#: `Positions.reset_columns`.
+_FEWEST_FRAMES = 3
 _SECONDS = _Number(0, is_above=True)
 _SECONDS_OR_NONE = _Number(0, is_above=True, is_optional=True)
 _COUNT_OR_NONE = _Number(1, is_whole=True, is_optional=True)

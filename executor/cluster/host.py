@@ -385,7 +385,7 @@ class NodeHost:
         """Set the envs' positions before a rollout."""
         engine = env.engine
         if order.roots is not None:
-            columns = engine.positions.next_columns(self._all_ids)
+            columns = engine.positions.reset_columns(self._all_ids)
             self._end.unpack_rows("root", order.roots, None, columns)
             engine.flights.put(self._all_ids, columns)
             engine.side.root.update(enumerate(order.side or ()))

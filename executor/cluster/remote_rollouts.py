@@ -308,7 +308,7 @@ class RemoteRollouts:
     def _note(self, share: RemoteShare, rolled: Rolled) -> None:
         """Note the positions of a share's envs after a rollout."""
         pool, engine = self._pool, self._engine
-        columns = engine.positions.next_columns(share.env_ids)
+        columns = engine.positions.reset_columns(share.env_ids)
         share.end.unpack_rows("root", rolled.reply.roots, None, columns)
         share.note_words(pool.slab.words, pool.began, rolled.reply)
         engine.flights.put(share.env_ids, columns)

@@ -245,8 +245,9 @@ class EnvBatches:
 
     def put_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
         """Set the roots of all envs, from `roots`."""
-        positions, column = self._positions, self._positions.column
-        for env_id, root in enumerate(roots):
+        positions, env_ids = self._positions, np.arange(self._places.num_envs)
+        columns = positions.reset_columns(env_ids)
+        for env_id, (root, column) in enumerate(zip(roots, columns.tolist(), strict=True)):
             (group, row), place = self._places.pairs[env_id], positions.row_at(env_id, column)
             residence, spec = positions.residences.get(group), positions.specs[env_id]
             self._side.root[env_id] = [_entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
@@ -255,7 +256,7 @@ class EnvBatches:
                     residence.columns["root", *leaf.key][column, row] = _entry(root, leaf.key)
                 elif not leaf.is_side:
                     place["root", *leaf.key][...] = to_numpy(_entry(root, leaf.key))
-        positions.were_reset(np.arange(positions.num_envs), column)
+        positions.were_reset(env_ids, columns)
 
 
 def _entry(root: Mapping[str, Any], key: Name) -> Any:

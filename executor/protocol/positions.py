@@ -144,13 +144,14 @@ class Positions:
         """Return the ring columns for resets, int64 `[k]`: those of the envs' latest steps, so no frame is used up.
 
         A reset writes only roots, and only steps are handed out as views. An env whose latest row is the root of that
-        column uses the previous column, because an interrupted reset may leave a partly written root.
+        column uses the previous column, because an interrupted reset may leave a partly written root. An env's next step
+        is at the column after its latest step, so with three frames no step overwrites the row that it starts from.
         """
         self._catch_up()
         columns = self._step_columns[env_ids]
         is_there = self._in_root[env_ids] & (self._columns[env_ids] == columns)
         if is_there.any():
-            self._is_mixed = True  # in a ring of two frames, the next step writes to the previous column
+            self._is_mixed = True  # after interrupted steps, a step of all may write to the previous column
         return np.asarray((columns - is_there) % self.num_frames)
 
     def _keep_latest(self, column: int) -> None:

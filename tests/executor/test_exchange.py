@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import EnvError, ParallelEnv, SerialEnv
+from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches.reused_memory import ReusedMemory
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.shm.sync import Doorbell
@@ -137,6 +137,28 @@ def test_receives_of_every_size_use_their_memory_again(monkeypatch):
                 env.send(act(env, count), env_ids)
         env.recv()
     assert 0 < len(made) <= ReusedMemory.NUM_BLOCKS * 8 * 2  # for each size, of `next` and of what was sent
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+@pytest.mark.parametrize("ring_frames", [2, 3, 4])
+@pytest.mark.parametrize("num_resets", [1, 2, 3])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_the_reset_after_a_step_does_not_overwrite_its_root(make, ring_frames, num_resets, is_loaded):
+    """Every step ends its episode, after resets in a row, and at each place of the ring."""
+    with make(2, functools.partial(CountingEnv, 1), seed=0, options=ExecutorOptions(ring_frames=ring_frames)) as env:
+        for _ in range(ring_frames + 1):
+            for _ in range(num_resets):
+                root = env.reset()
+            env.send(env.rand_action(root))
+            td = env.recv(env_ids=[0, 1])
+            assert (td["observation"] == root["observation"]).all()
+            if is_loaded:
+                env.load_state_dict(env.state_dict())
+            for _ in range(ring_frames):
+                root = env.current()
+                env.send(env.rand_action(root))
+                td = env.recv(env_ids=[0, 1])
+                assert (td["observation"] == root["observation"]).all()
 
 
 @pytest.mark.parametrize("make", EXECUTORS)

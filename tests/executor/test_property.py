@@ -25,12 +25,16 @@ ENVS: dict[str, Any] = {
     "pixels in reused buffers": functools.partial(CountingEnv, size=6, reuses_buffers=True),
     "agents": AgentsEnv,
     "different tasks": [CountingEnv, functools.partial(CountingEnv, size=4)] * 2 + [CountingEnv],
+    "episodes of one step": [functools.partial(CountingEnv, 1), CountingEnv] * 2 + [functools.partial(CountingEnv, 1)],
 }
-SETTINGS = [(1, True), (2, True), (3, True), (2, False)]
+#: Workers (0: a `SerialEnv`), `copy`, and `ring_frames`.
+SETTINGS = [(0, True, 2), (1, True, 4), (2, True, 2), (3, True, 3), (2, False, 2), (0, False, 3)]
 
 #: One operation, and a number from which masks, actions and counts are drawn.
 DEEDS = st.tuples(
-    st.sampled_from(["step", "fused", "reset", "reset", "exchange", "groups", "rollout", "breaking rollout", "seed"]),
+    st.sampled_from(
+        ["step", "fused", "reset", "reset", "exchange", "groups", "rollout", "breaking rollout", "seed", "load"]
+    ),
     st.integers(0, 2**32 - 1),
 )
 
@@ -135,6 +139,10 @@ class Tape:
     def _breaking_rollout(self, rng: np.random.Generator) -> None:
         self._keep(self.env.rollout(int(rng.integers(1, 12)), functools.partial(self._act, rng=rng)))
 
+    def _load(self, _: np.random.Generator) -> None:
+        self.env.load_state_dict(self.env.state_dict())
+        self._keep(self.env.current())
+
     def _seed(self, rng: np.random.Generator) -> None:
         self.env.set_seed(int(rng.integers(2**31)))
 
@@ -144,9 +152,10 @@ def tapes_of(name: str) -> Iterator[list[Tape]]:
     """Make executors of one kind of env, the serial one first, kept for all examples."""
     make = ENVS[name]
     tapes = [Tape(SerialEnv(NUM_ENVS, make, seed=0))]
-    for num_workers, copy in SETTINGS:
-        options = ExecutorOptions(poison=not copy)
-        tapes.append(Tape(ParallelEnv(NUM_ENVS, make, num_workers=num_workers, copy=copy, options=options)))
+    for num_workers, copy, ring_frames in SETTINGS:
+        options = ExecutorOptions(poison=not copy, ring_frames=ring_frames)
+        kind = functools.partial(ParallelEnv, num_workers=num_workers) if num_workers else SerialEnv
+        tapes.append(Tape(kind(NUM_ENVS, make, copy=copy, options=options)))
     yield tapes
     for tape in tapes:
         tape.env.close()
@@ -174,6 +183,7 @@ def test_all_executors_give_the_same_data(name):
             compare(tapes, seed, deeds)
 
         all_agree()
+        compare(tapes, 11, [("exchange", 5), ("load", 0), ("exchange", 5), ("reset", 3), ("reset", 3), ("groups", 2)])
         compare(tapes, 11, [("rollout", 3), ("exchange", 5), ("groups", 2), ("fused", 7)])
         rows = [row for _, row in tapes[-1].rows if "next" in row.keys()]  # noqa: SIM118  # a TensorDict's keys
         ends = [bool(row["next", "done"].any()) for row in rows]
