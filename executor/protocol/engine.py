@@ -243,7 +243,13 @@ class Engine:
         self.is_dirty = False
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Send envs a request other than a step; see `Pool.ask`."""
+        """Send envs a request other than a step; see `Pool.ask`.
+
+        Raises:
+            Busy: one of the envs has a command under way. A worker would answer the request before or after it, by
+                chance.
+        """
+        self.refuse_under_way(np.array(env_ids, np.int64))
         try:
             return self.pool.ask(what, env_ids=env_ids, **question)
         except EnvherdError:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import Busy, EnvError, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches.reused_memory import ReusedMemory
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.shm.sync import Doorbell
@@ -110,8 +110,8 @@ def test_large_questions_meet_large_answers():
     with ParallelEnv(2, functools.partial(Measures, 1_000_000, padding=2_000_000), num_workers=1) as env:
         env.reset()
         assert env.call("measure", b"x" * 3_000_000) == [3_000_000] * 2
-        env.send(act(env))
-        assert env.call("measure", b"x" * 3_000_000) == [3_000_000] * 2
+        env.send(act(env, 1), [0])
+        assert env.call("measure", b"x" * 3_000_000, env_ids=[1]) == [3_000_000]
         assert len(env.recv()[0]["next", "text"]) > 2_000_000
 
 
@@ -122,6 +122,44 @@ def test_closing_does_not_wait_for_what_was_sent():
     began = time.monotonic()
     env.close()
     assert time.monotonic() - began < 2  # one step of 0.3 s, not four, and far below the limit of five seconds
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        SerialEnv,
+        functools.partial(ParallelEnv, num_workers=1),
+        functools.partial(ParallelEnv, num_workers=2),
+        functools.partial(ParallelEnv, num_workers=1, options=ExecutorOptions(env_threads=True)),
+        functools.partial(ParallelEnv, options=ExecutorOptions(reset_ahead=True)),
+    ],
+    ids=["serial", "one worker", "two workers", "threads", "ahead"],
+)
+def test_an_env_is_asked_nothing_between_send_and_receive(make):
+    """A worker would answer before or after the step, by chance."""
+    calls: list[Any] = [
+        lambda ids: env.set("length", 1, ids),
+        lambda ids: env.call("episode_length", env_ids=ids),
+        lambda ids: env.get("num_steps", ids),
+        lambda ids: env.ask("render", ids),
+        lambda ids: env.ask("each", ids, name="echo", args=((),) * len(ids)),
+        lambda _: env.render(),
+        lambda _: env.state_dict(),
+        lambda _: env.load_state_dict({}),
+    ]
+    with make(3, ENDLESS, seed=0) as env:
+        env.reset()
+        for _ in range(3):
+            env.send(act(env, 2), [0, 2])
+            for call in calls:
+                with pytest.raises(Busy, match=r"failed: envs \[0, 2\] still owe an answer\. recv\(\) them first") as caught:
+                    call([0, 1, 2])
+                assert caught.value.env_ids == (0, 2)
+            env.set("num_steps", 50, [1])
+            assert env.get("num_steps", [1]) == [50]
+            assert not any(env.infos())
+            assert not env.recv()["next", "done"].any()
+            assert env.get("length") == [1_000_000] * 3
 
 
 @pytest.mark.skipif(native.load() is None, reason="without the C extension each batch has new memory")
