@@ -294,7 +294,7 @@ class Pool(Protocol):
         ...
 
     def detach_storage(self, target: int) -> None:
-        """Forget a rollout storage; arrays over it keep its memory."""
+        """Forget a rollout storage; arrays over it keep its memory. May be repeated, as after an interrupt."""
         ...
 
     # ---- workers -----------------------------------------------------------------------------

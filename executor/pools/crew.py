@@ -268,10 +268,11 @@ class Crew:
         self.mail(worker_id, message, _fds(segment))
 
     def detach_storage(self, target: int) -> None:
-        """Make every worker forget a rollout storage."""
-        self._storages.pop(target)[1].close()
+        """Make every worker forget a rollout storage. May be repeated, as after an interrupt."""
         for worker in self._attached():
             self.mail(worker.worker_id, messages.DetachStorage(target=target))
+        if target in self._storages:  # last: after an interrupt, successors that were attached meanwhile forget it too
+            self._storages.pop(target)[1].close()
 
     # ---- seeds -------------------------------------------------------------------------------
 

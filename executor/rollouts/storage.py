@@ -6,15 +6,17 @@ saves the page faults of fresh memory (94 us against 6 us for a batch of 8 image
 rollouts uses up only memory, and no descriptors.
 
 Guarantees: a storage whose tensors a forked process may hold is never reused. (It stays shared memory: each process
-sees the other's changes in place.) The last tensor may be freed in any thread, at any instant.
+sees the other's changes in place.) The last tensor may be freed in any thread, at any instant. After an interrupt at any
+line, no storage is in use twice, and the next `lend` completes what was broken off.
 Assumes: `lend`, `find` and `settle` are called by one thread at a time; forks are made by `os.fork`.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
-from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,28 +43,41 @@ os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)
 
 
 class Lease:
-    """One storage in use by one rollout.
+    """One storage that workers map, in use by one rollout or by the caller, or free.
 
     Attributes:
         target: its number in commands.
-        lent_at: `_num_forks` when it was lent.
+        number: of its latest use; numbers increase.
+        lent_at: `_num_forks` at that time.
+        address: of its `next/done` of group 0, by which an `out` is recognised.
+        is_leaving: it must not be used again, because workers may have forgotten it.
         storage: its arrays.
         tensors: per group, name -> tensor `[n, T, ...]` over the same memory.
         roots: per group, T tuples of the root's leaves `[n, ...]` (VIEWS), in the order of `root_leaves`.
     """
 
-    def __init__(self, target: int, num_columns: int, memory: StorageMemory, plan: StoragePlan) -> None:
+    number = lent_at = address = 0
+    is_leaving = False
+    _in_use: Callable[[], np.ndarray | None] = staticmethod(lambda: None)  # the buffer of its latest use
+
+    def __init__(self, target: int, num_columns: int, plan: StoragePlan) -> None:
         self.target = target
         self.num_columns = num_columns
-        self.memory = memory
         self.plan = plan
-        self.lent_at = 0
+        self.memory: StorageMemory | None = None
+
+    def lend(self, number: int) -> None:
+        """Open it for a new use, which ends when the last of the tensors is freed."""
+        self._in_use = weakref.ref(self.open())
+        self.number, self.lent_at = number, _num_forks
 
     def open(self) -> np.ndarray:
         """Create the arrays; return the buffer, which is freed once they are unused."""
+        assert self.memory is not None
         buffer: np.ndarray = self.memory.array()
         self.storage = Storage(self.plan, buffer)
         self.tensors = [{n: torch.from_numpy(a) for n, a in group.items()} for group in self.storage.columns]
+        self.address = self.tensors[0]["next", "done"].data_ptr()
         self.roots = [
             list(zip(*(t.unbind(1) for n, t in group.items() if n[0] == "root"), strict=True)) for group in self.tensors
         ]
@@ -89,9 +104,9 @@ class Lease:
         return hasattr(self, "roots")
 
     @property
-    def address(self) -> int:
-        """The address of its `next/done` of group 0, by which an `out` is recognised."""
-        return self.tensors[0]["next", "done"].data_ptr()
+    def is_free(self) -> bool:
+        """Whether none of its tensors lives."""
+        return self._in_use() is None
 
 
 class StorageShelf:
@@ -99,72 +114,54 @@ class StorageShelf:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._next_target = 1
-        self._free: deque[Lease] = deque()
-        self._lent: dict[int, Lease] = {}
-        #: `(address, target)` of storages whose last tensor was freed: any thread appends, `lend` removes.
-        self._returned: deque[tuple[int, int]] = deque()
+        self._targets, self._numbers = itertools.count(1), itertools.count(1)
+        self._leases: list[Lease] = []
 
     def lend(self, num_columns: int) -> Lease:
         """Return an open storage of `num_columns` columns, used before if one is free."""
-        for broken_off in [one for one in self._lent.values() if one.is_open]:
+        for broken_off in [one for one in self._leases if one.is_open]:
             self.settle(broken_off)
-        self._take_back()
-        lease = next((one for one in self._free if one.num_columns == num_columns), None)
-        if lease is not None:
-            self._free.remove(lease)
-        else:
-            self._make_room()
+        for lease in list(self._leases):
+            if lease.is_leaving or (lease.is_free and lease.lent_at != _num_forks):
+                self._drop(lease)
+        lease = next((one for one in self._leases if one.is_free and one.num_columns == num_columns), None)
+        if lease is None:
             lease = self._make(num_columns)
-        self._track(lease, lease.open())
+        lease.lend(next(self._numbers))
         return lease
 
     def find(self, out: TensorDictBase) -> Lease | None:
         """Return the storage of `out`; None unless it is a whole rollout of this executor."""
         done = out.get(("next", "done"), None)
-        lease = self._lent.get(done.data_ptr()) if isinstance(done, torch.Tensor) else None
-        if lease is None:
-            return None
-        lease.open()
-        if lease.holds(out):
-            return lease
-        lease.shut()
+        address = done.data_ptr() if isinstance(done, torch.Tensor) else 0
+        for lease in self._leases:
+            if lease.address == address and not (lease.is_free or lease.is_leaving):
+                lease.open()
+                if lease.holds(out):
+                    return lease
+                lease.shut()
         return None
 
     def settle(self, lease: Lease) -> None:
         """End a rollout: from now on only the caller's tensors keep the storage."""
         if self._pool.holds_storages:  # until it closes
-            self._pool.detach_storage(lease.target)
-            self._lent.pop(lease.address, None)
+            self._drop(lease)
         lease.shut()
 
     def _make(self, num_columns: int) -> Lease:
-        plan = plan_storage(self._pool.plan, num_columns)
-        target = self._next_target
-        self._next_target += 1
-        return Lease(target, num_columns, self._pool.attach_storage(target, plan), plan)
+        """Create a storage; workers forget the oldest ones, free ones first."""
+        while len(self._leases) >= _MAX_ATTACHED:
+            self._drop(min(self._leases, key=lambda one: (not one.is_free, one.number)))
+        lease = Lease(next(self._targets), num_columns, plan_storage(self._pool.plan, num_columns))
+        lease.is_leaving = True  # unless all workers map it
+        self._leases.append(lease)
+        lease.memory = self._pool.attach_storage(lease.target, lease.plan)
+        lease.lent_at, lease.is_leaving = _num_forks, False
+        return lease
 
-    def _track(self, lease: Lease, buffer: np.ndarray) -> None:
-        address = lease.address
-        self._lent[address], lease.lent_at = lease, _num_forks
-        if not self._pool.holds_storages:
-            weakref.finalize(buffer, self._returned.append, (address, lease.target)).atexit = False
-
-    def _take_back(self) -> None:
-        """Mark storages without live tensors as free; drop those that a forked process may hold."""
-        while self._returned:
-            address, target = self._returned[0]
-            lease = self._lent.get(address)
-            if lease is not None and lease.target == target:  # otherwise it belonged only to the caller
-                if lease.lent_at == _num_forks:
-                    self._free.append(lease)
-                else:
-                    self._pool.detach_storage(target)
-                del self._lent[address]
-            self._returned.popleft()
-
-    def _make_room(self) -> None:
-        """Make workers forget the oldest storages, free ones first."""
-        while len(self._free) + len(self._lent) >= _MAX_ATTACHED:
-            oldest = self._free.popleft() if self._free else self._lent.pop(next(iter(self._lent)))
-            self._pool.detach_storage(oldest.target)
+    def _drop(self, lease: Lease) -> None:
+        """Make workers forget a storage."""
+        lease.is_leaving = True  # first: see `lend`
+        self._pool.detach_storage(lease.target)
+        if lease in self._leases:
+            self._leases.remove(lease)

@@ -22,8 +22,10 @@ from tensordict import TensorDict
 import envherd.executor
 import envherd.workers.messages
 from envherd.executor import AsyncCollector, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
+from envherd.executor.rollouts import storage
 from envherd.workers.testing import CountingEnv
 from tests.gates import Gate
+from tests.scale import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -319,6 +321,48 @@ def test_an_interrupt_while_a_successor_is_put_into_service():
             after = env.step(actions())["next"]
             assert after["observation"][:, 1].tolist() == env.get("num_steps") == [2, 1, 2], f"interrupted at {line}"
     assert line > 15
+
+
+@pytest.mark.parametrize("num_forks", [0, 1])
+def test_an_interrupt_while_the_memory_of_rollouts_is_lent_or_dropped(num_forks):
+    """No memory is lent twice, and workers map no more of it than before."""
+    line, has_hit = 0, True
+    places = {"attach_storage", "detach_storage", "mail", "_send_storage"}
+
+    def trace(frame, event, _arg):
+        nonlocal seen, has_hit
+        is_here = frame.f_code.co_filename == storage.__file__ or frame.f_code.co_name in places
+        if not is_here:
+            return trace if event == "call" else None
+        seen += event == "line"
+        if seen == line:
+            has_hit = True
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 99), num_workers=2, seed=0) as env:
+        while has_hit:
+            line, seen, has_hit = line + scaled(5, full=1), 0, False
+            dropped = [env.rollout(num_steps, policy) for num_steps in (1, 2)]
+            for _ in range(2 * num_forks):
+                storage._count_fork()
+            dropped.clear()
+            with contextlib.suppress(KeyboardInterrupt):
+                sys.settrace(trace)
+                for num_steps in (2, 3, 4, 5):
+                    dropped.append(env.rollout(num_steps, policy))
+            sys.settrace(None)
+            dropped.clear()
+            held = [env.rollout(num_steps, policy) for num_steps in (2, 3, 2, 3, 2)]
+            copies = [data.clone() for data in held]
+            env.rollout(2, policy)
+            assert all((data == copy).all() for data, copy in zip(held, copies, strict=True)), f"line {line}"
+            for worker_id in range(2):
+                maps = Path(f"/proc/{env._pool.pid_of(worker_id)}/maps").read_text()
+                assert maps.count("envherd-rollout") <= storage._MAX_ATTACHED, f"line {line}"
+            assert len(env._pool.crew._storages) <= storage._MAX_ATTACHED
+    assert line > 100
 
 
 class HeldReset(CountingEnv):
