@@ -26,6 +26,7 @@ from typing import Any
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.process_log import dumped, tail
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
+from envherd.workers.process.zygote import in_file, send_request
 
 _PACKET = 1 << 18
 #: Makes `torch.cuda.is_available()` ask the driver's library: torch refuses CUDA in forks of a process that has asked
@@ -36,10 +37,14 @@ _FAREWELL_S = 5.0  # for the helper to kill remaining processes and end
 _RECEIVE_S = 0.02  # between checks whether another thread has taken the answer
 _HELPER_END_S = 1.0  # for the helper to end after its socket is closed
 _LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
-_BOOT = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
-    "from envherd.workers.process.zygote import main; main(int(sys.argv[1]), int(sys.argv[2]))"
-)
+_BOOT = """
+import json, sys
+fd, log_fd, path_fd = map(int, sys.argv[1:])
+with open(path_fd) as file:
+    sys.path[:] = json.load(file)
+from envherd.workers.process.zygote import main
+main(fd, log_fd)
+"""
 
 _zygotes: weakref.WeakSet[Zygote] = weakref.WeakSet()
 #: Held by every fork of this process, and while descriptors are created and registered that a fork must close.
@@ -84,16 +89,17 @@ class Zygote:
                 self._sock, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._log_fd = os.memfd_create("envherd-log-zygote", os.MFD_CLOEXEC)
             output = self._log_fd if options.worker_output == "capture" else None
-            theirs = (self._theirs.fileno(), self._log_fd)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, *map(str, theirs), json.dumps(path)],
-                pass_fds=theirs,
-                env=environment_of(options),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                process_group=0,  # not another session: see `process.zygote`
-            )
+            with in_file(json.dumps(path).encode()) as file:  # an argument has at most 128 KiB
+                theirs = (self._theirs.fileno(), self._log_fd, file.fileno())
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOT, *map(str, theirs)],
+                    pass_fds=theirs,
+                    env=environment_of(options),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    process_group=0,  # not another session: see `process.zygote`
+                )
         except BaseException as error:
             self._release()
             if isinstance(error, BlockingIOError):  # fork's error at a limit
@@ -274,7 +280,7 @@ class Zygote:
         if self._sock.fileno() < 0:
             raise InternalError("the zygote was used after it was closed")
         with contextlib.suppress(ConnectionError):  # `_receive` explains it
-            socket.send_fds(self._sock, [json.dumps(request).encode()], fds, socket.MSG_NOSIGNAL)
+            send_request(self._sock, request, fds)
 
     def _receive(self) -> None:
         """Take an answer, if one comes soon: a finalizer in this thread may have taken the expected one."""

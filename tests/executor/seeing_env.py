@@ -22,6 +22,9 @@ class Seeing(CountingEnv):
     def variable(self, name):
         return os.environ.get(name)
 
+    def last_of_path(self):
+        return sys.path[-1]
+
     def folder(self):
         return os.getcwd()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,21 @@ def test_workers_see_what_the_owner_sees_when_they_start(tmp_path, monkeypatch):
             assert env.call("variable", "SEEN") == ["2"]
             assert env.call("variable", "GONE") == [None]
             assert env.call("folder") == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("start_method", ["zygote", "spawn", "preloaded"])
+def test_environment_variables_and_import_path_may_be_of_any_size(start_method, monkeypatch):
+    """Each is larger than a socket's buffer, and the path also than the largest argument of a program."""
+    monkeypatch.setattr(sys, "path", [*sys.path, *(f"/nowhere/{number}/{'x' * 1000}" for number in range(400))])
+    for number in range(4):
+        monkeypatch.setenv(f"LARGE_{number}", "x" * 100_000)
+    is_shared = start_method == "preloaded"
+    with preloaded("wave") if is_shared else contextlib.nullcontext():
+        monkeypatch.setenv("LARGE_4", "y" * 100_000)
+        options = ExecutorOptions() if is_shared else ExecutorOptions(start_method=start_method)
+        with ParallelEnv(1, Seeing, options=options) as env:
+            assert env.call("variable", "LARGE_4") == ["y" * 100_000]
+            assert env.call("last_of_path") == [sys.path[-1]]
 
 
 def test_an_executor_whose_helper_would_be_another_has_its_own():

@@ -17,7 +17,6 @@ import contextlib
 import faulthandler
 import fcntl
 import functools
-import json
 import os
 import select
 import signal
@@ -273,12 +272,7 @@ def _map(nbytes: int, fds: list[int], name: str | None) -> np.ndarray:
     return buffer
 
 
-def exec_main(arguments: list[str]) -> None:
-    """Entry point of an exec'd worker; arguments are descriptors by number, then the configuration as JSON."""
+def exec_main(sock_fd: int, lifeline_fd: int, log_fd: int, config: dict[str, Any]) -> None:
+    """Entry point of an exec'd worker."""
     install_import_hooks()
-    sock_fd, lifeline_fd, log_fd = map(int, arguments[:3])
-    main(socket.socket(fileno=sock_fd), lifeline_fd, log_fd, json.loads(arguments[3]))
-
-
-if __name__ == "__main__":
-    exec_main(sys.argv[1:])
+    main(socket.socket(fileno=sock_fd), lifeline_fd, log_fd, config)

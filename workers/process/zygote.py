@@ -12,7 +12,9 @@ workers: they stay in the owner's session, in process groups that are never in t
 (With a separate session and /proc/sys/kernel/sched_autogroup_enabled at 1, they would also be a separate scheduling
 group, and an owner that yields while it waits would not yield to its workers: 8 CartPoles on two workers took 272 us a
 batch in that case and 153 in the same session, 23 Nov 2026.)
-Talks over one `SOCK_SEQPACKET` socket: JSON requests, JSON answers, descriptors with them.
+Talks over one `SOCK_SEQPACKET` socket: JSON requests, JSON answers, descriptors with them. A request may be of any size
+(it can hold the owner's environment variables and import path), so a large one is sent as a file: a packet must fit into
+the socket's buffer.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-_PACKET = 1 << 18  # bytes; larger than any request
+_PACKET = 1 << 15  # bytes of the largest packet; a socket's buffer has 208 KiB by default
+_IN_FILE = b"\0"  # the packet of a request that is in the first descriptor; no JSON begins like this
+_LONGEST_REASON = 1000  # characters
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _F_SETSIG = 10  # fcntl.h; not in python's fcntl module
 _MARK = "ENVHERD_WORKER"  # variable that marks a worker's descendants, also outside its process group
@@ -109,13 +113,34 @@ def _preload(names: list[str]) -> dict[str, str]:
         try:
             importlib.import_module(name)
         except BaseException as error:  # the factory will report a module that cannot be imported
-            failed[name] = f"{type(error).__name__}: {error}"
+            failed[name] = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
     return failed
 
 
 def _receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     data, fds, _, _ = socket.recv_fds(sock, _PACKET, 4)
+    if data == _IN_FILE:
+        with open(fds.pop(0), "rb") as file:
+            data = file.read()
     return (json.loads(data) if data else None), fds
+
+
+def send_request(sock: socket.socket, request: dict[str, Any], fds: list[int]) -> None:
+    """Send a request of any size, and descriptors, at most 3."""
+    payload = json.dumps(request).encode()
+    if len(payload) <= _PACKET:
+        socket.send_fds(sock, [payload], fds, socket.MSG_NOSIGNAL)
+        return
+    with in_file(payload) as file:
+        socket.send_fds(sock, [_IN_FILE], [file.fileno(), *fds], socket.MSG_NOSIGNAL)
+
+
+def in_file(payload: bytes) -> BinaryIO:
+    """Return a new anonymous file of these bytes, at its beginning."""
+    file = open(os.memfd_create("envherd-request"), "w+b")
+    file.write(payload)
+    file.seek(0)
+    return file
 
 
 def _send(sock: socket.socket, request: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -201,10 +226,11 @@ class Zygote:
             _take_over(config.pop("caller", None))
             if self._must_exec:
                 signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until its handler is set: by default the signal kills
+                file = in_file(json.dumps({**config, "path": sys.path}).encode())
+                fds.append(file.fileno())
                 for fd in fds:
                     os.set_inheritable(fd, True)
-                program = [sys.executable, "-c", _EXEC, *map(str, fds), json.dumps({**config, "path": sys.path})]
-                os.execv(sys.executable, program)
+                os.execv(sys.executable, [sys.executable, "-c", _EXEC, *map(str, fds)])
             from envherd.workers.process import entry
 
             entry.main(socket.socket(fileno=fds[0]), fds[1], fds[2], config)
@@ -290,7 +316,12 @@ def _children() -> list[int]:
     return []
 
 
-_EXEC = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[4])['path']; "
-    "from envherd.workers.process.entry import exec_main; exec_main(sys.argv[1:])"
-)
+_EXEC = """
+import json, sys
+*fds, config_fd = map(int, sys.argv[1:])
+with open(config_fd) as file:
+    config = json.load(file)
+sys.path[:] = config["path"]
+from envherd.workers.process.entry import exec_main
+exec_main(*fds, config)
+"""
