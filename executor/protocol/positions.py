@@ -144,8 +144,8 @@ class Positions:
         """Return the ring columns for resets, int64 `[k]`: those of the envs' latest steps, so no frame is used up.
 
         A reset writes only roots, and only steps are handed out as views. An env whose latest row is the root of that
-        column uses the previous column, because an interrupted reset may leave a partly written root. An env's next step
-        is at the column after its latest step, so with three frames no step overwrites the row that it starts from.
+        column uses the previous column, because an interrupted reset may leave a partly written root. The next step of
+        an env is at the column after its latest step, so in a ring of three it does not overwrite the row before it.
         """
         self._catch_up()
         columns = self._step_columns[env_ids]

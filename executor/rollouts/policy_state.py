@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.shm.specs import Key
@@ -92,7 +92,10 @@ def check_acted(acted: Any) -> TensorDictBase:
 
 
 def leaf_keys(td: TensorDictBase) -> list[Key]:
-    """Return the keys of a batch's leaves, each as a tuple."""
+    """Return the keys of a batch's leaves, each as a tuple; of different tasks, those that all rows have."""
+    if isinstance(td, LazyStackedTensorDict):  # whose own keys fail if a row has a leaf where another has a group
+        first, *others = map(leaf_keys, td.tensordicts)
+        return [key for key in first if all(key in keys for keys in others)]
     keys: Any = td.keys(include_nested=True, leaves_only=True)
     return [key if isinstance(key, tuple) else (key,) for key in keys]
 

@@ -6,8 +6,8 @@ saves the page faults of fresh memory (94 us against 6 us for a batch of 8 image
 rollouts uses up only memory, and no descriptors.
 
 Guarantees: a storage whose tensors a forked process may hold is never reused. (It stays shared memory: each process
-sees the other's changes in place.) The last tensor may be freed in any thread, at any instant. After an interrupt at any
-line, no storage is in use twice, and the next `lend` completes what was broken off.
+sees the other's changes in place.) The last tensor may be freed in any thread, at any instant. After an interrupt at
+any line, no storage is in use twice, and the next `lend` completes what was broken off.
 Assumes: `lend`, `find` and `settle` are called by one thread at a time; forks are made by `os.fork`.
 """
 

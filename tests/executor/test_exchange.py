@@ -152,7 +152,9 @@ def test_an_env_is_asked_nothing_between_send_and_receive(make):
         for _ in range(3):
             env.send(act(env, 2), [0, 2])
             for call in calls:
-                with pytest.raises(Busy, match=r"failed: envs \[0, 2\] still owe an answer\. recv\(\) them first") as caught:
+                with pytest.raises(
+                    Busy, match=r"failed: envs \[0, 2\] still owe an answer\. recv\(\) them first"
+                ) as caught:
                     call([0, 1, 2])
                 assert caught.value.env_ids == (0, 2)
             env.set("num_steps", 50, [1])

@@ -5,12 +5,14 @@ import gc
 import os
 import threading
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor import ActionError, Busy, Closed, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor.episode_logger import EpisodeLogger
 from envherd.executor.rollouts import storage
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.executor.rollouts.storage import Lease
@@ -443,6 +445,61 @@ def test_different_tasks_come_as_a_lazy_stack(make):
         data = env.rollout(2)
         assert data.batch_size == (3, 2)
         assert data[1]["next", "pixels"].shape == (2, 4, 4)
+
+
+class Nested(gymnasium.Env):
+    """Has an observation and an action that are plain, or inside a tuple and a dict."""
+
+    def __init__(self, *, is_observed_nested: bool, acts_nested: bool) -> None:
+        number, choice = gymnasium.spaces.Box(0, 99, (2,), np.float32), gymnasium.spaces.Discrete(3)
+        self._is_tuple = is_observed_nested
+        self.observation_space = gymnasium.spaces.Tuple((number, number)) if is_observed_nested else number
+        self.action_space = gymnasium.spaces.Dict({"a": choice}) if acts_nested else choice
+
+    def _observe(self):
+        value = np.full(2, self._num_steps, np.float32)
+        return (value, value) if self._is_tuple else value
+
+    def reset(self, *, seed=None, options=None):
+        self._num_steps = 0
+        return self._observe(), {}
+
+    def step(self, action):
+        self._num_steps += 1
+        return self._observe(), 1.0, self._num_steps == 4, False, {}
+
+
+@both
+@pytest.mark.parametrize(
+    "kinds", [[(0, 0), (0, 1)], [(1, 0), (0, 0)], [(1, 0), (0, 1), (0, 0)], [(1, 1), (0, 0), (1, 1)]]
+)
+def test_a_leaf_of_one_task_may_be_a_group_of_another(make, kinds):
+    """Keys that the policy adds are kept, in the root and from `next` to the next root."""
+    tasks = [functools.partial(Nested, is_observed_nested=bool(one), acts_nested=bool(other)) for one, other in kinds]
+    num_envs, seen = len(kinds), []
+
+    def act(td: TensorDictBase) -> TensorDictBase:
+        td = env.rand_action(td)
+        td.set("note", torch.full((num_envs, 1), len(seen)))
+        return td.set(("next", "memory"), td.get("memory") + 1)
+
+    with make(num_envs, tasks, seed=0, options=ExecutorOptions(episode_statistics=True)) as env:
+        primer = TensorDict({"memory": torch.zeros(num_envs, 1)}, [num_envs])
+        out = env.rollout(9, act, primer=primer, break_when_any_done=False)
+        data = env.rollout(
+            9, act, primer=primer, break_when_any_done=False, out=out, callback=lambda _, td: seen.append(td["next"])
+        )
+        assert data["note"].squeeze(-1).tolist() == [[*range(9)]] * num_envs
+        assert data["memory"].squeeze(-1).tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0]] * num_envs
+        for row, (is_nested, acts_nested) in enumerate(kinds):
+            leaf = data[row]["next", "observation"]
+            leaf = leaf["0"] if is_nested else leaf
+            assert leaf[:, 0].tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 1]
+            assert data[row]["action", "a"].shape == (9,) if acts_nested else data[row]["action"].shape == (9,)
+        assert env.rollout(3, set_truncated=True)["next", "truncated"][:, -1].all()
+        logger = EpisodeLogger()
+        logger.add(data)
+        assert logger.num_episodes == 2 * num_envs
 
 
 @both

@@ -350,8 +350,7 @@ def test_an_interrupt_while_the_memory_of_rollouts_is_lent_or_dropped(num_forks)
             dropped.clear()
             with contextlib.suppress(KeyboardInterrupt):
                 sys.settrace(trace)
-                for num_steps in (2, 3, 4, 5):
-                    dropped.append(env.rollout(num_steps, policy))
+                dropped.extend(env.rollout(num_steps, policy) for num_steps in (2, 3, 4, 5))
             sys.settrace(None)
             dropped.clear()
             held = [env.rollout(num_steps, policy) for num_steps in (2, 3, 2, 3, 2)]

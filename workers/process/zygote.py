@@ -12,9 +12,9 @@ workers: they stay in the owner's session, in process groups that are never in t
 (With a separate session and /proc/sys/kernel/sched_autogroup_enabled at 1, they would also be a separate scheduling
 group, and an owner that yields while it waits would not yield to its workers: 8 CartPoles on two workers took 272 us a
 batch in that case and 153 in the same session, 23 Nov 2026.)
-Talks over one `SOCK_SEQPACKET` socket: JSON requests, JSON answers, descriptors with them. A request may be of any size
-(it can hold the owner's environment variables and import path), so a large one is sent as a file: a packet must fit into
-the socket's buffer.
+Talks over one `SOCK_SEQPACKET` socket: JSON requests, JSON answers, descriptors with them. A request may be of any
+size (it can hold the owner's environment variables and import path), so a large one is sent as a file: a packet must
+fit into the socket's buffer.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def send_request(sock: socket.socket, request: dict[str, Any], fds: list[int]) -
 
 def in_file(payload: bytes) -> BinaryIO:
     """Return a new anonymous file of these bytes, at its beginning."""
-    file = open(os.memfd_create("envherd-request"), "w+b")
+    file = open(os.memfd_create("envherd-request"), "w+b")  # noqa: SIM115  # the caller closes it
     file.write(payload)
     file.seek(0)
     return file
