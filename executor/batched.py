@@ -58,6 +58,8 @@ class BatchedEnv:
         self._finalizer = weakref.finalize(self, _close_pool, pool, os.getpid())
         self._engine = Engine(pool, seed=seed, device=device, copy=copy, options=options)
         self._guard = self._engine.guard
+        # At the interpreter's exit it runs before the pool is closed, so a thread that is in a call gets `Closed`.
+        weakref.finalize(self, setattr, self._guard, "is_closed", True)
         self._exchange = Exchange(self._engine)
         self._rollouts = RolloutRunner(self._engine)
         self.options = options

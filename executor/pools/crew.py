@@ -67,6 +67,7 @@ class Crew:
     Attributes:
         workers: by worker id.
         root_seed: of a replaced worker's start.
+        is_closing: `close` was called: workers end.
     """
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[Frame], None]) -> None:
@@ -79,7 +80,7 @@ class Crew:
         self._on_row_frame = on_row_frame
         self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
         self._zygote: Zygote | None = None
-        self._is_closing = self._has_left = False
+        self.is_closing = self._has_left = False
         self._plan: SlabPlan | None = None
         self._segment: Segment | None = None
         self._knock: Callable[[int], None] = lambda _: None
@@ -181,7 +182,7 @@ class Crew:
             old.release()
             self._inbox[worker_id].clear()
             self.workers[worker_id] = self._launch(worker_id, old.generation + 1)
-            if self._is_closing:  # by another thread, which may have missed this worker
+            if self.is_closing:  # by another thread, which may have missed this worker
                 self.workers[worker_id].kill()
                 self.workers[worker_id].release()
 
@@ -291,7 +292,7 @@ class Crew:
 
     def close(self, timeout_s: float) -> None:
         """Close the envs and end the workers within `timeout_s` in all, then by force. Idempotent, never raises."""
-        self._is_closing = True
+        self.is_closing = True
         if timeout_s > 0:
             self._ask_to_close(time.monotonic() + timeout_s, self.workers)
         for worker in self.workers:

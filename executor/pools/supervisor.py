@@ -133,7 +133,8 @@ class Supervisor:
         self._pool.outcome.losses[worker_id] = error
         self._crew.workers[worker_id].kill()
         self._pool.forfeit(worker_id)
-        log.warning("%s", error.message)  # not the error itself: a kept record would keep its frames alive
+        if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
+            log.warning("%s", error.message)  # not the error itself: a kept record would keep its frames alive
 
     def answer_for_lost(self) -> None:
         """Answer commands to workers that were already lost with that loss."""

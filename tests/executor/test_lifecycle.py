@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -152,3 +154,46 @@ def test_a_worker_that_is_started_while_another_thread_closes_is_ended(monkeypat
         assert env.is_closed
         wait_for(lambda: not is_running(launched[1].pid))
         assert (launched[1].pidfd, launched[1].log_fd) == (-1, -1)
+
+
+_ENDS_IN_A_CALL = """
+import atexit, threading
+
+has_ended = threading.Event()
+atexit.register(has_ended.wait, 30)  # registered first, so it runs after all finalizers
+
+import sys, time
+from envherd import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.workers.testing import CountingEnv
+
+class Slow(CountingEnv):
+    def step(self, action):
+        time.sleep(float(sys.argv[1]))
+        return super().step(action)
+
+env = ParallelEnv(2, Slow, num_workers=2, options=ExecutorOptions(close_timeout_s=0.5))
+env.reset()
+
+def use():
+    try:
+        while True:
+            env.step_and_maybe_reset(env.rand_action())
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+    finally:
+        has_ended.set()
+
+threading.Thread(target=use, daemon=True).start()
+while not (env.statistics().env_steps or len(env.engine.pool.outstanding())):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step_s", [0, 0.01, 60])
+def test_a_program_that_ends_while_a_thread_is_in_a_call_reports_no_loss(step_s, tmp_path):
+    """The thread gets `Closed`, and nothing is logged."""
+    script = tmp_path / "ends.py"
+    script.write_text(_ENDS_IN_A_CALL)
+    done = subprocess.run([sys.executable, script, str(step_s)], capture_output=True, text=True, timeout=100, check=True)
+    assert (done.stdout, done.stderr) == ("Closed\n", "")

@@ -104,6 +104,7 @@ class ProcessCrew:
         pool.start()
         try:
             self._engine = Engine(pool, seed=blueprint.root_seed, device=None, copy=True, options=options)
+            weakref.finalize(self, setattr, self._engine.guard, "is_closed", True)  # before the pool: see `BatchedEnv`
         except BaseException:
             self.close()
             raise
