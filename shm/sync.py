@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import _multiprocessing
 import ctypes
+import errno
 import os
 import time
 from typing import Any
@@ -49,15 +50,24 @@ MOST_WAITS_WITHOUT_SPIN = 512
 
 _SEMAPHORE_KIND = 1  # Modules/_multiprocessing/semaphore.c: SEMAPHORE
 _MAX_TOKENS = 2**31 - 1
-#: Seconds of one blocking slice of a wait without a limit: sem_timedwait uses the wall clock, so a clock change would
-#: distort a single long wait.
+#: Seconds of one blocking slice of a wait without a limit: SemLock uses the wall clock, so a clock change would distort a
+#: single long wait.
 _SLICE_S = 60.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+#: Waits by the monotonic clock, for waits with a limit: with the wall clock, one that is set back during a wait delays
+#: its end by as much. glibc has it from 2.30 on, musl does not.
+_clockwait = getattr(_libc, "sem_clockwait", None)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("s", ctypes.c_long), ("ns", ctypes.c_long))
 
 
 class Doorbell:
     """One counting semaphore in shared memory; call `create` once and `attach` in other processes."""
 
-    __slots__ = ("_acquire", "_back_off", "_keep", "_spin_s", "_waits_without_spin", "memory", "ring")
+    __slots__ = ("_acquire", "_address", "_back_off", "_keep", "_spin_s", "_waits_without_spin", "memory", "ring")
 
     def __init__(self, buffer: np.ndarray, offset: int) -> None:
         address = buffer.ctypes.data + offset
@@ -66,6 +76,7 @@ class Doorbell:
         #: uint8 `[DOORBELL_BYTES]` (VIEW): its memory.
         self.memory = buffer[offset : offset + DOORBELL_BYTES]
         self._acquire = lock.acquire
+        self._address = ctypes.c_void_p(address)
         self._spin_s = BRIEF_SPIN_S
         self._waits_without_spin = 0
         self._back_off = FEWEST_WAITS_WITHOUT_SPIN
@@ -79,9 +90,8 @@ class Doorbell:
         Raises:
             OSError: this platform has no process-shared semaphores.
         """
-        libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(buffer.ctypes.data + offset)
-        if libc.sem_init(address, 1, 0) != 0:
+        if _libc.sem_init(address, 1, 0) != 0:
             raise OSError(ctypes.get_errno(), "sem_init failed")
         bell = cls(buffer, offset)
         bell.ring()
@@ -104,13 +114,23 @@ class Doorbell:
             return True
         began = time.perf_counter()
         if timeout_s is not None and timeout_s < _SLICE_S:
-            is_taken = bool(self._acquire(True, timeout_s))
+            is_taken = self._block(timeout_s)
         else:
             is_taken = self._wait_in_slices(timeout_s)
         self._spin_s = LONG_SPIN_S if time.perf_counter() - began < SHORT_WAIT_S else BRIEF_SPIN_S
         if self._waits_without_spin:
             self._waits_without_spin -= 1
         return is_taken
+
+    def _block(self, timeout_s: float) -> bool:
+        """Block until a token comes or the time has passed."""
+        if _clockwait is None:
+            return bool(self._acquire(True, timeout_s))
+        end = _Timespec(*divmod(time.monotonic_ns() + max(0, int(timeout_s * 1e9)), 1_000_000_000))
+        while _clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(end)) != 0:
+            if ctypes.get_errno() != errno.EINTR:  # a signal: its handler has run by now
+                return False
+        return True
 
     def rest(self) -> None:
         """Make the next wait block at once, without spinning: no token is expected soon."""
@@ -138,5 +158,5 @@ class Doorbell:
             left = _SLICE_S if end is None else min(_SLICE_S, end - time.monotonic())
             if left <= 0:
                 return self.try_wait()
-            if self._acquire(True, left):
+            if self._block(left):
                 return True

@@ -1,10 +1,14 @@
 """Doorbells: tokens, time-outs, and waking another process."""
 
 import os
+import shutil
+import subprocess
+import sys
 import time
 
 import pytest
 
+from envherd.shm import sync
 from envherd.shm.segment import Segment
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 
@@ -58,3 +62,67 @@ def test_no_file_and_no_name(segment):
     before = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
     Doorbell.create(segment.array(), 0)
     assert (set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))) == before
+
+
+#: The wall clock is an hour ahead whenever this program reads it: as if it were set back right after each reading.
+_LYING_CLOCK = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+int clock_gettime(clockid_t clock, struct timespec *now)
+{
+    int result = (int)syscall(SYS_clock_gettime, clock, now);
+    if (clock == CLOCK_REALTIME)
+        now->tv_sec += 3600;
+    return result;
+}
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone)
+{
+    struct timespec precise;
+    (void)zone;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec;
+    now->tv_usec = precise.tv_nsec / 1000;
+    return 0;
+}
+"""
+_WAITS = """
+import functools, time
+from envherd import ParallelEnv
+from envherd.workers.testing import FaultyEnv
+with ParallelEnv(1, functools.partial(FaultyEnv, "sleep", step=1)) as env:
+    env.send(env.rand_action(env.reset()))
+    try:
+        env.recv(timeout_s=0.1)
+    except TimeoutError:
+        print("in time", flush=True)
+    env._pool.crew.workers[0].kill()
+    try:
+        env.recv()
+    except RuntimeError as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+@pytest.mark.skipif(sync._clockwait is None, reason="the C library has no sem_clockwait")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("is_native", ["0", "1"])
+def test_a_clock_that_is_set_back_delays_neither_a_time_limit_nor_the_notice_of_a_death(is_native, tmp_path):
+    source, library = tmp_path / "clock.c", tmp_path / "clock.so"
+    source.write_text(_LYING_CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _WAITS],
+        env={**os.environ, "LD_PRELOAD": str(library), "ENVHERD_NATIVE": is_native},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == "in time\nWorkerLost\n", done.stderr

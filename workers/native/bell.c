@@ -6,7 +6,13 @@
 #include <time.h>
 
 enum { NS_PER_S = 1000000000 };
-static const i64 SLICE_NS = 60LL * NS_PER_S; /* sem_timedwait follows the wall clock, which may be set */
+static const i64 SLICE_NS = 60LL * NS_PER_S; /* without sem_clockwait a wait follows the wall clock, which may be set */
+
+#ifdef __GLIBC_PREREQ /* musl has no sem_clockwait */
+#if __GLIBC_PREREQ(2, 30)
+#define HAS_CLOCKWAIT
+#endif
+#endif
 
 /* ---- facts ------------------------------------------------------------------------------------------ */
 
@@ -56,14 +62,24 @@ i64 monotonic_ns(void)
     return (i64)now.tv_sec * NS_PER_S + now.tv_nsec;
 }
 
-static struct timespec wall_clock_in(i64 ns)
+/* Wait for a token for at most `ns`, at least 0; return 0, or -1 with `errno`. */
+static int take_within(sem_t *semaphore, i64 ns)
 {
+#ifdef HAS_CLOCKWAIT
+    clockid_t clock = CLOCK_MONOTONIC;
+#else
+    clockid_t clock = CLOCK_REALTIME;
+#endif
     struct timespec at;
-    clock_gettime(CLOCK_REALTIME, &at);
+    clock_gettime(clock, &at);
     i64 sum = at.tv_nsec + ns;
     at.tv_sec += (time_t)(sum / NS_PER_S);
     at.tv_nsec = (long)(sum % NS_PER_S);
-    return at;
+#ifdef HAS_CLOCKWAIT
+    return sem_clockwait(semaphore, clock, &at);
+#else
+    return sem_timedwait(semaphore, &at);
+#endif
 }
 
 int bell_take_memory(PyObject *array, const char *name, Bell *bell)
@@ -99,8 +115,7 @@ void bell_ring(Bell *bell)
 
 int bell_block(Bell *bell)
 {
-    struct timespec at = wall_clock_in(SLICE_NS);
-    return sem_timedwait(bell->semaphore, &at) == 0;
+    return take_within(bell->semaphore, SLICE_NS) == 0;
 }
 
 /* Yield the processor for a bounded time, looking for a token in between. Without the GIL. */
@@ -132,10 +147,9 @@ static int block(Bell *bell, i64 timeout_ns)
         i64 left = timeout_ns < 0 ? SLICE_NS : end - monotonic_ns();
         if (left <= 0)
             return sem_trywait(bell->semaphore) == 0;
-        struct timespec at = wall_clock_in(left < SLICE_NS ? left : SLICE_NS);
         int error = 0;
         Py_BEGIN_ALLOW_THREADS
-        if (sem_timedwait(bell->semaphore, &at) != 0)
+        if (take_within(bell->semaphore, left < SLICE_NS ? left : SLICE_NS) != 0)
             error = errno;
         Py_END_ALLOW_THREADS
         if (error == 0)
