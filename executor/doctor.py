@@ -167,7 +167,7 @@ def _dmlab2d() -> Iterator[Finding]:
     version = version_of("dmlab2d")
     if version is None:
         return
-    command = [sys.executable, "-c", "import dmlab2d"]
+    command = [sys.executable, "-P", "-c", "import dmlab2d"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False)
     if done.returncode == 0:
         yield Finding("dmlab2d", "ok", version)

@@ -37,6 +37,7 @@ _FAREWELL_S = 5.0  # for the helper to kill remaining processes and end
 _RECEIVE_S = 0.02  # between checks whether another thread has taken the answer
 _HELPER_END_S = 1.0  # for the helper to end after its socket is closed
 _LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
+#: Run with -P: without it, the import of json would take a json.py of the current folder.
 _BOOT = """
 import json, sys
 fd, log_fd, path_fd = map(int, sys.argv[1:])
@@ -92,7 +93,7 @@ class Zygote:
             with in_file(json.dumps(path).encode()) as file:  # an argument has at most 128 KiB
                 theirs = (self._theirs.fileno(), self._log_fd, file.fileno())
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, *map(str, theirs)],
+                    [sys.executable, "-P", "-c", _BOOT, *map(str, theirs)],
                     pass_fds=theirs,
                     env=environment_of(options),
                     stdin=subprocess.DEVNULL,

@@ -230,7 +230,7 @@ class Zygote:
                 fds.append(file.fileno())
                 for fd in fds:
                     os.set_inheritable(fd, True)
-                os.execv(sys.executable, [sys.executable, "-c", _EXEC, *map(str, fds)])
+                os.execv(sys.executable, [sys.executable, "-P", "-c", _EXEC, *map(str, fds)])
             from envherd.workers.process import entry
 
             entry.main(socket.socket(fileno=fds[0]), fds[1], fds[2], config)
