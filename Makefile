@@ -56,6 +56,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard workers/native/*.[ch]) constraints.
 	@touch $@
 
 rollout: $(STAMP)
+	@mkdir -p $(dir $(ROLLOUT_NAME))
 	$(BIN)/envherd rollout $(ROLLOUT_ENV) --envs $(ROLLOUT_ENVS) --steps $(ROLLOUT_STEPS) --seed 0 \
 		--out $(ROLLOUT_NAME) --gif $(ROLLOUT_NAME).gif --png $(ROLLOUT_NAME).png
 
@@ -133,6 +134,7 @@ bench: $(STAMP)
 	$(BIN)/python -m envherd.benchmarks.page --write
 
 bench-quick: $(STAMP)
+	@mkdir -p build
 	$(BIN)/envherd bench --quick --json build/bench-quick.json
 
 # The site needs only its own packages, because docstrings are read from the sources without importing them.

@@ -66,7 +66,7 @@ _MOST_PANELS_WIDE = 3
 
 def draw_all(results: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draw all available results to PNG files in a folder; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     drawn = []
     for name, figure in (
         *((name, summary(results, *theme)) for name, theme in THEMES.items()),

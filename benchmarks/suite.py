@@ -119,8 +119,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def save(results: Mapping[str, Any], path: Path) -> None:
     """Write results atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(as_json(results))
     draft.replace(path)
 

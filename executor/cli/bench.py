@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.option_values import new_folder, text_file
 
 if TYPE_CHECKING:
     from envherd.benchmarks import suite
@@ -36,12 +37,14 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
         str | None,
         typer.Option(
             metavar="PATH",
+            callback=text_file,
             help="File to which results are added (default: ./envherd-bench.json); - prints them and keeps no file.",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip workloads that the JSON file already has.")] = False,
     plots: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write charts (PNG) to this folder.")
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, callback=new_folder, help="Write charts (PNG) to this folder."),
     ] = None,
     render: Annotated[
         bool, typer.Option("--render", help="Show or plot the results in the JSON file, without measuring.")

@@ -24,17 +24,18 @@ from envherd.workers.errors import EnvherdError
 Prepared = TypeVar("Prepared")
 
 
-def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int]) -> int:
+def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], *, searches_here: bool = True) -> int:
     """Run a command in two parts; return its exit code.
 
-    Prints `EnvherdError`, `MediaError`, `StoreError`, `OSError` and Ctrl-C. Modules named in options are searched in
-    the current directory first, as by `python -m`.
+    Prints `EnvherdError`, `MediaError`, `StoreError`, `OSError` and Ctrl-C.
 
     Args:
         prepare: checks the options. Its errors are usage errors (exit code 2), as is every `ClusterError`.
         work: runs the command with the result of `prepare`; returns the exit code.
+        searches_here: search modules in the current directory first, as `python -m` does. False if the command line
+            names none: the directory may hold modules of others.
     """
-    if os.getcwd() not in sys.path:
+    if searches_here and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     errors, code = Console(stderr=True), EXIT_USAGE
     try:
@@ -66,7 +67,6 @@ def write_text(path: str | None, text: str) -> None:
     if path == "-":
         sys.stdout.write(text)
     elif path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
 
 

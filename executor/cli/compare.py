@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from envherd.executor.cli.completion import complete_env
-from envherd.executor.cli.option_values import Chart, EnvKwargs, Quiet, read_keyword_arguments
+from envherd.executor.cli.option_values import Chart, EnvKwargs, Quiet, read_keyword_arguments, text_file
 
 _ENV_HELP = "gymnasium:ID, meltingpot:SUBSTRATE, or python:MODULE:CALLABLE (a callable that returns a Gymnasium env)."
 
@@ -23,7 +23,9 @@ def compare(  # noqa: PLR0913  # the command line's options, read by typer
     seconds: Annotated[float, typer.Option(min=0.05, help="Seconds per library and round.")] = 1.0,
     env_kwargs: EnvKwargs = None,
     plot: Chart = None,
-    json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the figures as JSON; - prints them.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the figures as JSON; - prints them.")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Compare the speed of your env under the installed libraries.

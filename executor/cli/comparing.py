@@ -21,8 +21,8 @@ from envherd.benchmarks.summary import summarise
 from envherd.executor.cli.commands import carry_out, write_text
 from envherd.executor.cli.env_names import factory_for, full_name
 from envherd.executor.cli.exit_codes import EXIT_FAILED
+from envherd.executor.cli.media import require_matplotlib
 from envherd.executor.machine.machine import usable_cores
-from envherd.executor.pictures.camera import MediaError
 from envherd.workers.errors import FactoryError
 
 SCHEMA = "envherd.compare/1"
@@ -86,7 +86,10 @@ def _job(request: Request) -> Job:
 
     Raises:
         FactoryError: no such env, or the other libraries do not run its family.
+        MediaError: a chart is requested, and matplotlib is not installed.
     """
+    if request.plot is not None:
+        require_matplotlib()
     name = full_name(request.env)
     factory, family = factory_for(name), name.partition(":")[0]
     if family not in ("gymnasium", "python", "meltingpot"):
@@ -152,18 +155,10 @@ def _by_speed(found: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any
 
 
 def _draw(path: Path, request: Request, found: dict[str, dict[str, Any]]) -> None:
-    """Write a chart with one bar for each measured library.
+    """Write a chart with one bar for each measured library."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Raises:
-        MediaError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MediaError(
-            f"drawing failed: expected the package matplotlib, got {error}. pip install 'envherd[media]'"
-        ) from None
     shown = [(name, one["steps_per_s"]) for name, one in reversed(_by_speed(found)) if one["status"] == "measured"]
     figure = Figure(figsize=(7.0, 1.2 + 0.4 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -174,7 +169,6 @@ def _draw(path: Path, request: Request, found: dict[str, dict[str, Any]]) -> Non
     axes.margins(x=0.15)
     axes.set_xlabel("env-steps/s")
     axes.set_title(f"{request.env}, {request.num_envs} envs")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 

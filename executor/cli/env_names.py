@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
 from envherd.workers.adapters.named import (
+    GYMNASIUM_PLUG_INS,
     CallableFactory,
     DmControlFactory,
     GymnasiumFactory,
@@ -75,6 +76,18 @@ def full_name(name: str) -> str:
         FactoryError: the name has no family, and no family knows it.
     """
     return name if name.partition(":")[0] in FAMILIES else _with_family(name)
+
+
+def is_only_looked_up(name: str) -> bool:
+    """Return whether a name, with its family, is only looked up among the envs of installed packages.
+
+    The others name a module that is imported, or a callable that is called. This function imports nothing.
+    """
+    family, _, rest = name.partition(":")
+    if family in ("gymnasium", "gymnasium_vec"):
+        env_id = rest if family == "gymnasium" else _split_rows(rest)[0]
+        return env_id.rpartition(":")[0] in ("", *GYMNASIUM_PLUG_INS)
+    return "/" in rest if family == "pettingzoo" else family in ("meltingpot", "envpool", "dm_control", "vmas")
 
 
 def limited(name: str, max_steps: int, *, with_frames: bool = False) -> tuple[Factory, dict[str, Any]]:

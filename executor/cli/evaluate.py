@@ -14,6 +14,7 @@ from envherd.executor.cli.option_values import (
     Quiet,
     Workers,
     read_keyword_arguments,
+    text_file,
 )
 
 
@@ -45,7 +46,9 @@ def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
     max_steps: MaxSteps = None,
     env_kwargs: EnvKwargs = None,
     plot: Chart = None,
-    json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the results as JSON; - prints them.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the results as JSON; - prints them.")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Evaluate policies: per-capita, collective and per-role returns, and equality, with 95 % confidence intervals."""

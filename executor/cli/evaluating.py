@@ -14,6 +14,7 @@ from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out, write_text
 from envherd.executor.cli.env_names import callable_at
+from envherd.executor.cli.media import require_matplotlib
 from envherd.executor.cli.running import Made, call_maker, make
 from envherd.executor.evaluation.chart import plot_evaluations
 from envherd.executor.evaluation.evaluate import evaluate
@@ -21,7 +22,6 @@ from envherd.executor.evaluation.results import Evaluation
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.per_player import OTHERS
-from envherd.executor.pictures.camera import MediaError
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.errors import FactoryError
 
@@ -55,6 +55,8 @@ def run(request: Request) -> int:
 
 def _prepare(request: Request) -> tuple[Made, Any, Any]:
     """Check the options before envs start; return the factory, and those of the policies or None."""
+    if request.plot is not None:
+        require_matplotlib()
     return _make(request), _maker(request.policy, "--policy"), _maker(request.background, "--background")
 
 
@@ -68,12 +70,7 @@ def _work(request: Request, made: Made, maker: Any, background_maker: Any) -> in
             raise FactoryError(str(error)) from None
         raise
     if request.plot is not None:
-        try:
-            plot_evaluations({request.policy or _RANDOM: found}, request.plot)
-        except ImportError as error:
-            raise MediaError(
-                f"drawing failed: expected the package matplotlib, got {error}. pip install 'envherd[media]'"
-            ) from None
+        plot_evaluations({request.policy or _RANDOM: found}, request.plot)
     console.print(table(found))
     write_text(request.json_path, json.dumps(found.to_dict(), indent=2) + "\n")
     return 0

@@ -148,15 +148,11 @@ class Timeline:
         """Write the picture (PNG): the path over the world of the first episode, and the returns over time.
 
         Raises:
-            MediaError: matplotlib is missing, or no step was recorded.
+            MediaError: no step was recorded.
         """
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MediaError(
-                f"drawing failed: expected the package matplotlib, got {error}. pip install 'envherd[media]'"
-            ) from None
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
         if not self._rewards:
             raise MediaError("drawing failed: expected at least one step, got none.")
         figure = Figure(figsize=(13, 5), layout="constrained")
@@ -165,7 +161,6 @@ class Timeline:
         world, returns = figure.subplots(1, 2, width_ratios=(1.2, 1))
         self._draw_path(world)
         self._draw_returns(returns)
-        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
 
     def _draw_path(self, axes: Any) -> None:

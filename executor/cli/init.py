@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from envherd.executor.cli.exit_codes import EXIT_FAILED
+from envherd.executor.cli.option_values import require_place
 
 #: The template. In the copy, the new module's name replaces that of the template.
 _TEMPLATE = Path(__file__).with_name("env_template.py")
@@ -26,9 +27,9 @@ def init(
         raise typer.BadParameter(f"expected the name of a Python module, e.g. my_env.py, got {str(file)!r}.")
     if file.exists() and not force:
         raise typer.BadParameter(f"expected a new file, got {str(file)!r}, which exists. --force replaces it.")
+    require_place(file)
     name = f"{_module(file)}:make_env"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(_TEMPLATE.read_text().replace(f"{_TEMPLATE.stem}:make_env", name))
     except OSError as error:
         typer.echo(f"error: accessing {error.filename} failed: {error.strerror}.", err=True)

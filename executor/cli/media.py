@@ -130,7 +130,6 @@ def save_animation(path: Path, pictures: Sequence[Image.Image], *, frames_per_s:
     palette = _shared_palette(pictures)
     dither = require_pillow().Image.Dither.NONE
     first, *rest = _only_changes([picture.quantize(palette=palette, dither=dither) for picture in pictures])
-    path.parent.mkdir(parents=True, exist_ok=True)
     durations = [round(1000 / frames_per_s)] * len(pictures)
     durations[-1] = LAST_FRAME_MS
     options: dict[str, Any] = {"duration": durations, "loop": 0, "disposal": 1, "transparency": GIF_COLOURS}
@@ -149,7 +148,6 @@ def write_contact_sheet(path: Path, log: FrameLog, *, title: str = "") -> None:
     count = len(moments) * len(env_ids)
     sheet = Sheet.for_tiles(_largest(log), columns=len(moments), count=count, width_px=SHEET_WIDTH_PX)
     tiles = [(f"env {i}", f"step {step}", frames[i]) for i in env_ids for step, frames in moments]
-    path.parent.mkdir(parents=True, exist_ok=True)
     sheet.draw(tiles, title).save(path, optimize=True)
 
 
@@ -271,3 +269,17 @@ def require_pillow() -> Any:
     except ImportError as error:
         raise MediaError("making pictures failed: expected the package Pillow, got none. pip install pillow") from error
     return PIL
+
+
+def require_matplotlib() -> None:
+    """Check that charts can be drawn.
+
+    Raises:
+        MediaError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MediaError(
+            f"drawing failed: expected the package matplotlib, got {error}. pip install 'envherd[media]'"
+        ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,11 +23,41 @@ def picture(suffix: str) -> Callable[[Path | None], Path | None]:
     def check(path: Path | None) -> Path | None:
         if path is not None and path.suffix.lower() != suffix:
             raise typer.BadParameter(f"expected a path that ends in {suffix}, got {str(path)!r}.")
-        if path is not None and path.is_dir():
-            raise typer.BadParameter(f"expected the path of a file, got the folder {str(path)!r}.")
+        if path is not None:
+            require_place(path)
         return path
 
     return check
+
+
+def text_file(path: str | None) -> str | None:
+    """Check the path of a file to write; the callback of options that also take `-`."""
+    if path not in (None, "-"):
+        require_place(Path(path))
+    return path
+
+
+def new_folder(path: Path | None) -> Path | None:
+    """Check the path of a folder to write; the callback of such options."""
+    if path is not None and not path.is_dir():
+        require_place(path)
+    return path
+
+
+def require_place(path: Path) -> None:
+    """Refuse a path that cannot be written to. Commands replace a file that is there, and make no parent folder.
+
+    Raises:
+        typer.BadParameter: it is a folder, its parent folder does not exist, or writing there is not permitted.
+    """
+    if path.is_dir():
+        raise typer.BadParameter(f"expected the path of a file, got the folder {str(path)!r}.")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(
+            f"expected a path in an existing folder, got {str(path)!r}: there is no folder {str(path.parent)!r}."
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"expected a path that can be written to, got {str(path)!r}: permission denied.")
 
 
 def keyword_arguments(text: str | None) -> str | None:

@@ -16,6 +16,7 @@ from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.env_names import callable_at
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
 from envherd.executor.cli.filming import Gif, Timeline, Views
+from envherd.executor.cli.media import require_matplotlib, require_pillow
 from envherd.executor.cli.running import Made, call_maker, make, with_display
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
@@ -58,6 +59,10 @@ def _prepare(request: Request) -> tuple[Made, Any]:
     """Check the options before the env starts; return its factory, and that of the policy or None."""
     if request.mp4 is not None:
         require_imageio()
+    if request.gif is not None:
+        require_pillow()
+    if request.timeline is not None:
+        require_matplotlib()
     made = make(request.env, request.max_steps, request.env_kwargs, with_frames=request.draws_world)
     if request.timeline is not None and isinstance(made[0], MeltingPotFactory):
         made = replace(made[0], positions=True), made[1]
@@ -113,7 +118,6 @@ def _films(request: Request) -> list[Any]:
     films: list[Any] = []
     for path, kind in ((request.mp4, Video), (request.gif, Gif)):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             films.append(kind(path, request.fps))
     return films
 

@@ -1,7 +1,13 @@
-"""Implements `envherd replay`, from its options to its exit code."""
+"""Implements `envherd replay`, from its options to its exit code.
+
+Guarantees: nothing that the directory names is imported, called or put into the environment, unless the command line
+names it also. Of its `ExecutorOptions` only those that change data are used.
+"""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +20,30 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import carry_out, write_pictures
+from envherd.executor.cli.env_names import is_only_looked_up
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.media import FrameLog, require_pillow
 from envherd.executor.cli.running import Made, make, with_display
-from envherd.executor.cli.storing import load_rollout
+from envherd.executor.cli.storing import StoreError, load_rollout
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pictures.camera import Camera
 
+#: The options of a stored rollout that a replay uses. They change data, and can run no code.
+_OPTIONS = (
+    *("first_env_id", "episode_seeds", "episode_statistics", "info_keys", "isolate_rng", "env_type", "check_actions"),
+)
+#: Leaves that two runs cannot have in common.
+_NOT_COMPARED = {("interrupted",), ("episode", "time")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of the command line."""
+    """The options of the command line; None for what is not in it."""
 
     directory: Path
+    env: str | None = None
+    env_kwargs: dict[str, Any] | None = None
     num_workers: int | None = None
     gif: Path | None = None
     png: Path | None = None
@@ -39,44 +55,113 @@ class Request:
         return self.gif is not None or self.png is not None
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """What to run again.
+
+    Attributes:
+        data: the batch `[N, T]`.
+        env: the name of the env, from the command line or else from the directory.
+        made: its factory and keyword arguments.
+        seed: the root seed.
+        options: of the executor.
+        unused: names of the stored options that are not used.
+    """
+
+    data: TensorDictBase
+    env: str
+    made: Made
+    seed: int
+    options: ExecutorOptions
+    unused: list[str]
+
+
 def run(request: Request) -> int:
     """Run a rollout again; return the exit code. `carry_out` handles errors."""
-    return carry_out(lambda: _prepare(request), lambda prepared: _report(request, *prepared))
+    return carry_out(
+        lambda: _prepare(request), lambda stored: _report(request, stored), searches_here=request.env is not None
+    )
 
 
-def _prepare(request: Request) -> tuple[TensorDictBase, dict[str, Any], Made]:
-    """Check the options before envs start; return the data, the facts stored with it, and the factory."""
+def _prepare(request: Request) -> _Stored:
+    """Check the options before envs start.
+
+    Raises:
+        StoreError: the directory holds no rollout, or names code that the command line does not.
+        FactoryError: no such env.
+    """
     data, facts = load_rollout(request.directory)
+    _refuse_code(request, facts)
     if request.wants_frames:
         require_pillow()
-    return data, facts, make(facts["env"], facts["max_steps"], facts["env_kwargs"], with_frames=request.wants_frames)
+    env = facts["env"] if request.env is None else request.env
+    kwargs = facts["env_kwargs"] if request.env_kwargs is None else request.env_kwargs
+    kept = {name: value for name, value in facts["options"].items() if name in _OPTIONS}
+    try:
+        options = ExecutorOptions(**kept)
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"reading {request.directory} failed: {error}") from None
+    return _Stored(
+        data,
+        env,
+        make(env, facts["max_steps"], kwargs, with_frames=request.wants_frames),
+        facts["seed"],
+        with_display(options, is_drawn=request.wants_frames),
+        sorted(facts["options"].keys() - kept.keys()),
+    )
 
 
-def _report(request: Request, data: TensorDictBase, facts: dict[str, Any], made: Made) -> int:
+def _refuse_code(request: Request, facts: dict[str, Any]) -> None:
+    """Refuse a directory that names code, unless the command line names it.
+
+    Some envs import or open what texts among their keyword arguments name, so these count as code.
+    """
+    env, kwargs = facts["env"], facts["env_kwargs"]
+    refused, accepting = [], ""
+    if request.env is None and not is_only_looked_up(env):
+        refused.append(f"env: {env}")
+        accepting += f" --env {shlex.quote(env)}"
+    if request.env_kwargs is None and _has_text(kwargs):
+        refused.append(f"env_kwargs: {json.dumps(kwargs)}")
+        accepting += f" --env-kwargs {shlex.quote(json.dumps(kwargs))}"
+    if refused:
+        named = "" if request.env is None else f" --env {shlex.quote(request.env)}"
+        names = "\n  ".join(refused)
+        raise StoreError(
+            f"replay failed: expected an env that is looked up in an installed package, without texts in its keyword "
+            f"arguments. {request.directory} names what can run any code:\n  {names}\n"
+            f"If you trust it, run\n  envherd replay {shlex.quote(str(request.directory))}{named}{accepting}"
+        )
+
+
+def _has_text(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_text, value.values()))
+    return any(map(_has_text, value)) if isinstance(value, list) else isinstance(value, str)
+
+
+def _report(request: Request, stored: _Stored) -> int:
     """Run the rollout again and report; return the exit code."""
     console = Console(quiet=request.is_quiet)
-    difference = _replay(request, data, facts, made, console)
+    if stored.unused:
+        text = f"options of the stored rollout that a replay does not use: {', '.join(stored.unused)}"
+        console.print(Text(ascii(text)[1:-1]), soft_wrap=True)
+    difference = _replay(request, stored, console)
     if difference:
-        text = Text(f"{facts['env']} differs: {difference}", "bold red")
+        text = Text(f"{stored.env} differs: {difference}", "bold red")
         Console(stderr=request.is_quiet).print(text, soft_wrap=True)
         return EXIT_FAILED
-    same = f"{facts['env']}: {data.shape[1]} steps of {data.shape[0]} envs are equal to those stored."
+    same = f"{stored.env}: {stored.data.shape[1]} steps of {stored.data.shape[0]} envs are equal to those stored."
     console.print(Text(same, "green"), soft_wrap=True)
     return 0
 
 
-def _replay(
-    request: Request,
-    data: TensorDictBase,
-    facts: dict[str, Any],
-    made: Made,
-    console: Console,
-) -> str:
+def _replay(request: Request, stored: _Stored, console: Console) -> str:
     """Run the rollout again; return the first difference as text, or an empty string."""
-    factory, kwargs = made
+    factory, kwargs = stored.made
+    data = stored.data
     num_envs, num_steps = data.shape[:2]
-    options = with_display(ExecutorOptions(**facts["options"]), is_drawn=request.wants_frames)
-    how: dict[str, Any] = {"num_workers": request.num_workers, "seed": facts["seed"], "options": options}
+    how: dict[str, Any] = {"num_workers": request.num_workers, "seed": stored.seed, "options": stored.options}
     frames = FrameLog(num_steps) if request.wants_frames else None
     difference = ""
     with console.status(f"starting {num_envs} envs"):
@@ -84,34 +169,40 @@ def _replay(
     with env, console.status("stepping"), torch.no_grad():
         camera = Camera(env)
         inputs = [leaf.key for leaf in (*env.spec.action, *env.spec.state)]
+        if missing := [key for key in inputs if data.get(key, None) is None]:
+            raise StoreError(f"replay failed: expected {missing[0]} in {request.directory}, as {stored.env} takes it.")
         root = env.reset()
         if frames is not None:
             frames.add(0, camera.look(root))
         for step in range(num_steps):
-            stored = data[:, step]
-            difference = difference or _difference(step, stored.exclude("next"), root, {*inputs})
+            then = data[:, step]
+            difference = difference or _difference(step, then, root, {*inputs})
             for key in inputs:
-                root.set(key, stored[key].clone())
+                root.set(key, then[key].clone())
             td, root = env.step_and_maybe_reset(root)
-            difference = difference or _difference(step, stored["next"], td["next"], {("interrupted",)}, "next/")
+            difference = difference or _difference(step, then["next"], td["next"], set(), "next/")
             if frames is not None and frames.wants(step + 1):
                 frames.add(step + 1, camera.look(td["next"]))
             if difference and frames is None:
                 break
-    for path in write_pictures(frames, request.gif, request.png, f"{facts['env']}, again").values():
+    for path in write_pictures(frames, request.gif, request.png, f"{stored.env}, again").values():
         console.print(f"{path} written", highlight=False)
     return difference
 
 
 def _difference(step: int, stored: TensorDictBase, found: TensorDictBase, without: set[Any], prefix: str = "") -> str:
-    """Return the first leaf in which two batches `[N]` differ, as text; empty if none does."""
-    for key, value in _tensors(stored):
-        if key in without or (other := found.get(key, None)) is None:
+    """Return the first leaf of the envs in which two batches `[N]` differ, as text; empty if none does."""
+    for key, value in _tensors(found):
+        if key in without or key in _NOT_COMPARED or key[-2:] in _NOT_COMPARED:
             continue
+        name, other = prefix + "/".join(key), stored.get(key, None)
+        if not isinstance(other, torch.Tensor) or other.shape != value.shape:
+            got = "none" if not isinstance(other, torch.Tensor) else f"shape {list(other.shape)}"
+            return f"{name} has shape {list(value.shape)}, stored was {got}."
         is_same = (value == other) | ((value != value) & (other != other))  # noqa: PLR0124  # NaN equals NaN here
         rows = (~is_same.reshape(len(value), -1).all(1)).nonzero().flatten().tolist()
         if rows:
-            return f"{prefix}{'/'.join(key)} of env {rows[0]} at step {step}."
+            return f"{name} of env {rows[0]} at step {step}."
     return ""
 
 

@@ -9,7 +9,16 @@ import typer
 
 from envherd.executor.cli.completion import complete_env
 from envherd.executor.cli.config import read_config, settings
-from envherd.executor.cli.option_values import EnvKwargs, MaxSteps, Quiet, Workers, picture, read_keyword_arguments
+from envherd.executor.cli.option_values import (
+    EnvKwargs,
+    MaxSteps,
+    Quiet,
+    Workers,
+    new_folder,
+    picture,
+    read_keyword_arguments,
+    text_file,
+)
 
 _ENV_HELP = (
     "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:ID-OR-MODULE, gymnasium_vec:ID[:ROWS], "
@@ -45,7 +54,10 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
             help="YAML file with options, e.g. from `envherd size --yaml`.",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the data: a memory-mapped TensorDict.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", callback=new_folder, help="Write the data: a memory-mapped TensorDict."),
+    ] = None,
     gif: Annotated[
         Path | None,
         typer.Option(metavar="PATH", callback=picture(".gif"), help="Write an animation (GIF) of all envs."),
@@ -53,7 +65,9 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
     png: Annotated[
         Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a contact sheet (PNG).")
     ] = None,
-    json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the figures as JSON; - prints them.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the figures as JSON; - prints them.")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Run envs in parallel and report speed, returns and memory.

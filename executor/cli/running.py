@@ -21,7 +21,7 @@ from envherd.executor.cli.env_names import Factory, callable_at, factory_for, fu
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.figures import Figures, table
 from envherd.executor.cli.media import FrameLog, require_pillow
-from envherd.executor.cli.storing import SCHEMA, RolloutStore
+from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pictures.camera import MediaError
@@ -164,7 +164,7 @@ def make(name: str, max_steps: int | None, kwargs: dict[str, Any], *, with_frame
 
 def _facts(request: Request, seed: int) -> dict[str, Any]:
     """Return the facts that `envherd replay` needs in addition to the data."""
-    facts = {"schema": SCHEMA, "env": full_name(request.env), "env_kwargs": request.env_kwargs, "seed": seed}
+    facts = {"env": full_name(request.env), "env_kwargs": request.env_kwargs, "seed": seed}
     return {**facts, "max_steps": request.max_steps, "options": request.options}
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
-from envherd.executor.cli.option_values import Env, EnvKwargs, Quiet, picture, read_keyword_arguments
+from envherd.executor.cli.option_values import Env, EnvKwargs, Quiet, picture, read_keyword_arguments, text_file
 
 
 def size(  # noqa: PLR0913  # the command line's options, read by typer
@@ -46,8 +46,12 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
     plot: Annotated[
         Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")
     ] = None,
-    json: Annotated[str | None, typer.Option(metavar="PATH", help="Write the report as JSON; - prints it.")] = None,
-    yaml: Annotated[str | None, typer.Option(metavar="PATH", help="Write the setting as YAML; - prints it.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the report as JSON; - prints it.")
+    ] = None,
+    yaml: Annotated[
+        str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the setting as YAML; - prints it.")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Run settings of ENV on this machine and recommend workers, envs and a way to step them, with reasons.

@@ -29,7 +29,6 @@ def draw(path: Path, title: str, sizing: Sizing) -> None:
     speed, times = figure.subplots(1, 2)
     _draw_speed(speed, sizing)
     _draw_times(times, sizing)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 

@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from typer.testing import CliRunner, Result
 
 from envherd.executor.cli.app import app
+from envherd.executor.cli.storing import RolloutStore, StoreError, load_rollout
 
 COUNTING = "python:envherd.workers.testing:CountingEnv"
 TEXT = "python:envherd.workers.testing:TextEnv"
@@ -78,6 +79,11 @@ USER_MODULE = """
             return td
 
         return policy
+
+
+    def blocks(env):
+        pathlib.Path("film.gif").mkdir()  # as another program may, after the command has checked the path
+        return env.rand_action
 
 
     def stubborn():
@@ -179,6 +185,7 @@ def test_the_same_seed_gives_the_same_rollout_for_any_number_of_workers():
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_the_template_of_an_env_runs(monkeypatch):
+    Path("envs").mkdir()
     done = CliRunner().invoke(app, ["init", "envs/my_sim.py"])
     assert (done.exit_code, done.stdout) == (0, "envs/my_sim.py written. Next: envherd check envs.my_sim:make_env\n")
     assert "envherd rollout envs.my_sim:make_env" in Path("envs/my_sim.py").read_text()
@@ -207,10 +214,12 @@ def test_a_template_replaces_no_file():
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_figures_are_printed_although_a_picture_cannot_be_written():
-    done = rollout("CartPole-v1", "--workers", "1", "--steps", "5", "--gif", "my_envs.py/film.gif", "--json", "-")
+    command = ("CartPole-v1", "--workers", "1", "--steps", "5", "--policy", "my_envs:blocks", "--gif", "film.gif")
+    done = rollout(*command, "--json", "-")
     assert done.exit_code == 1
     assert json.loads(done.stdout)["steps_done"] == 5
-    assert "error: accessing my_envs.py failed" in done.stderr
+    assert "error: accessing" in done.stderr
+    assert "film.gif failed" in done.stderr
 
 
 @pytest.mark.slow
@@ -219,10 +228,10 @@ def test_quiet_prints_what_was_asked_for_and_errors_alone():
     done = rollout(COUNTING, "--workers", "1", "--steps", "5", "--out", "kept", "--quiet", "--json", "-")
     assert figures_of(done)["steps_done"] == 5
     assert done.stderr == ""
-    done = CliRunner().invoke(app, ["replay", "kept", "--workers", "1", "-q"])
+    done = CliRunner().invoke(app, ["replay", "kept", "--env", COUNTING, "--workers", "1", "-q"])
     assert (done.exit_code, done.output) == (0, "")
     TensorDict.load_memmap("kept")["next", "reward"][0, 2] += 1
-    done = CliRunner().invoke(app, ["replay", "kept", "--workers", "1", "-q"])
+    done = CliRunner().invoke(app, ["replay", "kept", "--env", COUNTING, "--workers", "1", "-q"])
     assert (done.exit_code, done.stdout) == (1, "")
     assert "next/reward of env 0 at step 2" in done.stderr
     done = rollout("python:my_envs:Breaks", "--workers", "1", "--quiet")
@@ -314,20 +323,89 @@ def test_a_check_that_proved_nothing_fails():
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_an_earlier_rollout_is_replaced():
-    for steps in ("8", "5"):
-        assert rollout(COUNTING, "--steps", steps, "--out", "deep/kept", "--json", "deep/figures.json").exit_code == 0
-    assert TensorDict.load_memmap("deep/kept").batch_size == (4, 5)
-    assert json.loads(Path("deep/figures.json").read_text())["steps"] == 5
+    for env, steps in ((TEXT, "8"), (COUNTING, "5")):
+        assert rollout(env, "--steps", steps, "--out", "kept", "--json", "figures.json").exit_code == 0
+    assert TensorDict.load_memmap("kept").batch_size == (4, 5)
+    assert json.loads(Path("figures.json").read_text())["steps"] == 5
+    files = sorted(str(path.relative_to("kept")) for path in Path("kept").rglob("*") if path.is_file())
+    assert sorted(["envherd.json", *json.loads(Path("kept/envherd.json").read_text())["files"]]) == files
+    assert not [name for name in files if "text" in name], "files of the earlier rollout are removed"
+
+
+@pytest.mark.parametrize("kind", ["json", "memmap", "added", "linked", "claimed"])
+@pytest.mark.usefixtures("folder")
+def test_files_of_others_are_never_replaced(kind):
+    theirs = Path("theirs")
+    if kind == "memmap":
+        TensorDict({"x": torch.arange(5)}, [5]).memmap(theirs)
+    elif kind == "json":
+        theirs.mkdir()
+        (theirs / "meta.json").write_text('{"measured": "with care"}')
+    else:
+        store = RolloutStore(theirs, 1)
+        store.add(TensorDict({"x": torch.arange(5)}, [5]))
+        store.finish({})
+        (theirs / "models").mkdir()
+        (theirs / "models/best.pt").write_text("precious")
+        if kind == "linked":
+            (theirs / "models").rename("models")
+            (theirs / "models").symlink_to(Path("models").absolute())
+        if kind == "claimed":  # a file of facts from elsewhere lists what is outside
+            facts = json.loads((theirs / "envherd.json").read_text())
+            (theirs / "envherd.json").write_text(json.dumps({**facts, "files": ["../my_envs.py", *facts["files"]]}))
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    result = rollout(COUNTING, "--out", "theirs")
+    assert result.exit_code == 2
+    assert "which `envherd rollout --out` has not written" in result.stderr
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.usefixtures("folder")
-def test_data_of_others_is_never_replaced():
-    theirs = Path("theirs")
-    theirs.mkdir()
-    (theirs / "meta.json").write_text('{"measured": "with care"}')
-    result = rollout(COUNTING, "--out", "theirs")
-    assert result.exit_code == 2
-    assert (theirs / "meta.json").read_text() == '{"measured": "with care"}'
+def test_a_file_that_is_added_while_a_rollout_runs_stays():
+    for num_steps in (3, 2):  # the second one is cut, which writes its files twice
+        store = RolloutStore(Path("kept"), 3)
+        (Path("kept") / "notes.txt").write_text("precious") if num_steps == 2 else None
+        for _ in range(num_steps):
+            store.add(TensorDict({"x": torch.arange(5), "next": {"y": torch.ones(5)}}, [5]))
+        store.finish({})
+    assert (Path("kept") / "notes.txt").read_text() == "precious"
+    assert TensorDict.load_memmap("kept", allow_pickle=False).batch_size == (5, 2)
+    with pytest.raises(StoreError, match=r"notes\.txt"):
+        RolloutStore(Path("kept"), 3)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_rollout_whose_process_was_killed_is_refused_and_can_be_replaced():
+    RolloutStore(Path("kept"), 3).add(TensorDict({"x": torch.arange(5)}, [5]))
+    with pytest.raises(StoreError, match="expected a complete rollout"):
+        load_rollout(Path("kept"))
+    RolloutStore(Path("kept"), 3)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["rollout", COUNTING, "--gif", "none/film.gif"],
+        ["rollout", COUNTING, "--json", "none/figures.json"],
+        ["rollout", COUNTING, "--out", "none/data"],
+        ["rollout", COUNTING, "--out", "my_envs.py"],
+        ["rollout", COUNTING, "--json", "."],
+        ["evaluate", COUNTING, "--json", "none/found.json"],
+        ["record", COUNTING, "--mp4", "none/film.mp4"],
+        ["compare", COUNTING, "--plot", "none/chart.png"],
+        ["size", COUNTING, "--yaml", "none/setting.yaml"],
+        ["bench", "--plots", "none/charts"],
+        ["bench", "--json", "none/bench.json"],
+        ["replay", ".", "--png", "none/sheet.png"],
+        ["init", "none/my_env.py"],
+    ],
+)
+def test_a_path_that_cannot_be_written_is_refused_before_anything_starts(folder, arguments):
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert "there is no folder 'none'" in said or "got the folder '.'" in said or "my_envs.py" in said
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["my_envs.py"]
 
 
 @pytest.mark.slow
@@ -375,15 +453,13 @@ def test_envs_without_a_picture_are_refused_before_the_first_step():
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_gymnasium_envs_are_drawn():
-    result = rollout(
-        "gymnasium:CartPole-v1", "--envs", "2", "--steps", "6", "--gif", "a/envs.gif", "--png", "a/envs.png"
-    )
+    result = rollout("gymnasium:CartPole-v1", "--envs", "2", "--steps", "6", "--gif", "envs.gif", "--png", "envs.png")
     assert result.exit_code == 0, result.output
-    with Image.open("a/envs.gif") as gif:
+    with Image.open("envs.gif") as gif:
         assert gif.n_frames == 7
-    with Image.open("a/envs.png") as sheet:
+    with Image.open("envs.png") as sheet:
         assert sheet.width > sheet.height
-    assert "a/envs.gif" in result.stdout
+    assert "envs.gif" in result.stdout
 
 
 @needs("meltingpot")

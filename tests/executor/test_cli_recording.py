@@ -15,11 +15,13 @@ skip_without("cli", "media")
 import pytest
 import torch
 from rich.console import Console
+from tensordict import NonTensorData, TensorDict
 from typer.testing import CliRunner
 
-from envherd import ParallelEnv
+from envherd import ExecutorOptions, ParallelEnv
+from envherd.executor.cli import replaying
 from envherd.executor.cli.app import app
-from envherd.executor.cli.storing import load_rollout
+from envherd.executor.cli.storing import RolloutStore, load_rollout
 from envherd.executor.cli.watching import Watcher, screen
 from envherd.workers.testing import CountingEnv
 
@@ -40,7 +42,7 @@ def envherd(*arguments):
 def test_a_stored_rollout_is_replayed_with_any_number_of_workers(tmp_path, workers):
     done = envherd("rollout", COUNTING, "--envs", 3, "--steps", 30, "--seed", 4, "--out", tmp_path / "data")
     assert done.exit_code == 0, done.output
-    again = envherd("replay", tmp_path / "data", "--workers", workers)
+    again = envherd("replay", tmp_path / "data", "--env", COUNTING, "--workers", workers)
     assert again.exit_code == 0, again.output
     assert "30 steps of 3 envs are equal" in again.output
 
@@ -51,7 +53,7 @@ def test_a_replay_names_the_first_difference_and_draws(tmp_path):
     data, facts = load_rollout(tmp_path / "data")
     assert (facts["env"], facts["seed"]) == (COUNTING, 4)
     data["next", "reward"][1, 7] += 1  # memory-mapped, so this changes the file
-    again = envherd("replay", tmp_path / "data", "--gif", tmp_path / "again.gif")
+    again = envherd("replay", tmp_path / "data", "--env", COUNTING, "--gif", tmp_path / "again.gif")
     assert again.exit_code == 1
     assert "next/reward of env 1 at step 7" in " ".join(again.output.split())
     assert (tmp_path / "again.gif").stat().st_size > 100
@@ -74,6 +76,115 @@ def test_a_folder_without_a_rollout_is_refused(tmp_path, name, got):
     assert result.exit_code == 2
     assert f"expected the folder of a stored rollout, got {got}" in result.stderr
     assert "`envherd rollout ENV --out DIR` writes one" in result.stderr
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """Return a function that stores a rollout of CartPole-v1 whose facts it changes."""
+
+    def store(**facts):
+        kept = RolloutStore(tmp_path / "data", 2)
+        for _ in range(2):
+            zeros = {name: torch.zeros(1, 1, dtype=torch.bool) for name in ("done", "terminated", "truncated")}
+            root = TensorDict({"observation": torch.zeros(1, 4), **zeros}, [1])
+            after = TensorDict({**root, "reward": torch.ones(1, 1)}, [1])
+            kept.add(root.set("action", torch.zeros(1, dtype=torch.int64)).set("next", after))
+        usual = {"env": "gymnasium:CartPole-v1", "env_kwargs": {}, "max_steps": None, "seed": 0, "options": {}}
+        kept.finish({**usual, **facts})
+        return tmp_path / "data"
+
+    return store
+
+
+EVIL = """
+    import pathlib
+    pathlib.Path({mark!r}).touch()
+
+    def make(*args, **kwargs):
+        pathlib.Path({mark!r}).touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"env": "python:evil:make"}, "--env python:evil:make"),
+        ({"env": "evil:make"}, "--env evil:make"),
+        ({"env": "torchrl:evil:make"}, "--env torchrl:evil:make"),
+        ({"env": "gymnasium:evil:CartPole-v1"}, "--env gymnasium:evil:CartPole-v1"),
+        ({"env": "gymnasium_vec:evil:CartPole-v1:4"}, "--env gymnasium_vec:evil:CartPole-v1:4"),
+        ({"env": "pettingzoo:evil"}, "--env pettingzoo:evil"),
+        ({"env": "evil.make"}, "--env evil.make"),
+        ({"env": "CartPole-v1"}, "--env CartPole-v1"),
+        ({"env": "python:evil:make", "env_kwargs": {"command": "it's"}}, "--env python:evil:make --env-kwargs '{"),
+        ({"env_kwargs": {"config": [{"type": "evil.make"}]}}, '--env-kwargs \'{"config": [{"type": "evil.make"}]}\''),
+    ],
+)
+def test_what_a_stored_rollout_names_is_not_run(tmp_path, monkeypatch, stored, facts, named):
+    (tmp_path / "evil.py").write_text(textwrap.dedent(EVIL.format(mark=str(tmp_path / "ran"))))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    result = envherd("replay", stored(**facts))
+    assert result.exit_code == 2, result.output
+    assert "names what can run any code" in result.stderr
+    assert f"envherd replay {tmp_path}/data {named}" in result.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+def test_a_replay_searches_no_modules_in_the_current_folder(tmp_path, stored):
+    stored()
+    for name in ("gymnasium", "json", "numpy", "ale_py", "random"):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(EVIL.format(mark=str(tmp_path / "ran"))))
+    command = [sys.executable, "-P", "-c", "import sys; from envherd.executor.cli import main; sys.exit(main())"]
+    done = subprocess.run([*command, "replay", "data"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert not (tmp_path / "ran").exists()
+    assert "differs" in done.stdout, done.stderr
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+def test_of_the_options_of_a_stored_rollout_only_those_that_change_data_are_used(tmp_path, monkeypatch, stored):
+    seen = []
+    monkeypatch.setattr(
+        replaying, "ParallelEnv", lambda *args, **kwargs: seen.append(kwargs) or ParallelEnv(*args, **kwargs)
+    )
+    options = {"first_env_id": 3, "env_vars": [["LD_PRELOAD", "evil.so"]], "preload": ["evil"], "infos": "pickle"}
+    result = envherd("replay", stored(options=options))
+    assert "a replay does not use: env_vars, infos, preload" in result.output
+    assert seen[0]["options"] == ExecutorOptions(first_env_id=3)
+    result = envherd("replay", stored(options={"first_env_id": -1}))
+    assert (result.exit_code, "expected first_env_id" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "facts", [{"env": 3}, {"env": "a\x1b[2J"}, {"env_kwargs": []}, {"seed": "0"}, {"max_steps": 0}]
+)
+def test_facts_of_wrong_types_are_refused(stored, facts):
+    result = envherd("replay", stored(**facts))
+    assert result.exit_code == 2
+    assert f"expected {next(iter(facts))} as " in result.stderr
+    assert "\x1b[2J" not in result.stderr
+
+
+def test_a_stored_rollout_with_pickles_is_refused(tmp_path, stored):
+    facts = (stored() / "envherd.json").read_text()
+    TensorDict({"x": NonTensorData(slice(2))}, []).memmap(tmp_path / "odd")
+    (tmp_path / "odd/envherd.json").write_text(facts)
+    result = envherd("replay", tmp_path / "odd")
+    assert result.exit_code == 2
+    assert "expected a memory-mapped TensorDict without pickles" in result.stderr
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+def test_a_replay_of_another_env_differs(stored):
+    result = envherd("replay", stored(), "--env", "gymnasium:Acrobot-v1")
+    assert result.exit_code == 1
+    assert "observation has shape [1, 6], stored was shape [1, 4]" in " ".join(result.output.split())
+    result = envherd("replay", stored(), "--env", TEAM)
+    assert (result.exit_code, "expected ('agents', 'action') in" in result.stderr) == (1, True)
 
 
 @needs("gymnasium")
