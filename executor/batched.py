@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import reset_mask
-from envherd.executor.batches.arguments import as_count, need_batch, need_seconds
+from envherd.executor.batches.arguments import as_count, need_batch, need_bools, need_seconds
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
 from envherd.executor.keywords import names_right_keyword, no_attribute
 from envherd.executor.monitor.statistics import Statistics
@@ -276,13 +276,14 @@ class BatchedEnv:
                 ended.
             break_when_any_done: True stops after the first step at which an env ends, as TorchRL does: the batch may
                 have fewer than `max_steps` steps. False resets the envs that end, and always collects `max_steps`. None
-                is True, and logs a warning the first time that it cuts a rollout short.
-            tensordict: with `auto_reset=False`, the caller's root. Only keys other than the envs' are used: the
+                is True, and logs a warning each time that it cuts a rollout short.
+            tensordict: only with `auto_reset=False`, the caller's root. Only keys other than the envs' are used: the
                 policy's state before the first step.
             set_truncated: mark the last step of every env, and of its agents, `truncated` and `done`.
-            out: batch `[N, T]` to fill; its T limits the number of steps. If an earlier rollout returned it whole and
-                this one fills it to the end, the workers write into it directly; otherwise the data are copied at the
-                end. If an episode's end stops the rollout early, the entries after the returned steps are undefined.
+            out: batch `[N, T]` to fill, T at least `max_steps`; the steps that were filled are returned. If an earlier
+                rollout returned it whole and this one fills it to the end, the workers write into it directly;
+                otherwise the data are copied at the end. If an episode's end stops the rollout early, the entries after
+                the returned steps are undefined.
             primer: batch `[N]`, the policy's state at the beginning of an episode; set in the rows of envs that are
                 reset.
 
@@ -292,7 +293,7 @@ class BatchedEnv:
             changing it there.
 
         Raises:
-            ValueError: `max_steps`, `out` or `tensordict` do not fit the envs.
+            ValueError: `max_steps`, `out`, `tensordict` or `primer` do not fit the envs or each other.
             EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout is lost; the
                 executor remains usable.
         """
@@ -345,6 +346,8 @@ class BatchedEnv:
             ActionError, ResetNeeded, Busy: refused, nothing was sent.
         """
         fast = self._fast_exchange
+        if maybe_reset not in (True, False):
+            need_bools("send", maybe_reset=maybe_reset)
         if fast is not None and fast.send(td, env_ids, maybe_reset=maybe_reset) is not None:
             return
         need_batch("send", td)
@@ -385,6 +388,8 @@ class BatchedEnv:
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer under way; the others still are.
         """
         fast = self._fast_exchange
+        if with_root not in (True, False):
+            need_bools("recv", with_root=with_root)
         if fast is not None:
             received = fast.recv(min_envs, timeout_s, max_envs, env_ids, with_root=with_root)
             if received is not None:
@@ -440,15 +445,27 @@ class BatchedEnv:
         return self.ask("get", env_ids, name=name)
 
     def set(self, name: str, value: Any, env_ids: Iterable[int] | None = None) -> None:
-        """Set an attribute of each env: to `value`, or to `value[i]` if it is a list with one item per env.
+        """Set an attribute of each env: to `value`, or to `value[i]` if it is a list.
 
         Dotted names are followed: `unwrapped.x` is set on the innermost env, `x` on the outermost wrapper.
 
-        A list of another length is one value for all envs.
+        Args:
+            name: of the attribute.
+            value: one value for all envs, or a list with one value per env. `[[1, 2]] * N` sets the list `[1, 2]` in
+                each of N envs. Tuples and arrays are single values.
+            env_ids: the envs, in the order of the list; default: all.
+
+        Raises:
+            ValueError: the list has another length.
         """
         _need_name("set", name)
         ids = self._exchange.as_ids(env_ids).tolist()
-        values = value if isinstance(value, list) and len(value) == len(ids) else [value] * len(ids)
+        if isinstance(value, list) and len(value) != len(ids):
+            raise ValueError(
+                f"set failed: expected a list of {len(ids)} values, one for each env, got {len(value)} values. To set "
+                f"the list itself in every env, pass [value] * {len(ids)}."
+            )
+        values = value if isinstance(value, list) else [value] * len(ids)
         self.ask("set", ids, name=name, args=tuple(values))
 
     def render(self) -> list[Any]:
@@ -539,14 +556,22 @@ class BatchedEnv:
             self._engine.batches.check_roots(kept["roots"])
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
-        """Return each env's info of its latest command; empty if it has none, and with `options.infos="drop"`.
+        """Return each env's info of its latest command; empty if it has none.
 
         A rollout's latest command is its latest step so far.
 
         Args:
             section: "next": in the step; "root": in the reset, if the command was or included one.
+
+        Raises:
+            ValueError: another section, or the executor drops infos (the default of `ExecutorOptions.infos`).
         """
         self._guard.check()
+        if self.options.infos == "drop":
+            raise ValueError(
+                'infos failed: expected options=ExecutorOptions(infos="plain") (or "pickle"), got infos="drop", which '
+                "discards the envs' infos."
+            )
         if section not in ("next", "root"):
             raise ValueError(f"infos failed: expected section 'next' or 'root', got {section!r}.")
         infos = self._engine.side.infos[section]
@@ -607,7 +632,8 @@ def _seeds_or_root(seed: Any) -> tuple[Any, int | None]:
     """Return the seeds of all envs and the root seed that `reset` was given: one of them, or neither."""
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and seed >= 0:
         return None, int(seed)
-    if seed is None or (hasattr(seed, "__len__") and not isinstance(seed, str)):
+    is_list = isinstance(seed, (Sequence, np.ndarray, torch.Tensor)) and not isinstance(seed, (str, bytes))
+    if seed is None or is_list:
         return seed, None
     raise ValueError(f"reset failed: expected seed as an int of at least 0, a list of them or None, got {seed!r}.")
 

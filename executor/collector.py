@@ -7,8 +7,8 @@ copied, pickled or moved unless `policy_device` is set.
 
 from __future__ import annotations
 
+import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, Self
 
@@ -21,6 +21,8 @@ from envherd.executor.policy import Placed, Policy
 from envherd.executor.progress import showing
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.shm.specs import EnvSpec
+
+_log = logging.getLogger("envherd")
 
 
 class Rolls(Protocol):
@@ -60,7 +62,7 @@ class Collector:
             there once, and the copy gets the original's weights before every batch. A policy that cannot be copied (or
             has `copyable = False`) is not moved: the data is moved to it, and a warning names the reason.
         storing_device: device of the batches; None: that of the envs' batches.
-        init_random_frames: draw random actions for this number of frames at the beginning.
+        init_random_frames: draw random actions for this number of frames at the beginning, rounded up to whole batches.
         reset_at_each_iter: reset all envs before every batch.
         primer: batch `[N]`, the policy's state at the beginning of an episode (a recurrent state).
         postproc: applied to every batch.
@@ -118,9 +120,9 @@ class Collector:
         self._closes_env = close_env
         self._has_begun = False
         self._state: TensorDictBase | None = None
-        self._warn_of_rounding(frames_per_batch)
+        self._warn_of_rounding(frames_per_batch, init_random_frames)
 
-    def _warn_of_rounding(self, asked: int) -> None:
+    def _warn_of_rounding(self, asked: int, init_random_frames: int) -> None:
         roundings = []
         if self.frames_per_batch != asked:
             roundings.append(f"frames_per_batch={asked} is not a multiple of {self.env.num_envs} envs")
@@ -128,8 +130,12 @@ class Collector:
             roundings.append(
                 f"total_frames={self.total_frames} is not a multiple of {self.frames_per_batch} frames per batch"
             )
+        if init_random_frames % self.frames_per_batch:
+            roundings.append(
+                f"init_random_frames={init_random_frames} is not a multiple of {self.frames_per_batch} frames per batch"
+            )
         if roundings:
-            warnings.warn(f"{' and '.join(roundings)}: rounded up.", UserWarning, stacklevel=3)
+            _log.warning("%s: rounded up.", " and ".join(roundings))
 
     @property
     def policy(self) -> Any:
@@ -167,13 +173,14 @@ class Collector:
                 envs: the state is lost with the data.)
         """
         try:
+            resets = self._resets_always or not self._has_begun
             data = self.env.rollout(
                 self.num_steps,
                 self._policy_now(),
-                auto_reset=self._resets_always or not self._has_begun,
+                auto_reset=resets,
                 break_when_any_done=False,
                 callback=self._callback,
-                tensordict=self._state,
+                tensordict=None if resets else self._state,
                 primer=self._primer,
             )
         except BaseException:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +27,8 @@ from envherd.executor.batches.transfer import to_device
 from envherd.executor.rollouts.policy_state import check_acted, leaf_keys
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
+
+_log = logging.getLogger("envherd")
 
 
 class Placed:
@@ -56,11 +58,12 @@ class Placed:
         clone, obstacle = try_copy(policy)
         if clone is None:
             self.device = home
-            warnings.warn(
-                f"policy_device={str(wanted)!r} was not followed: {obstacle}. The policy stays on {home} and is not "
-                f"copied; batches are moved to it instead.",
-                UserWarning,
-                stacklevel=3,
+            _log.warning(
+                "policy_device=%r was not followed: %s. The policy stays on %s and is not copied; batches are moved to "
+                "it instead.",
+                str(wanted),
+                obstacle,
+                home,
             )
         else:
             self.policy, self.is_copy = clone.to(wanted), True

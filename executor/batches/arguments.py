@@ -62,6 +62,15 @@ def need_batch(call: str, td: Any, name: str = "a batch") -> None:
         )
 
 
+def refuse_unused_root(root: TensorDictBase | None, *, auto_reset: bool) -> None:
+    """Refuse the root of a rollout that begins new episodes."""
+    if auto_reset and root is not None:
+        raise ValueError(
+            "rollout failed: expected auto_reset=False with tensordict, got True, which begins new episodes. Pass "
+            "auto_reset=False, or leave tensordict out."
+        )
+
+
 def _named(value: Any) -> str:
     kind = type(value)
     return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__name__}"

@@ -144,8 +144,8 @@ def _report(request: Request, stored: _Stored) -> int:
     """Run the rollout again and report; return the exit code."""
     console = Console(quiet=request.is_quiet)
     if stored.unused:
-        text = f"options of the stored rollout that a replay does not use: {', '.join(stored.unused)}"
-        console.print(Text(ascii(text)[1:-1]), soft_wrap=True)
+        names = ascii(", ".join(stored.unused))[1:-1]
+        console.print(Text(f"options of the stored rollout that a replay does not use: {names}"), soft_wrap=True)
     difference = _replay(request, stored, console)
     if difference:
         text = Text(f"{stored.env} differs: {difference}", "bold red")

@@ -17,6 +17,7 @@ import ray
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
+from envherd.executor.batches.arguments import as_count, refuse_unused_root
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.folding import unfolded
 from envherd.executor.cluster.host import weights_of
@@ -127,6 +128,8 @@ class RemoteRollouts:
             raise ValueError("rollout failed: expected break_when_any_done=False, got True: nodes roll on their own.")
         if callback is not None:
             raise ValueError("rollout failed: expected no callback, got one: nodes roll on their own.")
+        max_steps = as_count("rollout", "max_steps", max_steps)
+        refuse_unused_root(tensordict, auto_reset=auto_reset)
         with self._engine.guard:
             self._begin(policy)
             kwargs = {"auto_reset": auto_reset, "break_when_any_done": False}

@@ -7,6 +7,7 @@ sent only if it is legal for all its envs, and after an interrupt, a fault or a 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import time
@@ -311,14 +312,14 @@ class Engine:
         Raises:
             ValueError, TypeError: not one item for each env, or an item is no seed or no dict.
         """
-        if seeds is None and not per_env and not common:
+        if seeds is None and per_env is None and not common:
             return {}
         for given, name in ((seeds, "seed"), (per_env, "list_of_kwargs")):
             if given is not None and len(given) != self.num_envs:
                 raise ValueError(f"reset failed: expected {self.num_envs} items in {name}, got {len(given)}.")
         extras = {}
         for env_id in env_ids.tolist():
-            own = per_env[env_id] if per_env else {}
+            own = {} if per_env is None else per_env[env_id]
             if not isinstance(own, Mapping):
                 raise TypeError(f"reset failed: expected a dict in list_of_kwargs, got {own!r} (env {env_id}).")
             seed = None if seeds is None else _as_seed(seeds[env_id], env_id)
@@ -351,7 +352,9 @@ class Engine:
 
 
 def _as_seed(given: Any, env_id: int) -> int | None:
-    try:
-        return None if given is None else operator.index(given)
-    except TypeError:
-        raise ValueError(f"reset failed: expected an integer or None as seed, got {given!r} (env {env_id}).") from None
+    if given is None:
+        return None
+    if not isinstance(given, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(given)
+    raise ValueError(f"reset failed: expected an integer or None as seed, got {given!r} (env {env_id}).")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_leaf_nontensor
 
-from envherd.executor.batches.arguments import as_count, need_batch, need_bools, need_callables
+from envherd.executor.batches.arguments import as_count, need_batch, need_bools, need_callables, refuse_unused_root
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import stack_groups
 from envherd.executor.batches.transfer import as_array
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 _log = logging.getLogger("envherd")
+_CUT = (
+    "rollout returned %d of %d steps, since an env ended. Pass break_when_any_done=False to reset the envs that end "
+    "and collect all steps, or True to stop as now without this message."
+)
 
 
 class Actor(Protocol):
@@ -58,7 +62,6 @@ class RolloutRunner:
         self._engine = engine
         self._shelf = StorageShelf(engine.pool)
         self.state_left: TensorDictBase | None = None
-        self._has_warned = False
 
     @without_grad
     def run(  # noqa: PLR0913  # the arguments of TorchRL's rollout
@@ -83,15 +86,17 @@ class RolloutRunner:
                 need_batch("rollout", batch, name)
         is_asked, break_when_any_done = break_when_any_done is not None, break_when_any_done in (None, True)
         max_steps = as_count("rollout", "max_steps", max_steps)
-        if not auto_reset and tensordict is not None and tuple(tensordict.batch_size[:1]) != (engine.num_envs,):
+        refuse_unused_root(tensordict, auto_reset=auto_reset)
+        if tensordict is not None and tuple(tensordict.batch_size[:1]) != (engine.num_envs,):
             raise ValueError(f"rollout failed: expected a root of {engine.num_envs} envs, got {tensordict.batch_size}.")
         if out is not None:
-            self._check_out(out)
-            max_steps = min(max_steps, out.batch_size[1])
+            self._check_out(out, max_steps)
+        if primer is not None and (own := [key for key in leaf_keys(primer) if key in engine.known]):
+            raise ValueError(f"rollout failed: expected primer without the envs' own keys, got {own[0]}. Leave it out.")
 
         def finish(data: TensorDictBase) -> TensorDictBase:
             if not is_asked and data.batch_size[1] < max_steps:
-                self._warn_of_cut(data.batch_size[1], max_steps)
+                _log.warning(_CUT, data.batch_size[1], max_steps)
             if set_truncated:
                 _mark_truncated(data, engine.specs)
             return data if out is None else _fill(out, data)
@@ -101,7 +106,7 @@ class RolloutRunner:
             engine.refuse_under_way(engine.all_ids)
             act = self._checked(policy or env.rand_action)
             watch = None if callback is None else self._checked(functools.partial(callback, env))
-            carried = Carried(engine.known, None if auto_reset else tensordict, primer)
+            carried = Carried(engine.known, tensordict, primer)
             if engine.batches.mover is not None:
                 stepwise = StepwiseRun(engine, act, carried, watch, break_when_any_done=break_when_any_done)
                 with self._leaving(carried):
@@ -119,16 +124,6 @@ class RolloutRunner:
                 self._shelf.settle(lease)
         return finish(data)
 
-    def _warn_of_cut(self, num_steps: int, max_steps: int) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "rollout returned %d of %d steps, since an env ended. Pass break_when_any_done=False to reset the envs "
-                "that end and collect all steps, or True to stop as now without this message.",
-                num_steps,
-                max_steps,
-            )
-
     @contextlib.contextmanager
     def _leaving(self, carried: Carried) -> Iterator[None]:
         """Keep the policy's state if the rollout is broken off."""
@@ -139,12 +134,17 @@ class RolloutRunner:
             self.state_left = None if carried.state is None else carried.state.clone()
             raise
 
-    def _check_out(self, out: TensorDictBase) -> None:
+    def _check_out(self, out: TensorDictBase, max_steps: int) -> None:
         """Refuse an `out` that does not fit the rollouts of these envs."""
         shape, own = tuple(out.batch_size), tuple(self._engine.batch_size)
         if len(shape) < 2 or (shape[0], *shape[2:]) != own or not shape[1]:
             expected = ", ".join(map(str, (own[0], "T", *own[1:])))
             raise ValueError(f"rollout failed: expected out of batch size [{expected}], T at least 1, got {[*shape]}.")
+        if shape[1] < max_steps:
+            raise ValueError(
+                f"rollout failed: expected out of at least {max_steps} steps (max_steps), got {shape[1]}. Pass "
+                f"max_steps={shape[1]}, or a longer out."
+            )
         if len(self._engine.batches.groups) > 1 and not isinstance(out, LazyStackedTensorDict):
             raise ValueError(
                 f"rollout failed: expected out to be a lazy stack, since the envs are different tasks, got a "

@@ -87,6 +87,46 @@ METHODS = {
     "out": (lambda env: env.rollout(3, out=3), TypeError, "expected out as a TensorDict"),
     "primer": (lambda env: env.rollout(3, primer=3), TypeError, "expected primer as a TensorDict"),
     "tensordict": (lambda env: env.rollout(3, auto_reset=False, tensordict=3), TypeError, "expected tensordict"),
+    "a root that a reset replaces": (
+        lambda env: env.rollout(3, tensordict=env.current()),
+        ValueError,
+        "expected auto_reset=False with tensordict",
+    ),
+    "an out that is too short": (
+        lambda env: env.rollout(6, out=TensorDict({}, [2, 4])),
+        ValueError,
+        r"expected out of at least 6 steps \(max_steps\), got 4\. Pass max_steps=4",
+    ),
+    "a primer of observations": (
+        lambda env: env.rollout(3, primer=env.current().select("observation")),
+        ValueError,
+        "expected primer without the envs' own keys, got \\('observation',\\)",
+    ),
+    "a bool as seed": (lambda env: env.reset(seed=[True, 1]), ValueError, r"got True \(env 0\)"),
+    "a dict of seeds": (lambda env: env.reset(seed={0: 1, 1: 2}), ValueError, "expected seed as an int"),
+    "a set of seeds": (lambda env: env.reset(seed={1, 2}), ValueError, "expected seed as an int"),
+    "an empty list_of_kwargs": (
+        lambda env: env.reset(list_of_kwargs=[]),
+        ValueError,
+        "expected 2 items in list_of_kwargs, got 0",
+    ),
+    "maybe_reset": (lambda env: env.send(act(env.current()), maybe_reset="no"), ValueError, "send failed.*maybe_reset"),
+    "with_root": (lambda env: env.recv(with_root="no"), ValueError, "recv failed.*with_root"),
+    "too few values": (
+        lambda env: env.set("mark", [1, 2, 3]),
+        ValueError,
+        r"set failed: expected a list of 2 values, one for each env, got 3 values\. .* pass \[value\] \* 2",
+    ),
+    "too few values of some envs": (
+        lambda env: env.set("mark", [1, 2], env_ids=[0]),
+        ValueError,
+        "expected a list of 1 values",
+    ),
+    "infos that are dropped": (
+        lambda env: env.infos(),
+        ValueError,
+        r"infos failed: expected options=ExecutorOptions\(infos=\"plain\"\)",
+    ),
     "min_envs": (lambda env: env.recv("a"), ValueError, "min_envs"),
     "timeout_s": (lambda env: env.recv(1, -1), ValueError, "timeout_s"),
     "call": (lambda env: env.call(3), TypeError, "call failed"),
@@ -163,7 +203,7 @@ def test_unknown_attributes_are_ordinary_errors(env):
     assert (caught.value.name, caught.value.obj) == ("action_spek", env)  # from which python suggests the right one
 
 
-def test_a_rollout_that_is_cut_short_says_so_once(caplog):
+def test_a_rollout_that_is_cut_short_says_so_each_time(caplog):
     with SerialEnv(2, functools.partial(CountingEnv, 4), seed=0) as env, caplog.at_level(logging.WARNING, "envherd"):
         assert env.rollout(9, act, break_when_any_done=True).shape == (2, 4)
         assert env.rollout(9, act, break_when_any_done=False).shape == (2, 9)
@@ -171,9 +211,10 @@ def test_a_rollout_that_is_cut_short_says_so_once(caplog):
         assert caplog.messages == []
         for _ in range(2):
             assert env.rollout(9, act).shape == (2, 4)
-        (message,) = caplog.messages
-        assert "4 of 9 steps" in message
-        assert "break_when_any_done=False" in message
+        assert len(caplog.messages) == 2
+        for message in caplog.messages:
+            assert "4 of 9 steps" in message
+            assert "break_when_any_done=False" in message
 
 
 def test_a_mask_of_a_wrong_shape_is_still_named(env):
