@@ -16,7 +16,7 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval in seconds.")] = 1.0,
     pid: Annotated[int | None, typer.Option(help="Show only the executors of this process.")] = None,
     stack: Annotated[
-        int | None, typer.Option(metavar="WORKER", help="Also show the Python stack of this worker.")
+        int | None, typer.Option(metavar="WORKER", help="Also show the Python stack of the worker in this row, from 0.")
     ] = None,
 ) -> None:
     """Watch this user's running executors: speed, load, memory and current command of each worker.

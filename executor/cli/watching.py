@@ -47,6 +47,9 @@ def run(request: Request) -> int:
     console = Console()
     with contextlib.closing(Watcher(request.pid)) as watcher:
         try:
+            if refusal := _refusal(request, watcher.look()):
+                Console(stderr=True).print(f"error: top failed: {refusal}", soft_wrap=True, highlight=False)
+                return EXIT_USAGE
             if request.is_once:
                 return _once(request, watcher, console)
             return _lines(request, watcher) if request.is_json else _live(request, watcher, console)
@@ -82,13 +85,21 @@ class Watcher:
             watch.close()
 
 
+def _refusal(request: Request, views: list[ExecutorView]) -> str:
+    """Return why there is nothing to show, or an empty string."""
+    if request.pid is not None and not views:
+        return f"process {request.pid} runs no executor of this user."
+    num_workers = sum(len(view.workers) for view in views)
+    if request.stack_worker is None or 0 <= request.stack_worker < num_workers:
+        return ""
+    if not num_workers:
+        return f"expected a worker for --stack {request.stack_worker}, got none: no executor with workers is running."
+    return f"expected --stack as a row of the table, 0 to {num_workers - 1}, got {request.stack_worker}."
+
+
 def _once(request: Request, watcher: Watcher, console: Console) -> int:
-    watcher.find()
     time.sleep(request.interval_s)
     views = watcher.look()
-    if request.pid is not None and not views:
-        Console(stderr=True).print(f"error: top failed: process {request.pid} runs no executor of this user.")
-        return EXIT_USAGE
     stack = _stack(views, request.stack_worker)
     if request.is_json:
         sys.stdout.write(json.dumps(_plain(views, stack), indent=2) + "\n")
@@ -100,7 +111,8 @@ def _once(request: Request, watcher: Watcher, console: Console) -> int:
 def _lines(request: Request, watcher: Watcher) -> int:
     while True:
         time.sleep(request.interval_s)
-        sys.stdout.write(json.dumps(_plain(watcher.look(), "")) + "\n")
+        views = watcher.look()
+        sys.stdout.write(json.dumps(_plain(views, _stack(views, request.stack_worker))) + "\n")
         sys.stdout.flush()
 
 
@@ -117,10 +129,10 @@ def _stack(views: list[ExecutorView], worker: int | None) -> str:
 
 
 def _live(request: Request, watcher: Watcher, console: Console) -> int:
-    selected, stack = request.stack_worker or 0, ""
-    watcher.find()
+    selected = request.stack_worker or 0
     with _keys() as read_key, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         views = watcher.look()
+        stack = _stack(views, request.stack_worker)
         next_look = time.monotonic()
         while True:
             if time.monotonic() >= next_look:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from envherd.executor.protocol.env_states import Event
-from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.shm.specs import Box, EnvSpec, LeafSpec
 from envherd.workers.errors import EnvError
 from envherd.workers.testing import (
     BlockBatch,
@@ -73,6 +74,14 @@ class OverwritesText(CountingEnv):
         return [*super()._observe(action), self._log]
 
 
+class LeavesItsSpace(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__(size=2)
+        first, counts = self.spec.observation
+        bounded = replace(counts, domain=Box(np.array(0), np.array(1)))
+        self.spec = replace(self.spec, observation=(first, bounded))
+
+
 class IgnoresMasks(BlockBatch):
     def reset(self, mask: Any) -> Any:
         return super().reset(None)
@@ -133,6 +142,7 @@ VIOLATIONS = [
     (7, GlobalRandomEnv, None, "Draw all randomness from reset's seed"),
     (7, Remembers, None, "something of an earlier episode outlives the reset"),
     (10, CountingEnv, LosesEnds, "the reset has overwritten the last observation"),
+    (11, LeavesItsSpace, None, r"expected .* in \[0, 1\], got 2 at \(0, 0, 0\) \(next, env 0, step 1\)"),
     (10, CountingEnv, WritesMasks, "a reset changed the mask that it was given"),
 ]
 

@@ -30,9 +30,13 @@ TEXT = "python:envherd.workers.testing:TextEnv"
 PAIR = "python:envherd.workers.testing:PairEnv"
 
 USER_MODULE = """
+    import dataclasses
     import os
     import pathlib
 
+    import numpy as np
+
+    from envherd.shm.specs import Box
     from envherd.workers.testing import CountingEnv
 
 
@@ -66,6 +70,16 @@ USER_MODULE = """
         def reset(self, *args, **kwargs):
             self.length = 2 if self.length is None else self.length + 1
             return super().reset(*args, **kwargs)
+
+
+    class Leaves(CountingEnv):
+        '''Its observations leave their space.'''
+
+        def __init__(self):
+            super().__init__(size=2)
+            first, counts = self.spec.observation
+            bounded = dataclasses.replace(counts, domain=Box(np.array(0), np.array(1)))
+            self.spec = dataclasses.replace(self.spec, observation=(first, bounded))
 
 
     def refuses():
@@ -295,7 +309,7 @@ def check(*arguments: str) -> Result:
 def test_an_env_that_keeps_the_contract_is_found_to():
     result = check(COUNTING, "--steps", "20")
     assert result.exit_code == 0, result.output
-    assert result.output.count("ok ") == 7
+    assert result.output.count("ok ") == 8
     assert "keeps the contract: 20 steps of 2 envs" in result.output
 
 
@@ -305,6 +319,10 @@ def test_a_rule_that_is_broken_is_named():
     assert result.exit_code == 1
     assert "broken   7  the same seed and actions" in result.output
     assert "ok       1" in result.output
+    result = check("my_envs:Leaves", "--steps", "20")
+    assert result.exit_code == 1
+    assert "broken  11  observations are within the bounds" in result.output
+    assert "in [0, 1], got 2 at (0, 0, 0)" in result.output
     result = check("my_envs:Forgets", "--steps", "20", "--random")
     assert result.exit_code == 0, result.output
     assert "skipped  7" in result.output

@@ -148,6 +148,10 @@ def test_top_once_as_a_table_and_as_json():
         assert one["num_envs"] == 2
         assert [worker["env_steps"] for worker in one["workers"]] == [60, 60]
         assert runner.invoke(app, ["top", "--once", "--interval", "0.1", "--pid", "1"]).exit_code == 2
+        for form in (["--once"], ["--once", "--json"], ["--json"], []):
+            done = runner.invoke(app, ["top", "--interval", "0.1", "--stack", "9", *form, *own])
+            assert done.exit_code == 2
+            assert "expected --stack as a row of the table, 0 to 1, got 9" in done.stderr
     done = runner.invoke(app, ["top", "--once", "--json", "--interval", "0.1"])
     shown = json.loads(done.stdout)
     assert shown["schema"] == "envherd.top/1"

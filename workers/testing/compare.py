@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.shm.specs import DONE_KEYS, Key
+from envherd.shm.specs import DONE_KEYS, Box, EnvSpec, Key
 from envherd.workers.testing.batch import Row
 
 
@@ -34,6 +34,21 @@ def check_done(row: Row, where: str) -> None:
             raise ContractViolation(
                 f"rule 6 is broken: expected {show_key(key)} to be terminated | truncated, got {show(done)} for "
                 f"{show(terminated)} and {show(truncated)} ({where})."
+            )
+
+
+def check_bounds(row: Row, spec: EnvSpec, where: str) -> None:
+    """Raise unless the observations of a row are within the bounds of their spaces; NaN counts as within."""
+    for leaf in spec.observation:
+        if not isinstance(leaf.domain, Box) or leaf.is_side:
+            continue
+        value = row[leaf.key]
+        outside = (value < leaf.domain.low) | (value > leaf.domain.high)
+        if outside.any():
+            at = tuple(map(int, np.argwhere(outside)[0]))
+            raise ContractViolation(
+                f"rule 11 is broken: expected {show_key(leaf.key)} in {leaf.domain}, got {value[at]} at {at} "
+                f"({where}). Mend the env's observation_space, or clip its observations."
             )
 
 

@@ -16,6 +16,7 @@ The rules:
     6   `done` is `terminated | truncated`, everywhere
     7   the same seed and actions give the same data, bit for bit
     10  what was handed out is not changed by a later step or reset, nor is a caller's mask
+    11  observations are within the bounds of their spaces
 The contract fails if it saw no episode end: without one it has checked nothing.
 
 It takes four traces with the same seed and actions (with resets fused into the step; with separate resets; in new envs
@@ -35,7 +36,16 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import ResetNeeded
 from envherd.workers.random_values import draw
 from envherd.workers.testing.batch import Batch, BlockBatch, MakeBatch, MakeEnv
-from envherd.workers.testing.compare import ContractViolation, check_done, demand, equal, has_ended, same, show_key
+from envherd.workers.testing.compare import (
+    ContractViolation,
+    check_bounds,
+    check_done,
+    demand,
+    equal,
+    has_ended,
+    same,
+    show_key,
+)
 from envherd.workers.testing.traces import (
     NUM_ENVS,
     Advance,
@@ -95,7 +105,7 @@ class Contract:
     make_batch: MakeBatch | None = None
 
     #: In this order because breaking a rule may also break later ones.
-    RULES: ClassVar[tuple[int, ...]] = (1, 6, 7, 10, 3, 2, 4)
+    RULES: ClassVar[tuple[int, ...]] = (1, 6, 7, 10, 3, 2, 4, 11)
     #: Rule -> what holds.
     TITLES: ClassVar[dict[int, str]] = {
         1: "one transition is one env.step, and a step never resets",
@@ -105,6 +115,7 @@ class Contract:
         6: "done is terminated or truncated",
         7: "the same seed and actions give the same data",
         10: "what was handed out is not changed by a later step or reset",
+        11: "observations are within the bounds of their spaces",
     }
     #: The rules that are not checked if seeds do not determine the data.
     COMPARES: ClassVar[tuple[int, ...]] = (2, 7)
@@ -123,6 +134,7 @@ class Contract:
             6: self._check_flags,
             7: self._check_seeds,
             10: self._check_copies,
+            11: self._check_bounds,
         }
         checks[rule]()
 
@@ -236,6 +248,14 @@ class Contract:
             why = "the reset has overwritten the last observation. Does the adapter hand out what the env changes?"
             compare_ends(10, within, by_hand, why)
         assert self._spread  # taking the trace has checked that masks are unchanged
+
+    def _check_bounds(self) -> None:
+        trace = self._pair[0]
+        for env_id, row in enumerate(trace.first):
+            check_bounds(row, trace.specs[env_id], f"first root, env {env_id}")
+        for event in trace.events:
+            check_bounds(event.next, trace.specs[event.env_id], f"next, {event}")
+            check_bounds(event.root, trace.specs[event.env_id], f"root, {event}")
 
 
 class _Opened:

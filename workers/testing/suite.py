@@ -66,6 +66,10 @@ class PartialResetContract:
         """No later step or reset changes it."""
         self._check(10)
 
+    def test_rule_11_observations_are_within_bounds(self) -> None:
+        """The bounds of the observation space."""
+        self._check(11)
+
     def _check(self, rule: int) -> None:
         cls = type(self)
         if "_contract" not in cls.__dict__:
