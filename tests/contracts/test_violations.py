@@ -142,7 +142,7 @@ VIOLATIONS = [
     (7, GlobalRandomEnv, None, "Draw all randomness from reset's seed"),
     (7, Remembers, None, "something of an earlier episode outlives the reset"),
     (10, CountingEnv, LosesEnds, "the reset has overwritten the last observation"),
-    (11, LeavesItsSpace, None, r"expected .* in \[0, 1\], got 2 at \(0, 0, 0\) \(next, env 0, step 1\)"),
+    (11, LeavesItsSpace, None, r"expected .* in \[0, 1\], got 2 at \(0, 0\) \(next, env 0, step 1\)"),
     (10, CountingEnv, WritesMasks, "a reset changed the mask that it was given"),
 ]
 

@@ -322,7 +322,7 @@ def test_a_rule_that_is_broken_is_named():
     result = check("my_envs:Leaves", "--steps", "20")
     assert result.exit_code == 1
     assert "broken  11  observations are within the bounds" in result.output
-    assert "in [0, 1], got 2 at (0, 0, 0)" in result.output
+    assert "in [0, 1], got 2 at (0, 0)" in result.output
     result = check("my_envs:Forgets", "--steps", "20", "--random")
     assert result.exit_code == 0, result.output
     assert "skipped  7" in result.output
