@@ -59,7 +59,7 @@ class BatchedEnv:
         self._engine = Engine(pool, seed=seed, device=device, copy=copy, options=options)
         self._guard = self._engine.guard
         # At the interpreter's exit it runs before the pool is closed, so a thread that is in a call gets `Closed`.
-        weakref.finalize(self, setattr, self._guard, "is_closed", True)
+        weakref.finalize(self, self._guard.shut)
         self._exchange = Exchange(self._engine)
         self._rollouts = RolloutRunner(self._engine)
         self.options = options
@@ -406,7 +406,8 @@ class BatchedEnv:
         """Return the current root batch `[k]` of envs, with their `env_ids`, to act on next.
 
         The policy and the callback of a rollout may also call it. Own memory, which it may share with the `next` of the
-        batch that was received last (as `step_mdp` does).
+        batch that was received last (as `step_mdp` does). It does not show torch's writes to that `next`; writes by numpy
+        it may show.
         """
         fast = self._fast_exchange
         if fast is not None and (root := fast.current(env_ids)) is not None:
@@ -595,7 +596,7 @@ class BatchedEnv:
 
     def close(self) -> None:
         """Close the envs and end the workers, within `options.close_timeout_s`. Idempotent, never raises."""
-        self._guard.is_closed = True
+        self._guard.shut()
         if (mover := self._engine.batches.mover) is not None:
             mover.close()
         self._finalizer()

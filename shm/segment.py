@@ -14,10 +14,12 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import sys
 import weakref
+from collections import deque
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,22 @@ ADMISSION_MARGIN = 0.9
 
 _MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; kernels before 6.3 answer EINVAL
 _PAGE = mmap.PAGESIZE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class _Block(weakref.ref[Any]):
+    """A reference to a block of mapped memory; ctypes arrays themselves have no hash."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+
+#: Block -> its address and bytes.
+_mapped: dict[weakref.ref[Any], tuple[int, int]] = {}
 
 HAS_MEMFD = sys.platform == "linux" and hasattr(os, "memfd_create")
 
@@ -138,11 +156,9 @@ def _map(fd: int, nbytes: int) -> Any:
     Python's own `mmap` keeps a copy of the descriptor for as long as the mapping lives (until 3.13): a
     program that keeps its rollouts would run out of descriptors.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    for dead in [block for block in list(_mapped) if block() is None]:
+        _unmap(dead)  # an interrupt has broken that off
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
     if address == ctypes.c_void_p(-1).value:
         if ctypes.get_errno() == errno.ENOMEM:
             raise MemoryError(
@@ -150,9 +166,14 @@ def _map(fd: int, nbytes: int) -> Any:
                 f"Use fewer envs or shorter rollouts, or raise the limit (ulimit -v)."
             )
         raise OSError(ctypes.get_errno(), f"mmap of {nbytes} bytes failed")
-    block = (ctypes.c_ubyte * nbytes).from_address(address)
-    weakref.finalize(block, libc.munmap, address, nbytes).atexit = False  # views may outlive everything at exit
-    return block
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    _mapped[_Block(memory, _unmap)] = address, nbytes
+    return memory
+
+
+def _unmap(dead: weakref.ref[Any]) -> None:
+    """Unmap the memory of a block that was freed. An interrupt finds it done or not begun, because it is one call."""
+    deque(itertools.starmap(_libc.munmap, filter(None, map(_mapped.pop, (dead,), (None,)))), 0)
 
 
 def _create_memfd(label: str) -> int:

@@ -50,8 +50,8 @@ MOST_WAITS_WITHOUT_SPIN = 512
 
 _SEMAPHORE_KIND = 1  # Modules/_multiprocessing/semaphore.c: SEMAPHORE
 _MAX_TOKENS = 2**31 - 1
-#: Seconds of one blocking slice of a wait without a limit: SemLock uses the wall clock, so a clock change would distort a
-#: single long wait.
+#: Seconds of one blocking slice of a wait without a limit: SemLock uses the wall clock, so a clock change would distort
+#: a single long wait.
 _SLICE_S = 60.0
 
 _libc = ctypes.CDLL(None, use_errno=True)

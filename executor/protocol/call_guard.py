@@ -85,6 +85,10 @@ class CallGuard:
         self.is_foreign = False
         _guards.add(self)
 
+    def shut(self) -> None:
+        """Refuse all further calls: the executor is closed."""
+        self.is_closed = True
+
     def check(self) -> None:
         """Raise `Closed` unless this process can use the executor."""
         if self.is_closed:

@@ -61,7 +61,7 @@ class Exchange:
         if env_ids is None:
             return self._engine.all_ids
         received = self._engine.received
-        if received is not None and env_ids is received.ids and env_ids._version == received.version:  # noqa: SLF001
+        if received is not None and received.is_of(env_ids):
             return received.env_ids
         is_array = isinstance(env_ids, (torch.Tensor, np.ndarray, int, np.integer))
         ids = np.atleast_1d(to_numpy(env_ids if is_array else list(env_ids)))
@@ -85,10 +85,9 @@ class Exchange:
     def recall(self, env_ids: Any) -> TensorDictBase | None:
         """Return the roots of the envs received last, sharing their `next`; None for other envs, or if outdated."""
         received, pool = self._engine.received, self._engine.pool
-        if received is None or received.leaves is None or env_ids is not received.ids:
+        if received is None or received.leaves is None or not received.is_of(env_ids):
             return None
-        stamp = pool.number, pool.num_losses
-        if env_ids._version != received.version or stamp != received.stamp:  # noqa: SLF001  # counts writes
+        if (pool.number, pool.num_losses) != received.stamp:
             return None
         if num_writes(received.leaves) != received.num_writes:  # the caller has changed its `next`
             return None
@@ -160,7 +159,7 @@ class Exchange:
         if td.ndim == 1:
             ids: Any = get_leaf(td, ENV_IDS)
             stamp, writes = (engine.pool.number, engine.pool.num_losses), 0 if leaves is None else num_writes(leaves)
-            engine.received = Received(ids, ids._version, ready, leaves, writes, stamp)  # noqa: SLF001  # counts writes
+            engine.received = Received(ids, ready, leaves, writes, stamp)
         return td
 
 

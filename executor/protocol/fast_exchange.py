@@ -158,7 +158,7 @@ class FastExchange:
     def _as_ids(self, env_ids: Any) -> np.ndarray | None:
         """Return ids as int64 `[k]`, without a check of their values; None for other objects."""
         received = self._engine.received
-        if received is not None and env_ids is received.ids and env_ids._version == received.version:  # noqa: SLF001
+        if received is not None and received.is_of(env_ids):
             return received.env_ids
         if env_ids.__class__ is torch.Tensor and env_ids.dtype is torch.int64 and env_ids.is_cpu:
             env_ids = env_ids.numpy()
@@ -255,7 +255,7 @@ class FastExchange:
             td = size.make({"next": next_td, ENV_IDS: ids})
         stamp = pool.number, pool.num_losses
         says_where, writes = None if num_reset else leaves, num_writes(leaves)
-        self._engine.received = Received(ids, ids._version, env_ids, says_where, writes, stamp)  # noqa: SLF001
+        self._engine.received = Received(ids, env_ids, says_where, writes, stamp)
         return td
 
     # ---- current -----------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class FastExchange:
             return None
         try:
             td = None
-            if env_ids._version == received.version and self._is_plain():  # noqa: SLF001
+            if received.is_of(env_ids) and self._is_plain():
                 td = self._root_of(received)
             guard.release()
         except BaseException as error:

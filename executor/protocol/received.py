@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,19 +17,22 @@ class Received(NamedTuple):
     """See the module.
 
     Attributes:
-        ids: its `env_ids`, and `version`, their count of writes.
-        env_ids: the same.
+        ids: its `env_ids`, which the caller may have changed since.
+        env_ids: the same, unchanged.
         leaves: of its `next`; None if they are not the envs' present roots.
-        num_writes: number of writes to these leaves when it was received.
+        num_writes: torch's number of writes to these leaves when it was received.
         stamp: numbers of the latest command and of losses; if these have changed, `leaves` are outdated.
     """
 
     ids: torch.Tensor
-    version: int
     env_ids: np.ndarray
     leaves: Leaves | None
     num_writes: int
     stamp: tuple[int, int]
+
+    def is_of(self, env_ids: Any) -> bool:
+        """Return whether an object is `ids`, with the values that they had."""
+        return env_ids is self.ids and self.ids.numpy().tobytes() == self.env_ids.tobytes()
 
 
 def num_writes(leaves: Leaves) -> int:

@@ -227,20 +227,23 @@ def test_where_received_envs_are_may_be_asked_at_once_and_later_and_is_the_same(
             root = at_once
 
 
-def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_to_its_ids():
-    with SerialEnv(3, functools.partial(CountingEnv, 100), seed=0) as env:
+@pytest.mark.parametrize("make", EXECUTORS)
+@pytest.mark.parametrize("as_written", [lambda ids: ids, lambda ids: ids.numpy(), np.from_dlpack])
+def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_to_its_ids(make, as_written):
+    with make(3, functools.partial(CountingEnv, 100), seed=0) as env:
         root = env.reset()
         env.send(env.rand_action(root)[:2], [0, 1])
-        td = env.recv()
+        td = env.recv(env_ids=[0, 1])
         env.reset(TensorDict({"_reset": torch.tensor([True, False, False])}, [3]))
         assert env.current(td["env_ids"])["observation"][:, 1].tolist() == [0, 1]
         env.send(env.rand_action(root)[:2], [1, 2])
-        td = env.recv()
+        td = env.recv(env_ids=[1, 2])
         ids = td["env_ids"]
-        ids[0] = 0
+        assert ids.tolist() == [1, 2]
+        as_written(ids)[0] = 0
         assert env.current(ids)["observation"][:, 1].tolist() == [0, 1]
         env.send(TensorDict({"action": torch.tensor([1, 1])}, [2]), ids)
-        assert env.recv()["env_ids"].tolist() == [0, 2]
+        assert env.recv(env_ids=[0, 2])["env_ids"].tolist() == [0, 2]
 
 
 def test_what_a_caller_has_written_to_its_next_is_not_where_the_envs_are():

@@ -195,5 +195,7 @@ def test_a_program_that_ends_while_a_thread_is_in_a_call_reports_no_loss(step_s,
     """The thread gets `Closed`, and nothing is logged."""
     script = tmp_path / "ends.py"
     script.write_text(_ENDS_IN_A_CALL)
-    done = subprocess.run([sys.executable, script, str(step_s)], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        [sys.executable, script, str(step_s)], capture_output=True, text=True, timeout=100, check=True
+    )
     assert (done.stdout, done.stderr) == ("Closed\n", "")

@@ -32,6 +32,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.rollouts.policy_state import Carried
 from envherd.executor.rollouts.stepwise import StepwiseRun
@@ -491,6 +492,29 @@ class TestDeadlines:
                 env.recv()
                 root = env.current()
             assert counters(root) == [0]
+
+    def test_a_late_worker_has_ended_before_rows_are_written_in_its_place(self, monkeypatch):
+        """It may be slow rather than stuck, and would write into the same rows."""
+
+        class Heavy(FaultyEnv):
+            def __init__(self) -> None:
+                super().__init__("sleep", step=1)
+                self.ballast = np.ones(1 << 24)  # its memory is freed before a process counts as ended
+
+        forfeit, has_ended = CommandWords.forfeit, []
+
+        def watched_forfeit(words: CommandWords, *args: Any) -> Any:
+            has_ended.append(worker.has_exited())
+            return forfeit(words, *args)
+
+        monkeypatch.setattr(CommandWords, "forfeit", watched_forfeit)
+        with ParallelEnv(1, Heavy, num_workers=1, options=ExecutorOptions(step_timeout_s=0.3)) as env:
+            worker = env.engine.pool.crew.workers[0]
+            env.reset()
+            with pytest.raises(WorkerTimeout):
+                env.step(act(env))
+        assert has_ended
+        assert all(has_ended)
 
     def test_a_reset_that_is_late_is_killed_in_a_step_too(self):
         class Hangs(FaultyEnv):

@@ -82,3 +82,28 @@ def test_a_named_segment_serves_where_there_is_no_memfd():
     name, values = done.stdout.split(" ", 1)
     assert values.strip() == "[5, 6]"
     assert not Path("/dev/shm", name).exists()
+
+
+@pytest.mark.parametrize("line", range(1, 5))
+def test_memory_that_an_interrupt_keeps_mapped_is_unmapped_with_the_next(line, monkeypatch):
+    """Python drops what a signal handler raises in a callback of the garbage collector."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    left = line
+
+    def interrupt(_frame, event, _arg):
+        nonlocal left
+        left -= event == "line"
+        if not left:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupt
+
+    segment = Segment.create(100, "envherd-freed")
+    view = segment.array()
+    segment.close()
+    assert "envherd-freed" in Path("/proc/self/maps").read_text()
+    sys.settrace(interrupt)
+    del view
+    sys.settrace(None)
+    Segment.create(100, "envherd-other").close()
+    assert "envherd-freed" not in Path("/proc/self/maps").read_text()

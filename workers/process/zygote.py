@@ -246,15 +246,15 @@ class Zygote:
             while os.read(self._wake_read, 4096):
                 pass
         with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                pid = ended.si_pid
+                if pid in self._alive:
+                    with contextlib.suppress(OSError):
+                        os.killpg(pid, signal.SIGKILL)  # its envs' processes; before `waitpid`, which frees the id
+                _, status = os.waitpid(pid, 0)
                 if pid in self._alive:
                     self._alive.discard(pid)
                     self._statuses[pid] = os.waitstatus_to_exitcode(status)
-                    with contextlib.suppress(OSError):
-                        os.killpg(pid, signal.SIGKILL)  # its envs' processes
 
     def _kill_all(self) -> None:
         """Kill the workers with their process groups, then processes outside these, which this process adopts."""

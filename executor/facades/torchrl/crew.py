@@ -104,7 +104,7 @@ class ProcessCrew:
         pool.start()
         try:
             self._engine = Engine(pool, seed=blueprint.root_seed, device=None, copy=True, options=options)
-            weakref.finalize(self, setattr, self._engine.guard, "is_closed", True)  # before the pool: see `BatchedEnv`
+            weakref.finalize(self, self._engine.guard.shut)  # at exit before the pool: see `BatchedEnv`
         except BaseException:
             self.close()
             raise
@@ -190,7 +190,7 @@ class ProcessCrew:
     def _engine_closed(self) -> None:
         engine = self.__dict__.get("_engine")
         if engine is not None:
-            engine.guard.is_closed = True
+            engine.guard.shut()
 
 
 def _close(pool: Pool, owner: int) -> None:
