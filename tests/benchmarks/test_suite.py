@@ -21,7 +21,7 @@ from envherd.benchmarks.pools import Contender, Job, Pool
 from envherd.benchmarks.report import short
 from envherd.benchmarks.rounds import Entry, Turn
 from envherd.benchmarks.runner import Slot
-from envherd.benchmarks.suite import NAMES, Request, Suite, load, save
+from envherd.benchmarks.suite import NAMES, SCHEMA, Request, Suite, load, save
 from envherd.benchmarks.summary import summarise
 from envherd.benchmarks.targets import judge
 from envherd.benchmarks.work import SteadyFactory, drawn_iterations
@@ -271,3 +271,11 @@ def test_the_list_explains_every_name():
 
 def test_every_name_is_one_workload_or_study():
     assert len(NAMES) == len(set(NAMES))
+
+
+def test_results_are_saved_without_touching_other_files(tmp_path):
+    (tmp_path / "bench.tmp").write_text("precious")
+    save({"schema": SCHEMA}, tmp_path / "bench.json")
+    assert load(tmp_path / "bench.json") == {"schema": SCHEMA}
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.tmp")} == {"bench.tmp": "precious"}
+    assert len(list(tmp_path.iterdir())) == 2

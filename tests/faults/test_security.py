@@ -7,6 +7,8 @@ import contextlib
 import os
 import pickle
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,28 @@ def test_there_is_nothing_to_connect_to():
             path = Path(f"/proc/net/{table}")
             for line in path.read_text().splitlines()[1:] if path.exists() else ():
                 assert line.split()[9] not in _inodes(pids[1:])
+
+
+# ---- modules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["zygote", "spawn"])
+def test_workers_import_no_modules_of_the_current_folder(tmp_path, start_method):
+    script, here = tmp_path / "script/script.py", tmp_path / "here"
+    for folder in (script.parent, here):
+        folder.mkdir()
+    for name in ("json", "envherd", "numpy", "re"):
+        (here / f"{name}.py").write_text("open('ran', 'w').close()")
+    script.write_text(
+        "from envherd import ExecutorOptions, ParallelEnv\n"
+        "from envherd.workers.testing import CountingEnv\n"
+        f"with ParallelEnv(1, CountingEnv, options=ExecutorOptions(start_method={start_method!r})) as env:\n"
+        "    env.rollout(2)\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=here, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (here / "ran").exists()
 
 
 # ---- pickles -----------------------------------------------------------------------------------
