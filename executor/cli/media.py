@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -277,9 +278,5 @@ def require_matplotlib() -> None:
     Raises:
         MediaError: matplotlib is not installed.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise MediaError(
-            f"drawing failed: expected the package matplotlib, got {error}. pip install 'envherd[media]'"
-        ) from None
+    if find_spec("matplotlib") is None:
+        raise MediaError("drawing failed: expected the package matplotlib, got none. pip install 'envherd[media]'")
