@@ -8,12 +8,12 @@ waits for another: the policy runs on the envs that are ready.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -23,16 +23,19 @@ from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_seconds
+from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_seconds, need_state
 from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.executor.batches.grad_mode import without_grad
-from envherd.executor.batches.transfer import Lane, as_array, take_rows, to_device
+from envherd.executor.batches.transfer import Lane, as_array, as_device, take_rows, to_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.policy import Placed, Policy, try_copy
+from envherd.executor.pools.deadline import DeadlinePassed
 from envherd.executor.progress import showing
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
-from envherd.executor.rollouts.policy_state import check_acted, leaf_keys, own_leaves
+from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.workers.errors import Closed, EnvError, WorkerLost, WorkerTimeout
+
+log = logging.getLogger("envherd")
 
 VALID = "valid"
 #: Entries of a policy's result that are not written into the rows.
@@ -41,6 +44,7 @@ Bound = Literal["envs", "policy", "learner", "collector"]
 Layout = Literal["rows", "flat"]
 #: Number of latest transitions whose waits count in `AsyncStatistics`.
 _NUM_WAITS = 1 << 16
+_END_S = 1.0  # for the collecting thread to end after its executor is closed
 
 
 @dataclass(frozen=True)
@@ -165,32 +169,26 @@ class AsyncCollector:
             raise TypeError(f"AsyncCollector failed: expected an executor first, got {env!r}. Write (env, policy).")
         frames_per_batch = as_count("AsyncCollector", "frames_per_batch", frames_per_batch)
         total_frames = as_count("AsyncCollector", "total_frames", total_frames, least=-1)
+        steps_per_row = as_count("AsyncCollector", "steps_per_row", steps_per_row, or_none=True)
+        in_background = as_count("AsyncCollector", "in_background", in_background, least=0)
         need_callables("AsyncCollector", policy=policy, postproc=postproc)
         need_seconds("AsyncCollector", "deadline_s", deadline_s)
         need_bools("AsyncCollector", close_env=close_env)
         num_envs = env.num_envs
+        need_state("AsyncCollector", "primer", primer, num_envs)
         _check_env(env)
-        self._sizes = sorted(batch_sizes or ())
-        if self._sizes:
-            max_batch = min(num_envs if max_batch is None else max_batch, self._sizes[-1])
-        max_batch = num_envs if max_batch is None else max_batch
+        self._sizes = _sizes(batch_sizes)
+        self._wanted = *_limits(min_batch, max_batch, self._sizes, num_envs), deadline_s
         self._num_steps = _steps_per_row(layout, steps_per_row, frames_per_batch, num_envs)
         self._is_flat = layout == "flat"
-        for name, value, limit in (
-            ("frames_per_batch", frames_per_batch, math.inf),
-            ("steps_per_row", self._num_steps, math.inf),
-            ("max_batch", max_batch, num_envs),
-            ("min_batch", min_batch, max_batch),
-        ):
-            if not 1 <= value <= limit:
-                raise ValueError(f"AsyncCollector failed: expected {name} in 1..{limit}, got {value}.")
         self.env = env
         self.num_rows = math.ceil(frames_per_batch / self._num_steps)
         self.frames_per_batch = self.num_rows * self._num_steps
         self.total_frames = total_frames
         self.num_frames = self.version = 0
-        self._wanted = min_batch, max_batch, deadline_s
-        self._storing_device, self._postproc, self._closes_env = storing_device, postproc, close_env
+        policy_device = as_device(policy_device, "AsyncCollector", "policy_device as a device")
+        self._storing_device = as_device(storing_device, "AsyncCollector", "storing_device as a device")
+        self._postproc, self._closes_env = postproc, close_env
         self._primer = None if primer is None else primer.to("cpu")
         self._placed = _place(policy, policy_device, is_apart=in_background > 0)
         self._original, self._policy_lock = policy, threading.RLock()  # reentrant: the policy may call `update_policy_`
@@ -206,7 +204,7 @@ class AsyncCollector:
         self._batch_sizes: Counter[int] = Counter()
         self._lag_sum, self._num_lags, self._lag_max = 0.0, 0, 0
         self._waits = _Waits(env.engine.pool.slab.words["answered_ns"])
-        self._background = _Background(self._collect, in_background) if in_background else None
+        self._background = _Background(self._collect_and_drop, in_background) if in_background else None
 
     # ---- what users call ---------------------------------------------------------------------
 
@@ -219,12 +217,14 @@ class AsyncCollector:
         """Collect until `total_frames` are reached; a second loop continues where the first was left."""
         with showing("frames collected", self.total_frames, done=self.num_frames) as shown:
             while self.total_frames < 0 or self.num_frames < self.total_frames:
-                data = self.collect()
+                yield self.collect()  # nothing in between: an interrupt there would lose the batch
                 shown.update(self.frames_per_batch)
-                yield data
 
     def collect(self) -> TensorDictBase:
         """Return the next batch, `[B, T]` with time last or `[B]`; the caller owns its memory.
+
+        An exception in between, such as that of a signal handler, does not lose the batch, unless it comes in
+        `postproc`.
 
         Raises:
             Closed: it was closed.
@@ -233,14 +233,19 @@ class AsyncCollector:
         """
         if self._is_closing:
             raise Closed("collect failed: expected an open AsyncCollector, got one that is closed. Make a new one.")
-        data = self._collect() if self._background is None else self._background.take()
-        self.num_frames += self.frames_per_batch
+        background = self._background
+        data = self._collect() if background is None else background.first()
         lag = self.version - as_array(data.get("policy_version"))
-        self._lag_sum += float(lag.mean())
-        self._num_lags += 1
-        self._lag_max = max(self._lag_max, int(lag.max()))
+        mean, largest = float(lag.mean()), max(self._lag_max, int(lag.max()))
         if self._storing_device is not None:
             data = to_device(data, self._storing_device)
+        # From here on until the return no signal handler runs: Python runs them at calls of C functions and in loops.
+        if background is None:
+            self._rows.drop(self.num_rows)
+        else:
+            background.drop()
+        self.num_frames += self.frames_per_batch
+        self._lag_sum, self._num_lags, self._lag_max = self._lag_sum + mean, self._num_lags + 1, largest
         return data if self._postproc is None else self._postproc(data)
 
     def update_policy_(self, parameters: TensorDictBase | Mapping[str, Any] | None = None) -> int:
@@ -291,18 +296,42 @@ class AsyncCollector:
         )
 
     def close(self) -> None:
-        """End the thread, and close the executor unless it is the caller's (`close_env=False`). Idempotent."""
+        """End the thread, and close the executor unless it is the caller's (`close_env=False`). Idempotent.
+
+        It waits for envs that still step, up to `options.close_timeout_s`. If an env of the caller's executor has not
+        answered by then, it logs a warning with the env's id, and leaves it under way.
+        """
         self._is_closing = True
+        end, has_ended = time.monotonic() + self.env.options.close_timeout_s, True
         if self._background is not None:
             self._background.begin_close()
-            self._background.join(self.env.options.close_timeout_s)
+            has_ended = self._background.join(end - time.monotonic())
         if self._closes_env:
             self.env.close()  # also ends a thread's wait for a hanging env
-        if self._background is not None:
-            self._background.join()
-        while not self.env.is_closed and self._has_sent():
-            with contextlib.suppress(EnvError, WorkerLost, WorkerTimeout):  # then these envs are no longer under way
-                self.env.recv()  # leave the caller an executor without pending envs
+            has_ended = self._background is None or self._background.join(_END_S)
+        if not has_ended:
+            self._warn_of_close("Its thread ends when they answer, or when the policy returns")
+        elif not self.env.is_closed:
+            self._receive_rest(end)
+
+    def _receive_rest(self, end: float) -> None:
+        """Leave the caller an executor without pending envs, if they answer in time."""
+        while self._has_sent():
+            left_s = max(0.0, end - time.monotonic())
+            with contextlib.suppress(EnvError, WorkerLost, WorkerTimeout, DeadlinePassed):
+                self.env.recv(1, left_s, max_envs=self.env.num_envs)  # failed envs are no longer under way
+            if not left_s and self._has_sent():
+                self._warn_of_close("Receive them with recv()")
+                return
+
+    def _warn_of_close(self, what_next: str) -> None:
+        log.warning(
+            "close failed: expected all envs to answer within %g s (close_timeout_s), got no answer from envs %s. %s, "
+            "or close the executor. ExecutorOptions(step_timeout_s=...) ends envs that hang.",
+            self.env.options.close_timeout_s,
+            self.env.engine.states.under_way.nonzero()[0].tolist(),
+            what_next,
+        )
 
     shutdown = close
     """The same under TorchRL's name."""
@@ -319,9 +348,14 @@ class AsyncCollector:
 
     @without_grad
     def _collect(self) -> TensorDictBase:
-        """Collect the next batch."""
+        """Collect the next batch; it stays the next one until its rows are dropped."""
         with self._lane.entered():
             return self._collect_rows()
+
+    def _collect_and_drop(self) -> TensorDictBase:
+        data = self._collect()
+        self._rows.drop(self.num_rows)
+        return data
 
     def _collect_rows(self) -> TensorDictBase:
         self._charge("learner")
@@ -330,7 +364,7 @@ class AsyncCollector:
             if self._is_closing:
                 raise Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one.")
             self._turn()
-        data = self._rows.take(self.num_rows)
+        data = self._rows.first(self.num_rows)
         if self._is_flat:
             data = data[:, 0]
         self._charge("other")
@@ -372,7 +406,7 @@ class AsyncCollector:
         least = min(min_batch, num_sent)
         try:
             td = self.env.recv(least, deadline_s, max_envs=max(least, max_batch), with_root=False)
-        except TimeoutError:
+        except DeadlinePassed:
             return
         finally:
             self._charge("wait")
@@ -416,7 +450,7 @@ class AsyncCollector:
         size = next((size for size in self._sizes if size >= len(env_ids)), len(env_ids))
         padded = root if not self._sizes else _padded(root, size)
         with self._policy_lock:
-            acted, version = check_acted(self._placed(padded)), self.version
+            acted, version = run_policy(self._placed, padded), self.version
         return (acted[: len(env_ids)] if len(acted) != len(env_ids) else acted), version
 
     # ---- the policy's state ------------------------------------------------------------------
@@ -482,51 +516,70 @@ class _Waits:
 class _Background:
     """Collects in a thread, at most `num_ahead` batches ahead of the caller.
 
-    An error takes the place of a batch, and the thread continues after it. An interrupt in the caller loses at most one
-    batch.
+    An error takes the place of a batch, and the thread continues after it. A batch stays in the queue until `drop`, so
+    that an interrupt of the caller does not lose it.
     """
 
     def __init__(self, collect: Callable[[], TensorDictBase], num_ahead: int) -> None:
         self._collect, self._num_ahead = collect, num_ahead
-        self._batches: queue.SimpleQueue[TensorDictBase | BaseException] = queue.SimpleQueue()
-        self._has_room = threading.Event()  # a hint to check the number of batches again
+        self._batches: deque[TensorDictBase | BaseException] = deque()
+        self._num_put = self._num_taken = self._num_dropped = 0
+        self._has_room, self._has_more = threading.Event(), threading.Event()  # hints to look at the numbers again
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
-    def take(self) -> TensorDictBase:
-        """Return the next batch, or raise what was raised in its place."""
+    def first(self) -> TensorDictBase:
+        """Return the next batch, which stays in the queue, or remove and raise what was raised in its place."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="envherd-collector", daemon=True)
         if self._thread.ident is None:
             self._thread.start()
         self._has_room.set()
-        found = self._batches.get()
+        while not self._batches:
+            self._has_more.wait()
+            self._has_more.clear()
+        found = self._batches[0]
+        self._num_taken = self._num_dropped + 1
         self._has_room.set()
         if isinstance(found, BaseException):
+            self.drop()
             raise found
         return found
+
+    def drop(self) -> None:
+        """Remove the next batch; without a call of a C function, in which a signal handler could run."""
+        del self._batches[0]
+        self._num_dropped += 1
 
     def _run(self) -> None:
         while not self._is_closing:
             self._has_room.clear()
-            if self._batches.qsize() >= self._num_ahead:
+            if self._num_put - self._num_taken >= self._num_ahead:
                 self._has_room.wait()
                 continue
             try:
-                self._batches.put(self._collect())
+                self._put(self._collect())
             except BaseException as error:
-                self._batches.put(error)
-        self._batches.put(Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one."))
+                self._put(error)
+        self._put(Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one."))
+
+    def _put(self, found: TensorDictBase | BaseException) -> None:
+        self._batches.append(found)
+        self._num_put += 1
+        self._has_more.set()
 
     def begin_close(self) -> None:
         """Begin no further batch."""
         self._is_closing = True
         self._has_room.set()
 
-    def join(self, timeout_s: float | None = None) -> None:
+    def join(self, timeout_s: float) -> bool:
         """Wait until the thread has ended, up to `timeout_s`; it first receives the envs that it waits for."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        thread = self._thread
+        if thread is None or thread.ident is None or thread is threading.current_thread():
+            return True
+        thread.join(max(0.0, timeout_s))
+        return not thread.is_alive()
 
 
 def _steps_per_row(layout: str, asked: int | None, frames_per_batch: int, num_envs: int) -> int:
@@ -538,6 +591,29 @@ def _steps_per_row(layout: str, asked: int | None, frames_per_batch: int, num_en
             raise ValueError(f"AsyncCollector failed: expected no steps_per_row with layout='flat', got {asked}.")
         return 1
     return asked or max(1, frames_per_batch // num_envs)
+
+
+def _sizes(asked: Any) -> list[int]:
+    """Return the sizes of the policy's batches, ascending; none if any is allowed."""
+    if asked is None:
+        return []
+    if isinstance(asked, str) or not isinstance(asked, Iterable):
+        raise TypeError(f"AsyncCollector failed: expected batch_sizes as a list of ints or None, got {asked!r}.")
+    return sorted(as_count("AsyncCollector", "each of batch_sizes", size) for size in asked)
+
+
+def _limits(min_batch: int, max_batch: int | None, sizes: Sequence[int], num_envs: int) -> tuple[int, int]:
+    """Return the least and the largest number of envs for which the policy acts at once."""
+    most = min([num_envs, *sizes[-1:]])
+    asked = as_count("AsyncCollector", "max_batch", max_batch, or_none=True)
+    if asked is not None:
+        if asked > num_envs:
+            raise ValueError(f"AsyncCollector failed: expected max_batch of at most {num_envs} (envs), got {asked}.")
+        most = min(most, asked)
+    least = as_count("AsyncCollector", "min_batch", min_batch)
+    if least > most:
+        raise ValueError(f"AsyncCollector failed: expected min_batch of at most {most} (max_batch), got {least}.")
+    return least, most
 
 
 def _check_env(env: BatchedEnv) -> None:

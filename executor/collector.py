@@ -15,7 +15,8 @@ from typing import Any, Protocol, Self
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.batches.arguments import as_count, need_bools, need_callables
+from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_state
+from envherd.executor.batches.transfer import as_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.progress import showing
@@ -102,6 +103,9 @@ class Collector:
         init_random_frames = as_count("Collector", "init_random_frames", init_random_frames, least=0)
         need_callables("Collector", policy=policy, policy_factory=policy_factory, postproc=postproc, callback=callback)
         need_bools("Collector", reset_at_each_iter=reset_at_each_iter, close_env=close_env)
+        need_state("Collector", "primer", primer, env.num_envs)
+        policy_device = as_device(policy_device, "Collector", "policy_device as a device")
+        storing_device = as_device(storing_device, "Collector", "storing_device as a device")
         if policy is not None and policy_factory is not None:
             raise ValueError("Collector failed: expected a policy or a policy_factory, got both. Leave one out.")
         self.env = env
@@ -112,7 +116,7 @@ class Collector:
         self._policy_factory = policy_factory
         self._policy_device = policy_device
         self._placed = None if policy is None else Placed(policy, policy_device)
-        self._storing_device = None if storing_device is None else torch.device(storing_device)
+        self._storing_device = storing_device
         self._init_random_frames = init_random_frames
         self._resets_always = reset_at_each_iter
         self._primer = primer

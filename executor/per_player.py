@@ -20,7 +20,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from envherd.executor.policy import Policy
-from envherd.executor.rollouts.policy_state import check_acted, leaf_keys
+from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
 from envherd.shm.specs import Discrete, EnvSpec, Key
 
 #: Name for all players that no other name covers.
@@ -114,6 +114,8 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         parts = []
         for players in by_policy.values():
             acting = chosen[players[0]]
+            if not (acting is None or callable(acting)):
+                raise TypeError(f"PerPlayer failed: expected a callable or None for a policy, got {acting!r}.")
             acting = RandomPlayer(_num_actions(spec, self.group)) if acting is None else acting
             parts.append(Part(acting, tuple(players)))
         self.parts = tuple(parts)
@@ -137,7 +139,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         for part in self.parts:
             rows = self._rows(root, group, part).reshape(-1)
             given = {key: rows.get(key) for key in leaf_keys(rows)}
-            acted = check_acted(part.policy(rows))
+            acted = run_policy(part.policy, rows)
             for key in leaf_keys(acted):
                 value = acted.get(key)
                 if value is not given.get(key):

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.transfer import to_device
-from envherd.executor.rollouts.policy_state import check_acted, leaf_keys
+from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
@@ -76,7 +76,7 @@ class Placed:
         moved = to_device(root, self.device)
         given = moved.copy()  # the policy may write into the batch itself
         versions = {key: _version(given.get(key)) for key in leaf_keys(given)}
-        acted = check_acted(self.policy(moved))
+        acted = run_policy(self.policy, moved)
         written = [
             key
             for key in leaf_keys(acted)

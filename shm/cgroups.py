@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from envherd.shm.interrupts import ignoring_refusals
+
 #: v1 says "no limit" by the largest multiple of the page size.
 _NO_LIMIT = 2**60
 #: Limits of either version. A process that exceeds the last one is slowed down, not killed.
@@ -110,10 +112,9 @@ def _mounts(root: Path) -> dict[str, tuple[str, str]]:
 
 def read_word(path: Path) -> str | None:
     """Return a file's text without the white space around it, or None if it cannot be read."""
-    try:
+    with ignoring_refusals():
         return path.read_text().strip()
-    except OSError:
-        return None
+    return None
 
 
 def read_count(path: Path) -> int | None:

@@ -1,7 +1,7 @@
-"""Defer the program's signal handlers, which may raise, for a few lines.
+"""Keep what the program's signal handlers raise from being taken for something else.
 
-Guarantees: inside the block no Python signal handler of this program runs, whichever thread receives a signal. After
-the block, the handlers of the signals that arrived run. The handlers are always restored.
+Guarantees of `uninterrupted`: inside the block no Python signal handler of this program runs, whichever thread receives
+a signal. After the block, the handlers of the signals that arrived run. The handlers are always restored.
 Assumes: Python runs handlers in the main thread only, so in other threads the block does nothing. Masking a signal is
 not enough: another thread of the process would receive it, and the main thread would run its handler.
 """
@@ -52,3 +52,14 @@ class uninterrupted:  # noqa: N801  # used as a function
         finally:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
+
+
+class ignoring_refusals:  # noqa: N801  # used as a function
+    """Ignore an `OSError` of the operating system. One that a signal handler raises, such as `TimeoutError`, passes."""
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        """Return True for an error of the operating system: it has a number."""
+        return isinstance(error, OSError) and error.errno is not None

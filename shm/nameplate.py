@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.segment import Segment
 
 _TRAILER = struct.Struct("<q8s")
@@ -69,7 +70,7 @@ def find(label: str) -> Iterator[Plate]:
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
-        with contextlib.suppress(OSError):
+        with ignoring_refusals():
             if entry.stat().st_uid == os.getuid():
                 yield from _of_process(int(entry.name), label)
 
@@ -79,7 +80,7 @@ def _of_process(pid: int, label: str) -> Iterator[Plate]:
     seen = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{name}"
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(ValueError), ignoring_refusals():
             if os.readlink(path) != target:
                 continue
             inode = os.stat(path).st_ino

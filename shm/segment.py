@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from envherd.shm.cgroups import read_memory
-from envherd.shm.interrupts import uninterrupted
+from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 
 #: Share of the available memory that one segment may take; the rest is for envs and learner.
 ADMISSION_MARGIN = 0.9
@@ -178,17 +178,15 @@ def _unmap(dead: weakref.ref[Any]) -> None:
 
 def _create_memfd(label: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
+    with ignoring_refusals():
         return os.memfd_create(label, flags | _MFD_NOEXEC_SEAL)
-    except OSError:
-        return os.memfd_create(label, flags)
+    return os.memfd_create(label, flags)
 
 
 def _meminfo_available() -> int | None:
-    try:
+    lines: list[str] = []
+    with ignoring_refusals():
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
     for line in lines:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

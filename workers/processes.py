@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 
+from envherd.shm.interrupts import ignoring_refusals
+
 _MEMORY_FIELDS = {"Private_Clean": "clean", "Private_Dirty": "dirty", "Private_Hugetlb": "dirty", "Pss": "pss"}
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -95,7 +97,9 @@ def place_of(pid: int | str) -> tuple[bool, int]:
     try:  # half the time of `open`; a C function stores the descriptor, before a signal handler can raise
         fds.extend(map(os.open, (f"/proc/{pid}/stat",), (os.O_RDONLY | os.O_CLOEXEC,)))
         fields = os.read(fds[0], 1024).rpartition(b")")[2].split()
-    except OSError:
+    except OSError as error:
+        if error.errno is None:  # as in `ignoring_refusals`, which takes longer
+            raise
         return False, -1
     finally:
         for fd in fds:
@@ -115,7 +119,7 @@ def idle_s() -> dict[int, float]:
 
 def move_to(cpu: int) -> None:
     """Move the calling thread to a processor that it may use; its affinity stays unchanged."""
-    with contextlib.suppress(OSError):
+    with ignoring_refusals():
         allowed = os.sched_getaffinity(0)
         if cpu in allowed:
             try:
@@ -130,15 +134,12 @@ def num_threads(pid: int) -> int:
 
 
 def _entries(path: str) -> list[str]:
-    try:
+    with ignoring_refusals():
         return os.listdir(path)
-    except OSError:
-        return []
+    return []
 
 
 def _text(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read()
-    except (OSError, ValueError):
-        return ""
+    with contextlib.suppress(ValueError), ignoring_refusals(), open(path) as file:
+        return file.read()
+    return ""

@@ -71,6 +71,17 @@ def refuse_unused_root(root: TensorDictBase | None, *, auto_reset: bool) -> None
         )
 
 
+def need_state(call: str, name: str, td: Any, num_envs: int) -> None:
+    """Refuse anything but None and a TensorDict with one row for each env."""
+    if td is None:
+        return
+    need_batch(call, td, name)
+    if tuple(td.batch_size[:1]) != (num_envs,):
+        raise ValueError(
+            f"{call} failed: expected {name} with a row for each of {num_envs} envs, got batch size {[*td.batch_size]}."
+        )
+
+
 def _named(value: Any) -> str:
     kind = type(value)
     return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__name__}"

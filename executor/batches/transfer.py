@@ -28,8 +28,8 @@ _AT_ONCE = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def as_device(device: Any) -> torch.device | None:
-    """Return an existing device, or None.
+def as_device(device: Any, call: str = "device", name: str = "a device") -> torch.device | None:
+    """Return an existing device, or None; errors name the call and the argument.
 
     Raises:
         ValueError: this machine has no such device; the message lists its devices.
@@ -38,15 +38,15 @@ def as_device(device: Any) -> torch.device | None:
         return None
     try:
         wanted = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device failed: expected a name such as 'cpu' or 'cuda:0', got {device!r}. {error}") from None
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{call} failed: expected {name} such as 'cpu' or 'cuda:0', got {device!r}. {error}") from None
     if wanted.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (wanted.index or 0) >= count:
             there = f"cuda:0 to cuda:{count - 1}" if count else "no GPU that torch can use"
             raise ValueError(
-                f"device failed: expected a device of this machine, got {str(wanted)!r}, but there is {there}. "
-                f"Leave device out, or install a torch built for your GPU."
+                f"{call} failed: expected {name} of this machine, got {str(wanted)!r}, but there is {there}. "
+                f"Leave the device out, or install a torch built for your GPU."
             )
     return wanted
 

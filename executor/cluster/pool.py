@@ -14,7 +14,7 @@ Assumes: one caller at a time.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -38,6 +38,8 @@ from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import RESET, RING, Flag, Op
+
+log = logging.getLogger("envherd")
 
 
 class ClusterPool(SlabPool):
@@ -479,8 +481,13 @@ class ClusterPool(SlabPool):
         if self._is_closed:
             return
         self._is_closed = True
-        with contextlib.suppress(Exception):
+        try:
             if ray.is_initialized() and limit > 0:
                 refs = [share.call("close", limit) for share in self.shares if share.has_host]
                 ray.wait(refs, num_returns=len(refs), timeout=limit) if refs else None
-        self.fleet.give_back()
+        except TimeoutError:  # of the program's signal handler: `ray.wait` raises none
+            raise
+        except Exception:
+            log.debug("closing the hosts failed", exc_info=True)
+        finally:
+            self.fleet.give_back()

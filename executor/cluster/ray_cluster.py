@@ -79,9 +79,12 @@ def check_address(address: str | None) -> None:
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdigit():
         return  # "auto", or another form that Ray parses
+    end = time.monotonic() + _CONNECT_S
     try:
         socket.create_connection((host.removeprefix("ray://"), int(port)), _CONNECT_S).close()
     except OSError as error:
+        if error.errno is None and time.monotonic() < end:  # of a signal handler, not of the socket
+            raise
         raise ClusterError(
             f"connecting failed: expected a Ray cluster at {address}, got {type(error).__name__}: {error}. Its head "
             f"prints its address when `ray start --head` starts it (port 6379 unless another is given)."

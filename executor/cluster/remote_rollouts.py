@@ -17,7 +17,13 @@ import ray
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from envherd.executor.batches.arguments import as_count, refuse_unused_root
+from envherd.executor.batches.arguments import (
+    as_count,
+    need_bools,
+    need_callables,
+    need_state,
+    refuse_unused_root,
+)
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.folding import unfolded
 from envherd.executor.cluster.host import weights_of
@@ -76,6 +82,7 @@ class RemoteRollouts:
     def __init__(
         self, engine: Engine, pool: ClusterPool, policy_factory: Callable[[], Policy] | None, close: Callable[[], None]
     ) -> None:
+        need_callables("remote_rollouts", policy_factory=policy_factory)
         self.num_envs = engine.num_envs
         self.specs = engine.specs
         self.version = 0
@@ -124,6 +131,11 @@ class RemoteRollouts:
             EnvError, WorkerLost, WorkerTimeout, Busy, Closed: the rollout is lost; the executor remains usable.
             ClusterError: the policy cannot be pickled.
         """
+        max_steps = as_count("rollout", "max_steps", max_steps)
+        need_callables("rollout", policy=policy)
+        need_bools("rollout", auto_reset=auto_reset, break_when_any_done=break_when_any_done)
+        need_state("rollout", "tensordict", tensordict, self.num_envs)
+        need_state("rollout", "primer", primer, self.num_envs)
         if break_when_any_done:
             raise ValueError("rollout failed: expected break_when_any_done=False, got True: nodes roll on their own.")
         if callback is not None:
@@ -163,6 +175,9 @@ class RemoteRollouts:
         Yields:
             One node's rollout, with the version and staleness of its weights.
         """
+        max_steps = as_count("stream", "max_steps", max_steps)
+        need_callables("stream", policy=policy)
+        need_bools("stream", overlap=overlap)
         kwargs = {"auto_reset": False, "break_when_any_done": False}
         with self._engine.guard:
             self._begin(policy)

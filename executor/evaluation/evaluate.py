@@ -25,6 +25,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.per_player import OTHERS, PerPlayer, choose_policies
 from envherd.executor.policy import Policy
+from envherd.executor.pools.blueprint import checked_options
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.block.episode_leaves import return_key
 
@@ -73,6 +74,12 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         FactoryError: the models of a scenario's bots are not installed.
     """
     episodes = as_count("evaluate", "episodes", episodes)
+    num_envs = as_count("evaluate", "num_envs", num_envs)
+    max_steps = as_count("evaluate", "max_steps", max_steps, or_none=True)
+    seed = as_count("evaluate", "seed", seed, least=0)
+    options = None if options is None else checked_options(options)
+    if primer is not None and not isinstance(primer, Mapping):
+        raise TypeError(f"evaluate failed: expected primer as a dict of tensors by key or None, got {primer!r}.")
     with _opened(env, episodes, background is not None, num_envs, num_workers, seed, max_steps, options) as executor:
         spec = executor.spec
         if spec.batch_shape:
@@ -126,7 +133,7 @@ def _opened(  # noqa: PLR0913, PLR0917  # the arguments of `evaluate`
     elif max_steps is not None:
         raise ValueError("evaluate failed: expected max_steps with the name of a substrate alone, got a factory.")
     options = replace(options or ExecutorOptions(), episode_statistics=True)
-    count = min(as_count("evaluate", "num_envs", num_envs), episodes)
+    count = min(num_envs, episodes)
     with ParallelEnv(count, env, num_workers=num_workers, seed=seed, options=options) as executor:
         yield executor
 

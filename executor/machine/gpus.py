@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+from envherd.shm.interrupts import ignoring_refusals
 
 _QUERY = "index,uuid,name,memory.total,memory.free"
 _MIB = 2**20
@@ -79,11 +82,10 @@ def parse_apps(text: str, pids: Collection[int]) -> int:
 
 def _ask(query: str) -> str:
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired), ignoring_refusals():
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        return done.stdout if done.returncode == 0 else ""
+    return ""
 
 
 def _torch_gpus() -> tuple[Gpu, ...]:

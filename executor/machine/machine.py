@@ -20,6 +20,7 @@ import psutil
 from envherd.executor.machine.cgroups import Cgroup, parse_cpu_list, read_cgroup
 from envherd.executor.machine.gpus import Gpu, read_gpus
 from envherd.shm.cgroups import read_word
+from envherd.shm.interrupts import ignoring_refusals
 
 _ROOT = Path("/")
 #: `/proc/self/limits` has these; resource's names for them.
@@ -187,11 +188,10 @@ def _numa_nodes(root: Path, cpus: tuple[int, ...]) -> tuple[tuple[int, ...], ...
 
 
 def _shm(root: Path) -> tuple[int | None, int | None]:
-    try:
+    with ignoring_refusals():
         status = os.statvfs(root / "dev/shm")
-    except OSError:
-        return None, None
-    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+        return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    return None, None
 
 
 def _cpu_pressure(root: Path) -> float | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from envherd.executor.pools.slab_plate import LABEL, SCHEMA, namespace
 from envherd.shm import nameplate
+from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.nameplate import Plate
 
 
@@ -61,7 +62,7 @@ def listings() -> Iterator[Listing]:
 def _read(plate: Plate) -> Listing | None:
     """Return the listing in a nameplate; None if it is of another process, version or container."""
     plain = plate.content
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError), ignoring_refusals():
         if plain["schema"] != SCHEMA or plain["pid"] != plate.pid or plain["namespace"] != namespace():
             return None
         return Listing(

@@ -14,6 +14,7 @@ import numpy as np
 
 from envherd.executor.monitor.loads import Load, read_loads
 from envherd.executor.monitor.running import Listing
+from envherd.shm.interrupts import ignoring_refusals
 from envherd.workers.processes import cpu_of, memory_of, resident_bytes
 
 #: Seconds for a worker to have written its stack.
@@ -143,7 +144,7 @@ def stack_of(pid: int) -> str:
     path = _log_path(pid)
     if path is None:
         return "(the worker has gone, or is another user's)"
-    try:
+    with ignoring_refusals():
         before = os.stat(path).st_size
         os.kill(pid, signal.SIGUSR2)
         end, size = time.monotonic() + _STACK_WAIT_S, before
@@ -155,16 +156,15 @@ def stack_of(pid: int) -> str:
         with open(path, "rb") as file:
             file.seek(before)
             return file.read().decode(errors="replace") or "(the worker did not answer)"
-    except OSError:
-        return "(the worker has gone)"
+    return "(the worker has gone)"
 
 
 def _log_path(pid: int) -> str | None:
     """Return the path of a worker's log; None if the process is not a worker."""
-    with contextlib.suppress(OSError):
+    with ignoring_refusals():
         for fd in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{fd}"
-            with contextlib.suppress(OSError):
+            with ignoring_refusals():
                 if os.readlink(path).startswith("/memfd:envherd-log-"):
                     return path
     return None

@@ -24,6 +24,7 @@ from envherd.executor.pools.preloading import find_helper
 from envherd.executor.pools.worker_process import WorkerProcess, check_descriptors, worker_config
 from envherd.executor.pools.zygote import Zygote
 from envherd.executor.progress import showing
+from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
@@ -166,7 +167,7 @@ class Crew:
         message = messages.Attach(plan=self._plan, nbytes=self._segment.nbytes, name=self._segment.name)
         worker.channel.queue_message(message, _fds(self._segment))
         self.await_frame(worker_id, "attach", self.options.build_timeout_s)
-        with messages.uninterrupted():  # mail makes it look for commands, so it serves from here on
+        with uninterrupted():  # mail makes it look for commands, so it serves from here on
             for target, (plan, segment) in self._storages.items():
                 self._send_storage(worker_id, target, plan, segment)
             if worker.root_seed != self.root_seed:
@@ -175,7 +176,7 @@ class Crew:
 
     def replace(self, worker_id: int) -> None:
         """Start a successor of a worker that has ended; it builds its envs while the other workers continue."""
-        with messages.uninterrupted():  # the only wait inside is for the death of a killed process
+        with uninterrupted():  # the only wait inside is for the death of a killed process
             old = self.workers[worker_id]
             old.kill()
             old.wait_exit(1.0)
@@ -316,7 +317,7 @@ class Crew:
         """Make workers close their envs and exit; read their output, as a full socket would block their exit."""
         poller = select.poll()
         for worker in workers:
-            with contextlib.suppress(OSError):
+            with ignoring_refusals():
                 worker.channel.queue_message(messages.Close())
                 self._knock(worker.worker_id)
                 worker.channel.flush_nowait()
@@ -330,14 +331,14 @@ class Crew:
             poller.poll(remaining_s * 1000 + 1)
             for worker in list(left.values()):
                 has_exited = worker.has_exited()  # asked first: what it wrote before its end is there to be read
-                with contextlib.suppress(Exception):
+                with uninterrupted(), contextlib.suppress(Exception):
                     self.drain(worker.worker_id)
                 if has_exited:
                     poller.unregister(worker.pidfd)
                     poller.unregister(worker.channel.sock)
                     del left[worker.pidfd]
         for worker in workers:
-            with contextlib.suppress(Exception):
+            with uninterrupted(), contextlib.suppress(Exception):
                 self.drain(worker.worker_id)
             for frame in self._inbox[worker.worker_id]:
                 if frame["kind"] == "fault" and frame["phase"] == "close":

@@ -5,6 +5,14 @@ from __future__ import annotations
 import time
 
 
+class DeadlinePassed(TimeoutError):
+    """A wait lasted as long as its caller allows.
+
+    Public calls raise it where they promise a `TimeoutError`. Callers inside this package catch this class alone: any
+    other `TimeoutError` is the program's, for example from its handler of SIGALRM.
+    """
+
+
 class Deadline:
     """The limits of one wait, which begins now.
 

@@ -29,6 +29,7 @@ import numpy as np
 
 from envherd.executor.machine.cgroups import parse_cpu_list
 from envherd.shm.cgroups import read_word
+from envherd.shm.interrupts import ignoring_refusals
 from envherd.workers.processes import idle_s, place_of
 from envherd.workers.protocol import pack_seat
 
@@ -181,7 +182,6 @@ class Placement:
 
 
 def _affinity(pid: int) -> set[int]:
-    try:
+    with ignoring_refusals():
         return os.sched_getaffinity(pid)
-    except OSError:
-        return set()
+    return set()

@@ -6,7 +6,6 @@ Assumes: Linux (pidfd, memfd, /proc).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
@@ -19,6 +18,7 @@ from envherd.executor.machine.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.process_log import dumped, tail
 from envherd.executor.pools.zygote import Zygote
+from envherd.shm.interrupts import ignoring_refusals
 from envherd.workers.messages import Channel
 
 _LAST_LINES = 60
@@ -114,14 +114,13 @@ class WorkerProcess:
 
     def stack(self) -> str:
         """Return the present Python stacks of the worker's threads, also if it is stuck in C."""
-        try:
+        with ignoring_refusals():
             return dumped(self.log_fd, lambda: signal.pidfd_send_signal(self.pidfd, signal.SIGUSR2))
-        except OSError:
-            return "(the worker has gone)"
+        return "(the worker has gone)"
 
     def kill(self) -> None:
         """Kill the worker and its envs' processes; safe if it is dead."""
-        with contextlib.suppress(OSError):
+        with ignoring_refusals():
             os.killpg(self.pid, signal.SIGKILL) if not self.has_exited() else None
 
     def wait_exit(self, timeout_s: float) -> bool:

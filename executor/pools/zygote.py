@@ -24,7 +24,9 @@ import weakref
 from typing import Any
 
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.deadline import DeadlinePassed
 from envherd.executor.pools.process_log import dumped, tail
+from envherd.shm.interrupts import ignoring_refusals
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
 from envherd.workers.process.zygote import in_file, send_request
 
@@ -149,7 +151,7 @@ class Zygote:
         assert self._start_number is not None
         try:  # takes seconds; after a Ctrl-C, the waiting executor closes this
             answer = self._answer(self._start_number, self._options.build_timeout_s)
-        except TimeoutError:
+        except DeadlinePassed:
             raise self._late() from None
         self.failed_preloads = answer["failed"]
         self.num_threads = answer["num_threads"]
@@ -170,7 +172,7 @@ class Zygote:
     def _kill(self) -> None:
         """Kill the helper and its imports' processes, and wait for its end."""
         if self._process.returncode is None:  # not reaped yet, so the id was not reused
-            with contextlib.suppress(OSError):
+            with ignoring_refusals():
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -192,14 +194,13 @@ class Zygote:
     def exit_code(self, pid: int, timeout_s: float = 0.5) -> int | None:
         """Return a worker's exit code, or None if it lives or the zygote has ended."""
         end = time.monotonic() + timeout_s
-        while True:
-            try:
-                status = self._request({"op": "status", "pid": pid})["status"]
-            except (WorkerLost, OSError):
-                return None
-            if status is not None or time.monotonic() > end:
-                return None if status is None else int(status)
-            time.sleep(0.002)
+        with contextlib.suppress(WorkerLost), ignoring_refusals():
+            while (status := self._request({"op": "status", "pid": pid})["status"]) is None:
+                if time.monotonic() > end:
+                    return None
+                time.sleep(0.002)
+            return int(status)
+        return None
 
     def close(self) -> None:
         """End the zygote and so all its workers; while it has other users, only kill orphans of ended workers."""
@@ -207,12 +208,12 @@ class Zygote:
             return
         self._num_users -= 1
         if self._num_users:
-            with contextlib.suppress(WorkerLost, OSError):
+            with contextlib.suppress(WorkerLost), ignoring_refusals():
                 self._request({"op": "sweep"})
             return
         self._sock.close()
         self._close_lifeline()
-        with contextlib.suppress(OSError):  # EMFILE: then do not wait for its cleanup
+        with ignoring_refusals():  # EMFILE: then do not wait for its cleanup
             _wait_exit(self.pid, _FAREWELL_S)
         self._kill()
         self._release()
@@ -249,7 +250,7 @@ class Zygote:
         Answers carry the number of their request; the answer to an interrupted request is dropped.
 
         Raises:
-            TimeoutError: no answer came within `timeout_s` seconds.
+            DeadlinePassed: no answer came within `timeout_s` seconds.
         """
         return self._answer(self._post(request, fds or []), timeout_s)
 
@@ -271,7 +272,7 @@ class Zygote:
             try:
                 while number not in self._answers:
                     if end is not None and time.monotonic() > end:
-                        raise TimeoutError
+                        raise DeadlinePassed
                     self._receive()
                 return self._answers.pop(number)
             finally:

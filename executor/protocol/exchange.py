@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.fast_tensordict import get_leaf, maker, set_leaf, set_next
+from envherd.executor.pools.deadline import DeadlinePassed
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.received import Received, num_writes
@@ -129,7 +130,7 @@ class Exchange:
             raise ValueError(f"recv failed: expected max_envs of at least {least} (min_envs), got {max_envs}.")
         ready = self._engine.flights.wait_for(sent, least if timeout_s is None else most, timeout_s)
         if len(ready) < least:
-            raise TimeoutError(
+            raise DeadlinePassed(
                 f"recv failed: expected {least} envs within {timeout_s:g} s, got {len(ready)}. "
                 f"Nothing is lost: recv again."
             )

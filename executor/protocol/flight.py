@@ -22,6 +22,7 @@ import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
+from envherd.executor.pools.deadline import DeadlinePassed
 from envherd.executor.pools.error_messages import Frame, env_error, first_fault
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.protocol.call_guard import call_name
@@ -304,7 +305,7 @@ class Flights:
         if not has_all and pool.outcome.losses and self._options.on_worker_loss != "restart":
             raise next(iter(pool.outcome.losses.values()))  # the flight stays open: the next call waits for the others
         if not has_all:
-            raise TimeoutError(f"{call_name()} failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them.")
+            raise DeadlinePassed(f"{call_name()} failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them.")
 
     def _close(self, flight: Flight, event: Event | None = None) -> None:
         """End a flight; move its envs' states by an event, unless they have been set."""

@@ -106,10 +106,14 @@ class ContiguousRows:
         self._num_slots *= 2
         self._free += range(self._num_slots // 2, self._num_slots)
 
-    def take(self, num_rows: int) -> TensorDictBase:
-        """Return the rows that were full first, batch `[num_rows, T]`, a copy."""
-        taken, self.full = self.full[:num_rows], self.full[num_rows:]
-        self._free += taken
+    def drop(self, num_rows: int) -> None:
+        """Remove the rows that were full first; without a call, in which a signal handler could run."""
+        dropped, self.full = self.full[:num_rows], self.full[num_rows:]
+        self._free += dropped
+
+    def first(self, num_rows: int) -> TensorDictBase:
+        """Return the rows that were full first, batch `[num_rows, T]`, a copy; they stay until they are dropped."""
+        taken = self.full[:num_rows]
         template = self._nested[False].copy().set("next", self._nested[True].copy()).unsqueeze(1)
         data = template.expand(num_rows, self._num_steps).clone(recurse=False)
         for key, leaf in self._leaves.items():

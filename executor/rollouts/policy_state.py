@@ -7,6 +7,7 @@ there is no primer (policies can read `done`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.shm.specs import Key
 
+_WRAP = "Wrap it: TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
+_NOTE = f"A policy is called with the batch, a TensorDict, and this one seems to take tensors. {_WRAP}"
 #: Root names that belong neither to the envs nor to the policy.
 _NOT_STATE = ("next", "env_ids", "interrupted")
 
@@ -77,16 +80,24 @@ def own_leaves(td: TensorDictBase, known: set[Key]) -> TensorDictBase | None:
     return td.select(*keys) if keys else None
 
 
-def check_acted(acted: Any) -> TensorDictBase:
-    """Return a policy's result.
+def run_policy(policy: Callable[[TensorDictBase], Any], root: TensorDictBase) -> TensorDictBase:
+    """Call a policy and return its result.
 
     Raises:
-        TypeError: it is no TensorDict.
+        TypeError: the result is no TensorDict. Anything else: of the policy; an error that shows that the policy takes
+            tensors has a note that explains it.
     """
+    try:
+        acted = policy(root)
+    except (TypeError, AttributeError) as error:
+        is_of_batch = "TensorDict" in str(error) or "__torch_function__" in str(error)
+        if is_of_batch and _NOTE not in getattr(error, "__notes__", ()):
+            error.add_note(_NOTE)
+        raise
     if not isinstance(acted, TensorDictBase):
         raise TypeError(
             f"rollout failed: expected the policy to return a TensorDict with the action, got "
-            f"{type(acted).__name__}. Wrap it: TensorDictModule(policy, in_keys=[...], out_keys=['action'])."
+            f"{type(acted).__name__}. {_WRAP}"
         )
     return acted
 

@@ -16,14 +16,21 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_leaf_nontensor
 
-from envherd.executor.batches.arguments import as_count, need_batch, need_bools, need_callables, refuse_unused_root
+from envherd.executor.batches.arguments import (
+    as_count,
+    need_batch,
+    need_bools,
+    need_callables,
+    need_state,
+    refuse_unused_root,
+)
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import stack_groups
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.progress import counted
 from envherd.executor.protocol.columns import storage_columns
 from envherd.executor.protocol.fast_step import compile_command
-from envherd.executor.rollouts.policy_state import Carried, check_acted, leaf_keys
+from envherd.executor.rollouts.policy_state import Carried, leaf_keys, run_policy
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.executor.rollouts.storage import Lease, StorageShelf
 from envherd.shm.slab import input_leaves
@@ -81,7 +88,8 @@ class RolloutRunner:
         """Collect up to `max_steps` steps of all envs; `env` is given to the callback. See `BatchedEnv.rollout`."""
         engine = self._engine
         _check(max_steps, policy, callback, (auto_reset, break_when_any_done, set_truncated))
-        for name, batch in (("tensordict", tensordict), ("out", out), ("primer", primer)):
+        need_state("rollout", "primer", primer, engine.num_envs)
+        for name, batch in (("tensordict", tensordict), ("out", out)):
             if batch is not None:
                 need_batch("rollout", batch, name)
         is_asked, break_when_any_done = break_when_any_done is not None, break_when_any_done in (None, True)
@@ -261,7 +269,7 @@ class _Run:
     def _act(self, step: int) -> TensorDictBase:
         root = self._root(step)
         self.carried.hand_over(root, self._fresh)
-        acted = check_acted(self._policy(root))
+        acted = run_policy(self._policy, root)
         self._engine.write_inputs(acted)
         if self._engine.side_inputs:
             self._side_inputs.append(dict(self._engine.side_inputs))

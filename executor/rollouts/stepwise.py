@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.progress import counted
-from envherd.executor.rollouts.policy_state import Carried, check_acted, leaf_keys
+from envherd.executor.rollouts.policy_state import Carried, leaf_keys, run_policy
 from envherd.shm.specs import Key
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
@@ -75,7 +75,7 @@ class StepwiseRun:
         engine = self._engine
         kept = root.select(*self._root_keys, strict=False)  # the policy may write into the root itself
         with engine.rolling():
-            acted = check_acted(self._policy(root))
+            acted = run_policy(self._policy, root)
         try:
             next_td, after = engine.step_all(acted, op, cut)
         except EnvherdError as error:

@@ -64,7 +64,9 @@ class ForkedHost:
             raise WorkerTimeout(f"{name} failed: SerialEnv's process gave no answer within {self._patience_s:,.0f} s.")
         try:
             answer = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            if isinstance(error, TimeoutError):  # of a signal handler: pipes have no deadline
+                raise
             raise self._lost() from None
         if "error" in answer:
             raise EnvError(answer["error"])
@@ -75,7 +77,7 @@ class ForkedHost:
             raise WorkerLost("SerialEnv's process has ended.")
         try:
             self._connection.send(request)
-        except OSError:
+        except ConnectionError:
             raise self._lost() from None
 
     def _lost(self) -> WorkerLost:

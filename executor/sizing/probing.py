@@ -20,6 +20,7 @@ from envherd.executor.pools.preloading import find_helper
 from envherd.executor.pools.worker_process import WorkerProcess, worker_config
 from envherd.executor.pools.zygote import Zygote
 from envherd.executor.sizing.measurement import Measurement, from_figures
+from envherd.shm.interrupts import ignoring_refusals
 from envherd.workers import messages, registries
 from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import anonymous_bytes, descendants, memory_of
@@ -100,7 +101,7 @@ def _worker(subject: Subject, options: ExecutorOptions) -> Iterator[tuple[Zygote
         yield zygote, worker
     finally:
         if worker is not None:
-            with contextlib.suppress(OSError):
+            with ignoring_refusals():
                 worker.channel.queue_message(messages.Close())
                 worker.channel.flush_nowait()
             worker.wait_exit(1.0)

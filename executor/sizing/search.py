@@ -28,7 +28,7 @@ from envherd.executor.sizing.settings import (
     tries_reset_ahead,
     worker_counts,
 )
-from envherd.workers.errors import WorkerTimeout
+from envherd.workers.errors import EnvherdError, WorkerTimeout
 
 #: Called with the current activity and the used share of the budget.
 Progress = Callable[[str, float], None]
@@ -265,6 +265,8 @@ class Search:
         return _PATIENCE_S + _PATIENCE_FACTOR * self._limits.start_s(setting)
 
     def _failure(self, setting: Setting, error: Exception) -> Refusal:
+        if isinstance(error, TimeoutError) and not isinstance(error, EnvherdError):
+            raise error  # of the program's signal handler, which ends the search
         self._error = error
         if isinstance(error, WorkerTimeout):
             return Refusal("failure", f"hung: a call took longer than {self._patience_s(setting):,.0f} s")

@@ -29,6 +29,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import choose_workers
+from envherd.executor.pools.deadline import DeadlinePassed
 from envherd.executor.serial import SerialEnv
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.hosts.gymnasium_native import NativeAdapter, NativeFactory, loads
@@ -401,12 +402,10 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deadline(name: str, timeout: float | None) -> Iterator[None]:
-    """Convert our timeouts to Gymnasium's, except for those of workers that were killed for being late."""
+    """Convert a wait that took too long to Gymnasium's error; errors of envs, workers and signal handlers pass."""
     try:
         yield
-    except TimeoutError as error:
-        if isinstance(error, EnvherdError):
-            raise
+    except DeadlinePassed:
         raise CallTimeout(f"The call to `{name}` has timed out after {timeout} second(s).") from None
 
 

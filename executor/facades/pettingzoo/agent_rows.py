@@ -61,7 +61,7 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         try:
             observed = self._only_space("observation", envs.single_observation_space)
             acted = self._only_space("action", envs.single_action_space)
-        except ValueError:
+        except BaseException:
             envs.close()
             raise
         self.single_observation_space = self.observation_space = observed

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 from tensordict import TensorDictBase
 
+from envherd.executor.pools.deadline import DeadlinePassed
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.flight import Flight
@@ -154,7 +155,7 @@ class SentEnvs:
                 if ready is None:
                     continue
                 if len(ready) < least:
-                    raise TimeoutError(
+                    raise DeadlinePassed(
                         f"async_{queue[0]}_recv failed: expected {least} envs within {timeout_s:g} s, got "
                         f"{len(ready)}. Nothing is lost: receive again."
                     )
