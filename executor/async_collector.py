@@ -8,8 +8,10 @@ waits for another: the policy runs on the envs that are ready.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
+import queue
 import threading
 import time
 from collections import Counter, deque
@@ -33,6 +35,7 @@ from envherd.executor.pools.deadline import DeadlinePassed
 from envherd.executor.progress import showing
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
+from envherd.shm.interrupts import uninterrupted
 from envherd.workers.errors import Closed, EnvError, WorkerLost, WorkerTimeout
 
 log = logging.getLogger("envherd")
@@ -239,7 +242,7 @@ class AsyncCollector:
         mean, largest = float(lag.mean()), max(self._lag_max, int(lag.max()))
         if self._storing_device is not None:
             data = to_device(data, self._storing_device)
-        # From here on until the return no signal handler runs: Python runs them at calls of C functions and in loops.
+        # No signal handler runs between a drop and the return: Python runs them at calls and in loops alone.
         if background is None:
             self._rows.drop(self.num_rows)
         else:
@@ -522,25 +525,26 @@ class _Background:
 
     def __init__(self, collect: Callable[[], TensorDictBase], num_ahead: int) -> None:
         self._collect, self._num_ahead = collect, num_ahead
-        self._batches: deque[TensorDictBase | BaseException] = deque()
-        self._num_put = self._num_taken = self._num_dropped = 0
-        self._has_room, self._has_more = threading.Event(), threading.Event()  # hints to look at the numbers again
+        self._batches: deque[tuple[int, TensorDictBase | BaseException]] = deque()  # with their numbers
+        self._taken = -1  # number of the batch that is being handed out
+        # Tokens are hints to look at the batches again. (An interrupt inside `Event.set` would keep its lock.)
+        self._has_room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._has_more: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
     def first(self) -> TensorDictBase:
         """Return the next batch, which stays in the queue, or remove and raise what was raised in its place."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="envherd-collector", daemon=True)
-        if self._thread.ident is None:
-            self._thread.start()
-        self._has_room.set()
+            with uninterrupted():
+                self._thread = threading.Thread(target=self._run, name="envherd-collector", daemon=True)
+                self._thread.start()
+        self._has_room.put(None)
+        _drain(self._has_more)
         while not self._batches:
-            self._has_more.wait()
-            self._has_more.clear()
-        found = self._batches[0]
-        self._num_taken = self._num_dropped + 1
-        self._has_room.set()
+            self._has_more.get()
+        self._taken, found = self._batches[0]
+        self._has_room.put(None)
         if isinstance(found, BaseException):
             self.drop()
             raise found
@@ -549,37 +553,45 @@ class _Background:
     def drop(self) -> None:
         """Remove the next batch; without a call of a C function, in which a signal handler could run."""
         del self._batches[0]
-        self._num_dropped += 1
 
     def _run(self) -> None:
-        while not self._is_closing:
-            self._has_room.clear()
-            if self._num_put - self._num_taken >= self._num_ahead:
-                self._has_room.wait()
+        numbers = itertools.count()
+        while True:
+            _drain(self._has_room)
+            if self._is_closing:  # looked at after the token was dropped that announces it
+                break
+            if sum(number != self._taken for number, _ in tuple(self._batches)) >= self._num_ahead:
+                self._has_room.get()
                 continue
             try:
-                self._put(self._collect())
+                self._put(next(numbers), self._collect())
             except BaseException as error:
-                self._put(error)
-        self._put(Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one."))
+                self._put(next(numbers), error)
+        closed = Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one.")
+        self._put(next(numbers), closed)
 
-    def _put(self, found: TensorDictBase | BaseException) -> None:
-        self._batches.append(found)
-        self._num_put += 1
-        self._has_more.set()
+    def _put(self, number: int, found: TensorDictBase | BaseException) -> None:
+        self._batches.append((number, found))
+        self._has_more.put(None)
 
     def begin_close(self) -> None:
         """Begin no further batch."""
         self._is_closing = True
-        self._has_room.set()
+        self._has_room.put(None)
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the thread has ended, up to `timeout_s`; it first receives the envs that it waits for."""
         thread = self._thread
-        if thread is None or thread.ident is None or thread is threading.current_thread():
+        if thread is None or thread is threading.current_thread():
             return True
         thread.join(max(0.0, timeout_s))
         return not thread.is_alive()
+
+
+def _drain(tokens: queue.SimpleQueue[None]) -> None:
+    """Drop all tokens; called by their only reader."""
+    while not tokens.empty():
+        tokens.get()
 
 
 def _steps_per_row(layout: str, asked: int | None, frames_per_batch: int, num_envs: int) -> int:

@@ -108,8 +108,7 @@ class ContiguousRows:
 
     def drop(self, num_rows: int) -> None:
         """Remove the rows that were full first; without a call, in which a signal handler could run."""
-        dropped, self.full = self.full[:num_rows], self.full[num_rows:]
-        self._free += dropped
+        self.full, self._free = self.full[num_rows:], self._free + self.full[:num_rows]
 
     def first(self, num_rows: int) -> TensorDictBase:
         """Return the rows that were full first, batch `[num_rows, T]`, a copy; they stay until they are dropped."""

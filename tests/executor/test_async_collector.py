@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import random
+import signal
 import threading
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +21,9 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from envherd import Closed, EnvError, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import async_collector
 from envherd.executor.async_collector import AsyncCollector, _Background
+from envherd.executor.batches.transfer import as_array
 from envherd.shm.specs import Box, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
 
@@ -500,7 +506,92 @@ def test_who_waits_for_a_batch_hears_of_the_close():
     background = _Background(TensorDict, 1)
     background.begin_close()
     with pytest.raises(Closed):
-        background.take()
+        background.first()
+
+
+@pytest.mark.parametrize("in_background", [0, 1])
+def test_an_interrupt_after_a_batch_is_complete_does_not_lose_it(in_background, monkeypatch):
+    calls = itertools.count()
+
+    def interrupted(tensor: Any) -> Any:
+        if next(calls) % 2:
+            raise KeyboardInterrupt
+        return as_array(tensor)
+
+    monkeypatch.setattr(async_collector, "as_array", interrupted)
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env,
+        AsyncCollector(env, policy, frames_per_batch=12, layout="flat", in_background=in_background) as collector,
+    ):
+        batches = []
+        while len(batches) < 6:
+            with contextlib.suppress(KeyboardInterrupt):
+                batches.append(collector.collect())
+        assert collector.num_frames == 6 * 12
+    for steps in steps_of(batches).values():
+        assert [at for at, _, _ in steps] == list(range(len(steps)))
+
+
+@pytest.mark.slow
+def test_alarms_at_any_time_lose_no_batch_of_a_thread():
+    def ring(*_: Any) -> None:
+        raise TimeoutError("alarm")
+
+    before, rng = signal.signal(signal.SIGALRM, ring), random.Random(0)
+    batches: list[Any] = []
+    try:
+        with (
+            ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env,
+            AsyncCollector(env, policy, frames_per_batch=4, layout="flat", in_background=1) as collector,
+        ):
+            collector.collect()
+            num_alarms = 0
+            while len(batches) < 400:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 1e-3))
+                    batches.append(collector.collect())
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except TimeoutError:
+                    num_alarms += 1
+            assert num_alarms > 20
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for steps in steps_of(batches).values():
+        assert [at for at, _, _ in steps] == list(range(steps[0][0], steps[0][0] + len(steps)))
+
+
+@pytest.mark.parametrize("deadline_s", [None, 0.01])
+def test_a_timeout_of_the_program_is_raised(deadline_s, monkeypatch):
+    with (
+        SerialEnv(N, MakeEnv) as env,
+        AsyncCollector(env, policy, frames_per_batch=8, deadline_s=deadline_s) as collector,
+    ):
+        collector.collect()
+        with monkeypatch.context() as patch:
+            patch.setattr(env, "recv", mock.Mock(side_effect=TimeoutError("of a signal handler")))
+            with pytest.raises(TimeoutError, match="of a signal handler"):
+                collector.collect()
+        assert collector.collect().shape == (4, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [0, 1])
+@pytest.mark.parametrize("close_env", [False, True])
+def test_a_close_while_an_env_hangs_returns_in_time(in_background, close_env, caplog):
+    make = [functools.partial(FaultyEnv, "sleep", step=3), MakeEnv]
+    with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(close_timeout_s=0.5)) as env:
+        collector = AsyncCollector(env, policy, frames_per_batch=4, in_background=in_background, close_env=close_env)
+        for _ in range(2):
+            collector.collect()
+        began = time.monotonic()
+        collector.close()
+        assert time.monotonic() - began < 5
+        assert env.is_closed == close_env
+        assert [record.message for record in caplog.records] == ([] if close_env else [mock.ANY])
+        if not close_env:
+            assert "close failed: expected all envs to answer within 0.5 s (close_timeout_s)" in caplog.text
+            assert "no answer from envs [0]" in caplog.text
 
 
 class TestRefusals:
@@ -513,11 +604,29 @@ class TestRefusals:
             {"frames_per_batch": 8, "max_batch": 0, "batch_sizes": (2, 4)},
             {"frames_per_batch": 8, "layout": "flat", "steps_per_row": 2},
             {"frames_per_batch": 8, "layout": "columns"},
+            {"frames_per_batch": 8, "steps_per_row": 0},
+            {"frames_per_batch": 8, "steps_per_row": 2.5},
+            {"frames_per_batch": 8, "min_batch": True},
+            {"frames_per_batch": 8, "max_batch": 2.0},
+            {"frames_per_batch": 8, "batch_sizes": [-1, 2]},
+            {"frames_per_batch": 8, "batch_sizes": [1.5]},
+            {"frames_per_batch": 8, "in_background": -1},
+            {"frames_per_batch": 8, "in_background": 1.5},
+            {"frames_per_batch": 8, "in_background": True},
+            {"frames_per_batch": 8, "primer": TensorDict({"h": torch.zeros(2)}, [2])},
+            {"frames_per_batch": 8, "policy_device": "gpu"},
+            {"frames_per_batch": 8, "storing_device": 1.5},
         ],
+        ids=str,
     )
     def test_numbers_out_of_range(self, options):
         with SerialEnv(N, MakeEnv) as env, pytest.raises(ValueError, match="AsyncCollector failed: expected "):
             AsyncCollector(env, policy, **options)
+
+    @pytest.mark.parametrize("options", [{"batch_sizes": 4}, {"primer": 42}, {"postproc": 3}], ids=str)
+    def test_other_types(self, options):
+        with SerialEnv(N, MakeEnv) as env, pytest.raises(TypeError, match="AsyncCollector failed: expected "):
+            AsyncCollector(env, policy, frames_per_batch=8, **options)
 
     def test_envs_of_two_kinds(self):
         with (
