@@ -128,7 +128,9 @@ def need_ray(what: str) -> None:
     """Raise a `ClusterError` that names `what` if Ray cannot be imported."""
     try:
         import ray  # noqa: F401
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "ray":  # Ray is installed, and lacks a package
+            raise
         raise ClusterError(
             f"{what} failed: expected Ray, got {type(error).__name__}: {error}. "
             f"Install it, here and on every node: pip install 'envherd[ray]'."

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
@@ -28,7 +27,6 @@ from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.folding import unfolded
 from envherd.executor.cluster.host import weights_of
 from envherd.executor.cluster.orders import Rolled, RollOrder
-from envherd.executor.cluster.remote_share import RemoteShare
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.protocol.env_states import Event
 from envherd.shm.specs import Key
@@ -37,6 +35,7 @@ from envherd.workers.pickling import dumps
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.pool import ClusterPool
+    from envherd.executor.cluster.remote_share import RemoteShare
     from envherd.executor.protocol.engine import Engine
 
 
@@ -223,7 +222,7 @@ class RemoteRollouts:
         if policy is not self._policy:
             self._policy, self._stamp, self._weights = policy, None, None
             self._policy_id = None if policy is None else next(self._ids)
-            self._pickled = None if policy is None else ray.put(self._pickle(policy))
+            self._pickled = None if policy is None else _put(self._pickle(policy))
             self.version = 0
         self._refresh()
 
@@ -246,7 +245,7 @@ class RemoteRollouts:
         if stamp != self._stamp:
             self.version += self._stamp is not None
             self._stamp = stamp
-            self._weights = ray.put(weights_of(self._policy))
+            self._weights = _put(weights_of(self._policy))
 
     def _ship(self, share: RemoteShare) -> None:
         """Send the policy, unless this host has it; a new host has not."""
@@ -382,3 +381,10 @@ def _as_batch(parts: list[Rolled]) -> TensorDictBase:
         data.set(key, value)
     data.refine_names(None, "time", ...)
     return data
+
+
+def _put(value: Any) -> Any:
+    """Return Ray's reference to a value in its store."""
+    import ray  # so that the class can be imported without Ray
+
+    return ray.put(value)

@@ -17,10 +17,12 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-import benchmarl.experiment.experiment
-
-from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.executor.facades import needing
 from envherd.executor.options import ExecutorOptions
+
+with needing("benchmarl", "benchmarl"):
+    import benchmarl.experiment.experiment
+from envherd.executor.facades.torchrl import ParallelEnv
 
 __all__ = ["installed"]
 

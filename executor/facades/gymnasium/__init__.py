@@ -1,5 +1,14 @@
 """Gymnasium's vector envs on the executor: `AsyncVectorEnv`, `SyncVectorEnv`, `make_vec`, `installed`."""
 
-from envherd.executor.facades.gymnasium.vector_env import AsyncState, AsyncVectorEnv, SyncVectorEnv, installed, make_vec
+from envherd.executor.facades import needing
+
+with needing("envherd[gymnasium]", "gymnasium"):
+    from envherd.executor.facades.gymnasium.vector_env import (
+        AsyncState,
+        AsyncVectorEnv,
+        SyncVectorEnv,
+        installed,
+        make_vec,
+    )
 
 __all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]

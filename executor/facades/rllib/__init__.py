@@ -1,6 +1,9 @@
 """RLlib's env runners with envs in worker processes: `config.env_runners(env_runner_cls=SingleAgentEnvRunner)`."""
 
-from envherd.executor.facades.rllib.env_runners import MultiAgentEnvRunner, SingleAgentEnvRunner
-from envherd.executor.facades.rllib.multi_agent import MultiAgentVectorEnv
+from envherd.executor.facades import needing
+
+with needing("envherd[rllib]", "ray", "gymnasium", "fsspec", "pandas", "pyarrow", "requests", "tensorboardX", "tree"):
+    from envherd.executor.facades.rllib.env_runners import MultiAgentEnvRunner, SingleAgentEnvRunner
+    from envherd.executor.facades.rllib.multi_agent import MultiAgentVectorEnv
 
 __all__ = ["MultiAgentEnvRunner", "MultiAgentVectorEnv", "SingleAgentEnvRunner"]
