@@ -97,6 +97,8 @@ class Observations:
             None if leaf.is_side else LatestColumn(engine.positions, leaf.key, engine.num_envs, leaf.shape)
             for leaf in leaves
         ]
+        #: index of one env's value after its number: a Box's value is an array, also if its shape is ()
+        self._tails = [() if isinstance(leaf, spaces.Discrete) else (...,) for leaf in leaf_spaces(single_space)]
         self._join = builder(single_space)
         self._only = self._columns[0] if isinstance(single_space, FIXED) else None
 
@@ -136,8 +138,8 @@ class Observations:
     def last_of(self, env_id: int, column: int) -> Any:
         """Return a copy of the observation of one env's latest step, not batched."""
         leaves = [
-            loads(self._side.next[env_id][index]) if leaf is None else leaf.after.look(column)[env_id].copy()
-            for index, leaf in enumerate(self._columns)
+            loads(self._side.next[env_id][index]) if leaf is None else leaf.after.look(column)[env_id, *tail].copy()
+            for index, (leaf, tail) in enumerate(zip(self._columns, self._tails, strict=False))  # agents have columns more
         ]
         return self._join(iter(leaves))
 

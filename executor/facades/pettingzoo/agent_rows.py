@@ -143,6 +143,10 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         """Return an attribute of each env."""
         return self.envs.get_attr(name)
 
+    def env_is_wrapped(self, wrapper_class: type) -> list[bool]:  # noqa: ARG002  # SuperSuit's method
+        """Return False for each row, as SuperSuit does."""
+        return [False] * self.num_envs
+
     def close_extras(self, **kwargs: Any) -> None:
         """Close the envs and end the workers."""
         self.envs.close(**kwargs)

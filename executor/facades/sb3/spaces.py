@@ -50,7 +50,7 @@ def compose_for(space: Space) -> Compose:
     Raises:
         NotImplementedError: spaces nested more than once, or without fixed shapes.
     """
-    inner = _inner_spaces(space)
+    inner = inner_spaces(space)
     for sub in inner:
         if not isinstance(sub, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
             raise NotImplementedError(
@@ -64,12 +64,8 @@ def compose_for(space: Space) -> Compose:
     return tuple if isinstance(space, spaces.Tuple) else lambda leaves: leaves[0]
 
 
-def row_shapes(space: Space) -> list[tuple[int, ...]]:
-    """Return the shape of each leaf of an observation space, as SB3 expects it."""
-    return [tuple(sub.shape or ()) for sub in _inner_spaces(space)]
-
-
-def _inner_spaces(space: Space) -> list[Space]:
+def inner_spaces(space: Space) -> list[Space]:
+    """Return the spaces of an observation's leaves."""
     if isinstance(space, spaces.Dict):
         return list(space.spaces.values())
     return list(space.spaces) if isinstance(space, spaces.Tuple) else [space]

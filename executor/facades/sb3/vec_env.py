@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn
 
 import numpy as np
-from gymnasium import Env, Wrapper
+from gymnasium import Env, Wrapper, spaces
 from stable_baselines3.common import vec_env
 from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
@@ -35,7 +35,7 @@ from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.installing import replaced
 from envherd.executor.facades.sb3.masks import ActionMasks
 from envherd.executor.facades.sb3.rows import Reader, Writer
-from envherd.executor.facades.sb3.spaces import compose_for, num_agents, row_shapes, spaces_of
+from envherd.executor.facades.sb3.spaces import compose_for, inner_spaces, num_agents, spaces_of
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.parallel import ParallelEnv
@@ -88,14 +88,17 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._agents = executor.spec.metadata["agent_names"] if executor.spec.family == "pettingzoo" else ()
         observation_space, action_space = self._find_spaces()
         self._compose = compose_for(observation_space)
-        self._reader = Reader(self._positions.slab, row_shapes(observation_space), self.num_agents)
+        inner = inner_spaces(observation_space)
+        self._reader = Reader(self._positions.slab, [tuple(sub.shape or ()) for sub in inner], self.num_agents)
+        #: index of one row of each leaf, after the row's number: a Box's row is an array, also if its shape is ()
+        self._tails = [() if isinstance(sub, spaces.Discrete) else (...,) for sub in inner]
         self._writer = Writer(self._positions.slab, action_space, self.num_agents)
         self._masks = ActionMasks.of(self._positions, self.num_agents)
         self._episodes = EpisodeColumns.of(self._positions.slab, self.num_agents)
         self._began = time.time()
         super().__init__(executor.num_envs * self.num_agents, observation_space, action_space)
-        if self._is_gymnasium:
-            self.metadata = self.get_attr("metadata", 0)[0]  # a VecVideoRecorder reads it
+        if executor.spec.family in ("gymnasium", "pettingzoo") and self.has_attr("metadata"):
+            self.metadata = self.get_attr("metadata", 0)[0]  # scripts name files by it, a VecVideoRecorder reads it
 
     def _find_spaces(self) -> tuple[Space, Space]:
         if not self._is_gymnasium:
@@ -190,7 +193,9 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """Return the info of a row: of its env, or of its agent where the env has an info for each (PettingZoo)."""
         env_id, agent = divmod(row, self.num_agents)
         info = infos.get(env_id, {})
-        return info.get(self._agents[agent], {}) if self._agents else info
+        if not self._agents:
+            return info
+        return next((own for name, own in info.items() if str(name) == self._agents[agent]), {})
 
     def _finish_episodes(self, ended: np.ndarray, leaves: list[np.ndarray], infos: list[Info]) -> np.ndarray:
         """Move the last observations of ended episodes to their infos, and put the first ones of new episodes there."""
@@ -200,14 +205,14 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         infos_of_reset = self._infos_of_reset()
         self.reset_infos = list(self.reset_infos)
         rows = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
-        last = [leaf[rows] for leaf in leaves]
+        lasts = [(leaf[rows], tail) for leaf, tail in zip(leaves, self._tails, strict=True)]
         if self._episodes is not None:
             self._note_episodes(self._episodes, rows, infos)
         for place, row in enumerate(rows.tolist()):
             env_id = row // agents
             info = infos[row]
             info["TimeLimit.truncated"] = bool(truncated[env_id]) and not terminated[env_id]
-            info["terminal_observation"] = self._compose([leaf[place].copy() for leaf in last])
+            info["terminal_observation"] = self._compose([leaf[place, *tail].copy() for leaf, tail in lasts])
             if has_interrupted and interrupted[env_id, 0]:
                 info["interrupted"] = True
             self.reset_infos[row] = self._of_row(infos_of_reset, row)
@@ -321,7 +326,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
     def _by_row(self, what: str, indices: Indices, **question: Any) -> list[Any]:
         """Send a request to the envs of some rows, once per env, and return the answer for each row."""
         if what == "get" and question["name"] == "render_mode" and not self._is_gymnasium:
-            return ["rgb_array"] * len(self._rows_of(indices))  # those envs render in any mode
+            mode = self.executor.spec.metadata.get("render_mode", "rgb_array")  # without one, envs render in any case
+            return [mode] * len(self._rows_of(indices))
         env_ids = self._env_ids(indices)
         answers = dict(zip(env_ids, self._ask(what, env_ids, **question), strict=True))
         return [answers[row // self.num_agents] for row in self._rows_of(indices)]

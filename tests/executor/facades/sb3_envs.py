@@ -22,6 +22,7 @@ SPACES = {
     "scalar box": spaces.Box(-10.0, 10.0, (), np.float64),
     "image": spaces.Box(0, 255, (4, 5, 3), np.uint8),
     "dict": spaces.Dict({"reward": BOX, "action": spaces.Discrete(4), "state": spaces.Box(0, 255, (2, 2), np.uint8)}),
+    "dict of scalars": spaces.Dict({"z": spaces.Box(-1.0, 1.0, ()), "a": spaces.Discrete(3)}),
     "tuple": spaces.Tuple((spaces.Discrete(4), BOX)),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 
@@ -9,11 +10,13 @@ from tests.extras import needs, skip_without
 
 skip_without("pettingzoo")
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from pettingzoo import ParallelEnv as PettingZooEnv
 
 from envherd import ActionError, EnvError, FactoryError, ResetNeeded
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
@@ -311,6 +314,61 @@ def test_rows_by_agent_are_those_of_the_agents():
     rows.close()
 
 
+class Numbered(PettingZooEnv):
+    """Agents that are numbers; infos have entries of agents, and others."""
+
+    metadata = {"name": "numbered"}  # noqa: RUF012  # as its base class has them
+    possible_agents = [0, 1]  # noqa: RUF012
+
+    def observation_space(self, agent):
+        return spaces.Box(0, 9, (1,))
+
+    def action_space(self, agent):
+        return spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.count = [0, 1], 0
+        return self.by_agent(np.zeros(1, np.float32)), self.infos()
+
+    def step(self, actions):
+        self.count += 1
+        is_over = self.count == 2
+        result = *map(self.by_agent, (np.ones(1, np.float32), 1.0, is_over, False)), self.infos()
+        if is_over:
+            self.agents = []
+        return result
+
+    def by_agent(self, value):
+        return dict.fromkeys([0, 1], value)
+
+    def infos(self):
+        return {0: {"own": self.count}, 1: {"own": 10 + self.count}, "all": {"clock": self.count}, "weather": 7}
+
+
+def test_infos_of_agents_and_of_none():
+    with ParallelVectorEnv([Numbered] * 2, num_workers=1) as dicts:
+        _, infos = dicts.reset()
+        assert infos[1]["own"].tolist() == [10, 10]
+        assert infos["all"]["clock"].tolist() == [0, 0]
+        assert infos["_all"].all()
+        *_, infos = dicts.step(dict.fromkeys([0, 1], np.zeros(2, np.int64)))
+        assert infos["all"]["clock"].tolist() == [1, 1]
+        assert infos["weather"].tolist() == [7, 7]
+
+
+@needs("sb3")
+@pytest.mark.parametrize("base_class", ["gymnasium", "stable_baselines3"])
+def test_rows_have_the_infos_of_their_agents(base_class):
+    rows = concat_vec_envs_v1(Numbered, 2, num_cpus=1, base_class=base_class)
+    try:
+        rows.reset()
+        infos = rows.step(np.zeros(4, np.int64))[-1]
+        assert [info["own"] for info in infos] == [1, 11, 1, 11]
+        assert not any({"all", "clock", "weather"} & info.keys() for info in infos)
+    finally:
+        rows.close()
+
+
 def test_rows_need_like_agents():
     with pytest.raises(ValueError, match="pad_observations"):
         AgentRowsEnv([Village], num_workers=1)
@@ -320,10 +378,10 @@ def test_rows_need_like_agents():
         concat_vec_envs_v1(Flock, 2, base_class="stable_baselines")
 
 
-def make_spread():
+def make_spread(render_mode=None):
     from mpe2 import simple_spread_v3
 
-    return simple_spread_v3.parallel_env(max_cycles=5)
+    return simple_spread_v3.parallel_env(max_cycles=5, render_mode=render_mode)
 
 
 @needs("dev")
@@ -359,6 +417,29 @@ def test_rows_are_those_of_supersuit():
     assert num_ends == 6
     ours.close()
     theirs.close()
+
+
+@needs("dev", "sb3")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("render_mode", [None, "rgb_array"])
+@pytest.mark.parametrize("base_class", ["gymnasium", "stable_baselines3"])
+def test_rows_have_the_attributes_of_supersuits(base_class, render_mode):
+    import supersuit
+
+    make = functools.partial(make_spread, render_mode)
+    one = supersuit.pettingzoo_env_to_vec_env_v1(make())
+    theirs = supersuit.concat_vec_envs_v1(one, 2, base_class=base_class)
+    ours = concat_vec_envs_v1(make, 2, num_cpus=1, base_class=base_class)
+    try:
+        metadata = {key: value for key, value in ours.unwrapped.metadata.items() if key != "autoreset_mode"}
+        assert metadata == theirs.unwrapped.metadata
+        assert metadata["name"] == "simple_spread_v3"
+        assert ours.metadata == ours.unwrapped.metadata
+        assert ours.render_mode == theirs.render_mode == render_mode
+        assert ours.env_is_wrapped(gymnasium.Wrapper) == theirs.env_is_wrapped(gymnasium.Wrapper)
+    finally:
+        ours.close()
+        theirs.close()
 
 
 @needs("meltingpot")

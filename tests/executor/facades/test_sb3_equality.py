@@ -34,6 +34,7 @@ def same(one, other):
         for mine, theirs in zip(one, other, strict=True):
             same(mine, theirs)
     else:
+        assert isinstance(one, np.ndarray) == isinstance(other, np.ndarray)  # not a scalar for an array of shape ()
         one, other = np.asarray(one), np.asarray(other)
         assert one.dtype == other.dtype
         assert one.shape == other.shape
