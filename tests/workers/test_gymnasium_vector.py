@@ -300,6 +300,23 @@ def test_a_wrong_mode_is_found_out():
         env.rollout(30, break_when_any_done=False)
 
 
+@pytest.mark.parametrize(("factor", "dtype"), [(1, np.int64), (1, np.uint8), (1.0, np.float32), (2, np.int64)])
+def test_flags_may_be_numbers(factor, dtype):
+    class Numbers(LoopVectorEnv):
+        def step(self, actions):
+            observations, rewards, *flags, infos = super().step(actions)
+            return observations, rewards, *(flag.astype(dtype) * factor for flag in flags), infos
+
+    with SerialEnv(1, lambda: Numbers(3, DISABLED), seed=0) as env:
+        if factor == 2:
+            with pytest.raises(EnvError, match=r"expected bool \(3,\) as t.*, got int64 \(3,\)"):
+                env.rollout(50, break_when_any_done=False)
+        else:
+            data = env.rollout(50, break_when_any_done=False)
+            assert data["next", "terminated"].any()
+            assert invalid_transitions(data) == 0
+
+
 def test_an_env_that_knows_no_masks_is_found_out():
     env = SerialEnv(1, lambda: LoopVectorEnv(3, NEXT, knows_masks=False), seed=0)
     with env, pytest.raises(EnvError, match=r"rows \[.*\] and no others.*does not know"):

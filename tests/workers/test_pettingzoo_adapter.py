@@ -449,7 +449,7 @@ BAD_STEPS = [
     (({**GOOD[0], "a_1": np.ones(3, np.float32)}, *GOOD[1:]), r"a_1/observation failed: expected float32 \(2,\), got"),
     (({**GOOD[0], "a_1": 1.0}, *GOOD[1:]), r"a_1/observation failed: expected float32 \(2,\), got"),
     ((GOOD[0], {"a_0": 1.0, "a_1": "x"}, *GOOD[2:]), "expected one number as the reward of a_1"),
-    ((*GOOD[:2], {"a_0": 0, "a_1": False}, *GOOD[3:]), "expected a bool as `terminations"),
+    ((*GOOD[:2], {"a_0": 2, "a_1": False}, *GOOD[3:]), "expected a bool as `terminations"),
 ]
 
 
@@ -458,6 +458,15 @@ def test_a_step_that_breaks_the_api_is_refused(answer, message):
     adapter = _after_reset(answer)
     with pytest.raises(SpecError, match=message):
         adapter.step([np.zeros(2, np.int64)])
+
+
+@pytest.mark.parametrize("number", [int, float, np.int64, np.array])
+def test_flags_may_be_numbers(number):
+    flags = {"a_0": number(0), "a_1": number(1)}
+    adapter = _after_reset((*GOOD[:2], flags, {"a_0": number(0), "a_1": number(0)}, GOOD[4]))
+    adapter.step([np.zeros(2, np.int64)])
+    done, terminated, truncated = (value[:, 0].tolist() for value in adapter.done_values()[:3])
+    assert (done, terminated, truncated) == ([False, True], [False, True], [False, False])
 
 
 def test_an_agent_that_acts_but_was_never_named_is_refused():

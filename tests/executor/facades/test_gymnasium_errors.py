@@ -131,6 +131,36 @@ def test_gymnasiums_own_report_of_what_envs_raised():
     envs.close()
 
 
+class Flagging(gymnasium.Env):
+    """Returns its action's flag as `terminated`, and as `truncated` the first one."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(8)
+    flags = (0, 1, np.int8(1), 0.0, np.array(1), np.array([1]), 2, None)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, self.flags[action], self.flags[0], {}
+
+
+@quiet
+def test_flags_may_be_numbers(make):
+    envs, theirs = make(Flagging), gymnasium.vector.SyncVectorEnv([Flagging] * 3)
+    for actions in (np.arange(3), np.arange(3, 6)):
+        envs.reset()
+        theirs.reset()
+        ours, expected = envs.step(actions), theirs.step(actions)
+        assert ours[2].tolist() == expected[2].tolist()
+        assert ours[3].tolist() == expected[3].tolist()
+    for wrong in (6, 7):
+        envs.reset()
+        with pytest.raises(EnvError, match="expected a bool as `terminated`"):
+            envs.step(np.full(3, wrong))
+    theirs.close()
+
+
 def test_calls_out_of_order():
     envs = AsyncVectorEnv([Failing] * 3, num_workers=2)
     for name in ("reset", "step", "call"):

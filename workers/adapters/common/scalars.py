@@ -33,18 +33,23 @@ def as_float(value: Any, name: str, fix: str = "Fix the env.") -> float:
 
 
 def as_flag(value: Any, name: str) -> bool:
-    """Return a bool, a numpy bool, or an array (also a tensor) of exactly one bool as a python bool.
+    """Return a flag as a python bool: a bool, or a number that is 0 or 1, also in an array (or tensor) of exactly one.
 
     Raises:
-        SpecError: anything else, including 0, 1 and None.
+        SpecError: anything else, including None, text and other numbers.
     """
     if value.__class__ is np.bool_ or value.__class__ is bool:
         return bool(value)
     array = _as_array(value)
-    if array is None or array.size != 1 or array.dtype.kind != "b":
+    if array is None or array.size != 1 or not are_flags(array):
         got = _describe(value, array)
         raise SpecError(f"step failed: expected a bool as `{name}`, got {got}. Return bool(...) from the env.")
     return bool(array.reshape(()))
+
+
+def are_flags(array: np.ndarray) -> bool:
+    """Return whether all items of an array are bools, or numbers that are 0 or 1."""
+    return array.dtype.kind == "b" or (array.dtype.kind in "iuf" and bool(np.isin(array, (0, 1)).all()))
 
 
 def _as_array(value: Any) -> np.ndarray | None:

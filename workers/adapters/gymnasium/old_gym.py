@@ -81,12 +81,12 @@ class OldGymEnv(gymnasium.Env[Any, Any]):
         count = len(result) if isinstance(result, (tuple, list)) else 0
         if count == 5:
             observation, reward, terminated, truncated, info = result
-            return observation, reward, _as_bool(terminated), _as_bool(truncated), info
+            return observation, reward, as_flag(terminated, "terminated"), as_flag(truncated, "truncated"), info
         if count != 4:
             got = f"{count} values" if count else type(result).__name__
             raise SpecError(f"step failed: expected (observation, reward, done, info), got {got}. Fix the env.")
         observation, reward, done, info = result
-        has_ended = _as_bool(done)
+        has_ended = as_flag(done, "done")
         truncated = has_ended and self._is_cut(info)
         return observation, reward, has_ended and not truncated, truncated, info
 
@@ -152,10 +152,6 @@ _CONVERTERS: dict[str, Callable[[Any, str], spaces.Space[Any]]] = {
     "Dict": lambda space, where: spaces.Dict([(k, as_gymnasium(s, where)) for k, s in space.spaces.items()]),
     "Tuple": lambda space, where: spaces.Tuple(tuple(as_gymnasium(s, where) for s in space.spaces)),
 }
-
-
-def _as_bool(value: Any) -> bool:
-    return bool(value) if isinstance(value, (bool, int, np.bool_, np.integer)) else as_flag(value, "done")
 
 
 def _reset_arguments(env: Any) -> frozenset[str]:

@@ -38,6 +38,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
+from envherd.workers.adapters.common.scalars import are_flags
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
 from envherd.workers.adapters.gymnasium import rows as gymnasium_rows
 from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
@@ -253,12 +254,12 @@ class GymnasiumVectorAdapter(Adapter):
 
     def _flags(self, value: Any, name: str) -> np.ndarray:
         flags = np.asarray(value)
-        if flags.dtype != np.bool_ or flags.shape != (self.num_rows,):
+        if flags.shape != (self.num_rows,) or not are_flags(flags):
             raise SpecError(
                 f"step failed: expected bool ({self.num_rows},) as {name}, got {flags.dtype} {flags.shape}. Fix the "
                 f"vector env."
             )
-        return flags.copy()
+        return flags.astype(bool)
 
     def render(self) -> Any:
         """Return what the rows draw, side by side in a square, uint8 `[H, W, 3]`, or None if they draw no arrays."""

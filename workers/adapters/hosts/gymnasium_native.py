@@ -188,9 +188,9 @@ class NativeAdapter(Adapter):
         if reward.__class__ is not float:
             reward = as_float(reward, "reward")
         if terminated.__class__ is not bool:
-            terminated = _as_bool(terminated, "terminated")
+            terminated = as_flag(terminated, "terminated")
         if truncated.__class__ is not bool:
-            truncated = _as_bool(truncated, "truncated")
+            truncated = as_flag(truncated, "truncated")
         if env.keeps_final and (terminated or truncated) and not self._is_row(observation):
             self.info = {**self.info, FINAL_OBSERVATION: observation}
         return self._flattened(observation), [reward], terminated, truncated
@@ -207,10 +207,6 @@ class NativeAdapter(Adapter):
         values: list[Any] = []
         self._flatten(observation, values)
         return values
-
-
-def _as_bool(value: Any, name: str) -> bool:
-    return bool(value) if isinstance(value, (int, np.bool_, np.integer)) else as_flag(value, name)
 
 
 def flattener(space: Space) -> Callable[[Any, list[Any]], None]:
