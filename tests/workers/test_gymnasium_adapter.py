@@ -247,12 +247,13 @@ def test_several_rewards_without_a_reward_space_are_refused_with_how_to_say_it()
     assert stored(adapter.spec.reward, adapter.step([0])[1])["reward",].tolist() == [0.5, 2.0]
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [True, False, np.True_, np.False_, np.array([True]).reshape(()), np.array([False]), 0, 1, np.int8(1), 1.0, -0.0]
-    + [np.uint8(0), np.float32(1), np.array(1), np.array([0]), np.array([[1.0]]), torch.tensor(1), torch.tensor([False])],
-    ids=repr,
-)
+BOOLS = [True, False, np.True_, np.False_, np.array([True]).reshape(()), np.array([False]), torch.tensor([False])]
+NUMBERS = [0, 1, 1.0, -0.0, np.int8(1), np.uint8(0), np.float32(1), np.array(1), np.array([[1.0]]), torch.tensor(1)]
+NO_FLAGS = [None, 2, -1, 0.5, float("nan"), 1j, np.int8(2), "False", "", {}]
+NO_FLAGS += [np.array([True, False]), np.array([1, 0]), np.array([])]
+
+
+@pytest.mark.parametrize("flag", BOOLS + NUMBERS, ids=repr)
 @pytest.mark.parametrize("name", ["terminated", "truncated"])
 def test_flags_become_bools(name, flag):
     flags = dict(zip(("terminated", "truncated"), scripted(**{name: flag}).step([0])[2:], strict=True))
@@ -260,7 +261,7 @@ def test_flags_become_bools(name, flag):
     assert list(flags.values()) == [False]
 
 
-@pytest.mark.parametrize("flag", [None, 2, -1, "False", "", 0.5, float("nan"), np.array([True, False]), np.array([1, 0]), np.array([]), np.int8(2), 1j, {}])
+@pytest.mark.parametrize("flag", NO_FLAGS, ids=repr)
 @pytest.mark.parametrize("name", ["terminated", "truncated"])
 def test_refuses_what_is_no_flag(name, flag):
     with pytest.raises(SpecError, match=f"expected a bool as `{name}`"):

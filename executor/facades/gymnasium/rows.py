@@ -137,9 +137,10 @@ class Observations:
 
     def last_of(self, env_id: int, column: int) -> Any:
         """Return a copy of the observation of one env's latest step, not batched."""
+        columns = zip(self._columns, self._tails, strict=False)  # PettingZoo's rows have further columns
         leaves = [
             loads(self._side.next[env_id][index]) if leaf is None else leaf.after.look(column)[env_id, *tail].copy()
-            for index, (leaf, tail) in enumerate(zip(self._columns, self._tails, strict=False))  # agents have columns more
+            for index, (leaf, tail) in enumerate(columns)
         ]
         return self._join(iter(leaves))
 

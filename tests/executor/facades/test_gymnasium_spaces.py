@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict
 
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.spaces import Box
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Tuple
 from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces
@@ -42,6 +43,50 @@ def test_values_of_every_space_go_there_and_back(facade, name):
         actions = envs.action_space.sample()
         observations = envs.step(actions)[0]
         assert data_equivalence(observations, theirs.step(actions)[0], exact=True)
+    envs.close()
+    theirs.close()
+
+
+def order(value):
+    """Return the keys of nested dicts, in their order."""
+    if isinstance(value, dict):
+        return [(key, order(inner)) for key, inner in value.items()]
+    return [order(inner) for inner in value] if isinstance(value, tuple) else None
+
+
+class Ordered(gymnasium.Env):
+    """Dicts whose keys are not sorted; keeps the order of those of its action."""
+
+    _inner = Dict(OrderedDict([("y", Box(-1, 1, ())), ("c", Discrete(2))]))
+    observation_space = action_space = Dict(
+        OrderedDict([("z", Tuple((_inner, Discrete(3), Tuple((_inner,))))), ("a", _inner), ("m", MultiBinary(2))])
+    )
+    seen = None
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.seen = order(action)
+        return self.observation_space.sample(), 0.0, True, False, {}
+
+
+def reordered(value):
+    if isinstance(value, dict):
+        return {key: reordered(value[key]) for key in reversed(list(value))}
+    return tuple(map(reordered, value)) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("change", [lambda value: value, reordered], ids=["as sampled", "reversed"])
+def test_keys_have_gymnasiums_order(facade, change):
+    envs, theirs = (make([Ordered] * 2, autoreset_mode="SameStep") for make in (facade, gymnasium.vector.SyncVectorEnv))
+    assert order(envs.reset()[0]) == order(theirs.reset()[0])
+    actions = change(theirs.action_space.sample())
+    ours, expected = envs.step(actions), theirs.step(actions)
+    assert envs.get_attr("seen") == theirs.get_attr("seen")
+    assert order(ours[0]) == order(expected[0])
+    assert order(ours[4]["final_obs"][0]) == order(expected[4]["final_obs"][0])
     envs.close()
     theirs.close()
 

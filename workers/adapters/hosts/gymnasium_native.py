@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 
 from envherd.shm.specs import EnvSpec, Key, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
@@ -153,7 +154,7 @@ class NativeAdapter(Adapter):
         self._flatten = flattener(observation_space)
         actions = leaf_specs(action_space, "action")
         self._has_rows = not any(leaf.is_side for leaf in actions)
-        self._build = builder(action_space)
+        self._build = builder(action_space, batch_space(action_space, 1)) if self._has_rows else next
         self._is_bare_action = isinstance(action_space, FIXED)
         self.spec = EnvSpec(
             observation=leaf_specs(observation_space, "observation"),
@@ -228,13 +229,28 @@ def flattener(space: Space) -> Callable[[Any, list[Any]], None]:
     return flatten
 
 
-def builder(space: Space) -> Callable[[Any], Any]:
-    """Return the function that makes an action from an iterator over its leaves."""
+def builder(space: Space, batched: Space | None = None) -> Callable[[Any], Any]:
+    """Return the function that makes an action from an iterator over its leaves.
+
+    Args:
+        space: of the action; the leaves are in its order.
+        batched: of a batch of actions: Gymnasium passes the env dicts whose keys are in its order. None for `space`.
+    """
     if isinstance(space, spaces.Dict):
-        named = {key: builder(sub) for key, sub in space.spaces.items()}
-        return lambda values: {key: part(values) for key, part in named.items()}
+        order = space.spaces if batched is None else batched.spaces  # type: ignore[attr-defined]  # a Dict too
+        named = {key: builder(sub, None if batched is None else order[key]) for key, sub in space.spaces.items()}
+        if list(order) == list(named):
+            return lambda values: {key: part(values) for key, part in named.items()}
+        keys = list(order)
+
+        def build(values: Any) -> dict[Any, Any]:
+            made = {key: part(values) for key, part in named.items()}
+            return {key: made[key] for key in keys}
+
+        return build
     if isinstance(space, spaces.Tuple):
-        parts = [builder(sub) for sub in space.spaces]
+        batches = [None] * len(space.spaces) if batched is None else batched.spaces  # type: ignore[attr-defined]
+        parts = [builder(sub, own) for sub, own in zip(space.spaces, batches, strict=True)]
         return lambda values: tuple(part(values) for part in parts)
     return next
 
