@@ -15,10 +15,18 @@ from envherd.workers.errors import EnvError, EnvherdError, FactoryError, RemoteT
 _kinds: dict[tuple[type[EnvherdError], type[Exception]], type[EnvherdError] | None] = {}
 
 
-def as_raised(error: EnvherdError) -> EnvherdError:
-    """Return an error that is also an instance of the exception type of the env or factory, or the error itself."""
+def as_raised(error: EnvherdError, call: str = "") -> EnvherdError:
+    """Return an error that is also an instance of the exception type of the env or factory, or the error itself.
+
+    Args:
+        error: of the executor.
+        call: the host's name of what failed, for an EnvError's message; "" for the executor's.
+    """
     if not isinstance(error, (EnvError, FactoryError)):
         return error
+    if call:
+        error.message = call + error.message.removeprefix(error.context.get("phase", ""))
+        error.args = (error.message,)
     cause = error.__cause__
     if isinstance(cause, Exception) and not isinstance(cause, RemoteTraceback):  # raised in this process
         native: type[Exception] | None = type(cause)

@@ -21,7 +21,7 @@ def fitted(values: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of_agent: 
     Raises:
         ActionError: the wrong number of values, or values that an integer or bool dtype cannot hold.
     """
-    array = np.asarray(values)
+    array = as_array(values, of_agent=of_agent)
     if array.dtype == dtype and array.shape == shape:
         return array
     if array.shape[:1] != shape[:1] or array.size != np.prod(shape, dtype=int):
@@ -29,10 +29,25 @@ def fitted(values: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of_agent: 
             f"step failed: expected actions{of_agent} of shape {shape}, got {array.shape}. No env was stepped."
         )
     array = array.reshape(shape)
-    cast = array.astype(dtype)
+    cast = as_array(array, dtype, of_agent)
     if dtype.kind in "iub" and not (cast == array).all():
         wrong = array[cast != array].flat[0]
         raise ActionError(
             f"step failed: expected {dtype} actions{of_agent}, got {array.dtype} {wrong}. No env was stepped."
         )
     return cast
+
+
+def as_array(values: Any, dtype: np.dtype[Any] | None = None, of_agent: str = "") -> np.ndarray:
+    """Return actions as an array, of a dtype if one is passed.
+
+    Raises:
+        ActionError: numpy cannot convert them.
+    """
+    try:
+        return np.asarray(values, dtype)
+    except (TypeError, ValueError) as error:
+        raise ActionError(
+            f"step failed: expected actions{of_agent} that are numbers, got {type(values).__name__} that numpy cannot "
+            f"convert ({error}). No env was stepped."
+        ) from None

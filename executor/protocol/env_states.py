@@ -135,7 +135,10 @@ class EnvStates:
         ops: int64 `[N]`, the `Op` of the command of each env that has one.
         columns: int64 `[N]`, the column that this command names.
         running: the bytes of `values` where all envs are RUNNING.
+        remedy: what the message of a refused step advises; facades name their host's calls.
     """
+
+    remedy = "Reset them with a '_reset' mask, or use step_and_maybe_reset."
 
     def __init__(self, num_envs: int) -> None:
         self.values = np.full(num_envs, _NEEDS_RESET, np.int8)
@@ -178,8 +181,8 @@ class EnvStates:
             raise Busy(f"{call_name()} failed: envs {[*busy]} still owe an answer. recv() them first.", env_ids=busy)
         ended = tuple(refused.tolist())
         raise ResetNeeded(
-            f"step failed: expected running envs, got envs {[*ended]} that have ended or were never reset. Reset them "
-            f"with a '_reset' mask, or use step_and_maybe_reset. No env was stepped.",
+            f"step failed: expected running envs, got envs {[*ended]} that have ended or were never reset. "
+            f"{self.remedy} No env was stepped.",
             env_ids=ended,
         )
 

@@ -23,7 +23,7 @@ import numpy as np
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.deadline import DeadlinePassed
-from envherd.executor.pools.error_messages import Frame, env_error, first_fault
+from envherd.executor.pools.error_messages import env_error, first_fault
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.env_states import EnvStates, Event
@@ -59,7 +59,6 @@ class Flight:
         ended: int64 `[j]`, ascending: envs whose episodes ended with their step; None for none.
         was_reset: int64 `[j]`, envs that were reset; None for none.
         dead: int64 `[j]`, envs that raised or were lost.
-        faults: env id -> its fault.
     """
 
     resets: np.ndarray | None = None
@@ -69,7 +68,6 @@ class Flight:
     ended: np.ndarray | None = None
     was_reset: np.ndarray | None = None
     dead = _NOBODY
-    faults: Mapping[int, Frame] = {}  # never changed
 
     def __init__(self, flights: Flights, op: Op, ids: np.ndarray | None, at: Any) -> None:
         self._flights = flights
@@ -385,7 +383,6 @@ class Flights:
         self.side.note_infos(outcome.infos, ids.tolist())
         self._forget_interrupted(flight)
         self.num_errors += len(outcome.faults)
-        flight.faults = outcome.faults
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
         for env_id in [*own[is_stepped[own]].tolist(), *failed]:
             positions.cut_off(env_id, int(self.states.columns[env_id]))

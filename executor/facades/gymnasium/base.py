@@ -81,7 +81,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         first, engine = descriptions[0], self.executor.engine
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
-        spaces = batch(type(self).__name__, descriptions, self.observation_mode)
+        spaces = batch(self._name, descriptions, self.observation_mode)
         self.single_observation_space, self.observation_space, self.single_action_space, self.action_space = spaces
         self._engine = engine
         self._guard = engine.guard
@@ -89,6 +89,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._observations = Observations(engine, first.observation_space, is_copy=self.copy)
         self._episodes = EpisodeColumns.of(engine.pool.slab, self._num_returns())
         self._flight: Flight | None = None
+        engine.states.remedy = "Call reset(), or reset(options={'reset_mask': mask}) for these envs alone."
         engine.allow_steps()  # in Gymnasium the env decides whether it may be stepped before a reset
         group = engine.pool.slab.groups[0].columns
         self._rewards, self._terminations, self._truncations = (
@@ -98,6 +99,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
         self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
         self._resetting = engine.all_ids  # the envs that are being reset
+
+    @property
+    def _name(self) -> str:
+        """The name of the class that the user has built, for messages."""
+        return type(self).__name__
 
     def _num_returns(self) -> int:
         """Return the number of returns of an episode: one, or one per agent."""
@@ -124,10 +130,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def render(self) -> tuple[Any, ...]:
         """Return the result of each env's `render`."""
         return self.call("render")
-
-    def _fail(self, error: EnvherdError) -> EnvherdError:
-        """Return the exception to raise for one of our errors."""
-        return as_gymnasium(error)
 
     @property
     def _landing(self) -> Flight:
@@ -161,7 +163,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
                 extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
                 self._flight = self._engine.flights.begin(Op.RESET, env_ids, extras=extras, is_parked=True)
         except EnvherdError as error:
-            raise self._fail(error) from error.__cause__
+            raise as_gymnasium(error) from error.__cause__
         self._resetting = env_ids
 
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
@@ -169,7 +171,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             with self._guard:
                 self._landing.land(timeout)
         except EnvherdError as error:
-            raise self._fail(error) from error.__cause__
+            raise as_gymnasium(error) from error.__cause__
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
         given = self._engine.side.infos["root"]
@@ -188,7 +190,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
                     self._step_op, resets=ended, write_inputs=partial(self._actions.take, actions), is_parked=True
                 )
         except EnvherdError as error:
-            raise self._fail(error) from error.__cause__
+            raise as_gymnasium(error) from error.__cause__
 
     def _finish_step(self, timeout: float | None) -> StepResult:
         flight, was_reset = self._landing, self._ended
@@ -197,7 +199,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
                 flight.land(timeout)
         except EnvherdError as error:
             self._note_failed_step()
-            raise self._fail(error) from error.__cause__
+            raise as_gymnasium(error) from error.__cause__
         except BaseException:
             self._ended = None  # the caller must reset all of them
             raise

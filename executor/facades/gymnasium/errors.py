@@ -12,6 +12,6 @@ class CallTimeout(multiprocessing.TimeoutError, TimeoutError):
     """A `..._wait(timeout=...)` ran out of time; Gymnasium raises the first of the two bases."""
 
 
-def as_gymnasium(error: EnvherdError) -> EnvherdError:
-    """Return an error that is also an instance of Gymnasium's type, or the error itself."""
-    return twin(error, AssertionError) if isinstance(error, ResetNeeded) else as_raised(error)
+def as_gymnasium(error: EnvherdError, call: str = "") -> EnvherdError:
+    """Return an error that is also an instance of Gymnasium's type, or the error itself; `call` as of `as_raised`."""
+    return twin(error, AssertionError) if isinstance(error, ResetNeeded) else as_raised(error, call)

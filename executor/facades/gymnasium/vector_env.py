@@ -108,6 +108,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         self.max_concurrency = _checked_limit(max_concurrency)
         self._state = AsyncState.DEFAULT
         self._question: dict[int, Any] = {}
+        self._called = ""
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
         factories = {id(env_fn): self._factory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns}
         if self.max_concurrency is not None:
@@ -143,7 +144,7 @@ class AsyncVectorEnv(HostedVectorEnv):
 
     def _assert_is_running(self) -> None:
         if self.closed:
-            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+            raise ClosedEnvironmentError(f"Trying to operate on `{self._name}`, after a call to `close()`.")
 
     def _begin(self, name: str) -> None:
         """Refuse to begin a call while another is pending."""
@@ -161,17 +162,6 @@ class AsyncVectorEnv(HostedVectorEnv):
             name = awaited.value
             raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
         self._state = AsyncState.DEFAULT
-
-    def _fail(self, error: EnvherdError) -> EnvherdError:
-        """Report envs' exceptions as Gymnasium does; unlike there, an env that raised can be reset and used again."""
-        is_of_flight = self._flight is not None and error.context.get("phase") in ("reset", "step")
-        faults = self._landing.faults if is_of_flight else {}
-        for env_id, fault in sorted(faults.items()):
-            _log(f"Received the following error from Worker-{env_id} - Shutting it down")
-            _log(fault["traceback"])
-        if faults:
-            _log("Raising the last exception back to the main process.")
-        return as_gymnasium(error)
 
     # ---- reset and step ----------------------------------------------------------------------
 
@@ -239,8 +229,9 @@ class AsyncVectorEnv(HostedVectorEnv):
             with self._guard:
                 ids = list(range(self.num_envs))
                 self._question = self._pool.question("call", ids, name="ask", args=(name, args, kwargs))
+                self._called = name
         except EnvherdError as error:
-            raise self._fail(error) from error.__cause__
+            raise as_gymnasium(error) from error.__cause__
         self._state = AsyncState.WAITING_CALL
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
@@ -255,7 +246,7 @@ class AsyncVectorEnv(HostedVectorEnv):
                     time.sleep(_LOOK_S)
                 answers = pool.answers(self._question, "call")
         except EnvherdError as error:
-            raise self._fail(error) from error.__cause__
+            raise as_gymnasium(error, f"call {self._called}") from error.__cause__
         return tuple(loads(answers[env_id]["plain"]) for env_id in range(self.num_envs))
 
     def set_attr(self, name: str, values: Any) -> None:
@@ -272,7 +263,7 @@ class AsyncVectorEnv(HostedVectorEnv):
                 ids = list(range(self.num_envs))
                 self._engine.ask("each", ids, name="assign", args=tuple((name, value) for value in given))
         except EnvherdError as error:
-            raise self._fail(error) from error.__cause__
+            raise as_gymnasium(error, f"set_attr {name}") from error.__cause__
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:  # noqa: FBT001, FBT002
         """Close the envs and end the workers, within `timeout` seconds (default: of the options) and then by force.
@@ -368,8 +359,8 @@ class _KeepingFactory(NativeFactory):
 
     def __call__(self) -> Adapter:
         adapter = super().__call__()
-        assert isinstance(adapter, NativeAdapter)
-        self._built.append(adapter.env.env)
+        if isinstance(adapter, NativeAdapter):
+            self._built.append(adapter.env.env)
         return adapter
 
 
@@ -428,7 +419,3 @@ def _one_each(values: Any, num_envs: int) -> list[Any]:
             f"Got `{len(values)}` values for {num_envs} environments."
         )
     return list(values)
-
-
-def _log(text: str) -> None:
-    logger.error(text.replace("%", "%%"))

@@ -20,14 +20,13 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.fitting import fitted
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
-from envherd.executor.facades.gymnasium.errors import as_gymnasium
 from envherd.executor.facades.gymnasium.spaces import Description
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.workers.adapters.hosts.gymnasium_native import Space
 from envherd.workers.adapters.hosts.pettingzoo_native import ACTIVE, AGENTS, REWARD, ParallelFactory
-from envherd.workers.errors import ActionError, EnvherdError
+from envherd.workers.errors import ActionError
 
 ByAgent = dict[Any, Any]
 
@@ -36,6 +35,7 @@ class AgentDictEnv(AsyncVectorEnv):
     """Gymnasium's vector env over spaces that are dicts by agent; rewards and flags are `[N, A]`."""
 
     _factory = ParallelFactory
+    _name = "ParallelVectorEnv"
 
     def _take_spaces(self, descriptions: list[Description]) -> None:
         super()._take_spaces(descriptions)
@@ -47,9 +47,6 @@ class AgentDictEnv(AsyncVectorEnv):
 
     def _num_returns(self) -> int:
         return int(self.executor.engine.pool.slab.groups[0].columns["next", *REWARD].shape[-1])
-
-    def _fail(self, error: EnvherdError) -> EnvherdError:
-        return as_gymnasium(error)
 
     def active(self) -> np.ndarray:
         """Return which agents act in the next step, bool `[N, A]`, a copy."""
@@ -222,6 +219,10 @@ class ParallelVectorEnv:
 
     def _complete(self, actions: Mapping[Any, Any]) -> ByAgent:
         """Return an action of every agent; those of absent agents are zeros."""
+        if not isinstance(actions, Mapping):
+            raise ActionError(
+                f"step failed: expected a dict of actions by agent, got {type(actions).__name__}. No env was stepped."
+            )
         complete = {}
         for agent in self.possible_agents:
             space = self._actions[agent]

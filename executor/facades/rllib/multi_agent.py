@@ -20,7 +20,6 @@ from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import LatestColumn
-from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.gymnasium.spaces import Description
 from envherd.executor.facades.pettingzoo.vector_env import AgentDictEnv
 from envherd.executor.options import ExecutorOptions
@@ -44,7 +43,6 @@ class _RowsEnv(AgentDictEnv):
     """PettingZoo's rows, with a record of the entries of the envs' own dicts."""
 
     _factory = MultiAgentFactory
-    _fail = AsyncVectorEnv._fail  # noqa: SLF001  # of the class that `AgentDictEnv` is
 
     def _take_spaces(self, descriptions: list[Description]) -> None:
         super()._take_spaces(descriptions)

@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 
 from envherd.executor.facades.columns import Column
-from envherd.executor.facades.fitting import fitted
+from envherd.executor.facades.fitting import as_array, fitted
 from envherd.executor.facades.sb3.spaces import observed_leaves
 from envherd.shm.slab import Slab
 from envherd.shm.specs import Discrete, LeafSpec, MultiDiscrete
@@ -100,8 +100,10 @@ class Writer:
         """Return the values of one leaf, one row per env."""
         target, start = self._targets[index][0][1], self._starts[index]
         rest = target.shape[1:] if self._num_agents == 1 else target.shape[2:]
-        array = np.asarray(values) if start is None else np.asarray(values) - start
-        return fitted(array, (self._num_rows, *rest), target.dtype).reshape(-1, *target.shape[1:])
+        array = as_array(values)
+        return fitted(array if start is None else array - start, (self._num_rows, *rest), target.dtype).reshape(
+            -1, *target.shape[1:]
+        )
 
 
 def _start(leaf: LeafSpec) -> np.ndarray | None:

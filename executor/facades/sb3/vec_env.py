@@ -53,6 +53,8 @@ from envherd.workers.protocol import Op
 EnvFn = Callable[[], Any]
 #: The method that sb3-contrib looks for.
 _ACTION_MASKS = "action_masks"
+#: SB3's methods that ask the envs, by what the executor asks.
+_CALLS = {"get": "get_attr", "set": "set_attr", "has": "has_attr", "call": "env_method"}
 Indices = None | int | Iterable[int]
 Info = dict[str, Any]
 
@@ -82,6 +84,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._was_reset = False
         self._engine = executor.engine
         self._guard = self._engine.guard
+        self._engine.states.remedy = "Call reset()."
         self._positions = self._engine.positions
         self.num_agents = num_agents(executor.spec)
         self._is_gymnasium = executor.spec.family == "gymnasium"
@@ -117,10 +120,13 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         if self.waiting:
             self._drop_step()
         seeds, options = self._seeds[:: self.num_agents], self._options[:: self.num_agents]
-        if any(seed is not None for seed in seeds) or any(options):
-            self.executor.reset(seed=seeds, list_of_kwargs=[{"options": one} if one else {} for one in options])
-        else:
-            self.executor.reset()
+        try:
+            if any(seed is not None for seed in seeds) or any(options):
+                self.executor.reset(seed=seeds, list_of_kwargs=[{"options": one} if one else {} for one in options])
+            else:
+                self.executor.reset()
+        except EnvError as error:
+            self._raise_for_env(error)
         self._was_reset = True
         self._reset_seeds()
         self._reset_options()
@@ -318,7 +324,11 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
 
     def _rows_of(self, indices: Indices) -> list[int]:
         every = range(self.num_envs)
-        return [every[int(i)] for i in self._get_indices(int(indices) if isinstance(indices, np.integer) else indices)]
+        rows = [int(i) for i in self._get_indices(int(indices) if isinstance(indices, np.integer) else indices)]
+        outside = next((i for i in rows if not -self.num_envs <= i < self.num_envs), None)
+        if outside is not None:
+            raise IndexError(f"{call_name()} failed: expected indices below {self.num_envs}, got {outside}.")
+        return [every[i] for i in rows]
 
     def _env_ids(self, indices: Indices) -> list[int]:
         return list(dict.fromkeys(row // self.num_agents for row in self._rows_of(indices)))
@@ -338,7 +348,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         try:
             return self.executor.ask(what, env_ids, **question)
         except EnvError as error:
-            raise as_raised(error) from error.__cause__
+            call = f"{_CALLS[what]} {question['name']}".strip() if what in _CALLS else what
+            raise as_raised(error, call) from error.__cause__
 
 
 class SubprocVecEnv(ExecutorVecEnv):
@@ -428,7 +439,10 @@ class DummyVecEnv(ExecutorVecEnv):
         return {i: dict(one.info) for i, one in enumerate(self._adapters)}
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:
-        own = self._adapters[error.env_ids[0]].error if self._adapters else None
+        if not self._adapters:
+            super()._raise_for_env(error)
+        adapter = self._adapters[error.env_ids[0]]
+        own, adapter.error = adapter.error, None  # a later error may not be the env's: of what it returned
         if own is None:
             super()._raise_for_env(error)
         raise own

@@ -92,6 +92,7 @@ class ProcessCrew:
             self._finalizer = weakref.finalize(self, self.executor.close)
             self._engine = self.executor.engine
             self.pool = self._engine.pool
+        self._engine.allow_steps()  # in TorchRL the env decides whether it may be stepped before a reset
         specs = self.pool.specs
         self.is_dense = bool(specs[0].metadata["is_dense"]) and all(spec == specs[0] for spec in specs)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 from pettingzoo import ParallelEnv as PettingZooEnv
 
@@ -343,6 +344,23 @@ class Numbered(PettingZooEnv):
 
     def infos(self):
         return {0: {"own": self.count}, 1: {"own": 10 + self.count}, "all": {"clock": self.count}, "weather": 7}
+
+
+def test_errors_name_this_class_and_its_calls():
+    envs = ParallelVectorEnv([Numbered] * 2, num_workers=1, autoreset_mode="Disabled")
+    actions = dict.fromkeys([0, 1], np.zeros(2, np.int64))
+    envs.reset()
+    with pytest.raises(ActionError, match="expected a dict of actions by agent, got ndarray"):
+        envs.step(np.zeros(2))
+    for _ in range(2):
+        envs.step(actions)
+    with pytest.raises(ResetNeeded, match=r"Call reset\(\), or reset\(options={'reset_mask': mask}\)"):
+        envs.step(actions)
+    with pytest.raises(AttributeError, match=r"^call nowhere failed"):
+        envs.call("nowhere")
+    envs.close()
+    with pytest.raises(ClosedEnvironmentError, match=r"`ParallelVectorEnv`"):
+        envs.step(actions)
 
 
 def test_infos_of_agents_and_of_none():

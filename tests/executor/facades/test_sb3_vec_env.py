@@ -224,6 +224,60 @@ def test_a_worker_goes_on_after_its_env_has_raised():
     env.close()
 
 
+@BOTH
+def test_errors_name_sb3s_calls(make):
+    env = make([FailingEnv] * 2)
+    with pytest.raises(RuntimeError, match=r"^step_wait failed: .* Call step_async\(actions\) first"):
+        env.step_wait()
+    env.reset()
+    env.step_async(ZEROS[:2])
+    with pytest.raises(Busy, match=r"^step_async failed: .* Call step_wait\(\) first"):
+        env.step_async(ZEROS[:2])
+    env.step_wait()
+    env.step(ZEROS[:2])
+    with pytest.raises(LookupError):
+        env.step(ZEROS[:2])
+    with pytest.raises(ResetNeeded, match=r"^step failed: .*\[0, 1\].* Call reset\(\)\. No env was stepped\.$"):
+        env.step(ZEROS[:2])
+    env.reset()
+    with pytest.raises(IndexError, match=r"^get_attr failed: expected indices below 2, got 2\.$"):
+        env.get_attr("length", indices=[0, 2])
+    if make is TWO_WORKERS:
+        for call in (lambda: env.get_attr("nowhere"), lambda: env.env_method("nowhere")):
+            with pytest.raises(AttributeError, match=r"^(get_attr|env_method) nowhere failed: the env raised"):
+                call()
+        for actions in ([None, None], ["a", "b"], [[1], [1, 2]]):
+            with pytest.raises(ActionError, match=r"^step failed: expected actions .* No env was stepped\.$"):
+                env.step(actions)
+    env.close()
+
+
+@BOTH
+def test_what_an_env_raises_in_a_reset_is_of_its_type(make):
+    env = make([Refusing] * 2)
+    env.reset()
+    env.set_options({"is_refused": True})
+    with pytest.raises(PermissionError, match="these options"):
+        env.reset()
+    env.set_options()
+    env.reset()
+    with pytest.raises(ValueError, match="writing observation failed"):  # not the earlier exception
+        env.step(ZEROS[:2])
+    env.close()
+
+
+class Refusing(SampledEnv):
+    """Refuses some options; its steps break its space."""
+
+    def reset(self, *, seed=None, options=None):
+        if options:
+            raise PermissionError("these options")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        return np.zeros(7, np.float32), 0.0, False, False, {}
+
+
 def test_one_env_twice_is_refused():
     env = SampledEnv()
     with pytest.raises(ValueError, match="the function to create them returned the same instance"):

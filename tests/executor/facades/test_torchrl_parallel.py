@@ -303,6 +303,19 @@ def test_factories_that_fail_say_why() -> None:
         ParallelEnv(2, dict)
 
 
+def test_a_step_before_the_first_reset_is_the_envs_affair() -> None:
+    row = TensorDict({"action": torch.ones(2, 1, dtype=torch.int8)}, [2])
+    with started(2, own.CountingEnv) as env:
+        assert env.step(row)["next", "observation"].flatten().tolist() == [1, 1]
+
+
+def test_a_string_is_refused_with_an_example_that_is_accepted() -> None:
+    for make in (ParallelEnv, SerialEnv):
+        with pytest.raises(FactoryError, match=r"make_env=lambda: GymEnv\('Pendulum-v1'\)") as caught:
+            make(2, "Pendulum-v1")
+        assert "gymnasium.make" not in str(caught.value)
+
+
 @pytest.mark.full
 def test_constructor_arguments() -> None:
     env = ParallelEnv(1, own.CountingEnv, serial_for_single=True, metadata_from_workers=True, use_buffers=False)

@@ -132,9 +132,12 @@ class NativeFactory:
         self.preload = tuple(modules_of(env_fn))
         self.__qualname__ = describe(env_fn)  # for messages
 
-    def __call__(self) -> Adapter:
-        """Build the env."""
-        return NativeAdapter(NativeEnv(self.env_fn(), keeps_final=self.keeps_final))
+    def __call__(self) -> Any:
+        """Return the env, behind its adapter; anything else as it is, to be refused."""
+        env = self.env_fn()
+        if isinstance(env, type) or not hasattr(env, "step"):
+            return env
+        return NativeAdapter(NativeEnv(env, keeps_final=self.keeps_final))
 
 
 class NativeAdapter(Adapter):
