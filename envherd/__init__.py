@@ -197,7 +197,11 @@ def __getattr__(name: str) -> Any:
     elif name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import difflib
+
+        similar = [] if name.startswith("_") else difflib.get_close_matches(name, __all__, 1)
+        advice = f". Did you mean {similar[0]}?" if similar else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     globals()[name] = value
     return value
 

@@ -528,7 +528,10 @@ class BatchedEnv:
             missing = [i for i in range(self.num_envs) if f"env{i}" not in state]
             is_seeds_alone = kept is not None and "roots" not in kept
             if missing and not (is_seeds_alone and len(missing) == self.num_envs):
-                raise ValueError(f"load_state_dict failed: expected a state of each env, got none of env {missing[0]}.")
+                raise ValueError(
+                    f"load_state_dict failed: expected a state of each env, got none of env {missing[0]} among "
+                    f"{sorted(map(str, state))[:8]}. Pass what state_dict() returned, not a dict that holds it."
+                )
             if kept is not None:
                 self._check_kept(kept, has_roots=not is_seeds_alone)
             engine.states.move(engine.all_ids, Event.IS_BROKEN_OFF)  # in case an exception breaks off the load

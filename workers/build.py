@@ -39,8 +39,12 @@ def describe(factory: Any) -> str:
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else str(name)
 
 
-def check_factory(factory: Any) -> None:
+def check_factory(factory: Any, example: str = "gymnasium.make('CartPole-v1')") -> None:
     """Refuse what is not a factory.
+
+    Args:
+        factory: what the user has passed.
+        example: an expression that builds an env of the kind that the caller takes, for the message.
 
     Raises:
         FactoryError: an env instance (callable or not), or something that cannot be called.
@@ -54,7 +58,7 @@ def check_factory(factory: Any) -> None:
     if not callable(factory):
         raise FactoryError(
             f"make_env failed: expected a callable that builds an env, got {_type_name(factory)}. "
-            f"Pass a function, e.g. make_env=lambda: gymnasium.make('CartPole-v1')."
+            f"Pass a function, e.g. make_env=lambda: {example}."
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
+from envherd.executor.batches.arguments import MASK_ADVICE
 from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
 from envherd.executor.batches.plain_actions import Check, PlainIntake, compile_intake, finite
 from envherd.executor.options import ActionCheck
@@ -21,6 +22,7 @@ from envherd.shm.specs import Binary, Box, Discrete, Key, LeafSpec, MultiDiscret
 from envherd.workers.errors import ActionError
 
 RESET_KEY = "_reset"
+_WHAT_IS_CHECKED = " ExecutorOptions(check_actions=...) chooses what is refused."
 
 #: `(key, rows of a group)` -> values `[k, ...]` of the envs' present roots; None if roots have no such leaf.
 Present = Callable[[Key, np.ndarray | None], np.ndarray | None]
@@ -169,13 +171,14 @@ class GroupIntake:
         num_rows = len(self._env_ids) if rows is None else len(rows)
         value = to_numpy(given)
         if value.shape != (num_rows, *leaf.shape):
-            raise self._refuse(leaf, f"shape {(num_rows, *leaf.shape)}", f"shape {value.shape}")
+            advice = _reshaping(leaf, value.shape[1:]) if value.shape[:1] == (num_rows,) else ""
+            raise self._refuse(leaf, f"shape {(num_rows, *leaf.shape)}", f"shape {value.shape}", advice=advice)
         if value.dtype is not dtype and value.dtype != dtype:
             given, value = value, self._cast(leaf, value)
             if dtype.kind in "iu" and (changed := value != given).any():  # too large: it wrapped around
                 raise self._refuse_first(leaf, given, changed, rows)
         if check is not None and (illegal := check(value)) is not None:
-            raise self._refuse_first(leaf, value, illegal, rows)
+            raise self._refuse_first(leaf, value, illegal, rows, _WHAT_IS_CHECKED)
         return value
 
     def write(self, values: Sequence[np.ndarray], rows: np.ndarray | None) -> None:
@@ -204,19 +207,30 @@ class GroupIntake:
         return value.astype(leaf.dtype)
 
     def _refuse_first(
-        self, leaf: LeafSpec, value: np.ndarray, illegal: np.ndarray, rows: np.ndarray | None
+        self, leaf: LeafSpec, value: np.ndarray, illegal: np.ndarray, rows: np.ndarray | None, advice: str = ""
     ) -> ActionError:
         first = tuple(np.argwhere(illegal)[0].tolist())
         env_id = self._env_ids[first[0] if rows is None else int(rows[first[0]])]
-        return self._refuse(leaf, str(leaf.domain), f"{value[first]} at {first}", env_id)
+        return self._refuse(leaf, str(leaf.domain), f"{value[first]} at {first}", env_id, advice)
 
-    def _refuse(self, leaf: LeafSpec, expected: str, got: str, env_id: int | None = None) -> ActionError:
+    def _refuse(
+        self, leaf: LeafSpec, expected: str, got: str, env_id: int | None = None, advice: str = ""
+    ) -> ActionError:
         where = f"env {env_id}" if env_id is not None else f"envs {self._env_ids[0]}-{self._env_ids[-1]}"
         return ActionError(
-            f"step failed: {'/'.join(leaf.key)} expected {expected}, got {got} ({where}). No env was stepped.",
+            f"step failed: {'/'.join(leaf.key)} expected {expected}, got {got} ({where}). No env was stepped.{advice}",
             env_ids=() if env_id is None else (env_id,),
             key=leaf.key,
         )
+
+
+def _reshaping(leaf: LeafSpec, shape: tuple[int, ...]) -> str:
+    """Return advice for a row of an action of another shape than its leaf's; "" if none is known."""
+    if shape == (*leaf.shape, 1):
+        return " Pass action.squeeze(-1)."
+    if isinstance(leaf.domain, Discrete) and shape == (*leaf.shape, leaf.domain.n):
+        return " It takes the index of a one-hot action: action.argmax(-1)."
+    return ""
 
 
 def _side_values(given: Any) -> list[Any]:
@@ -246,7 +260,7 @@ def reset_mask(td: TensorDictBase | None, batch_shape: tuple[int, ...]) -> np.nd
         if mask.dtype != bool or mask.shape[: len(batch_shape)] != batch_shape:
             raise ValueError(
                 f"reset failed: expected a bool mask of shape {batch_shape} or {(*batch_shape, 1)}, "
-                f"got {mask.dtype} {mask.shape}. Give one bool per env."
+                f"got {mask.dtype} {mask.shape}. {MASK_ADVICE}"
             )
         found |= mask.reshape(*batch_shape, -1).any(-1)
     return found

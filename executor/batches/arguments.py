@@ -12,6 +12,9 @@ _ADVICE = (
     " Put actions into one: env.current().set('action', torch.as_tensor(actions)). For plain arrays use AsyncVectorEnv "
     "of envherd.executor.facades.gymnasium."
 )
+MASK_ADVICE = (
+    "A mask of the envs to reset goes into one: TensorDict({'_reset': mask}, [num_envs]), a bool for each env."
+)
 
 
 def as_count(call: str, name: str, value: Any, *, least: int = 1, or_none: bool = False) -> Any:
@@ -57,9 +60,8 @@ def need_callables(call: str, **functions: Any) -> None:
 def need_batch(call: str, td: Any, name: str = "a batch") -> None:
     """Refuse anything but a TensorDict."""
     if not isinstance(td, TensorDictBase):
-        raise TypeError(
-            f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{_ADVICE if call in _STEPS else ''}"
-        )
+        advice = _ADVICE if call in _STEPS else f" {MASK_ADVICE}" if call == "reset" else ""
+        raise TypeError(f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{advice}")
 
 
 def refuse_unused_root(root: TensorDictBase | None, *, auto_reset: bool) -> None:

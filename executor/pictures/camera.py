@@ -51,7 +51,11 @@ class Camera:
         else:
             seen = self._env.ask("render", env_ids)
         if not self._has_looked and all(frame is None for frame in seen):
-            raise MediaError(f"drawing failed: {self._env.spec.family} envs like these have no picture of themselves.")
+            has_modes = "render_mode" in self._env.spec.metadata
+            advice = " Build them with render_mode='rgb_array'." if has_modes else ""
+            raise MediaError(
+                f"drawing failed: {self._env.spec.family} envs like these have no picture of themselves.{advice}"
+            )
         self._has_looked = True
         return seen if self._agent is None else [frame[self._agent] for frame in seen]
 

@@ -96,7 +96,8 @@ def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_work
     if num_workers is None:
         return min(num_envs, usable_cores())
     if isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1:
-        raise ValueError(f"{name} failed: expected an int of at least 1 or None, got {num_workers!r}.")
+        auto = ", 'auto'" if name == "num_workers" else ""
+        raise ValueError(f"{name} failed: expected an int of at least 1{auto} or None, got {num_workers!r}.")
     return min(num_envs, int(num_workers))
 
 

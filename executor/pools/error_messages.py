@@ -117,18 +117,25 @@ def worker_late(
 def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
     """Return the error for a factory that raised in a worker, or whose env was refused there."""
     is_ours = fault["type_name"] in ("FactoryError", "SpecError")
-    message = (
-        fault["message"] if is_ours else f"make_env failed: the factory raised {fault['type_name']}: {fault['message']}"
-    )
+    message = fault["message"]
+    if not is_ours:
+        message = f"make_env failed: the factory raised {fault['type_name']}: {message}"
     env_id = fault["env_id"]
     return FactoryError(
         f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}{_place()}, "
-        f"phase build).",
+        f"phase build).{lacks_arguments(fault['type_name'], fault['message'])}",
         remote_traceback=fault["traceback"],
         type_name=fault["type_name"],
         type_module=fault["type_module"],
         **_context(worker, (env_id,), "build", env_id),
     )
+
+
+def lacks_arguments(type_name: str, message: str) -> str:
+    """Return advice for a factory that has arguments which nobody passes, by the exception that it raised; else ""."""
+    if type_name != "TypeError" or " missing " not in message or "argument" not in message:
+        return ""
+    return " Factories get no arguments but those of env_kwargs=: pass them there, or bind them with functools.partial."
 
 
 def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:

@@ -6,15 +6,19 @@ import logging
 import re
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
+import envherd
 from envherd import (
+    ActionError,
     AsyncCollector,
     Closed,
     Collector,
+    EnvError,
     ExecutorOptions,
     FactoryError,
     ParallelEnv,
@@ -218,10 +222,86 @@ def test_a_rollout_that_is_cut_short_says_so_each_time(caplog):
 
 
 def test_a_mask_of_a_wrong_shape_is_still_named(env):
-    with pytest.raises(ValueError, match="expected a bool mask"):
+    with pytest.raises(ValueError, match=r"expected a bool mask.*TensorDict\({'_reset': mask}, \[num_envs\]\)"):
         env.reset(TensorDict({"_reset": torch.ones(3, dtype=torch.bool)}, [3]))
+    with pytest.raises(TypeError, match=r"got a torch.Tensor\. .*TensorDict\({'_reset': mask}, \[num_envs\]\)"):
+        env.reset(torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match="ExecutorOptions failed: expected affinity"):
         ParallelEnv(1, CountingEnv, options=ExecutorOptions(affinity=(99_999,)))
+
+
+def test_a_misspelt_name_of_the_package_is_corrected():
+    with pytest.raises(AttributeError, match=r"'ParalelEnv'\. Did you mean ParallelEnv\?$"):
+        envherd.ParalelEnv  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing_like_it'$"):
+        envherd.nothing_like_it  # noqa: B018
+
+
+@pytest.mark.parametrize("make", [SerialEnv, ParallelEnv])
+def test_a_factory_with_arguments_is_told_where_they_come_from(make):
+    def needs_one(index):
+        return CountingEnv(index)
+
+    with pytest.raises(
+        FactoryError, match=r"missing 1 required .*\(env 0, .*get no arguments but those of env_kwargs="
+    ):
+        make(1, needs_one)
+    with pytest.raises(FactoryError, match=r"TypeError: of another kind.*phase build\)\.$"):
+        make(1, raises_type_error)
+
+
+def raises_type_error():
+    raise TypeError("of another kind")
+
+
+def test_numbers_of_workers_include_auto():
+    with pytest.raises(ValueError, match="expected an int of at least 1, 'auto' or None, got 'Auto'"):
+        ParallelEnv(2, CountingEnv, num_workers="Auto")
+
+
+def test_a_policy_device_that_is_not_there_is_named(env):
+    with pytest.raises(ValueError, match="policy_device failed: expected a device of this machine, got 'cuda:99'"):
+        Collector(env, act, frames_per_batch=8, policy_device="cuda:99", close_env=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "advice"), [((2, 2), r"action\.argmax\(-1\)"), ((2, 1), r"action\.squeeze\(-1\)"), ((2, 3), "stepped")]
+)
+def test_actions_of_another_shape_come_with_advice(shape, advice):
+    with SerialEnv(2, Cut) as env:
+        td = env.reset().set("action", torch.zeros(shape, dtype=torch.int64))
+        with pytest.raises(ActionError, match=rf"expected shape \(2,\), got shape .*{advice}\.$"):
+            env.step(td)
+        with pytest.raises(ActionError, match=r"got 7 at \(1,\).*ExecutorOptions\(check_actions=\.\.\.\)"):
+            env.step(td.set("action", torch.tensor([0, 7])))
+
+
+class Cut(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+class Old(Cut):
+    def reset(self):
+        return np.zeros(1, np.float32)
+
+
+def test_an_old_reset_names_the_factory_for_it():
+    with SerialEnv(1, Old) as env, pytest.raises(EnvError, match=r"keyword argument 'seed'.*OldGymFactory"):
+        env.reset()
+
+
+def test_a_checkpoint_in_place_of_the_envs_state_is_named(env):
+    with pytest.raises(
+        ValueError, match=r"none of env 0 among \['env', 'policy'\]\. Pass what state_dict\(\) returned"
+    ):
+        env.load_state_dict({"env": {}, "policy": {}})
 
 
 def test_a_collector_knows_how_many_batches_it_has(env):

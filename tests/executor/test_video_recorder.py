@@ -112,3 +112,14 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
         with pytest.raises(RuntimeError, match="have no picture of themselves"):
             env.rollout(2, callback=VideoRecorder(env, tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+@needs("gymnasium")
+def test_envs_that_could_draw_are_told_how(tmp_path):
+    import gymnasium
+
+    with (
+        SerialEnv(1, lambda: gymnasium.make("CartPole-v1"), seed=0) as env,
+        pytest.raises(RuntimeError, match=r"no picture of themselves\. Build them with render_mode='rgb_array'\.$"),
+    ):
+        env.rollout(2, callback=VideoRecorder(env, tmp_path))

@@ -97,7 +97,7 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
     ) -> None:
         makers = [env_makers] if callable(env_makers) or not isinstance(env_makers, Sequence) else list(env_makers)
         for maker in makers:
-            check_factory(maker)
+            check_factory(maker, "GymEnv('CartPole-v1')")
         for name, value, allowed in (
             ("backend", backend, ("threading", "multiprocessing")),
             ("stack", stack, ("dense", "maybe_dense", "lazy")),

@@ -62,7 +62,7 @@ class BatchedFacade(BatchedData):
 
     def __init__(self, num_workers: int, create_env_fn: MakeEnv | Sequence[MakeEnv], **kwargs: Any) -> None:
         for factory in [create_env_fn] if callable(create_env_fn) else create_env_fn:
-            check_factory(factory)
+            check_factory(factory, "GymEnv('CartPole-v1')")
         self.__dict__["_crew"] = None
         self.__dict__["_shells"] = None
         try:

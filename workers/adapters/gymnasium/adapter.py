@@ -11,6 +11,7 @@ Does not check whether values are inside their space (the writers check shape an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -29,6 +30,8 @@ _OLD_API = (
     "This is the API of gym before 0.26. Say so with "
     "make_env=envherd.workers.adapters.OldGymFactory(make_env), or return {new}."
 )
+
+_LACKS_ARGUMENT = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
 
 _SEVERAL_REWARDS = (
     "Fix the env; or, if it gives several (for objectives, or agents), say how many where it is built: "
@@ -92,7 +95,14 @@ class GymnasiumAdapter(Adapter):
             TypeError: a keyword other than `options`.
             SpecError: the env returned anything but `(observation, info)`.
         """
-        result = self.env.reset(seed=seed, options=own_options(options, "gymnasium env"))
+        own = own_options(options, "gymnasium env")
+        try:
+            result = self.env.reset(seed=seed, options=own)
+        except TypeError as error:
+            if not _LACKS_ARGUMENT.search(str(error)):
+                raise
+            old = _OLD_API.format(new="(observation, info) from reset(seed=None, options=None)")
+            raise SpecError(f"reset failed: expected reset(seed=..., options=...), got {error}. {old}") from error
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
             raise SpecError(
                 f"reset failed: expected (observation, info dict), got {_outline(result)}. "
