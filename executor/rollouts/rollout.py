@@ -89,14 +89,10 @@ class RolloutRunner:
         engine = self._engine
         _check(max_steps, policy, callback, (auto_reset, break_when_any_done, set_truncated))
         need_state("rollout", "primer", primer, engine.num_envs)
-        for name, batch in (("tensordict", tensordict), ("out", out)):
-            if batch is not None:
-                need_batch("rollout", batch, name)
+        need_state("rollout", "tensordict", tensordict, engine.num_envs)
         is_asked, break_when_any_done = break_when_any_done is not None, break_when_any_done in (None, True)
         max_steps = as_count("rollout", "max_steps", max_steps)
         refuse_unused_root(tensordict, auto_reset=auto_reset)
-        if tensordict is not None and tuple(tensordict.batch_size[:1]) != (engine.num_envs,):
-            raise ValueError(f"rollout failed: expected a root of {engine.num_envs} envs, got {tensordict.batch_size}.")
         if out is not None:
             self._check_out(out, max_steps)
         if primer is not None and (own := [key for key in leaf_keys(primer) if key in engine.known]):
@@ -144,6 +140,7 @@ class RolloutRunner:
 
     def _check_out(self, out: TensorDictBase, max_steps: int) -> None:
         """Refuse an `out` that does not fit the rollouts of these envs."""
+        need_batch("rollout", out, "out")
         shape, own = tuple(out.batch_size), tuple(self._engine.batch_size)
         if len(shape) < 2 or (shape[0], *shape[2:]) != own or not shape[1]:
             expected = ", ".join(map(str, (own[0], "T", *own[1:])))

@@ -260,7 +260,7 @@ def test_numbers_of_workers_include_auto():
 
 
 def test_a_policy_device_that_is_not_there_is_named(env):
-    with pytest.raises(ValueError, match="policy_device failed: expected a device of this machine, got 'cuda:99'"):
+    with pytest.raises(ValueError, match="expected policy_device as a device of this machine, got 'cuda:99'"):
         Collector(env, act, frames_per_batch=8, policy_device="cuda:99", close_env=False)
 
 
