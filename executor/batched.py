@@ -406,8 +406,7 @@ class BatchedEnv:
         """Return the current root batch `[k]` of envs, with their `env_ids`, to act on next.
 
         The policy and the callback of a rollout may also call it. Own memory, which it may share with the `next` of the
-        batch that was received last (as `step_mdp` does). It does not show torch's writes to that `next`; it may show
-        numpy's.
+        batch that was received last (as `step_mdp` does). It may show writes to that `next` by numpy, but not by torch.
         """
         fast = self._fast_exchange
         if fast is not None and (root := fast.current(env_ids)) is not None:

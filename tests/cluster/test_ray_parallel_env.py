@@ -156,6 +156,19 @@ def test_remote_rollouts_are_those_of_one_machine(pair):
             policy.shift += 1
 
 
+def test_the_reset_after_a_step_does_not_overwrite_the_root_from_a_remote_rollout(shared_env):
+    shared_env.set_seed(5)
+    shared_env.rollout(1)
+    for _ in range(3):
+        shared_env.remote_rollouts().rollout(1)
+        root = shared_env.reset(TensorDict({"_reset": shared_env.current()["done"]}, [N]))
+        for _ in range(4):  # to the ends of episodes
+            shared_env.send(shared_env.rand_action(root))
+            td = shared_env.recv(env_ids=list(range(N)))
+            assert torch.equal(td["observation"], root["observation"])
+            root = shared_env.current()
+
+
 def test_a_collector_takes_both(pair):
     remote, local = pair
     policy = Counter()
