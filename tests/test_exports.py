@@ -18,7 +18,9 @@ from setuptools import find_packages
 
 import envherd
 import envherd.executor
+from envherd.executor.facades import needing
 from envherd.workers import errors
+from tests.extras import PACKAGES, needs
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -101,8 +103,81 @@ def test_the_citation_has_the_version():
 
 
 def test_types_are_shipped():
-    for layer in LAYERS:
-        assert (ROOT / layer / "py.typed").is_file()
+    for folder in ("envherd", *LAYERS):  # type checkers look in the first (PEP 561)
+        assert (ROOT / folder / "py.typed").is_file()
+
+
+HIDING = """
+import importlib.machinery, sys
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in sys.argv[2:] else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
+exec(sys.argv[1])
+"""
+
+
+def hiding(packages, code):
+    """Run code in a new process that does not find some packages; return what it prints."""
+    command = [sys.executable, "-c", HIDING, code, *packages]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_every_public_name_can_be_imported_without_any_extra():
+    hidden = sorted({"yaml", *(package for packages in PACKAGES.values() for package in packages)})
+    code = "from envherd import *; import envherd, inspect; print(len(inspect.getmembers(envherd)))"
+    assert int(hiding(hidden, code)) > len(envherd.__all__)
+
+
+FACADES = {
+    "cleanrl": ("gymnasium", "gymnasium"),
+    "gymnasium": ("gymnasium", "gymnasium"),
+    "pettingzoo": ("gymnasium", "pettingzoo"),
+    "rllib": ("ray", "rllib"),
+    "sb3": ("stable_baselines3", "sb3"),
+    "torchrl": ("torchrl", "torchrl"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FACADES)
+def test_a_facade_without_its_library_names_the_extra(name):
+    package, extra = FACADES[name]
+    code = f"""
+try:
+    import envherd.executor.facades.{name}
+except ImportError as error:
+    print(error.name, error)
+"""
+    assert hiding([package], code) == (
+        f"{package} importing a facade failed: expected the package {package}, which is not installed. Install it: pip "
+        f'install "envherd[{extra}]".'
+    )
+
+
+def test_a_library_that_lacks_a_package_of_its_own_is_not_taken_for_missing():
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package_x'$"), needing("it", "library"):
+        importlib.import_module("no_such_package_x")
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+def test_pettingzoos_facade_imports_pettingzoo_for_its_own_envs_alone():
+    """RLlib's facade uses it, and the extra `rllib` does not bring PettingZoo."""
+    code = """
+from envherd.executor.facades import pettingzoo
+try:
+    pettingzoo.parallel_env
+except ImportError as error:
+    print(error)
+"""
+    assert hiding(["pettingzoo"], code).endswith('Install it: pip install "envherd[pettingzoo]".')
 
 
 def test_the_console_script_is_there():

@@ -51,7 +51,8 @@ class EnvCall(NamedTuple):
 
 
 _WITHOUT_STATE = (
-    "expected an env or wrapper with the methods state_dict() and load_state_dict(state), got {} without them. Add them"
+    "expected an env or wrapper with the methods state_dict() and load_state_dict(state), got {} without them. "
+    "For the seeds alone: state_dict(with_envs=False). For the envs' states, add the methods"
 )
 
 
