@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +72,19 @@ def interrupt(gate: Gate, call: Callable[[], Any]) -> None:
             thread.join()
         gate.open()
     assert is_interrupted, "it ended before it was interrupted"
+
+
+@contextlib.contextmanager
+def alarm(after_s: float) -> Iterator[None]:
+    """Raise a `TimeoutError("alarm")` in the block from a handler of SIGALRM, as programs do that limit their time."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("alarm")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -5,6 +5,7 @@ import importlib
 import logging
 import re
 from typing import Any
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -22,6 +23,7 @@ from envherd import (
     ExecutorOptions,
     FactoryError,
     ParallelEnv,
+    RemoteRollouts,
     SerialEnv,
     progress,
 )
@@ -143,7 +145,28 @@ METHODS = {
     ),
     "infos": (lambda env: env.infos("first"), ValueError, "infos failed"),
     "a state": (lambda env: env.load_state_dict(3), TypeError, "load_state_dict failed"),
+    "rows of a primer": (
+        lambda env: env.rollout(3, primer=TensorDict({"h": torch.zeros(3)}, [3])),
+        ValueError,
+        "rollout failed: expected primer with a row for each of 2 envs",
+    ),
     "frames_per_batch": (lambda env: collector(env, frames_per_batch="8"), ValueError, "frames_per_batch"),
+    "a bool as a number": (lambda env: collector(env, frames_per_batch=True), ValueError, "got bool True"),
+    "a collector's primer": (
+        lambda env: collector(env, frames_per_batch=8, primer=42),
+        TypeError,
+        "Collector failed: expected primer as a TensorDict",
+    ),
+    "policy_device": (
+        lambda env: collector(env, frames_per_batch=8, policy_device="gpu"),
+        ValueError,
+        "Collector failed: expected policy_device as a device such as 'cpu'",
+    ),
+    "storing_device": (
+        lambda env: collector(env, frames_per_batch=8, storing_device=1.5),
+        ValueError,
+        "Collector failed: expected storing_device as a device such as 'cpu'",
+    ),
     "total_frames": (lambda env: collector(env, frames_per_batch=8, total_frames="8"), ValueError, "total_frames"),
     "a collector's policy": (lambda env: collector(env, "act", frames_per_batch=8), TypeError, "policy"),
     "a collector's order": (
@@ -157,6 +180,61 @@ METHODS = {
         "expected an executor first",
     ),
 }
+
+
+def remote_rollouts(policy_factory=None):
+    """Return remote rollouts without a cluster."""
+    return RemoteRollouts(mock.Mock(num_envs=2, specs=()), mock.Mock(), policy_factory, print)
+
+
+REMOTE = {
+    "max_steps": (lambda one: one.rollout(1.5), ValueError, "rollout failed: expected max_steps"),
+    "a policy": (lambda one: one.rollout(3, "act"), TypeError, "rollout failed: expected policy to be a callable"),
+    "auto_reset": (lambda one: one.rollout(3, auto_reset=1), ValueError, "expected auto_reset to be True or False"),
+    "a state": (lambda one: one.rollout(3, tensordict=3), TypeError, "expected tensordict as a TensorDict"),
+    "a primer": (lambda one: one.rollout(3, primer=TensorDict({}, [3])), ValueError, "expected primer with a row for"),
+    "steps of a stream": (lambda one: next(one.stream(0)), ValueError, "stream failed: expected max_steps"),
+    "overlap": (lambda one: next(one.stream(3, overlap=1)), ValueError, "expected overlap to be True or False"),
+    "a factory": (lambda _: remote_rollouts(3), TypeError, "expected policy_factory to be a callable"),
+}
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_remote_rollouts_name_the_argument(name):
+    call, error, text = REMOTE[name]
+    with pytest.raises(error, match=text):
+        call(remote_rollouts())
+
+
+def test_a_policy_that_takes_tensors_gets_a_note_and_keeps_its_error(env):
+    note = r"in_keys=\['observation'\], out_keys=\['action'\]"
+    net: Any = torch.nn.Sequential(torch.nn.Linear(3, 4))
+
+    def collect(kind, **options):
+        with kind(env, net, frames_per_batch=4, close_env=False, **options) as one:
+            one.collect()
+
+    for call in (
+        lambda: env.rollout(3, net),
+        lambda: collect(collector),
+        lambda: collect(async_collector),
+        lambda: collect(async_collector, in_background=1),
+    ):
+        with pytest.raises(TypeError, match=r"torch\.nn\.linear") as caught:
+            call()
+        assert [bool(re.search(note, text)) for text in caught.value.__notes__] == [True]
+    env.reset()
+
+
+@pytest.mark.parametrize("error", [TypeError("mine"), ValueError("a TensorDict"), AttributeError("mine")])
+def test_other_errors_of_a_policy_are_unchanged(env, error):
+    def policy(_root):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        env.rollout(3, policy)
+    assert caught.value is error
+    assert not hasattr(error, "__notes__")
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +252,12 @@ def test_a_method_names_the_argument_and_changes_nothing(env, name):
         call(env)
     assert (env.current() == before[0]).all()
     assert env.statistics().env_steps == before[1]
+
+
+@pytest.mark.parametrize("make", [SerialEnv, ParallelEnv])
+def test_envs_without_a_state_name_what_saves_the_seeds_alone(make):
+    with make(1, lambda: gymnasium.make("CartPole-v1")) as env, pytest.raises(EnvError, match="with_envs=False"):
+        env.state_dict()
 
 
 def test_numpy_integers_are_numbers():

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import random
-import signal
 import threading
 import time
 from dataclasses import replace
@@ -26,6 +25,7 @@ from envherd.executor.async_collector import AsyncCollector, _Background
 from envherd.executor.batches.transfer import as_array
 from envherd.shm.specs import Box, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
+from tests.gates import alarm
 
 N, LENGTH = 4, 5
 MakeEnv = functools.partial(CountingEnv, LENGTH)
@@ -534,29 +534,20 @@ def test_an_interrupt_after_a_batch_is_complete_does_not_lose_it(in_background, 
 
 @pytest.mark.slow
 def test_alarms_at_any_time_lose_no_batch_of_a_thread():
-    def ring(*_: Any) -> None:
-        raise TimeoutError("alarm")
-
-    before, rng = signal.signal(signal.SIGALRM, ring), random.Random(0)
+    rng, num_alarms = random.Random(0), 0
     batches: list[Any] = []
-    try:
-        with (
-            ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env,
-            AsyncCollector(env, policy, frames_per_batch=4, layout="flat", in_background=1) as collector,
-        ):
-            collector.collect()
-            num_alarms = 0
-            while len(batches) < 400:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 1e-3))
+    with (
+        ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env,
+        AsyncCollector(env, policy, frames_per_batch=4, layout="flat", in_background=1) as collector,
+    ):
+        collector.collect()
+        while len(batches) < 400:
+            try:
+                with alarm(rng.uniform(1e-4, 2e-3)):
                     batches.append(collector.collect())
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except TimeoutError:
-                    num_alarms += 1
-            assert num_alarms > 20
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+            except TimeoutError:
+                num_alarms += 1
+    assert num_alarms > 20
     for steps in steps_of(batches).values():
         assert [at for at, _, _ in steps] == list(range(steps[0][0], steps[0][0] + len(steps)))
 

@@ -120,12 +120,28 @@ def test_it_leaves_torchs_generator_alone():
         ({"focal": [0]}, "got none. Pass background="),
         ({"focal": [7]}, "expected focal players among ['player_0', 'player_1', 'player_2'], got [7]"),
         ({"episodes": 0}, "episodes"),
+        ({"num_envs": True}, "evaluate failed: expected num_envs as an int of at least 1, got bool True"),
+        ({"max_steps": 2.5}, "evaluate failed: expected max_steps as an int of at least 1 or None, got float 2.5"),
+        ({"seed": -1}, "evaluate failed: expected seed as an int of at least 0, got -1"),
         ({"max_steps": 3}, "expected max_steps with the name of a substrate alone"),
     ],
 )
 def test_what_cannot_be_is_refused(how, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         evaluate(Always(1), Team, **{"episodes": 1, "num_workers": 1, **how})
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"policies": 3}, "PerPlayer failed: expected a callable or None for a policy, got 3"),
+        ({"options": {"nice": 1}}, "options failed: expected an ExecutorOptions"),
+        ({"primer": 3}, "evaluate failed: expected primer as a dict of tensors by key or None, got 3"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(how, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        evaluate(**{"policies": Always(1), "env": Team, "episodes": 1, "num_workers": 1, **how})
 
 
 def test_envs_of_one_agent_are_refused_with_what_reports_their_returns():

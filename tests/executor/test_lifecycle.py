@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from envherd.executor.pools.zygote import Zygote
 from envherd.workers import messages
 from envherd.workers.testing import CountingEnv
 from tests.faults.children import in_child
-from tests.gates import wait_for
+from tests.gates import alarm, wait_for
 
 #: Hangs if an environment variable is set, after writing the pid of its child to the file named by it.
 HANGING = """
@@ -62,6 +63,27 @@ def test_an_import_that_hangs_in_the_helper_has_the_deadline_of_building(hanging
         ParallelEnv(1, CountingEnv, options=options)
     assert time.monotonic() - began < 10
     wait_for(lambda: not is_running(int(pid_file.read_text())))
+
+
+@pytest.mark.slow
+def test_an_alarm_of_the_program_while_the_helper_imports_is_not_its_deadline(hanging):
+    kwargs, pid_file = hanging
+    options = ExecutorOptions(build_timeout_s=30.0, **kwargs)
+    with pytest.raises(TimeoutError, match=r"^alarm$"), alarm(2.0):
+        ParallelEnv(1, CountingEnv, options=options)
+    wait_for(lambda: not is_running(int(pid_file.read_text())))
+
+
+@pytest.mark.slow
+def test_an_alarm_while_a_helper_ends_is_raised(monkeypatch):
+    zygote = Zygote(ExecutorOptions(), [])
+    zygote.wait_ready()
+    monkeypatch.setattr(helper, "_wait_exit", Mock(side_effect=TimeoutError("alarm")))
+    with pytest.raises(TimeoutError, match=r"^alarm$"):
+        zygote.close()
+    monkeypatch.undo()
+    zygote._kill()
+    zygote._release()
 
 
 @pytest.mark.slow

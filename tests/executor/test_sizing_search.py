@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 
@@ -91,6 +92,12 @@ def test_a_setting_that_fails_is_struck_out_with_its_reason():
     assert {one.setting.num_workers for one in done.runs if one.refusal is None} == {1}
     assert failed
     assert all("Address already in use" in one.refusal.text for one in failed)
+
+
+def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
+    monkeypatch.setattr(Driver, "turn", mock.Mock(side_effect=TimeoutError("alarm")))
+    with pytest.raises(TimeoutError, match=r"^alarm$"):
+        sized(sized_envs.SleepingEnv, num_envs=2, has_serial=False)
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import envherd.workers.messages
+from envherd.shm.interrupts import ignoring_refusals
 from envherd.workers.messages import Ask, Channel, Close, DetachStorage, WorkerChannel, uninterrupted
 
 
@@ -169,6 +170,14 @@ def test_an_interrupt_at_any_bytecode_loses_no_frame(ends):
         take()
         number += 1
     assert [frame["n"] for frame in taken] == list(range(2, 2 * number))
+
+
+def test_only_errors_of_the_operating_system_are_ignored():
+    with ignoring_refusals():
+        os.close(-1)
+    for error in (TimeoutError("alarm"), OSError("of a signal handler"), ValueError("other")):
+        with pytest.raises(type(error), match=str(error)), ignoring_refusals():
+            raise error
 
 
 def interrupted_block(number, reached):

@@ -16,7 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from envherd.executor import EnvError, ExecutorOptions, FactoryError, ResetNeeded, WorkerLost, WorkerTimeout
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from tests.executor.facades.gymnasium_envs import ERRORS, Failing, Odd, Particular, Slow
-from tests.gates import Gate, interrupt
+from tests.gates import Gate, alarm, interrupt
 
 ACTIONS = np.zeros(3, np.int64)
 FACADES = {"async": functools.partial(AsyncVectorEnv, num_workers=2), "sync": SyncVectorEnv}
@@ -183,6 +183,19 @@ def test_calls_out_of_order():
     for name in ("reset", "reset_wait", "step_wait", "render"):
         with pytest.raises(ClosedEnvironmentError):
             getattr(envs, name)()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["step", "reset"])
+def test_an_alarm_of_the_program_is_not_the_timeout_of_a_wait(name):
+    envs = AsyncVectorEnv([Slow] * 2, num_workers=2)
+    envs.reset()
+    envs.set_attr("pause", 1.0)
+    envs.step_async(ACTIONS[:2]) if name == "step" else envs.reset_async()
+    with pytest.raises(TimeoutError, match=r"^alarm$") as caught, alarm(0.2):
+        getattr(envs, f"{name}_wait")(timeout=30)
+    assert type(caught.value) is TimeoutError
+    envs.close()
 
 
 @pytest.mark.slow
