@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from unittest import mock
 
 import pytest
 
@@ -95,7 +95,14 @@ def test_a_setting_that_fails_is_struck_out_with_its_reason():
 
 
 def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
-    monkeypatch.setattr(Driver, "turn", mock.Mock(side_effect=TimeoutError("alarm")))
+    turn, calls = Driver.turn, itertools.count()
+
+    def interrupted(*args):
+        if next(calls) == 1:
+            raise TimeoutError("alarm")
+        return turn(*args)
+
+    monkeypatch.setattr(Driver, "turn", interrupted)
     with pytest.raises(TimeoutError, match=r"^alarm$"):
         sized(sized_envs.SleepingEnv, num_envs=2, has_serial=False)
 
