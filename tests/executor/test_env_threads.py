@@ -10,42 +10,28 @@ import torch
 from tensordict import TensorDict
 
 from envherd import EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerTimeout
-from envherd.workers import native
 from envherd.workers.testing import CountingEnv, FaultyEnv
-from tests.executor.waiting_envs import MeetingEnv, OneThreadEnv, StackEnv, StuckEnv
+from tests.executor.waiting_envs import MeetingEnv, OneThreadEnv, StuckEnv
 
 pytestmark = pytest.mark.slow
 
 N = 6
-
-
-@pytest.fixture(params=["1", "0"], ids=["C", "Python"])
-def options(request):
-    """Make the options of an executor whose workers serve the threads in C or in Python."""
-    if request.param == "1" and native.load() is None:
-        pytest.skip(f"the C extension is not there: {native.describe()}")
-    return functools.partial(ExecutorOptions, env_threads=True, env_vars={native.SWITCH: request.param})
+OPTIONS = ExecutorOptions(env_threads=True)
 
 
 def act(root: TensorDict) -> TensorDict:
     return root.set("action", root["observation"][:, 1] % 4)
 
 
-def test_commands_are_carried_out_in_c_if_they_can_be(options, request):
-    with ParallelEnv(N, StackEnv, num_workers=2, options=options()) as env:
-        env.step(act(env.reset()))
-        assert all(("carry_out" in callers) == ("Python" in request.node.name) for callers in env.get("callers"))
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_the_data_are_those_of_the_serial_executor(num_workers, options):
+def test_the_data_are_those_of_the_serial_executor(num_workers):
     with SerialEnv(N, CountingEnv, seed=4) as env:
         wanted = env.rollout(20, act, break_when_any_done=False)
         mask = TensorDict({"_reset": torch.arange(N) % 2 == 0}, [N])
         wanted_root = env.reset(mask)
         env.set_seed(9)
         wanted_again = env.rollout(5, act)
-    with ParallelEnv(N, CountingEnv, num_workers=num_workers, seed=4, options=options()) as env:
+    with ParallelEnv(N, CountingEnv, num_workers=num_workers, seed=4, options=OPTIONS) as env:
         data = env.rollout(20, act, break_when_any_done=False)
         root = env.reset(mask)
         env.set_seed(9)
@@ -55,11 +41,11 @@ def test_the_data_are_those_of_the_serial_executor(num_workers, options):
     assert (again == wanted_again).all()
 
 
-def test_first_k_gives_every_env_its_own_steps(options):
+def test_first_k_gives_every_env_its_own_steps():
     with SerialEnv(N, CountingEnv, seed=1) as env:
         wanted = env.rollout(30, act, break_when_any_done=False)["next", "observation"]
     seen: list[list[torch.Tensor]] = [[] for _ in range(N)]
-    with ParallelEnv(N, CountingEnv, num_workers=1, seed=1, options=options()) as env:
+    with ParallelEnv(N, CountingEnv, num_workers=1, seed=1, options=OPTIONS) as env:
         env.send(act(env.reset()))
         for _ in range(40):
             td = env.recv(2)
@@ -71,9 +57,9 @@ def test_first_k_gives_every_env_its_own_steps(options):
         assert torch.equal(torch.stack(rows), wanted[env_id, : len(rows)])
 
 
-def test_envs_of_a_worker_are_in_a_step_at_the_same_time(options):
+def test_envs_of_a_worker_are_in_a_step_at_the_same_time():
     make = functools.partial(MeetingEnv, N)
-    with ParallelEnv(N, make, num_workers=1, options=options()) as env:
+    with ParallelEnv(N, make, num_workers=1, options=OPTIONS) as env:
         root = env.reset()
         _, root = env.step_and_maybe_reset(act(root))
         assert env.rollout(4, act, auto_reset=False, break_when_any_done=False).shape == (N, 4)
@@ -81,10 +67,10 @@ def test_envs_of_a_worker_are_in_a_step_at_the_same_time(options):
         assert len(env.recv()) == N
 
 
-def test_an_env_is_built_and_called_and_closed_on_one_thread(tmp_path, options):
+def test_an_env_is_built_and_called_and_closed_on_one_thread(tmp_path):
     closed = tmp_path / "closed"
     make = functools.partial(OneThreadEnv, 3, str(closed))
-    with ParallelEnv(N, make, num_workers=2, options=options()) as env:
+    with ParallelEnv(N, make, num_workers=2, options=OPTIONS) as env:
         env.rollout(8, act, break_when_any_done=False)
         threads = env.call("thread")
         assert env.get("home") == threads
@@ -92,9 +78,9 @@ def test_an_env_is_built_and_called_and_closed_on_one_thread(tmp_path, options):
     assert closed.read_text().splitlines() == ["True"] * N
 
 
-def test_an_env_that_raises_is_alone_in_that(options):
+def test_an_env_that_raises_is_alone_in_that():
     make = [functools.partial(FaultyEnv, "value_error", step=2), *[CountingEnv] * (N - 1)]
-    with ParallelEnv(N, make, num_workers=1, options=options()) as env:
+    with ParallelEnv(N, make, num_workers=1, options=OPTIONS) as env:
         root = env.reset()
         _, root = env.step_and_maybe_reset(act(root))
         with pytest.raises(EnvError, match=r"ValueError: the env broke on purpose.*env 0") as caught:
@@ -105,10 +91,10 @@ def test_an_env_that_raises_is_alone_in_that(options):
 
 
 @pytest.mark.broken_pool
-def test_the_env_that_is_late_is_named(options):
+def test_the_env_that_is_late_is_named():
     kwargs = [{"is_stuck": i == 2} for i in range(N)]
-    limited = options(step_timeout_s=2.0)
-    with ParallelEnv(N, StuckEnv, env_kwargs=kwargs, num_workers=1, options=limited) as env:
+    options = ExecutorOptions(env_threads=True, step_timeout_s=2.0)
+    with ParallelEnv(N, StuckEnv, env_kwargs=kwargs, num_workers=1, options=options) as env:
         root = env.reset()
         for _ in range(2):
             _, root = env.step_and_maybe_reset(act(root))
@@ -118,10 +104,10 @@ def test_the_env_that_is_late_is_named(options):
 
 
 @pytest.mark.broken_pool
-def test_a_step_that_hangs_behind_a_reset_without_a_limit_is_noticed(options):
+def test_a_step_that_hangs_behind_a_reset_without_a_limit_is_noticed():
     kwargs = [{"is_stuck": i == 1, "is_stuck_in_reset": i == 0} for i in range(2)]
-    limited = options(step_timeout_s=2.0)
-    with ParallelEnv(2, StuckEnv, env_kwargs=kwargs, num_workers=1, options=limited) as env:
+    options = ExecutorOptions(env_threads=True, step_timeout_s=2.0)
+    with ParallelEnv(2, StuckEnv, env_kwargs=kwargs, num_workers=1, options=options) as env:
         root = env.reset()
         for _ in range(2):
             _, root = env.step_and_maybe_reset(act(root))
@@ -132,8 +118,8 @@ def test_a_step_that_hangs_behind_a_reset_without_a_limit_is_noticed(options):
             env.recv(1)
 
 
-def test_what_the_workers_did_is_counted(options):
-    with ParallelEnv(N, CountingEnv, num_workers=1, options=options()) as env:
+def test_what_the_workers_did_is_counted():
+    with ParallelEnv(N, CountingEnv, num_workers=1, options=OPTIONS) as env:
         data = env.rollout(20, act, break_when_any_done=False)
         env.send(act(env.reset()))
         env.recv()
@@ -144,7 +130,6 @@ def test_what_the_workers_did_is_counted(options):
     assert worker.busy_s > 0
     assert 0 <= worker.reset_share <= 1
     assert worker.phase == "idle"
-    assert worker.step_p50_s > 0
     assert (answered > 0).all()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import traceback
 from pathlib import Path
 
 from envherd.workers.testing import CountingEnv
@@ -53,16 +52,6 @@ class OneThreadEnv(CountingEnv):
     def close(self):
         with self._closed.open("a") as file:
             file.write(f"{threading.get_ident() == self.home}\n")
-
-
-class StackEnv(CountingEnv):
-    """Records which functions its latest step was called by."""
-
-    callers: tuple[str, ...] = ()
-
-    def step(self, action):
-        self.callers = tuple(frame.name for frame in traceback.extract_stack())
-        return super().step(action)
 
 
 class StuckEnv(CountingEnv):

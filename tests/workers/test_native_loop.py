@@ -212,34 +212,19 @@ def body_of(function: str) -> str:
     return found.group(1)
 
 
-ANSWERS = {
-    "rows": "carry_out(loop, env, command)",
-    "status": "STORE(word(loop, STATUS",
-    "reply_seq": "STORE_NUMBER(word(loop, REPLY_SEQ",
-    "done": "bell_ring(&loop->done)",
-}
-
-
-@pytest.mark.parametrize(
-    ("function", "number"),
-    [("scan", "number = LOAD_NUMBER(word(loop, COMMAND_SEQ"), ("serve_command", "i64 number)")],
-)
-def test_it_does_it_in_the_order_of_the_protocol(function, number):
-    landmarks = {"command_seq": number, **ANSWERS}
-    source = number + "\n" + body_of(function) if function == "serve_command" else body_of(function)
+def test_it_does_it_in_the_order_of_the_protocol():
+    landmarks = {
+        "command_seq": "number = LOAD_NUMBER(word(loop, COMMAND_SEQ",
+        "rows": "carry_out(loop, env, command)",
+        "status": "STORE(word(loop, STATUS",
+        "reply_seq": "STORE_NUMBER(word(loop, REPLY_SEQ",
+        "done": "bell_ring(&loop->done)",
+    }
+    source = body_of("scan")
     places = [source.index(landmarks[step]) for step in WORKER_STEPS[1:]]
     assert places == sorted(places)
     assert source.index("command = LOAD(word(loop, COMMAND,") > places[0]
-
-
-def test_a_thread_gets_a_command_after_the_mail_that_belongs_to_it():
-    assert "bell_ring" not in SOURCE.replace(body_of("scan"), "").replace(body_of("serve_command"), "")
-    source = body_of("pass_tokens_on")
-    places = [source.index(step) for step in ("find_pending(loop)", "needs_python(loop)", "pass_on(loop, count)")]
-    assert places == sorted(places)
-    later = source[source.index("Py_END_ALLOW_THREADS") :]
-    assert later.index("read_mail(loop)") < later.index("pass_on(loop, count)")
-    assert body_of("pass_on").index("STORE_NUMBER(&env->latest") < body_of("pass_on").index("sem_post(")
+    assert "bell_ring" not in SOURCE.replace(source, "")
 
 
 def test_a_command_is_served_with_its_number_written_after_its_rows():

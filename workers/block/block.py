@@ -26,7 +26,6 @@ from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.infos import packer
 from envherd.workers.messages import UNGUARDS, Ask, Prepare
 from envherd.workers.options import BlockOptions
-from envherd.workers.processes import move_to
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
 from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
 from envherd.workers.writers import Writer
@@ -153,10 +152,6 @@ class Block:
                 slot.must_reset = slot.has_ended = False
                 slot.last_done = np.zeros(slot.spec.batch_shape, bool) if slot.spec.batch_shape else False
         return reply
-
-    def move_to(self, cpu: int) -> None:
-        """Move the threads that run envs to a processor; their affinity stays unchanged."""
-        move_to(cpu)
 
     def lend(self, env_id: int, values: list[Any]) -> None:
         """Make an env that takes tensors read these in its next step, one per input leaf, instead of the slab's."""

@@ -113,11 +113,6 @@ void bell_ring(Bell *bell)
     sem_post(bell->semaphore);
 }
 
-int bell_block(Bell *bell)
-{
-    return take_within(bell->semaphore, SLICE_NS) == 0;
-}
-
 /* Yield the processor for a bounded time, looking for a token in between. Without the GIL. */
 static int spin(Bell *bell)
 {

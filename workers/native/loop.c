@@ -1,5 +1,4 @@
 /* The worker's loop: wait for the doorbell, look which envs have a command, carry it out; see `process.loop.Loop`.
- * With a thread for each env, the first thread only passes commands on, without the GIL; see `process.env_threads`.
  *
  * C makes plain steps, by the `Step` of their sink. `Block.execute` carries out every other command, and the rest of a
  * step whose result is not plain. C forgets what it knows of an env whenever Python code may have changed it: after a
@@ -22,14 +21,10 @@ static const char *const NAMES[] = {"sinks", "native", "must_reset", "has_ended"
 enum { SINKS, NATIVE, MUST_RESET, HAS_ENDED, PREPARED, NUM_NAMES };
 
 typedef struct {
-    i64 id, latest;    /* `latest`: number of the latest command that was carried out, or passed to the thread */
+    i64 id, latest;    /* `latest`: number of the latest command that was carried out */
     i64 target;        /* what `step` writes to */
     PyObject *slot;
     Step *step;        /* its plain step, while C knows that the env runs; else NULL */
-    /* With threads: */
-    sem_t wake;        /* a token for each command, and for each call that waits in Python */
-    i64 carried_out;   /* number of the latest command that the thread has carried out */
-    i64 phase, since;  /* of the command that it carries out; phase 0: of none */
 } Env;
 
 typedef struct {
@@ -47,9 +42,6 @@ typedef struct {
     Py_ssize_t num_envs;
     i64 worker_id, num_workers, num_bins, tidy_every;
     i64 num_wakes, num_scans, seat, mail_read;
-    i64 has_threads, steps_first;            /* see `process.env_threads` */
-    i64 num_owed;                            /* commands that threads have, after which the parent is woken once */
-    i64 num_running, busy_since;             /* threads that carry out a command */
 } Loop;
 
 static i64 *word(const Loop *loop, int name, i64 index) { return (i64 *)loop->words[name].buf + index; }
@@ -76,12 +68,11 @@ static int take_envs(Loop *loop, PyObject *facts)
             return -1;
         }
         Py_INCREF(env->slot);
-        sem_init(&env->wake, 0, 0);
         if (env->id < 0 || env->id >= num_words) {
             PyErr_SetString(PyExc_ValueError, "expected env ids of the slab");
             return -1;
         }
-        env->latest = env->carried_out = LOAD(word(loop, REPLY_SEQ, env->id));
+        env->latest = LOAD(word(loop, REPLY_SEQ, env->id));
     }
     return 0;
 }
@@ -91,9 +82,7 @@ static int take_all(Loop *loop, PyObject *facts)
     PyObject *words = fact(facts, "words"), *calls = fact(facts, "calls");
     if (words == NULL || calls == NULL || take_number(facts, "worker_id", &loop->worker_id) < 0
         || take_number(facts, "num_bins", &loop->num_bins) < 0 || take_number(facts, "mail_read", &loop->mail_read) < 0
-        || take_number(facts, "tidy_every", &loop->tidy_every) < 0
-        || take_number(facts, "has_threads", &loop->has_threads) < 0
-        || take_number(facts, "steps_first", &loop->steps_first) < 0 || bell_take(facts, "go", &loop->go) < 0
+        || take_number(facts, "tidy_every", &loop->tidy_every) < 0 || bell_take(facts, "go", &loop->go) < 0
         || bell_take(facts, "done", &loop->done) < 0)
         return -1;
     for (int i = 0; i < NUM_WORDS; i++)
@@ -160,8 +149,6 @@ static void loop_dealloc(Loop *loop)
     PyTypeObject *type = Py_TYPE((PyObject *)loop);
     PyObject_GC_UnTrack(loop);
     loop_clear(loop);
-    for (Py_ssize_t i = 0; i < loop->num_envs; i++)
-        sem_destroy(&loop->envs[i].wake);
     for (int i = 0; i < NUM_WORDS; i++)
         PyBuffer_Release(&loop->words[i]);
     for (int i = 0; i < NUM_NAMES; i++)
@@ -173,38 +160,6 @@ static void loop_dealloc(Loop *loop)
     PyMem_Free(loop->pending);
     PyObject_GC_Del(loop);
     Py_DECREF(type);
-}
-
-/* ---- phases ----------------------------------------------------------------------------------------- */
-
-static int is_reset(const Env *env) { return (env->phase & ((1 << OP_BITS) - 1)) == OP_RESET; }
-
-/* Show the phase of the env whose command has lasted longest; with `steps_first`, of one in a step if there is one. */
-static void show_phase(const Loop *loop)
-{
-    const Env *shown = NULL;
-    for (const Env *env = loop->envs; env < loop->envs + loop->num_envs; env++) {
-        if (env->phase == 0)
-            continue;
-        int is_later = shown != NULL && env->since >= shown->since;
-        if (shown != NULL && loop->steps_first && is_reset(env) != is_reset(shown))
-            is_later = is_reset(env);
-        if (!is_later)
-            shown = env;
-    }
-    STORE(word(loop, PHASE, loop->worker_id), shown == NULL ? 0 : shown->phase);
-    STORE(word(loop, SINCE, loop->worker_id), shown == NULL ? monotonic_ns() : shown->since);
-}
-
-static void note_phase(const Loop *loop, Env *env, i64 op)
-{
-    i64 phase = op | (env->id + 1) << OP_BITS;
-    if (!loop->has_threads) {
-        STORE(word(loop, PHASE, loop->worker_id), phase);
-    } else if (env->phase != phase) {
-        env->phase = phase;
-        show_phase(loop);
-    }
 }
 
 /* ---- what python does ------------------------------------------------------------------------------- */
@@ -280,7 +235,7 @@ static i64 reset_env(Loop *loop, Env *env, Step *step, i64 command, i64 column, 
 {
     PyObject *root;
     i64 status;
-    note_phase(loop, env, OP_RESET);
+    STORE(word(loop, PHASE, loop->worker_id), OP_RESET | (env->id + 1) << OP_BITS);
     switch (step_reset(step, column, &root)) {
     case STEP_STORED:
         status = step_note_end(step, 0) < 0 ? -1 : STATUS_OK;
@@ -310,7 +265,7 @@ static i64 step_env(Loop *loop, Env *env, i64 command, i64 column)
 {
     PyObject *given;
     i64 status = STATUS_OK;
-    note_phase(loop, env, command & ((1 << OP_BITS) - 1));
+    STORE(word(loop, PHASE, loop->worker_id), (command & ((1 << OP_BITS) - 1)) | (env->id + 1) << OP_BITS);
     Step *step = (Step *)Py_NewRef((PyObject *)env->step);
     switch (step_once(step, column, &given)) {
     case STEP_STORED:
@@ -456,20 +411,14 @@ static int scan(Loop *loop)
     return 1;
 }
 
-static int move_to_seat(Loop *loop)
-{
-    i64 seat = LOAD(word(loop, SEAT, loop->worker_id));
-    if (seat == loop->seat)
-        return 0;
-    loop->seat = seat;
-    return call(loop, MOVE);
-}
-
 static int serve_token(Loop *loop)
 {
-    i64 worker_id = loop->worker_id;
-    if (move_to_seat(loop) < 0)
-        return -1;
+    i64 worker_id = loop->worker_id, seat = LOAD(word(loop, SEAT, worker_id));
+    if (seat != loop->seat) {
+        loop->seat = seat;
+        if (call(loop, MOVE) < 0)
+            return -1;
+    }
     if (++loop->num_wakes % loop->tidy_every == 0 && call(loop, TIDY) < 0)
         return -1;
     i64 began = monotonic_ns();
@@ -486,142 +435,11 @@ static int serve_token(Loop *loop)
     return goes_on;
 }
 
-/* ---- a thread for each env --------------------------------------------------------------------------- */
-
-/* Carry out the command that was passed to an env's thread: 0, or -1 with an exception. */
-static int serve_command(Loop *loop, Env *env, i64 number)
-{
-    i64 command = LOAD(word(loop, COMMAND, env->id)), began = monotonic_ns();
-    i64 *resets = word(loop, RESETS, env->id), before = LOAD(resets);
-    if (loop->num_running++ == 0)
-        loop->busy_since = began;
-    env->since = began;
-    i64 status = carry_out(loop, env, command), ended = monotonic_ns();
-    if (status < 0)
-        return -1;
-    env->phase = 0;
-    show_phase(loop);
-    if (LOAD(resets) == before)
-        ADD(word(loop, STEP_BINS, loop->worker_id * loop->num_bins + bin_of(ended - began, loop->num_bins)), 1);
-    else /* of the time in which any env was in a call */
-        ADD(word(loop, RESET_NS, loop->worker_id), (ended - began) / loop->num_running);
-    if (--loop->num_running == 0)
-        ADD(word(loop, BUSY, loop->worker_id), ended - loop->busy_since);
-    STORE(word(loop, STATUS, env->id), status);
-    if (command & FLAG_EACH << OP_BITS)
-        STORE(word(loop, ANSWERED_NS, env->id), ended);
-    env->carried_out = number;
-    STORE_NUMBER(word(loop, REPLY_SEQ, env->id), number);
-    int rings = command & FLAG_EACH << OP_BITS ? count_answer(loop)
-                                               : __atomic_sub_fetch(&loop->num_owed, 1, __ATOMIC_ACQ_REL) == 0;
-    if (rings)
-        bell_ring(&loop->done);
-    return 0;
-}
-
-static Env *env_of(Loop *loop, i64 id)
-{
-    for (Py_ssize_t i = 0; i < loop->num_envs; i++)
-        if (loop->envs[i].id == id)
-            return &loop->envs[i];
-    if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "expected the id of an env of this worker");
-    return NULL;
-}
-
-static PyObject *loop_serve_env(PyObject *self, PyObject *arg)
-{
-    Loop *loop = (Loop *)self;
-    Env *env = env_of(loop, PyLong_AsLongLong(arg));
-    while (env != NULL) {
-        Py_BEGIN_ALLOW_THREADS
-        while (sem_wait(&env->wake) != 0)
-            ; /* a signal */
-        Py_END_ALLOW_THREADS
-        i64 number = LOAD_NUMBER(&env->latest);
-        if (number == env->carried_out)
-            Py_RETURN_NONE;
-        if (serve_command(loop, env, number) < 0)
-            return NULL;
-    }
-    return NULL;
-}
-
-static PyObject *loop_wake(PyObject *self, PyObject *arg)
-{
-    Env *env = env_of((Loop *)self, PyLong_AsLongLong(arg));
-    if (env == NULL)
-        return NULL;
-    sem_post(&env->wake);
-    Py_RETURN_NONE;
-}
-
-static PyObject *loop_note_phase(PyObject *self, PyObject *arg)
-{
-    i64 phase = PyLong_AsLongLong(arg);
-    if (phase == -1 && PyErr_Occurred())
-        return NULL;
-    Env *env = env_of((Loop *)self, (phase >> OP_BITS) - 1);
-    if (env == NULL)
-        return NULL;
-    note_phase((Loop *)self, env, phase & ((1 << OP_BITS) - 1));
-    Py_RETURN_NONE;
-}
-
-/* Pass the commands that were found to the threads of their envs. Needs no GIL. */
-static void pass_on(Loop *loop, Py_ssize_t count)
-{
-    i64 num_owed = 0;
-    for (Py_ssize_t i = 0; i < count; i++)
-        num_owed += !(LOAD(word(loop, COMMAND, loop->envs[loop->pending[i].index].id)) & FLAG_EACH << OP_BITS);
-    if (num_owed > 0)
-        __atomic_add_fetch(&loop->num_owed, num_owed, __ATOMIC_ACQ_REL);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        Env *env = &loop->envs[loop->pending[i].index];
-        STORE_NUMBER(&env->latest, loop->pending[i].number);
-        sem_post(&env->wake);
-    }
-}
-
-static int needs_python(const Loop *loop)
-{
-    return LOAD(word(loop, SEAT, loop->worker_id)) != loop->seat || loop->num_wakes % loop->tidy_every == 0
-           || LOAD_NUMBER(word(loop, MAIL_SEQ, loop->worker_id)) > loop->mail_read;
-}
-
-/* Wait for tokens and pass commands on: 1; 0 if a message says to leave; -1 with an exception. */
-static int pass_tokens_on(Loop *loop)
-{
-    Py_ssize_t count = 0;
-    int has_token;
-    Py_BEGIN_ALLOW_THREADS
-    while ((has_token = bell_block(&loop->go)) == 1) {
-        loop->num_wakes++;
-        count = find_pending(loop);
-        if (needs_python(loop)) /* what belongs to these commands was sent before their numbers */
-            break;
-        pass_on(loop, count);
-    }
-    Py_END_ALLOW_THREADS
-    if (!has_token)
-        return PyErr_CheckSignals() < 0 ? -1 : 1;
-    if (move_to_seat(loop) < 0 || (loop->num_wakes % loop->tidy_every == 0 && call(loop, TIDY) < 0))
-        return -1;
-    int goes_on = read_mail(loop);
-    if (goes_on == 1)
-        pass_on(loop, count);
-    return goes_on;
-}
-
 static PyObject *loop_run(PyObject *self, PyObject *Py_UNUSED(none))
 {
     Loop *loop = (Loop *)self;
     for (int goes_on = 1; goes_on == 1;) {
-        if (loop->has_threads)
-            goes_on = pass_tokens_on(loop);
-        else
-            goes_on = bell_wait(&loop->go, -1) < 0 ? -1 : serve_token(loop);
-        if (goes_on < 0)
+        if (bell_wait(&loop->go, -1) < 0 || (goes_on = serve_token(loop)) < 0)
             return NULL;
     }
     Py_RETURN_NONE;
@@ -636,10 +454,6 @@ static PyObject *loop_serve(PyObject *self, PyObject *Py_UNUSED(none))
 static PyMethodDef loop_methods[] = {
     {"serve", loop_serve, METH_NOARGS, "Do what one token asks for; return False if a message says to leave."},
     {"run", loop_run, METH_NOARGS, "Serve until a message says to leave; what a signal handler raises ends it."},
-    {"serve_env", loop_serve_env, METH_O,
-     "serve_env(env_id): carry out an env's commands on this thread; return after `wake`."},
-    {"wake", loop_wake, METH_O, "wake(env_id): make `serve_env` of this env return, after the commands that it has."},
-    {"note_phase", loop_note_phase, METH_O, "note_phase(phase): the thread of an env has begun this operation."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot loop_slots[] = {

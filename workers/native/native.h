@@ -1,8 +1,7 @@
 /* What the C files share. Limited API of CPython 3.11 and its buffer protocol; neither numpy's nor torch's headers.
  *
  * Memory: whatever is read or written here belongs to an object whose buffer is held (`Py_buffer`) for as long as an
- * address into it is kept, so that no address outlives its mapping. All calls hold the GIL, except for waits in bell.c
- * and for the thread in loop.c that passes commands on to the threads of envs. */
+ * address into it is kept, so that no address outlives its mapping. All calls hold the GIL, except for waits in bell.c. */
 #ifndef ENVHERD_NATIVE_H
 #define ENVHERD_NATIVE_H
 
@@ -43,7 +42,6 @@ i64 monotonic_ns(void);
 int bell_take(PyObject *facts, const char *name, Bell *bell);           /* to wait for it, too */
 int bell_take_memory(PyObject *array, const char *name, Bell *bell);    /* to ring it only */
 int bell_wait(Bell *bell, i64 timeout_ns); /* 1: a token; 0: none in time; -1: with an exception. < 0: for ever */
-int bell_block(Bell *bell);                /* without the GIL: 1: a token; 0: a signal came, or a minute has passed */
 void bell_ring(Bell *bell);
 
 /* ---- command words: see workers.protocol ------------------------------------------------------------- */

@@ -35,7 +35,7 @@ from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
 from envherd.workers.process.ahead import AheadBlock, AheadLoop
-from envherd.workers.process.env_threads import EnvThreads, ThreadedBlock, threaded_loop_class
+from envherd.workers.process.env_threads import EnvThreads, ThreadedBlock, ThreadedLoop
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.reply import Fault
@@ -206,10 +206,8 @@ class Worker:
         self._slab.words["starts"][self._block.worker_id] += 1
         done = Doorbell.attach(buffer, message.plan.bells_offset)
         go = Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id))
-        if self._threads is not None:
-            kind = threaded_loop_class()
-        else:
-            kind = AheadLoop if isinstance(self._block, AheadBlock) else loop_class()
+        kind = AheadLoop if isinstance(self._block, AheadBlock) else loop_class()
+        kind = ThreadedLoop if self._threads is not None else kind
         self._loop = kind(self._block, self._slab, (go, done), self._read_mail, self._trim_log, self._channel.number)
         self._channel.send_plain({"kind": "attached"})
 

@@ -1,7 +1,7 @@
 """Run each env of a worker on a separate thread, for envs that mostly wait (`ExecutorOptions.env_threads`).
 
 The worker's first thread reads commands and mail, and passes them to the threads of the envs concerned. An env is
-built, reset, stepped, asked and closed on one thread. In C, each thread waits for commands without the GIL.
+built, reset, stepped, asked and closed on one thread.
 
 Guarantees: those of `Loop`. Commands of one env are carried out in order. A change that concerns all envs (a root seed,
 a rollout storage) waits until no env is in a call.
@@ -22,32 +22,24 @@ from dataclasses import replace
 from typing import Any
 
 from envherd.shm.slab import NUM_BINS, Slab, bin_of
-from envherd.workers import native
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.block.block import Block, Report
 from envherd.workers.block.slot import Slot
 from envherd.workers.messages import PER_ENV, Ask
 from envherd.workers.options import BlockOptions
 from envherd.workers.process.loop import TIDY_EVERY, Loop
-from envherd.workers.process.native_loop import NativeLoop
 from envherd.workers.processes import move_to
-from envherd.workers.protocol import Flag, describe_phase
+from envherd.workers.protocol import Flag, describe_phase, unpack_seat
 
 _EACH = Flag.EACH << 4
 #: Bytes of a thread's stack; Linux allocates only the pages that are touched.
 _STACK_BYTES = 1 << 21
 
 
-def threaded_loop_class() -> type[Loop]:
-    """Return the loop of workers that start now: the one in C, or the one in Python without the extension."""
-    return ThreadedLoop if native.load() is None else NativeThreadedLoop
-
-
 class EnvThreads:
     """One thread for each of some envs."""
 
     def __init__(self, env_ids: Iterable[int]) -> None:
-        self._loop: Any = None
         before = threading.stack_size(_STACK_BYTES)
         try:
             self._calls = {env_id: self._start(env_id) for env_id in env_ids}
@@ -59,11 +51,9 @@ class EnvThreads:
 
         def run() -> None:
             while True:
+                call = calls.get()
                 try:
-                    if self._loop is not None and calls.empty():
-                        self._loop.serve_env(env_id)
-                    else:
-                        calls.get()()
+                    call()
                 except BaseException:  # not an env's exception: `Block.execute` and `run` catch those
                     traceback.print_exc()
                     os._exit(1)
@@ -74,13 +64,6 @@ class EnvThreads:
     def post(self, env_id: int, call: Callable[[], None]) -> None:
         """Queue a call on an env's thread; do not wait. The call must not raise."""
         self._calls[env_id].put(call)
-        if self._loop is not None:
-            self._loop.wake(env_id)
-
-    def serve(self, loop: Any) -> None:
-        """Make the threads also carry out the commands that a loop in C passes to them."""
-        self._loop = loop
-        self.run_all(lambda: None)
 
     def begin(self, env_id: int, call: Callable[[], Any]) -> Future[Any]:
         """Queue a call on an env's thread; return a future of its result."""
@@ -133,16 +116,6 @@ class _Phases:
             self._words["since_ns"][worker_id] = since
 
 
-class _PhasesInC:
-    """Passes the phases that `Block` notes to a loop in C."""
-
-    def __init__(self, loop: Any) -> None:
-        self._note = loop.note_phase
-
-    def __setitem__(self, worker_id: int, phase: int) -> None:
-        self._note(phase)
-
-
 class ThreadedBlock(Block):
     """A block whose envs may be called at the same time, each on its own thread."""
 
@@ -156,28 +129,18 @@ class ThreadedBlock(Block):
         threads: EnvThreads,
     ) -> None:
         super().__init__(worker_id, adapters, root_seed, report, options)
-        self.threads, self.steps_first = threads, not options.limits_resets
+        self.threads, self._steps_first = threads, not options.limits_resets
         for slot in self.slots.values():
             slot.unwatched.clear()
 
     def attach(self, slab: Slab) -> None:
         """Take these envs' rows of a slab."""
         super().attach(slab)
-        self._phase: Any = _Phases(self._words, steps_first=self.steps_first)
+        self._phase: Any = _Phases(self._words, steps_first=self._steps_first)
 
     def rest(self) -> None:
         """Note that the calling thread is in no call of an env."""
         self._phase[self.worker_id] = 0
-
-    def show_phases_by(self, loop: Any) -> None:
-        """Leave the worker's words `phase` and `since_ns` to a loop in C."""
-        self._phase = _PhasesInC(loop)
-
-    def move_to(self, cpu: int) -> None:
-        """Move all threads: only one of them runs at a time."""
-        super().move_to(cpu)
-        for env_id in self.slots:
-            self.threads.post(env_id, lambda: move_to(cpu))
 
     def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
         """Ask the envs, each on its thread and all at once; see `Block.ask`."""
@@ -225,6 +188,13 @@ class ThreadedLoop(Loop):
             return not self._is_leaving
 
         return serve
+
+    def _move(self) -> None:
+        """Move all threads to the processor that the parent has requested: only one of them runs at a time."""
+        cpu = unpack_seat(self._words["seat"][self._block.worker_id])[1]
+        move_to(cpu)
+        for env_id in self._block.slots:
+            self._block.threads.post(env_id, lambda: move_to(cpu))
 
     def _scan(self) -> None:
         """Pass new commands to their envs' threads."""
@@ -279,20 +249,3 @@ class ThreadedLoop(Loop):
             return self._counter.add()
         owed[0] -= 1
         return not owed[0]
-
-
-class NativeThreadedLoop(NativeLoop):
-    """Hands commands to the envs' threads as `ThreadedLoop` does, in C."""
-
-    _block: ThreadedBlock
-
-    def make(self) -> Any:
-        """Create the loop in C, which serves the threads from now on."""
-        loop = super().make()
-        self._block.show_phases_by(loop)
-        self._block.threads.serve(loop)
-        return loop
-
-    def facts(self) -> dict[str, Any]:
-        """Return the arguments of the loop in C."""
-        return super().facts() | {"has_threads": True, "steps_first": self._block.steps_first}

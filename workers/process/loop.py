@@ -15,6 +15,7 @@ from envherd.shm.slab import NUM_BINS, Slab, bin_of
 from envherd.shm.sync import Doorbell
 from envherd.shm.tally import Counter
 from envherd.workers.block.block import Block
+from envherd.workers.processes import move_to
 from envherd.workers.protocol import Flag, unpack_seat
 
 _EACH = Flag.EACH << 4
@@ -89,7 +90,7 @@ class Loop:
 
     def _move(self) -> None:
         """Move to the processor that the parent has requested."""
-        self._block.move_to(unpack_seat(self._words["seat"][self._block.worker_id])[1])
+        move_to(unpack_seat(self._words["seat"][self._block.worker_id])[1])
 
     def _check_mail(self) -> bool:
         sent = self._words["mail_seq"]

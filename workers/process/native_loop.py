@@ -47,8 +47,6 @@ class NativeLoop(Loop):
             "num_bins": NUM_BINS,
             "tidy_every": TIDY_EVERY,
             "mail_read": self._mail_read,
-            "has_threads": False,
-            "steps_first": False,
             "step_type": native.load().Step,
             "calls": {
                 "execute": block.execute,
