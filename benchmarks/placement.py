@@ -4,8 +4,7 @@
 
 Every start is a process that creates an executor, makes a fixed number of steps and ends. The ways take turns, so
 changes of the machine's speed affect all of them. The median batch times of the starts are compared. A start during
-which other processes used more than a tenth of the machine is repeated, at most twice. All ways check where the workers
-run; only `default` moves them.
+which other processes used more than a tenth of the machine is repeated, at most twice.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from envherd.benchmarks.pools import Job
 from envherd.benchmarks.work import SteadyFactory, iterations_per_us
 
 RESULTS = Path(__file__).parent / "results" / "placement.json"
-DEFAULT, KERNEL, PINNED, BOUND = "default", "left to the kernel", "pinned", "serial loops"
-WAYS = (DEFAULT, KERNEL, PINNED, BOUND)
+DEFAULT, PINNED, BOUND = "default", "pinned", "serial loops"
+WAYS = (DEFAULT, PINNED, BOUND)
 #: name -> (envs, steps of a start)
 RUNS = {"commons_harvest": (4, 1500), "cartpole": (8, 8000), "w100": (4, 4000), "w1000": (8, 400)}
 _NUM_WORKERS = 2
@@ -58,10 +57,7 @@ def start(run: str, way: str, calibration: float) -> dict[str, Any]:
         return _start_loops(Job(make_env=make_env, num_envs=num_envs, num_workers=_NUM_WORKERS, family=family))
     from envherd.benchmarks.ours import drawn_actions
     from envherd.executor import ExecutorOptions, ParallelEnv
-    from envherd.executor.pools import placement
 
-    if way != DEFAULT:
-        placement.room_between = lambda *_: {}  # no processor has room, so it checks and moves none
     options = ExecutorOptions(affinity=tuple(sorted(os.sched_getaffinity(0)))) if way == PINNED else None
     took: list[float] = []
     with ParallelEnv(num_envs, make_env, num_workers=_NUM_WORKERS, seed=0, options=options) as env:
@@ -80,8 +76,6 @@ def start(run: str, way: str, calibration: float) -> dict[str, Any]:
         "median_us": quantiles[9],
         "p90_us": quantiles[17],
         "mean_us": statistics.fmean(took[_WARM_UP:]),
-        "stacked": max(worker.stacked_share for worker in workers),
-        "moves": sum(worker.moves for worker in workers),
         "cpus": [worker.cpu for worker in workers],
         "others": share,
     }
@@ -167,8 +161,8 @@ def _start_apart(run: str, way: str, calibration: float) -> dict[str, Any]:
 def table(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     """Return the results as a table, with the slowest start relative to the fastest, and to its turn's bound."""
     lines = [
-        "| run | way | medians of the starts, us | slowest / fastest | p90, us | of serial loops | stacked | moves |",
-        "|---|---|---|---|---|---|---|---|",
+        "| run | way | medians of the starts, us | slowest / fastest | p90, us | of serial loops |",
+        "|---|---|---|---|---|---|",
     ]
     for run, ways in found.items():
         bound = [one["median_us"] for one in ways.get(BOUND, [])]
@@ -179,9 +173,7 @@ def table(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
             lines.append(
                 f"| {run} | {way} | {listed} | {max(medians) / min(medians):.2f} "
                 f"| {statistics.median(one['p90_us'] for one in starts):.0f} "
-                f"| {f'{min(shares):.2f} to {max(shares):.2f}' if shares else ''} "
-                f"| {max((one.get('stacked', 0.0) for one in starts), default=0.0):.0%} "
-                f"| {sum(one.get('moves', 0) for one in starts)} |"
+                f"| {f'{min(shares):.2f} to {max(shares):.2f}' if shares else ''} |"
             )
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ _COUNTERS = {
     *("env_steps", "agent_steps", "resets", "resets_ahead", "resets_missed"),
     *("episodes", "env_errors", "worker_losses", "interrupted"),
 }
-_WORKER_COUNTERS = {"env_steps", "resets", "busy_s", "cpu_s", "generation", "moves"}
+_WORKER_COUNTERS = {"env_steps", "resets", "busy_s", "cpu_s", "generation"}
 _PHASES = ("idle", "step", "reset")
 
 

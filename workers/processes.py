@@ -78,54 +78,14 @@ def cpu_ns(pid: int) -> int:
 
 def cpu_of(pid: int) -> int | None:
     """Return the processor that a process runs on, or ran on last; None if it has gone."""
-    _, cpu = place_of(pid)
-    return None if cpu < 0 else cpu
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int(fields[36]) if len(fields) > 36 else None
 
 
 def run_delay_ns() -> int:
     """Return nanoseconds that the calling thread was runnable but waited for a processor (costs 5 us)."""
     fields = _text("/proc/thread-self/schedstat").split()
     return int(fields[1]) if len(fields) > 1 else 0
-
-
-def place_of(pid: int | str) -> tuple[bool, int]:
-    """Return whether the first thread of a process (or "thread-self") runs or waits for a processor, and for which.
-
-    Costs 10 us. If the thread sleeps, the processor is the one that it ran on last; -1 if the process has ended.
-    """
-    fds: list[int] = []
-    try:  # half the time of `open`; a C function stores the descriptor, before a signal handler can raise
-        fds.extend(map(os.open, (f"/proc/{pid}/stat",), (os.O_RDONLY | os.O_CLOEXEC,)))
-        fields = os.read(fds[0], 1024).rpartition(b")")[2].split()
-    except OSError as error:
-        if error.errno is None:  # as in `ignoring_refusals`, which takes longer
-            raise
-        return False, -1
-    finally:
-        for fd in fds:
-            os.close(fd)
-    return (fields[0] == b"R", int(fields[36])) if len(fields) > 36 else (False, -1)
-
-
-def idle_s() -> dict[int, float]:
-    """Return processor -> seconds for which it was idle, in steps of 10 ms (costs 40 us and more)."""
-    found = {}
-    for line in _text("/proc/stat").splitlines():
-        name, *fields = line.split()
-        if name.startswith("cpu") and name != "cpu" and len(fields) > 4:
-            found[int(name[3:])] = (int(fields[3]) + int(fields[4])) / _TICKS_PER_S
-    return found
-
-
-def move_to(cpu: int) -> None:
-    """Move the calling thread to a processor that it may use; its affinity stays unchanged."""
-    with ignoring_refusals():
-        allowed = os.sched_getaffinity(0)
-        if cpu in allowed:
-            try:
-                os.sched_setaffinity(0, {cpu})
-            finally:
-                os.sched_setaffinity(0, allowed)
 
 
 def num_threads(pid: int) -> int:

@@ -70,7 +70,6 @@ RING = 0
 """Target number of the slab's own ring of frames."""
 
 _OP_BITS, _FLAG_BITS, _TARGET_BITS = 4, 4, 24
-_SEAT_BITS = 16  # of a processor's number
 
 
 def pack(op: Any, target: int, column: Any, flags: int = 0) -> Any:
@@ -100,16 +99,6 @@ def unpack(command: int) -> tuple[int, int, int, int]:
     flags = command & (1 << _FLAG_BITS) - 1
     command >>= _FLAG_BITS
     return op, command & (1 << _TARGET_BITS) - 1, command >> _TARGET_BITS, flags
-
-
-def pack_seat(seat: int, cpu: int) -> int:
-    """Return the seat word after `seat` that asks a worker to move to a processor."""
-    return ((seat >> _SEAT_BITS) + 1) << _SEAT_BITS | cpu
-
-
-def unpack_seat(seat: int) -> tuple[int, int]:
-    """Return `(number of requests to move, processor of the latest request)` of a seat word."""
-    return seat >> _SEAT_BITS, seat & (1 << _SEAT_BITS) - 1
 
 
 def pack_phase(op: int, env_id: int) -> int:

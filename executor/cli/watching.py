@@ -196,9 +196,9 @@ def screen(views: list[ExecutorView], *, selected: int, stack: str, width: int =
 #: The columns of a table, and those that a narrow terminal drops, in the order in which they are dropped.
 _COLUMNS = (
     *("worker", "pid", "envs", "steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "restarts", "USS", "RSS"),
-    *("cpu", "stacked", "moves", "at"),
+    *("cpu", "at"),
 )
-_DROPPED = ("moves", "stacked", "RSS", "p50", "cpu", "restarts", "reset", "p99", "resets", "wait")
+_DROPPED = ("RSS", "p50", "cpu", "restarts", "reset", "p99", "resets", "wait")
 
 
 def _executor(view: ExecutorView, selected: int, width: int) -> Table:
@@ -241,8 +241,6 @@ def _cells(worker: WorkerView) -> list[Any]:
         size_text(worker.uss_bytes),
         size_text(worker.rss_bytes),
         "-" if worker.cpu is None else str(worker.cpu),
-        f"{load.stacked_share:.0%}",
-        str(load.moves),
         Text(f"{at}, {load.phase_s:,.1f} s", "bold red" if is_long else ""),
     ]
 

@@ -303,7 +303,6 @@ class NodeHost:
         with self._exclusive():
             figures = pool.figures()
         names = [name for name, (length, writer, _) in WORDS.items() if length != "env" and writer == "worker"]
-        names += ["seat", "looks", "stacked"]  # of placement, which the host does
         return Figures(
             processes=[(one.uss_bytes, one.pss_bytes, one.cpu_s) for one in figures],
             words={name: pool.slab.words[name].reshape(pool.num_workers, -1).copy() for name in names},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from envherd.shm.slab import NUM_BINS, bin_middle
-from envherd.workers.protocol import describe_phase, unpack_seat
+from envherd.workers.protocol import describe_phase
 
 _MIDDLES = np.array([bin_middle(index) for index in range(NUM_BINS)]) / 1e9
 
@@ -27,9 +27,6 @@ class Load:
         busy_s: seconds spent on commands.
         reset_s: of these, on commands with a reset; estimated from samples.
         step_p50_s, step_p99_s: of sampled steps, to 10 %; None if there was none.
-        stacked_share: of the samples that found it running (see `pools.placement`), the share in which it shared a
-            processor with another worker or the caller while another processor had none of them, 0..1.
-        moves: number of requests to move to another processor.
         phase: "idle", "step" or "reset".
         phase_env_id: the env that it works on, or None.
         phase_s: seconds since it began its present round of commands, or since it became idle.
@@ -45,8 +42,6 @@ class Load:
     reset_s: float
     step_p50_s: float | None
     step_p99_s: float | None
-    stacked_share: float
-    moves: int
     phase: str
     phase_env_id: int | None
     phase_s: float
@@ -78,8 +73,6 @@ def read_loads(words: Mapping[str, np.ndarray], blocks: Sequence[Sequence[int]],
                 reset_s=float(words["reset_ns"][worker_id]) / 1e9,
                 step_p50_s=quantile(bins, 0.5),
                 step_p99_s=quantile(bins, 0.99),
-                stacked_share=int(words["stacked"][worker_id]) / max(1, int(words["looks"][worker_id])),
-                moves=unpack_seat(int(words["seat"][worker_id]))[0],
                 phase=phase,
                 phase_env_id=env_id,
                 phase_s=max(0.0, (now_ns - since_ns) / 1e9) if since_ns else 0.0,

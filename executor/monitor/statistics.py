@@ -40,9 +40,6 @@ class WorkerStatistics:
         phase_env_id: the env that it works on, or None.
         phase_s: seconds for which it has been at work, or idle.
         cpu: the processor that it runs on, or ran on last; None for a worker of another machine.
-        stacked_share: of the samples that found it running, the share in which it shared a processor with another
-            worker or the caller while another processor had none of them, 0..1; see `pools.placement`.
-        moves: number of requests to move to another processor because of that.
         growth_per_reset: bytes of private memory per reset of its envs, between the first and the latest call of
             `statistics()` since it was started; None if there was no reset between them. An env that leaks shows here.
     """
@@ -67,8 +64,6 @@ class WorkerStatistics:
     phase_s: float = 0.0
     growth_per_reset: float | None = None
     cpu: int | None = None
-    stacked_share: float = 0.0
-    moves: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,8 +156,6 @@ def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
                 phase_env_id=load.phase_env_id,
                 phase_s=load.phase_s,
                 cpu=cpu,
-                stacked_share=load.stacked_share,
-                moves=load.moves,
                 growth_per_reset=memory.growth_per_reset(load.worker_id),
             )
         )

@@ -7,14 +7,12 @@ these are the specification. Waits that take longer, or answers with more than r
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from envherd.executor.pools.command_words import CommandWords
-from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
@@ -71,10 +69,6 @@ class Waiting(Protocol):
     outcome: Outcome
     has_waited: bool
 
-    def place(self) -> None:
-        """Check where workers run, if a check is due."""
-        ...
-
 
 def compile_give(words: CommandWords, bells: Sequence[Doorbell]) -> Callable[[int], None]:
     """Return `FastCommands.give` over the words and the doorbells of a pool."""
@@ -92,7 +86,7 @@ def compile_give(words: CommandWords, bells: Sequence[Doorbell]) -> Callable[[in
     return give
 
 
-def compile_has_all(pool: Waiting, words: CommandWords, done: Doorbell, placement: Placement) -> Callable[[], bool]:
+def compile_has_all(pool: Waiting, words: CommandWords, done: Doorbell) -> Callable[[], bool]:
     """Return `FastCommands.has_all` over a pool's words and doorbell."""
     replies, numbers, wait, num_workers = (
         words.reply_seq.tobytes,
@@ -100,11 +94,9 @@ def compile_has_all(pool: Waiting, words: CommandWords, done: Doorbell, placemen
         done.wait,
         pool.num_workers,
     )
-    status, no_status, now = words.status.tobytes, bytes(words.status.nbytes), time.monotonic
+    status, no_status = words.status.tobytes, bytes(words.status.nbytes)
 
     def has_all() -> bool:
-        if now() >= placement.due:
-            pool.place()
         num_tokens = 0
         while num_tokens < num_workers or replies() != numbers():
             if not wait(LOOK_S):
@@ -156,18 +148,16 @@ def native_caller(  # what a pool waits with
 
 
 def compile_natively(
-    pool: Waiting, words: CommandWords, caller: Any, placement: Placement
+    pool: Waiting, words: CommandWords, caller: Any
 ) -> tuple[Callable[[int], None], Callable[[], bool]]:
     """Return the results of `compile_give` and `compile_has_all` in C."""
-    give_all, wait, now = caller.give, caller.has_all, time.monotonic
+    give_all, wait = caller.give, caller.has_all
 
     def give(command: int) -> None:
         words.number = number = words.number + 1
         give_all(number, command)
 
     def has_all() -> bool:
-        if now() >= placement.due:
-            pool.place()
         if wait() and not pool.outcome:
             return True
         pool.has_waited = True

@@ -34,7 +34,6 @@ from envherd.executor.pools.fast_commands import (
     native_caller,
 )
 from envherd.executor.pools.overdue import Overdue
-from envherd.executor.pools.placement import Placement
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_plate import LABEL, describe
@@ -106,7 +105,6 @@ class WorkerPool(SlabPool):
         self.slab = Slab(self.plan, buffer)
         self._done = Doorbell.create(buffer, self.plan.bells_offset)
         self._tally = Tally(self.slab.words)
-        self._placement = Placement(self.slab.words)
         self._go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
         self._rings = [bell.ring for bell in self._go]
         self._words = self._make_words()
@@ -235,7 +233,6 @@ class WorkerPool(SlabPool):
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
         """Wait for every outstanding answer; see `Pool.wait_all`."""
-        self.place()
         if self.has_waited or not self._take_tokens():
             self.has_waited = False
             deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
@@ -261,9 +258,9 @@ class WorkerPool(SlabPool):
         """Return commands to all envs that are compiled for this pool; see `fast_commands`."""
         if self._caller is None:
             give = compile_give(self._words, self._go)
-            has_all = compile_has_all(self, self._words, self._done, self._placement)
+            has_all = compile_has_all(self, self._words, self._done)
         else:
-            give, has_all = compile_natively(self, self._words, self._caller, self._placement)
+            give, has_all = compile_natively(self, self._words, self._caller)
         return FastCommands(self.supervisor.absent, give, has_all)
 
     def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange | None:
@@ -371,18 +368,12 @@ class WorkerPool(SlabPool):
     def _look_around(self) -> None:
         """Notice deaths and successors, and read workers' messages so that none blocks on a full socket."""
         self._looked_at = time.monotonic()
-        self.place()
         self.supervisor.advance()
         owing = self._owing()
         self._is_reading = self.supervisor.look(owing)
         if self._overdue is not None:
             for worker_id, limit_s in self._overdue.look(owing):
                 self.supervisor.give_up_late([worker_id], limit_s)
-
-    def place(self) -> None:
-        """Check where workers run, if a check is due."""
-        if time.monotonic() >= self._placement.due:
-            self._placement.look([w.pid if self.is_serving(w.worker_id) else 0 for w in self.crew.workers])
 
     def _collect(self) -> None:
         """Read the messages that the status words announce into `outcome`."""

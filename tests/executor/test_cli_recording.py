@@ -393,4 +393,4 @@ def test_the_identifiers_of_workers_stay_in_a_narrow_terminal(width):
         assert f" {name} " in head
     for pid in pids:
         assert any(f" {pid} " in row and "idle" in row for row in rows)
-    assert (" moves " in head) == (width == 200)
+    assert (" RSS " in head) == (width == 200)

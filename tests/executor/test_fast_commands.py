@@ -46,23 +46,18 @@ class Side:
         self.caller = fast_commands.native_caller(
             self.words, self.go, self.done, self.counts, self.worker_of, self.hailed
         )
-        self.num_workers, self.outcome, self.has_waited, self.num_placed = num_workers, Outcome(), False, 0
-        placement: Any = SimpleNamespace(due=float("inf"))
-        self.placement = placement
-        compiled = fast_commands.compile_natively(self, self.words, self.caller, placement)
+        self.num_workers, self.outcome, self.has_waited = num_workers, Outcome(), False
+        compiled = fast_commands.compile_natively(self, self.words, self.caller)
         if not in_c:
-            has_all = fast_commands.compile_has_all(self, self.words, self.done, placement)
+            has_all = fast_commands.compile_has_all(self, self.words, self.done)
             compiled = fast_commands.compile_give(self.words, self.go), has_all
         self.give, self.has_all = compiled
-
-    def place(self) -> None:
-        self.num_placed += 1
 
     def state(self) -> tuple[Any, ...]:
         """Return all state that commands may change; take the tokens."""
         tokens = [_take_all(bell) for bell in (self.done, *self.go)]
         words = [getattr(self.words, name).tolist() for name in (*NAMES, "forfeited")]
-        return tokens, words, self.words.number, self.has_waited, self.num_placed
+        return tokens, words, self.words.number, self.has_waited
 
 
 def _take_all(bell: Doorbell) -> int:
@@ -83,12 +78,11 @@ def test_both_do_the_same(data, num_envs, num_workers):
             data.draw(st.one_of(st.just([*range(num_envs)]), ids)),
             data.draw(st.one_of(st.just([]), ids)),
         )
-        tokens, is_due = data.draw(st.integers(0, num_workers + 2)), data.draw(st.booleans())
+        tokens = data.draw(st.integers(0, num_workers + 2))
         has_news = data.draw(st.sampled_from([False, False, True]))
         found = []
         for side in sides:
             side.has_waited = False
-            side.placement.due = 0.0 if is_due else float("inf")
             side.words.forfeited[forfeited] = True
             side.give(command)
             given_now = side.state()

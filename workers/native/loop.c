@@ -10,13 +10,13 @@
 enum { STATUS_OK = 0 };
 
 static const char *const WORDS[] = {"command_seq", "command", "reply_seq", "status", "resets", "mail_seq", "answered",
-                                    "ring_at", "busy_ns", "seat", "since_ns", "reset_ns", "step_bins", "phase", "answered_ns"};
-enum { COMMAND_SEQ, COMMAND, REPLY_SEQ, STATUS, RESETS, MAIL_SEQ, ANSWERED, RING_AT, BUSY, SEAT, SINCE, RESET_NS,
+                                    "ring_at", "busy_ns", "since_ns", "reset_ns", "step_bins", "phase", "answered_ns"};
+enum { COMMAND_SEQ, COMMAND, REPLY_SEQ, STATUS, RESETS, MAIL_SEQ, ANSWERED, RING_AT, BUSY, SINCE, RESET_NS,
        STEP_BINS, PHASE, ANSWERED_NS, NUM_WORDS };
 /* What Python does: functions of `process.native_loop.NativeLoop` and its block. */
 static const char *const CALLS[] = {"execute", "hand_over", "fail", "go_on", "hand_over_reset", "fail_reset", "check_mail",
-                                    "tidy", "move"};
-enum { EXECUTE, HAND_OVER, FAIL, GO_ON, HAND_OVER_RESET, FAIL_RESET, CHECK_MAIL, TIDY, MOVE, NUM_CALLS };
+                                    "tidy"};
+enum { EXECUTE, HAND_OVER, FAIL, GO_ON, HAND_OVER_RESET, FAIL_RESET, CHECK_MAIL, TIDY, NUM_CALLS };
 static const char *const NAMES[] = {"sinks", "native", "must_reset", "has_ended", "prepared"};
 enum { SINKS, NATIVE, MUST_RESET, HAS_ENDED, PREPARED, NUM_NAMES };
 
@@ -41,7 +41,7 @@ typedef struct {
     Pending *pending;
     Py_ssize_t num_envs;
     i64 worker_id, num_workers, num_bins, tidy_every;
-    i64 num_wakes, num_scans, seat, mail_read;
+    i64 num_wakes, num_scans, mail_read;
 } Loop;
 
 static i64 *word(const Loop *loop, int name, i64 index) { return (i64 *)loop->words[name].buf + index; }
@@ -101,7 +101,6 @@ static int take_all(Loop *loop, PyObject *facts)
         PyErr_SetString(PyExc_ValueError, "expected a worker of the slab");
         return -1;
     }
-    loop->seat = LOAD(word(loop, SEAT, loop->worker_id));
     return take_envs(loop, facts);
 }
 
@@ -413,12 +412,7 @@ static int scan(Loop *loop)
 
 static int serve_token(Loop *loop)
 {
-    i64 worker_id = loop->worker_id, seat = LOAD(word(loop, SEAT, worker_id));
-    if (seat != loop->seat) {
-        loop->seat = seat;
-        if (call(loop, MOVE) < 0)
-            return -1;
-    }
+    i64 worker_id = loop->worker_id;
     if (++loop->num_wakes % loop->tidy_every == 0 && call(loop, TIDY) < 0)
         return -1;
     i64 began = monotonic_ns();

@@ -28,8 +28,7 @@ from envherd.workers.block.slot import Slot
 from envherd.workers.messages import PER_ENV, Ask
 from envherd.workers.options import BlockOptions
 from envherd.workers.process.loop import TIDY_EVERY, Loop
-from envherd.workers.processes import move_to
-from envherd.workers.protocol import Flag, describe_phase, unpack_seat
+from envherd.workers.protocol import Flag, describe_phase
 
 _EACH = Flag.EACH << 4
 #: Bytes of a thread's stack; Linux allocates only the pages that are touched.
@@ -170,16 +169,12 @@ class ThreadedLoop(Loop):
 
     def server(self) -> Callable[[], bool]:
         """Return the function that serves one token; see `Loop.server`."""
-        worker_id, num_wakes = self._block.worker_id, 0
-        seats, seat = self._words["seat"], self._words["seat"][self._block.worker_id]
+        num_wakes = 0
         self._lock = threading.Lock()
         self._num_running = self._busy_since = 0
 
         def serve() -> bool:
-            nonlocal num_wakes, seat
-            if seats[worker_id] != seat:
-                seat = seats[worker_id]
-                self._move()
+            nonlocal num_wakes
             num_wakes += 1
             if num_wakes % TIDY_EVERY == 0:
                 self._tidy()
@@ -188,13 +183,6 @@ class ThreadedLoop(Loop):
             return not self._is_leaving
 
         return serve
-
-    def _move(self) -> None:
-        """Move all threads to the processor that the parent has requested: only one of them runs at a time."""
-        cpu = unpack_seat(self._words["seat"][self._block.worker_id])[1]
-        move_to(cpu)
-        for env_id in self._block.slots:
-            self._block.threads.post(env_id, lambda: move_to(cpu))
 
     def _scan(self) -> None:
         """Pass new commands to their envs' threads."""

@@ -15,8 +15,7 @@ from envherd.shm.slab import NUM_BINS, Slab, bin_of
 from envherd.shm.sync import Doorbell
 from envherd.shm.tally import Counter
 from envherd.workers.block.block import Block
-from envherd.workers.processes import move_to
-from envherd.workers.protocol import Flag, unpack_seat
+from envherd.workers.protocol import Flag
 
 _EACH = Flag.EACH << 4
 TIDY_EVERY = 64  # wakes; checking the log costs a microsecond, and an env may print a megabyte per step
@@ -66,14 +65,10 @@ class Loop:
     def server(self) -> Callable[[], bool]:
         """Return the function that serves one token; it returns False if a message says to exit."""
         worker_id, num_wakes = self._block.worker_id, 0
-        since, phase, busy, seats = (self._words[name] for name in ("since_ns", "phase", "busy_ns", "seat"))
-        seat = seats[worker_id]
+        since, phase, busy = (self._words[name] for name in ("since_ns", "phase", "busy_ns"))
 
         def serve() -> bool:
-            nonlocal num_wakes, seat
-            if seats[worker_id] != seat:
-                seat = seats[worker_id]
-                self._move()
+            nonlocal num_wakes
             num_wakes += 1
             if num_wakes % TIDY_EVERY == 0:
                 self._tidy()
@@ -87,10 +82,6 @@ class Loop:
             return not self._is_leaving
 
         return serve
-
-    def _move(self) -> None:
-        """Move to the processor that the parent has requested."""
-        move_to(unpack_seat(self._words["seat"][self._block.worker_id])[1])
 
     def _check_mail(self) -> bool:
         sent = self._words["mail_seq"]

@@ -55,7 +55,6 @@ class NativeLoop(Loop):
                 "go_on": self._go_on,
                 "check_mail": self._check_mail,
                 "tidy": self._tidy,
-                "move": self._move,
                 "hand_over_reset": self._hand_over_reset,
                 "fail_reset": self._fail_reset,
             },
