@@ -7,11 +7,8 @@ sent only if it is legal for all its envs, and after an interrupt, a fault or a 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import operator
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,44 +20,27 @@ from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.fast_tensordict import set_leaf
 from envherd.executor.batches.hand_out import add_side
 from envherd.executor.batches.plain_actions import PlainIntake
-from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.batches.tensor_actions import LendingIntake
 from envherd.executor.batches.transfer import Mover
-from envherd.executor.monitor.memory_log import MemoryLog
 from envherd.executor.monitor.statistics import Statistics, Tally, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.protocol.call_guard import CallGuard, call_name
+from envherd.executor.protocol.call_guard import CallGuard
+from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import Draft, EnvBatches
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.positions import Positions
-from envherd.executor.protocol.received import Received
 from envherd.executor.protocol.recycling import Recycler
 from envherd.executor.protocol.side_data import SideData
-from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
-from envherd.workers.errors import Busy, EnvherdError
+from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
-from envherd.workers.seeding import as_root_seed
 
 _NO_EXTRAS: Mapping[int, messages.Prepare] = {}
 
 
-class Rolling:
-    """A context that sets `engine.is_rolling` (0.3 us; a generator-based one takes 1)."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._engine.is_rolling = True
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.is_rolling = False
-
-
-class Engine:
+class Engine(Calls):
     """See the module.
 
     Attributes:
@@ -68,26 +48,15 @@ class Engine:
         positions: of every env.
         side: the envs' values outside the slab.
         batches: makes batches of the rows.
-        states: the state of every env.
         flights: all commands.
-        is_rolling: a rollout is in progress; its policy and callback may send requests to envs, but not step them.
-        received: the batch that was received last, while it holds its envs' present roots; else None.
-        ready_at: monotonic seconds.
-        memory: samples of the workers' memory.
-        known: keys of the envs' leaves, without `next`.
         side_inputs: env id -> the inputs of its latest step that did not go through the slab, one per side leaf.
     """
 
     def __init__(
         self, pool: Pool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions
     ) -> None:
-        self.pool = pool
-        self.options = options
+        super().__init__(pool, options)
         self.device = device
-        self.specs: tuple[EnvSpec, ...] = tuple(pool.specs)
-        self.num_envs = pool.num_envs
-        self.known = {leaf.key for spec in self.specs for leaf in spec.leaves()}
-        self.all_ids = np.arange(self.num_envs)
         residences = pool.settle(device)
         mover = None
         if device is not None and (device.type != "cpu" or residences):
@@ -97,17 +66,12 @@ class Engine:
         self.batches = EnvBatches(self.positions, self.side, device, mover=mover, is_copy=copy)
         self._intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
         self._intake = self._intakes[0] if len(self._intakes) == 1 else None
-        self.memory = MemoryLog()
         recyclable = pool.recyclable if options.recycles else None
         recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
         self.flights = Flights(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
-        self.is_rolling = self.is_dirty = False
-        self.received: Received | None = None
-        self._rolling = Rolling(self)
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
-        self.ready_at = time.monotonic()
         self.use_seed(seed)
 
     def _make_intake(self, index: int) -> GroupIntake:
@@ -121,29 +85,6 @@ class Engine:
     def is_in_flight(self) -> bool:
         """Whether a flight of the current call is open."""
         return self.flights.current is not None
-
-    @property
-    def batch_size(self) -> torch.Size:
-        """`[N]`, or `[N, *B]` if every env is itself a batch of shape B."""
-        return torch.Size((self.num_envs, *self.specs[0].batch_shape))
-
-    # ---- refusals ----------------------------------------------------------------------------
-
-    def refuse_under_way(self, env_ids: np.ndarray) -> None:
-        """Raise `Busy` if any of the envs has a command whose answer was not taken yet."""
-        if not self.states.are_running():
-            self.states.check(Event.RESET, env_ids)
-
-    def refuse_rolling(self) -> None:
-        """Raise `Busy` inside a rollout."""
-        if self.is_rolling:
-            raise Busy(
-                f"{call_name()} failed: a rollout is in progress. Its policy and callback cannot step or reset envs."
-            )
-
-    def rolling(self) -> Rolling:
-        """Return the context for a rollout's policy or callback, during which envs must not be stepped."""
-        return self._rolling
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -300,33 +241,6 @@ class Engine:
                 positions.latest_root(env_id)[key][...] = flag
         return fresh, cut if len(cut) else None
 
-    def extras_of(
-        self,
-        env_ids: np.ndarray,
-        seeds: Sequence[int | None] | None,
-        per_env: Sequence[dict[str, Any]] | None,
-        common: dict[str, Any],
-    ) -> dict[int, messages.Prepare]:
-        """Return the messages to send ahead of the envs' resets, by env id: seeds and keyword arguments.
-
-        Raises:
-            ValueError, TypeError: not one item for each env, or an item is no seed or no dict.
-        """
-        if seeds is None and per_env is None and not common:
-            return {}
-        for given, name in ((seeds, "seed"), (per_env, "list_of_kwargs")):
-            if given is not None and len(given) != self.num_envs:
-                raise ValueError(f"reset failed: expected {self.num_envs} items in {name}, got {len(given)}.")
-        extras = {}
-        for env_id in env_ids.tolist():
-            own = {} if per_env is None else per_env[env_id]
-            if not isinstance(own, Mapping):
-                raise TypeError(f"reset failed: expected a dict in list_of_kwargs, got {own!r} (env {env_id}).")
-            seed = None if seeds is None else _as_seed(seeds[env_id], env_id)
-            options = {**common, **own} or None
-            extras[env_id] = messages.Prepare(env_id=env_id, seed=seed, has_seed=seeds is not None, options=options)
-        return extras
-
     def write_reset_masks(self, mask: np.ndarray | None) -> None:
         """Write the reset masks of envs that are batches themselves: bool `[N, *B]`, None for all."""
         for group in self.pool.slab.groups:
@@ -334,27 +248,7 @@ class Engine:
             if target is not None:
                 target[...] = True if mask is None else mask[list(group.plan.env_ids)].reshape(target.shape)
 
-    def use_seed(self, seed: int | None) -> None:
-        """Seed the generator of random actions."""
-        self.seed = as_root_seed(seed, "set_seed")
-        self.sampler = ActionSampler(self.specs, self.seed, self.options.first_env_id)
-
-    def set_seed(self, seed: int | None, episodes: Sequence[int] | None = None) -> None:
-        """Use a new root seed everywhere; see `Pool.seed`."""
-        self.refuse_under_way(self.all_ids)
-        self.use_seed(seed)
-        self.pool.seed(self.seed, episodes)
-
     def statistics(self) -> Statistics:
         """Return the statistics so far."""
         flights = self.flights
         return count(self.pool, self.memory, Tally(flights.num_errors, flights.losses.num_interrupted, self.ready_at))
-
-
-def _as_seed(given: Any, env_id: int) -> int | None:
-    if given is None:
-        return None
-    if not isinstance(given, bool):
-        with contextlib.suppress(TypeError):
-            return operator.index(given)
-    raise ValueError(f"reset failed: expected an integer or None as seed, got {given!r} (env {env_id}).")
