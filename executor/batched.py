@@ -16,7 +16,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.engine import Engine
+from envherd.executor.protocol.env_batches import check_roots
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
 from envherd.executor.protocol.fast_exchange import compile_exchange
@@ -38,6 +39,20 @@ from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import Policy, RolloutRunner
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.protocol import Op
+
+
+class Parts(NamedTuple):
+    """The classes that run an executor's commands.
+
+    Attributes:
+        engine: `Engine`, or a class with the methods that are used here.
+        exchange: for `send` and `recv`.
+        run: makes rollouts; None for those of `RolloutRunner`.
+    """
+
+    engine: Any = Engine
+    exchange: type[Exchange] = Exchange
+    run: Any = None
 
 
 class BatchedEnv:
@@ -52,18 +67,25 @@ class BatchedEnv:
     """
 
     def __init__(
-        self, pool: Pool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions
+        self,
+        pool: Pool,
+        *,
+        seed: int,
+        device: torch.device | None,
+        copy: bool,
+        options: ExecutorOptions,
+        parts: Parts = Parts(),  # noqa: B008  # a tuple
     ) -> None:
         self._pool = pool
         self._finalizer = weakref.finalize(self, _close_pool, pool, os.getpid())
-        self._engine = Engine(pool, seed=seed, device=device, copy=copy, options=options)
+        self._engine: Engine = parts.engine(pool, seed=seed, device=device, copy=copy, options=options)
         self._guard = self._engine.guard
         # At the interpreter's exit it runs before the pool is closed, so a thread that is in a call gets `Closed`.
         weakref.finalize(self, self._guard.shut)
-        self._exchange = Exchange(self._engine)
-        self._rollouts = RolloutRunner(self._engine)
+        self._exchange = parts.exchange(self._engine)
+        self._rollouts = RolloutRunner(self._engine, parts.run)
         self.options = options
-        self.device = device
+        self.device = self._engine.device
         self.num_envs = pool.num_envs
         self.num_workers = pool.num_workers
         self.specs: tuple[EnvSpec, ...] = tuple(pool.specs)
@@ -556,7 +578,7 @@ class BatchedEnv:
                 f"load_state_dict failed: expected the episodes of {self.num_envs} envs, got {len(episodes)}."
             )
         if has_roots:
-            self._engine.batches.check_roots(kept["roots"])
+            check_roots(kept["roots"], self.specs)
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
         """Return each env's info of its latest command; empty if it has none.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from envherd.executor.batched import BatchedEnv
+from envherd.executor.batched import BatchedEnv, Parts
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
@@ -20,7 +20,12 @@ from envherd.executor.pools.blueprint import (
     serial_blueprint,
 )
 from envherd.executor.pools.serial_pool import SerialPool
+from envherd.executor.simulator.engine import SimulatorEngine, SimulatorExchange, is_simulator
+from envherd.executor.simulator.rollout import SimulatorRun
 from envherd.workers.build import Factory
+
+#: What runs one torch simulator in this process.
+SIMULATOR = Parts(SimulatorEngine, SimulatorExchange, SimulatorRun)
 
 
 class SerialEnv(BatchedEnv):
@@ -58,7 +63,8 @@ class SerialEnv(BatchedEnv):
         try:
             pool.start()
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
-            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
+            parts = SIMULATOR if is_simulator(pool) else Parts()
+            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options, parts=parts)
         except BaseException:
             pool.close()
             raise

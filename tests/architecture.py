@@ -44,31 +44,32 @@ class Box(NamedTuple):
 
 #: Label -> box, in the order of the table: from the public API down to the memory.
 BOXES = {
-    "executor/cli/": Box(("executor/cli/*",), "the commands, a file each", 18, (1, 3)),
-    "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 17, (3, 3)),
-    "executor/evaluation/": Box(("executor/evaluation/*",), "whole episodes, and a chart", 17, (2, 2)),
-    "executor/facades/": Box(("executor/facades/*",), "classes of other libraries", 17, (4, 4)),
-    "executor/cluster/": Box(("executor/cluster/*",), "a pool of pools on Ray nodes", 16, (1, 1)),
+    "executor/cli/": Box(("executor/cli/*",), "the commands, a file each", 19, (1, 3)),
+    "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 18, (3, 3)),
+    "executor/evaluation/": Box(("executor/evaluation/*",), "whole episodes, and a chart", 18, (2, 2)),
+    "executor/facades/": Box(("executor/facades/*",), "classes of other libraries", 18, (4, 4)),
+    "executor/cluster/": Box(("executor/cluster/*",), "a pool of pools on Ray nodes", 17, (1, 1)),
     "executor/parallel.py": Box(
-        ("executor/parallel.py", "executor/__init__.py"), 'ParallelEnv, with "auto"', 16, (3, 3)
+        ("executor/parallel.py", "executor/__init__.py"), 'ParallelEnv, with "auto"', 17, (3, 3)
     ),
-    "executor/sizing/": Box(("executor/sizing/*",), "how many envs and workers", 15, (1, 1)),
+    "executor/sizing/": Box(("executor/sizing/*",), "how many envs and workers", 16, (1, 1)),
     "executor/{*collector,policy,per_player,exporting,episode_logger}.py": Box(
         tuple(
             f"executor/{name}.py"
             for name in ("collector", "async_collector", "policy", "per_player", "exporting", "episode_logger")
         ),
         "training loops, figures",
-        15,
+        16,
         (2, 3),
     ),
-    "executor/pictures/": Box(("executor/pictures/*",), "pictures of envs, videos", 15, (0, 0)),
+    "executor/pictures/": Box(("executor/pictures/*",), "pictures of envs, videos", 16, (0, 0)),
     "executor/{batched,serial}.py": Box(
         ("executor/batched.py", "executor/serial.py"),
         "what users call: reset, step, send",
-        14,
+        15,
         (1, 3),
     ),
+    "executor/simulator/": Box(("executor/simulator/*",), "one torch simulator in this process", 14, (2, 2)),
     "executor/rollouts/": Box(("executor/rollouts/*",), "rollouts and their memory", 13, (2, 2)),
     "executor/protocol/": Box(("executor/protocol/*",), "env states, flights, losses", 12, (2, 2)),
     "executor/monitor/": Box(("executor/monitor/*",), "what workers are doing", 11, (2, 2)),
@@ -105,7 +106,7 @@ BOXES = {
 LAYERS = {
     "shm": ((0, 0), "#fdf1dc", "#f6cf8b"),
     "workers": ((1, 7), "#e6f2e6", "#b5dbb5"),
-    "executor": ((8, 18), "#e6eef8", "#b4cfec"),
+    "executor": ((8, 19), "#e6eef8", "#b4cfec"),
 }
 
 

@@ -115,8 +115,10 @@ ORDER = {
         *("native", "block", "build", "adapters.hosts", "probing", "process", "testing"),
     ),
     "executor": (
-        *("keywords", "progress", "options", "machine", "batches", "pools", "monitor", "protocol", "rollouts"),
+        *("keywords", "progress", "options", "machine", "batches", "pools", "monitor", "protocol"),
         *(
+            "rollouts",
+            "simulator",
             "batched",
             "exporting",
             "episode_logger",

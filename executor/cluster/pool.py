@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import ray
 
-from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.cluster.fleet import Fleet
 from envherd.executor.cluster.orders import Order, Reply
 from envherd.executor.cluster.remote_share import RemoteShare, State
@@ -70,7 +69,6 @@ class ClusterPool(SlabPool):
         self.serving = range(self.num_workers)
         self.began = np.zeros(self.num_workers, np.int64)
         self.outcome = Outcome()
-        self.lenders: dict[int, Lend] = {}  # hosts read their inputs from the slab
         self.specs = [spec for share in self.shares for spec in share.specs]
         self.plan = plan_slab(self.specs, self.num_workers, options.num_frames)
         self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))

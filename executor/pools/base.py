@@ -10,10 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
-from envherd.executor.batches.device_rows import Residence
-from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
 from envherd.executor.pools.replies import Outcome
@@ -66,8 +63,6 @@ class Pool(Protocol):
         specs: one per env.
         plan: of the slab.
         slab: inputs, rows and words of all envs.
-        lenders: group index -> function that passes an env the inputs of its next step as tensors, for groups that do
-            not read them from the slab.
         outcome: reports besides the rows, until they are handed out.
         holds_storages: whether the pool keeps the memory of a rollout storage until that is detached.
     """
@@ -79,7 +74,6 @@ class Pool(Protocol):
     specs: list[EnvSpec]
     plan: SlabPlan
     slab: Slab
-    lenders: dict[int, Lend]
     outcome: Outcome
     holds_storages: bool
 
@@ -280,10 +274,6 @@ class Pool(Protocol):
         ...
 
     # ---- memory ------------------------------------------------------------------------------
-
-    def settle(self, device: torch.device | None) -> dict[int, Residence]:
-        """Keep the rows of envs on a device there; return group index -> the ring of their group."""
-        ...
 
     def attach_storage(self, target: int, plan: StoragePlan) -> StorageMemory:
         """Create memory for a rollout storage, which commands can name as `target` from now on; return it.

@@ -11,10 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from envherd.executor.batches.device_rows import Residence, lives_on
-from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import WorkerFigures
 from envherd.executor.pools.command_words import CommandWords
@@ -47,7 +44,11 @@ class PrivateMemory:
 
 
 class SerialPool(SlabPool):
-    """One block in this process; a worker's loop carries out commands as they are submitted."""
+    """One block in this process; a worker's loop carries out commands as they are submitted.
+
+    Attributes:
+        adapters: env id -> adapter; none once it is closed.
+    """
 
     def __init__(self, factories: list[Factory], blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint = blueprint
@@ -63,8 +64,7 @@ class SerialPool(SlabPool):
         self.outcome = Outcome()
         self.lost: dict[int, EnvherdError] = {}
         self._factories = factories
-        self._adapters: dict[int, Adapter] = {}
-        self.lenders: dict[int, Lend] = {}
+        self.adapters: dict[int, Adapter] = {}
 
     def start(self) -> None:
         """Build the envs; set `specs`, `plan` and `slab`."""
@@ -81,12 +81,12 @@ class SerialPool(SlabPool):
             raise
         finally:
             seeding.restore_caller(before)
-        self.specs = [self._adapters[i].spec for i in range(self.num_envs)]
+        self.specs = [self.adapters[i].spec for i in range(self.num_envs)]
         self.plan = plan_slab(self.specs, 1, self.options.num_frames)
         self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
         self._block = Block(
             0,
-            self._adapters,
+            self.adapters,
             self.blueprint.root_seed,
             self._take,
             self.options.for_block(),
@@ -99,11 +99,6 @@ class SerialPool(SlabPool):
             Doorbell.create(self.slab.buffer, self.plan.bells_offset),
         )
         self._serve = self._make_server()
-        self.lenders = {
-            index: self._block.lend
-            for index, group in enumerate(self.slab.groups)
-            if all(self._adapters[i].takes_tensors for i in group.plan.env_ids)
-        }
 
     def _make_server(self) -> Callable[[], None]:
         """Return a function that carries out the written commands by a worker's loop."""
@@ -124,7 +119,7 @@ class SerialPool(SlabPool):
 
     def _build(self, builder: Builder, env_id: int, factory: Factory) -> None:
         try:
-            self._adapters[env_id] = builder.adopt(factory, self.blueprint.env_kwargs[env_id])
+            self.adapters[env_id] = builder.adopt(factory, self.blueprint.env_kwargs[env_id])
         except EnvherdError:
             raise
         except Exception as error:
@@ -135,18 +130,6 @@ class SerialPool(SlabPool):
                 env_ids=(env_id,),
                 phase="build",
             ) from error
-
-    def settle(self, device: torch.device | None) -> dict[int, Residence]:
-        """Keep the rows of envs on a device there; return the rings of their groups."""
-        residences = {}
-        for index, group in enumerate(self.slab.groups):
-            env_ids = group.plan.env_ids
-            if device is not None and lives_on([self._adapters[i] for i in env_ids], device):
-                ring = Residence(group, self.plan.num_frames, device, check_finite=self.options.check_finite)
-                residences[index] = ring
-                for row, env_id in enumerate(env_ids):
-                    self._block.settle(env_id, *ring.writers_of(row))
-        return residences
 
     def compile(self) -> FastCommands:
         """Return compiled commands to all envs, which are carried out at once."""
@@ -285,7 +268,7 @@ class SerialPool(SlabPool):
 
     def close(self, timeout_s: float | None = None) -> None:  # a call of an env cannot be ended
         """Close the envs; log their exceptions."""
-        adapters, self._adapters = self._adapters, {}
+        adapters, self.adapters = self.adapters, {}
         for env_id, adapter in adapters.items():
             try:
                 adapter.close()

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
-from envherd.executor.batches.device_rows import Residence
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.replies import Outcome
@@ -56,7 +54,3 @@ class SlabPool:
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Send envs a request other than a step; see `Pool.ask`."""
         return self.answers(self.question(what, env_ids, **question), what)
-
-    def settle(self, device: torch.device | None) -> dict[int, Residence]:  # noqa: ARG002  # as of `Pool`
-        """Return no rings: all rows of workers go through the slab."""
-        return {}

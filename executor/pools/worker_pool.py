@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.batches.tensor_actions import Lend
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool, WorkerFigures
 from envherd.executor.pools.command_words import CommandWords
@@ -70,7 +69,6 @@ class WorkerPool(SlabPool):
         self.num_workers = len(self.serving)
         self.worker_of = np.repeat(np.arange(self.num_workers), [len(b) for b in blueprint.blocks])
         self.outcome = Outcome()
-        self.lenders: dict[int, Lend] = {}  # empty: workers read their inputs from the slab
         self.specs: list[EnvSpec] = []
         self.crew = Crew(blueprint, options, self._take_frame)
         self._all_ids = np.arange(self.num_envs)

@@ -20,7 +20,6 @@ from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.fast_tensordict import set_leaf
 from envherd.executor.batches.hand_out import add_side
 from envherd.executor.batches.plain_actions import PlainIntake
-from envherd.executor.batches.tensor_actions import LendingIntake
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.monitor.statistics import Statistics, Tally, count
 from envherd.executor.options import ExecutorOptions
@@ -57,12 +56,11 @@ class Engine(Calls):
     ) -> None:
         super().__init__(pool, options)
         self.device = device
-        residences = pool.settle(device)
         mover = None
-        if device is not None and (device.type != "cpu" or residences):
+        if device is not None and device.type != "cpu":
             mover = Mover(pool.slab.buffer, device, pool.plan.num_frames)
         self.side = SideData(self.specs, options.infos)
-        self.positions = Positions(pool.slab, self.side, options, mover=mover, residences=residences)
+        self.positions = Positions(pool.slab, self.side, options, mover=mover)
         self.batches = EnvBatches(self.positions, self.side, device, mover=mover, is_copy=copy)
         self._intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
         self._intake = self._intakes[0] if len(self._intakes) == 1 else None
@@ -77,8 +75,6 @@ class Engine(Calls):
     def _make_intake(self, index: int) -> GroupIntake:
         group, level = self.pool.slab.groups[index], self.options.check_actions
         present = functools.partial(self.batches.present, index) if group.spec.state else None
-        if index in self.pool.lenders:
-            return LendingIntake(group, level, self.pool.lenders[index], present)
         return GroupIntake(group, level, present)
 
     @property

@@ -10,12 +10,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.device_rows import ResidentBatch
 from envherd.executor.batches.hand_out import GroupBatch, Leaves, Members, add_side, stack_groups
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
 from envherd.shm.layout import Name
+from envherd.shm.specs import EnvSpec
 from envherd.workers.protocol import Op
 
 #: The batches of a step, created before their memory is filled: `(memory, or None for views; next; root)`.
@@ -60,8 +60,6 @@ class EnvBatches:
     def _make_group(self, index: int, device: torch.device | None) -> GroupBatch:
         positions, has_interrupted = self._positions, self._has_interrupted
         group, num_frames = positions.slab.groups[index], positions.num_frames
-        if index in positions.residences:
-            return ResidentBatch(group, num_frames, positions.residences[index], has_interrupted=has_interrupted)
         return GroupBatch(group, num_frames, device, has_interrupted=has_interrupted, mover=self.mover)
 
     # ---- steps of all envs -------------------------------------------------------------------
@@ -228,38 +226,36 @@ class EnvBatches:
         """Return each env's present root, as nested dicts of tensors and side values (copies)."""
         return [td.to_dict() for td in self.current(np.arange(self._places.num_envs)).unbind(0)]
 
-    def check_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse roots that do not fit these envs.
-
-        Raises:
-            ValueError: with the first leaf that is missing or of another shape.
-        """
-        if len(roots) != self._places.num_envs:
-            raise ValueError(f"load_state_dict failed: expected {self._places.num_envs} roots, got {len(roots)}.")
-        for env_id, (root, spec) in enumerate(zip(roots, self._positions.specs, strict=True)):
-            for leaf in (*spec.observation, *spec.done):
-                value = _entry(root, leaf.key)
-                if value is None or not (leaf.is_side or tuple(value.shape) == leaf.shape):
-                    got = "none" if value is None else f"shape {tuple(value.shape)}"
-                    raise ValueError(f"load_state_dict failed: expected {leaf}, got {got} (root of env {env_id}).")
-
     def put_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
         """Set the roots of all envs, from `roots`."""
         positions, env_ids = self._positions, np.arange(self._places.num_envs)
         columns = positions.reset_columns(env_ids)
         for env_id, (root, column) in enumerate(zip(roots, columns.tolist(), strict=True)):
-            (group, row), place = self._places.pairs[env_id], positions.row_at(env_id, column)
-            residence, spec = positions.residences.get(group), positions.specs[env_id]
-            self._side.root[env_id] = [_entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
+            place, spec = positions.row_at(env_id, column), positions.specs[env_id]
+            self._side.root[env_id] = [entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
             for leaf in (*spec.observation, *spec.done):
-                if residence is not None and ("root", *leaf.key) in residence.columns:
-                    residence.columns["root", *leaf.key][column, row] = _entry(root, leaf.key)
-                elif not leaf.is_side:
-                    place["root", *leaf.key][...] = to_numpy(_entry(root, leaf.key))
+                if not leaf.is_side:
+                    place["root", *leaf.key][...] = to_numpy(entry(root, leaf.key))
         positions.were_reset(env_ids, columns)
 
 
-def _entry(root: Mapping[str, Any], key: Name) -> Any:
+def check_roots(roots: Sequence[Mapping[str, Any]], specs: Sequence[EnvSpec]) -> None:
+    """Refuse saved roots that do not fit envs of these specs.
+
+    Raises:
+        ValueError: with the first leaf that is missing or of another shape.
+    """
+    if len(roots) != len(specs):
+        raise ValueError(f"load_state_dict failed: expected {len(specs)} roots, got {len(roots)}.")
+    for env_id, (root, spec) in enumerate(zip(roots, specs, strict=True)):
+        for leaf in (*spec.observation, *spec.done):
+            value = entry(root, leaf.key)
+            if value is None or not (leaf.is_side or tuple(value.shape) == leaf.shape):
+                got = "none" if value is None else f"shape {tuple(value.shape)}"
+                raise ValueError(f"load_state_dict failed: expected {leaf}, got {got} (root of env {env_id}).")
+
+
+def entry(root: Mapping[str, Any], key: Name) -> Any:
     """Return an entry of nested dicts, or None."""
     found: Any = root
     for name in key:

@@ -7,7 +7,6 @@ two small arrays record the place. Uses only numpy: `env_batches` makes TensorDi
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +18,6 @@ from envherd.shm.layout import Name
 from envherd.shm.slab import GroupSlab, Slab, root_leaves
 
 if TYPE_CHECKING:
-    from envherd.executor.batches.device_rows import Residence
     from envherd.executor.batches.transfer import Mover
 
 
@@ -31,7 +29,6 @@ class Positions:
         side: side values; they move with the rows that they belong to.
         options: of the executor.
         mover: reads frames of the ring for a device; None on the CPU.
-        residences: group -> its rows on a device; the slab then holds only flags.
 
     Attributes:
         specs: of each env.
@@ -53,10 +50,8 @@ class Positions:
         options: ExecutorOptions,
         *,
         mover: Mover | None,
-        residences: Mapping[int, Residence],
     ) -> None:
         self.slab = slab
-        self.residences = residences
         self._side, self._mover = side, mover
         self.num_envs = slab.plan.num_envs
         self.num_frames = slab.plan.num_frames
@@ -172,13 +167,8 @@ class Positions:
         section = "root" if self.in_root[env_id] else "next"
         if section == "next":
             self._side.root[env_id] = self._side.next[env_id]
-        if (residence := self._residence_of(env_id)) is not None:
-            residence.move_latest(self.places.row_of[env_id], int(self.columns[env_id]), section, column)
         self.columns[env_id] = column
         self.in_root[env_id] = True
-
-    def _residence_of(self, env_id: int) -> Residence | None:
-        return self.residences.get(int(self.places.group_of[env_id]))
 
     def _poison(self, column: int) -> None:
         """Poison a frame that is no longer valid, unless it holds an env's latest row."""
@@ -309,9 +299,6 @@ class Positions:
 
     def cut_off(self, env_id: int, column: int) -> None:
         """Write the `next` of an env whose answer was lost: its last true observation, reward 0, truncated."""
-        if (residence := self._residence_of(env_id)) is not None:
-            section = "root" if self.in_root[env_id] else "next"
-            residence.repeat(self.places.row_of[env_id], column, int(self.columns[env_id]), section)
         source = {key: array.copy() for key, array in self.latest_root(env_id).items()}
         dest, spec = self.row_at(env_id, column), self.specs[env_id]
         for leaf in spec.observation:

@@ -65,8 +65,17 @@ class RolloutRunner:
         state_left: the policy's state when the latest rollout was broken off, own memory; None if it was not.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, run: type[StepwiseRun] | None = None) -> None:
+        """Create one.
+
+        Args:
+            engine: of the executor.
+            run: makes all rollouts; None if only those on a device are made step by step.
+        """
         self._engine = engine
+        self._run_type = run
+        if run is None and engine.batches.mover is not None:
+            self._run_type = StepwiseRun
         self._shelf = StorageShelf(engine.pool)
         self.state_left: TensorDictBase | None = None
 
@@ -111,8 +120,8 @@ class RolloutRunner:
             act = self._checked(policy or env.rand_action)
             watch = None if callback is None else self._checked(functools.partial(callback, env))
             carried = Carried(engine.known, tensordict, primer)
-            if engine.batches.mover is not None:
-                stepwise = StepwiseRun(engine, act, carried, watch, break_when_any_done=break_when_any_done)
+            if self._run_type is not None:
+                stepwise = self._run_type(engine, act, carried, watch, break_when_any_done=break_when_any_done)
                 with self._leaving(carried):
                     return finish(stepwise.collect(max_steps, auto_reset=auto_reset))
             reused = self._shelf.find(out) if out is not None and out.batch_size[1] == max_steps else None
@@ -150,7 +159,7 @@ class RolloutRunner:
                 f"rollout failed: expected out of at least {max_steps} steps (max_steps), got {shape[1]}. Pass "
                 f"max_steps={shape[1]}, or a longer out."
             )
-        if len(self._engine.batches.groups) > 1 and not isinstance(out, LazyStackedTensorDict):
+        if len(self._engine.pool.plan.groups) > 1 and not isinstance(out, LazyStackedTensorDict):
             raise ValueError(
                 f"rollout failed: expected out to be a lazy stack, since the envs are different tasks, got a "
                 f"{type(out).__name__}. Give what an earlier rollout returned."

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches.actions import check_for
-from envherd.executor.batches.tensor_actions import is_legal
+from envherd.executor.simulator.actions import is_legal
 from envherd.shm.specs import Binary, Box, Discrete, LeafSpec, MultiDiscrete, Unbounded
-from envherd.workers.errors import ActionError, EnvError
+from envherd.workers.errors import ActionError, EnvError, ResetNeeded
 from tests.workers import torch_simulators as simulators
 
 pytestmark = pytest.mark.preloads()
@@ -33,39 +34,27 @@ def batch_of(action: torch.Tensor) -> TensorDict:
     return TensorDict({"action": action}, action.shape[:2])
 
 
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_the_env_is_given_the_callers_own_tensor(num_envs):
-    make_env, built = recorded(simulators.Counter)
-    with SerialEnv(num_envs, make_env, seed=0) as env:
-        env.reset()
-        action = torch.rand(num_envs, 4, 2)
-        env.step(batch_of(action))
-        for index, simulator in enumerate(built):
-            assert simulator.given.data_ptr() == action[index].data_ptr()
-            assert simulator.given.untyped_storage().data_ptr() == action.untyped_storage().data_ptr()
-
-
 def test_the_env_is_given_the_callers_own_tensor_through_every_door():
     make_env, built = recorded(simulators.Counter)
-    with SerialEnv(2, make_env, seed=0) as env:
+    with SerialEnv(1, make_env, seed=0) as env:
         env.reset()
-        action = torch.rand(2, 4, 2)
+        action = torch.rand(1, 4, 2)
         env.step_and_maybe_reset(batch_of(action))
-        assert built[1].given.data_ptr() == action[1].data_ptr()
+        assert built[0].given.data_ptr() == action.data_ptr()
         lone = torch.rand(1, 4, 2)
-        env.send(batch_of(lone), env_ids=[1])
+        env.send(batch_of(lone), env_ids=[0])
         received = env.recv()
-        assert built[1].given.data_ptr() == lone.data_ptr()
+        assert built[0].given.data_ptr() == lone.data_ptr()
         assert torch.equal(received["action"], lone)
-        assert received["env_ids"].tolist() == [[1] * 4]
+        assert received["env_ids"].tolist() == [[0] * 4]
         env.send(received.set("action", lone))
         received = env.recv()
-        assert received["env_ids"].tolist() == [[1] * 4]
+        assert received["env_ids"].tolist() == [[0] * 4]
         assert env.current(received["env_ids"]).batch_size == (1, 4)
         given = []
 
         def policy(td: Any) -> Any:
-            given.append(torch.rand(2, 4, 2))
+            given.append(torch.rand(1, 4, 2))
             return td.set("action", given[-1])
 
         data = env.rollout(2, policy)
@@ -213,54 +202,126 @@ def test_on_a_gpu_actions_stay_where_they_are():
 
 
 @pytest.fixture
-def resident(monkeypatch):
-    """Treat the CPU as a device: rows stay in tensors."""
-    monkeypatch.setattr("envherd.executor.batches.device_rows._is_apart", lambda _device: True)
+def through_slab(monkeypatch):
+    """Return a function: executors that are made after its call have the rows of simulators in a slab."""
+    return lambda: monkeypatch.setattr("envherd.executor.serial.is_simulator", lambda _pool: False)
 
 
-def traced(num_envs: int, make_env: Any, device: Any) -> list[Any]:
-    """Return the data of an executor from every method, for the same seed."""
+def traced(make_env: Any, **settings: Any) -> Iterator[tuple[TensorDictBase, str]]:
+    """Yield the data of an executor from every method, for the same seed, and the name of the method."""
     options = ExecutorOptions(check_finite=True, ring_frames=2)
-    with SerialEnv(num_envs, make_env, seed=3, device=device, options=options) as env:
-        out = [env.reset()]
+    with SerialEnv(1, make_env, seed=3, options=options, **settings) as env:
+        yield env.current(), "current before a reset"
+        yield env.reset(), "reset"
         for _ in range(9):
             td, root = env.step_and_maybe_reset(env.rand_action())
-            out += [td, root, env.current()]
-        td = env.step(env.rand_action())
-        mask = td["next", "done"].clone()
-        mask[0, 0] |= make_env is simulators.Counter  # it can reset rows that have not ended
-        out += [td, env.reset(TensorDict({"_reset": mask}, env.batch_size))]
-        env.send(env.rand_action()[:1], env_ids=[0])
-        out += [env.recv(), env.current()]
-        out.append(env.rollout(8, break_when_any_done=False))
-        assert (env._engine.positions.residences != {}) == (device is not None)
-    return out
+            own = root.clone()  # a root may share the leaves of `next`
+            yield td, "step_and_maybe_reset"
+            yield own, "step_and_maybe_reset"
+            yield env.current(), "current"
+        for _ in range(6):
+            td = env.step(env.rand_action())
+            mask = td["next", "done"].clone()
+            mask[0, 0] |= make_env is simulators.Counter  # it can reset rows that have not ended
+            yield td, "step"
+            half = torch.zeros_like(mask)
+            half[:, ::2] = mask[:, ::2]
+            yield env.reset(TensorDict({"_reset": half}, env.batch_size)), "reset of rows"
+            yield env.reset(TensorDict({"_reset": mask & ~half}, env.batch_size)), "reset of rows"
+        for _ in range(5):
+            env.send(env.rand_action(env.current()), env_ids=[0])
+            yield env.recv(), "recv"
+            yield env.current(), "current"
+        yield env.rollout(8, break_when_any_done=False), "rollout"
+        yield env.rollout(8, auto_reset=False), "rollout until an end"
+        yield env.current(), "current"
 
 
+def write_everywhere(td: TensorDictBase) -> None:
+    """Write to every tensor of a batch, by torch and by numpy."""
+    for key in td.keys(include_nested=True, leaves_only=True):
+        td[key].zero_()
+        td[key].numpy()[...] = 1
+
+
+@pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("make_env", [simulators.Counter, simulators.SameStep])
-def test_rows_that_stay_on_a_device_are_the_same_rows(resident, make_env):
-    for index, (here, there) in enumerate(zip(traced(2, make_env, None), traced(2, make_env, "cpu"), strict=True)):
-        keys = set(here.keys(include_nested=True, leaves_only=True))
-        assert keys == set(there.keys(include_nested=True, leaves_only=True))
+def test_rows_are_those_that_go_through_a_slab_whatever_the_caller_writes(make_env, writes, through_slab):
+    expected, kept = [], []
+    for td, name in traced(make_env):
+        expected.append((td.clone(), name))
+        if writes:
+            write_everywhere(td)
+        else:
+            kept.append(td)
+    for td, (before, name) in zip(kept, expected, strict=False):
+        assert (td == before).all(), name
+    through_slab()
+    for (td, name), (other, _) in zip(expected, traced(make_env), strict=True):
+        keys = set(td.keys(include_nested=True, leaves_only=True))
+        assert keys == set(other.keys(include_nested=True, leaves_only=True)), name
         for key in keys:
-            assert torch.equal(here[key], there[key]), (index, key)
+            assert torch.equal(td[key], other[key]), (name, key)
 
 
-def test_rows_on_a_device_are_the_callers_own_and_survive_faults(resident):
+def test_without_copies_a_step_holds_the_tensors_of_the_simulator():
+    make_env, built = recorded(simulators.SameStep)
+    with SerialEnv(1, make_env, seed=0, copy=False) as env:
+        env.reset()
+        following = env.step(batch_of(torch.rand(1, 4, 2)))["next"]
+        assert following["observation"].data_ptr() == built[0].state.data_ptr()
+        for _ in range(2):
+            td, root = env.step_and_maybe_reset(batch_of(torch.rand(1, 4, 2)))
+        assert td["next", "done"][0, 0].all()
+        assert td["next", "observation"][0, 0, 1] == 3
+        assert root["observation"][0, 0, 1] == 0
+
+
+class Breaking(simulators.SameStep):
+    """Overwrites its tensors, and then raises, in step 3."""
+
+    error: type[BaseException] = ValueError
+
+    def step(self, action: torch.Tensor) -> Any:
+        if self.num_steps == 2:
+            self.state.fill_(77)
+            raise self.error("it broke")
+        return super().step(action)
+
+
+class Interrupted(Breaking):
+    """The same, as by Ctrl-C."""
+
+    error = KeyboardInterrupt
+
+
+@pytest.mark.parametrize("make_env", [Breaking, Interrupted])
+def test_after_a_failure_the_root_is_the_last_true_observation(make_env):
+    make_env, built = recorded(make_env)
+    with SerialEnv(1, make_env, seed=0) as env:
+        env.reset()
+        env.step(batch_of(torch.rand(1, 4, 2)))
+        before = env.step(batch_of(torch.rand(1, 4, 2)))["next", "observation"].clone()
+        with pytest.raises((EnvError, KeyboardInterrupt), match="it broke") as caught:
+            env.step(batch_of(torch.rand(1, 4, 2)))
+        root = env.current()
+        assert torch.equal(root["observation"], before)
+        assert root["truncated"].all()
+        if isinstance(caught.value, EnvError):
+            partial = caught.value.partial
+            assert torch.equal(partial["observation"], before)
+            assert not partial["reward"].any()
+        with pytest.raises(ResetNeeded):
+            env.step(batch_of(torch.rand(1, 4, 2)))
+        built[0].num_steps = 10
+        one = TensorDict({"_reset": torch.tensor([[True, False, False, False]])}, [1, 4])
+        assert not env.reset(one)["done"].any(), "all rows are reset"
+        env.step(batch_of(torch.rand(1, 4, 2)))
+
+
+def test_several_simulators_share_a_slab():
     make_env, built = recorded(simulators.Counter)
-    with SerialEnv(2, make_env, seed=0, device="cpu") as env:
-        root = env.reset()
-        kept = root["observation"].clone()
-        following = env.step(batch_of(torch.rand(2, 4, 2)))["next"]
-        assert torch.equal(root["observation"], kept)
-        kept = following["observation"].clone()
-        env.step(batch_of(torch.rand(2, 4, 2)))
-        assert torch.equal(following["observation"], kept)
-        before = env.current()["observation"]
-        built[1].step = None
-        with pytest.raises(EnvError) as caught:
-            env.step(batch_of(torch.rand(2, 4, 2)))
-        partial = caught.value.partial
-        assert torch.equal(partial["observation"][1], before[1])
-        assert not partial["reward"][1].any()
-        assert torch.equal(partial["observation"][0], built[0].state)
+    with SerialEnv(2, make_env, seed=0) as env:
+        data = env.rollout(5, break_when_any_done=False)
+        assert data["next", "observation"].shape == (2, 5, 4, 2)
+        assert len(built) == 2

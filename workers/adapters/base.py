@@ -80,8 +80,10 @@ class Adapter(ABC):
     on_left_out: Callable[[Mapping[str, str]], None] | None = None
     #: Whether `step` also takes torch tensors, and arrays that are VIEWS of the slab; for families of torch simulators.
     takes_tensors: bool = False
-    #: Whether `reset` and `step` return the env's own tensors; set by an executor that accepts them.
+    #: Whether `reset` and `step` may return the env's own tensors; set by an executor that accepts them.
     gives_tensors: bool = False
+    #: Where the env's tensors are, a `torch.device`; None for families without tensors.
+    device: Any = None
     #: Whether a process may hold only one env of the family.
     is_alone: bool = False
     #: The factory that built the env, for messages; set by its caller.

@@ -28,7 +28,6 @@ from envherd.workers.messages import UNGUARDS, Ask, Prepare
 from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
 from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
-from envherd.workers.writers import Writer
 
 #: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
 _MAX_REMEMBERED = 4096
@@ -153,17 +152,6 @@ class Block:
                 slot.last_done = np.zeros(slot.spec.batch_shape, bool) if slot.spec.batch_shape else False
         return reply
 
-    def lend(self, env_id: int, values: list[Any]) -> None:
-        """Make an env that takes tensors read these in its next step, one per input leaf, instead of the slab's."""
-        self.slots[env_id].lent = values
-
-    def settle(self, env_id: int, following: list[Writer], roots: list[Writer], rewards: list[Writer]) -> None:
-        """Write an env's tensors to the ring by these writers, one per leaf, unconverted; flags stay in the slab."""
-        slot = self.slots[env_id]
-        slot.adapter.gives_tensors = True
-        sink = slot.sinks[RING]
-        sink.next_observation, sink.root_observation, sink.reward = following, roots, rewards
-        self._compile(slot, sink)
 
     def execute(self, env_id: int, command: int, begun: Step | None = None, reset: Begun | None = None) -> int:
         """Carry out one command for one env and return how it ended; report what the env raises.

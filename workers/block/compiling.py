@@ -39,7 +39,7 @@ def compile_native(
         notes_infos: whether the block reports infos that are not empty.
     """
     module, adapter = native.load(), slot.adapter
-    if module is None or slot.check_finite or slot.has_side or adapter.takes_tensors or adapter.gives_tensors:
+    if module is None or slot.check_finite or slot.has_side or adapter.takes_tensors:
         return None
     if not _is_plain(slot.spec):
         return None

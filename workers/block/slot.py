@@ -76,7 +76,6 @@ class Slot:
         self.action_readers: list[Callable[[], Any]] = []
         self.reset_mask: np.ndarray | None = None
         self.prepared: Prepare | None = None
-        self.lent: list[Any] | None = None
         self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
         self.rng_state: tuple[Any, ...] | None = None
         self.seed_pool: np.ndarray | None = None  # of `seeding.EpisodeSeeds`; None if the env's own generators continue
@@ -138,8 +137,7 @@ class Slot:
                 self.action_readers.append(_side_reader(self, side_index))
                 side_index += 1
             elif self.adapter.takes_tensors:
-                index = len(self.action_readers)
-                self.action_readers.append(_lent_reader(self, index, inputs["input", *leaf.key][row]))
+                self.action_readers.append(_view_reader(inputs["input", *leaf.key][row]))
             else:
                 self.action_readers.append(_input_reader(leaf, inputs["input", *leaf.key], row))
         mask = inputs.get(("reset_mask",))
@@ -154,8 +152,8 @@ def _input_reader(leaf: LeafSpec, array: np.ndarray, row: int) -> Callable[[], A
     return source.copy if leaf.shape else lambda: array[row]
 
 
-def _lent_reader(slot: Slot, index: int, source: np.ndarray) -> Callable[[], Any]:
-    return lambda: source if slot.lent is None else slot.lent[index]
+def _view_reader(source: np.ndarray) -> Callable[[], Any]:
+    return lambda: source
 
 
 def _side_reader(slot: Slot, index: int) -> Callable[[], Any]:

@@ -2,8 +2,8 @@
 
 Guarantees
 - An action reaches the simulator as a tensor without a round trip through numpy: in a worker it is a tensor over
-  the slab itself (`torch.from_numpy` of a VIEW), in `SerialEnv` it is the caller's own tensor. For a simulator on a
-  GPU, the actions are transferred once and nothing else is moved.
+  the slab itself (`torch.from_numpy` of a VIEW), in `SerialEnv(1, ...)` it is the caller's own tensor. For a
+  simulator on a GPU, the actions are transferred once and nothing else is moved.
 - A simulator that keeps a reference to its actions is detected and gets copies from then on, because the next step
   overwrites the slab.
 - Rows that a reset does not select are returned unchanged, bit for bit, even if the simulator recomputes them.
@@ -100,7 +100,8 @@ class TorchBatchAdapter(Adapter):
             action: aligned with `spec.action`: the caller's tensors, or VIEWS of the slab.
 
         Returns:
-            Values as of `reset`; terminated and truncated as bool arrays `[B, 1]`, copies.
+            Values as of `reset`; terminated and truncated as bool arrays `[B, 1]`, copies; as tensors (VIEWS) if
+            `gives_tensors`.
         """
         if self._latest is None:
             raise ResetNeeded("step failed: expected a reset first, got a step. Reset the env.")
@@ -119,13 +120,13 @@ class TorchBatchAdapter(Adapter):
     def _given(self, leaves: Leaves) -> list[Any]:
         return leaves if self.gives_tensors else [to_numpy(leaf) for leaf in leaves]
 
-    def _flags(self, flags: torch.Tensor) -> np.ndarray:
+    def _flags(self, flags: torch.Tensor) -> Any:
         if flags.dtype is not torch.bool or flags.numel() != self._num_rows:
             raise SpecError(
                 f"step failed: expected ends as bool ({self._num_rows},), got {flags.dtype} {tuple(flags.shape)}. "
                 f"Fix the env."
             )
-        return np.array(to_numpy(flags)).reshape(self._num_rows, 1)
+        return flags.reshape(-1, 1) if self.gives_tensors else np.array(to_numpy(flags)).reshape(self._num_rows, 1)
 
     @abstractmethod
     def _reset_all(self, seed: int | None, options: dict[str, Any]) -> Leaves:

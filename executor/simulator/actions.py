@@ -1,0 +1,75 @@
+"""Actions for a simulator that accepts tensors: the caller's tensors are checked on their device and passed on.
+
+Guarantees: a whole batch is checked before the simulator gets it, as in `batches.actions`. The simulator gets the
+caller's memory, on any device; the executor only reads it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from envherd.executor.batches.actions import GroupIntake
+from envherd.executor.batches.hand_out import Leaves
+from envherd.executor.options import ActionCheck
+from envherd.shm.slab import GroupSlab
+from envherd.shm.specs import Box, Discrete, LeafSpec, MultiDiscrete
+
+
+class TensorIntake(GroupIntake):
+    """Checks the inputs of one simulator.
+
+    Args:
+        slab: the arrays of its group, to which nothing is written.
+        level: see `ExecutorOptions.check_actions`.
+    """
+
+    def __init__(self, slab: GroupSlab, level: ActionCheck) -> None:
+        super().__init__(slab, level)
+        self._level = level
+
+    def tensors(self, td: TensorDictBase) -> Leaves:
+        """Return the checked inputs, one tensor `[1, ...]` per leaf: the caller's own (VIEW) where they fit.
+
+        Raises:
+            ActionError: as of `GroupIntake.read`.
+        """
+        tensors = []
+        for index, leaf in enumerate(self.leaves):
+            value = self._get(td, leaf, None)
+            if isinstance(value, torch.Tensor) and self._fits(index, value):
+                tensors.append(value.detach())
+            else:
+                tensors.append(torch.from_numpy(np.ascontiguousarray(self._read_leaf(index, value, None))))
+        return tensors
+
+    def _fits(self, index: int, value: torch.Tensor) -> bool:
+        leaf = self.leaves[index]
+        is_alike = value.shape == (1, *leaf.shape) and str(value.dtype).removeprefix("torch.") == leaf.dtype
+        return is_alike and (self._checks[index] is None or is_legal(leaf, value, self._level))
+
+
+#: Integers that torch cannot compare.
+_NOT_COMPARED = frozenset({torch.uint16, torch.uint32, torch.uint64})
+
+
+def is_legal(leaf: LeafSpec, value: torch.Tensor, level: ActionCheck) -> bool:
+    """Return whether all values are known to be legal, checked on their device; `GroupIntake` decides the rest."""
+    if level == "off":
+        return True
+    domain = leaf.domain
+    if value.dtype in _NOT_COMPARED:
+        return False
+    if isinstance(domain, Discrete):
+        return bool(((value >= 0) & (value <= domain.n - 1)).all())  # n itself may be too large for the dtype
+    if isinstance(domain, MultiDiscrete):
+        return bool(((value >= 0) & (value < torch.as_tensor(domain.nvec, device=value.device))).all())
+    if not value.dtype.is_floating_point:
+        return False
+    if isinstance(domain, Box) and level == "strict":
+        bounds = (np.asarray(domain.low), np.asarray(domain.high))
+        # With a dimension: torch would round a bound without one to the dtype of the values.
+        low, high = (torch.as_tensor(bound, device=value.device).reshape(bound.shape or (1,)) for bound in bounds)
+        return bool(((value >= low) & (value <= high)).all())
+    return bool(torch.isfinite(value).all())

@@ -1,0 +1,190 @@
+"""The rows of one simulator: its tensors, checked against its spec, and batches of them.
+
+Guarantees: with `copy=True` a batch is the caller's: the simulator may write to its tensors again, and the caller to
+the batch, and neither changes what the other has. With `copy=False` the `next` of a step holds the simulator's own
+tensors, unless rows are reset after the step. Rows stay on their device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from envherd.executor.batches.hand_out import Leaves, Shell
+from envherd.executor.protocol.env_batches import entry
+from envherd.executor.protocol.received import num_writes
+from envherd.shm.slab import next_leaves, root_leaves
+from envherd.shm.specs import EnvSpec, Key, LeafSpec
+from envherd.workers.errors import SpecError
+from envherd.workers.writers import coerce
+
+
+class Row(NamedTuple):
+    """All rows of the simulator at one time.
+
+    Attributes:
+        observation: one tensor `[B, ...]` per leaf: the simulator's own, or unshared memory.
+        flags: done, terminated and truncated, bool `[3, B, 1]`, in unshared memory.
+    """
+
+    observation: Leaves
+    flags: torch.Tensor
+
+
+class Rows:
+    """Takes rows from one simulator, and makes batches of them.
+
+    Args:
+        spec: of the simulator.
+        place: the device of the batches.
+        label: the same, as the batches show it; None if that is the CPU.
+        check_finite: refuse NaN and infinities.
+        unchecked: leaves for which they are allowed.
+        is_copy: hand out copies of steps.
+
+    Attributes:
+        present: the root to act on next.
+    """
+
+    mover = None  # nothing is moved
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        place: torch.device,
+        label: torch.device | None,
+        *,
+        check_finite: bool,
+        unchecked: frozenset[Key],
+        is_copy: bool,
+    ) -> None:
+        self._spec, self._place, self._label = spec, place, label
+        self.is_copy = is_copy
+        self._finite = {leaf.key for leaf in spec.leaves() if check_finite and leaf.key not in unchecked}
+        self._dtypes = {leaf.key: getattr(torch, leaf.dtype) for leaf in (*spec.observation, *spec.reward)}
+        self._given: Leaves = []  # the observation of the batch that was returned last, and its number of writes
+        self._num_writes: int | None = 0
+        self.next_keys = [leaf.key for leaf in next_leaves(spec)]
+        self.root_keys = [leaf.key for leaf in root_leaves(spec)]
+        self._shells = {"next": self.shell("next", (1,)), "root": self.shell("root", (1,))}
+        blank = [torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=place) for leaf in spec.observation]
+        self.present = Row(blank, torch.zeros((3, *spec.batch_shape, 1), dtype=torch.bool, device=place))
+
+    def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
+        """Return the nesting of a section ("next" or "root") for leading dimensions `lead`."""
+        keys = self.next_keys if section == "next" else self.root_keys
+        return Shell(list(enumerate(keys)), dict(self._spec.groups), lead, self._spec.batch_shape, self._label)
+
+    # ---- from the simulator ------------------------------------------------------------------
+
+    def fit(self, what: str, leaves: Sequence[LeafSpec], values: Sequence[Any]) -> Leaves:
+        """Return an adapter's values as tensors that fit their leaves, the simulator's own where possible.
+
+        Raises:
+            SpecError: too few or too many values, or a value that breaks the spec.
+        """
+        if len(values) != len(leaves):
+            raise SpecError(f"writing {what} failed: expected {len(leaves)} values, got {len(values)}.")
+        return [self._fit(leaf, value) for leaf, value in zip(leaves, values, strict=True)]
+
+    def _fit(self, leaf: LeafSpec, value: Any) -> torch.Tensor:
+        dtype = self._dtypes[leaf.key]
+        is_alike = value.__class__ is torch.Tensor and value.shape == leaf.shape
+        if not is_alike or not torch.can_cast(value.dtype, dtype):
+            value = value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+            value = torch.from_numpy(np.asarray(coerce(leaf, value)))
+        value = value.detach().to(self._place, dtype)
+        if leaf.key in self._finite and dtype.is_floating_point and not bool(torch.isfinite(value).all()):
+            raise SpecError(
+                f"writing {'/'.join(leaf.key)} failed: expected {leaf.dtype} {leaf.shape}, got NaN or infinity. "
+                f"The env breaks its own spec: fix the env or the space it declares."
+            )
+        return value
+
+    def flags(self, terminated: Any, truncated: Any) -> torch.Tensor:
+        """Return done, terminated and truncated of bools `[B, 1]`, as `Row` has them."""
+        ends = [torch.as_tensor(flag, device=self._place) for flag in (terminated, truncated)]
+        return torch.stack([ends[0] | ends[1], *ends])
+
+    # ---- batches -----------------------------------------------------------------------------
+
+    def next_of(self, row: Row, rewards: Leaves, *, is_copy: bool) -> Leaves:
+        """Return the leaves of a `next`, `[1, ...]` each: copies, or the simulator's own."""
+        leaves = [*row.observation, *rewards]
+        handed = [(leaf.clone() if is_copy else leaf).unsqueeze(0) for leaf in leaves]
+        return [*handed, *row.flags.clone().unsqueeze(1).unbind(0)]
+
+    def next_td(self, leaves: Leaves) -> TensorDict:
+        """Return the `next` batch over given leaves (no copy)."""
+        return self._shells["next"].build(leaves)
+
+    def root_over(self, leaves: Leaves) -> TensorDict:
+        """Return the root batch that shares the leaves of a `next`."""
+        num_observations = len(self.present.observation)
+        return self._shells["root"].build([*leaves[:num_observations], *leaves[-3:]])
+
+    def current(self, env_ids: np.ndarray) -> TensorDict:
+        """Return the present root, batch `[k]` with k 0 or 1, in its own memory."""
+        handed = [leaf.clone().unsqueeze(0) for leaf in self.present.observation]
+        self.note_given(handed)
+        td = self._shells["root"].build([*handed, *self.present.flags.clone().unsqueeze(1).unbind(0)])
+        return td if len(env_ids) else td[:0]
+
+    def note_given(self, leaves: Sequence[torch.Tensor], *, is_shared: bool = True) -> None:
+        """Keep the observation of a batch with the present root, for `keep`.
+
+        Args:
+            leaves: of the batch, `[1, ...]`, those of the observation first; none if no batch has the present root.
+            is_shared: the caller may write to them.
+        """
+        self._given = [*leaves[: len(self.present.observation)]]
+        self._num_writes = num_writes(self._given) if is_shared else None
+
+    # ---- after a failure, and saved roots ----------------------------------------------------
+
+    def keep(self) -> None:
+        """Undo what a broken-off command has written to tensors that the simulator uses again.
+
+        The observation is copied from the batch that was returned last, unless the caller has written to that.
+        """
+        if self._given and self._num_writes in (None, num_writes(self._given)):
+            self.present = Row([leaf[0].clone() for leaf in self._given], self.present.flags)
+
+    def repeated(self) -> Leaves:
+        """Return the leaves of a `next` without a step: the present observation, reward 0, and the present flags."""
+        rewards = [
+            torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=self._place) for leaf in self._spec.reward
+        ]
+        return self.next_of(self.present, rewards, is_copy=True)
+
+    def cut_off(self) -> None:
+        """Note that the episodes of all rows were lost: the present root is truncated."""
+        flags = torch.ones_like(self.present.flags)
+        flags[1] = False
+        self.present = Row(self.present.observation, flags)
+
+    def mark_running(self) -> None:
+        """Note that all rows are running."""
+        self.present = Row(self.present.observation, torch.zeros_like(self.present.flags))
+
+    def ended_parts(self) -> np.ndarray:
+        """Return which rows have ended, bool `[1, B]`; all if none has."""
+        done = self.present.flags[0].cpu().numpy()[None, ..., 0]
+        return done if done.any() else ~done
+
+    def roots(self) -> list[dict[str, Any]]:
+        """Return the present root, as nested dicts of tensors (copies)."""
+        return [self.current(np.zeros(1))[0].to_dict()]
+
+    def put_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Set the present root, from `roots`."""
+        observation, flags = (
+            [torch.as_tensor(entry(roots[0], leaf.key), device=self._place).clone() for leaf in leaves]
+            for leaves in (self._spec.observation, self._spec.done)
+        )
+        self.present = Row(observation, torch.stack(flags))
+        self._given = []
