@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches.actions import check_for
 from envherd.executor.simulator.actions import is_legal
 from envherd.shm.specs import Binary, Box, Discrete, LeafSpec, MultiDiscrete, Unbounded
@@ -325,3 +325,13 @@ def test_several_simulators_share_a_slab():
         data = env.rollout(5, break_when_any_done=False)
         assert data["next", "observation"].shape == (2, 5, 4, 2)
         assert len(built) == 2
+
+
+@pytest.mark.parametrize("ask", [lambda env: env.get("num_envs"), lambda env: env.reset()])
+def test_a_simulator_is_asked_nothing_between_send_and_recv(ask):
+    with SerialEnv(1, simulators.Counter, seed=0) as env:
+        env.send(env.rand_action(env.reset()))
+        with pytest.raises(Busy, match=r"envs \[0\] still owe an answer. recv\(\) them first"):
+            ask(env)
+        assert env.recv()["next", "observation"].shape == (1, 4, 2)
+        ask(env)
