@@ -277,8 +277,8 @@ class AsyncEnvPool(AsyncHooks, torchrl.envs.AsyncEnvPool, metaclass=_PoolMeta): 
             min_get: least number of envs; None for the attribute `min_get`.
             env_index: receive only this env, which was sent by its index; the other arguments are then ignored.
             max_get: largest number of envs; None for all that are ready.
-            timeout: seconds to wait for `max_get` envs; then the call returns those that are ready, if there are at
-                least `min_get`.
+            timeout: seconds from the call on to wait for `max_get` envs; then the call returns those that are ready,
+                if there are at least `min_get`. 0 does not wait.
 
         Returns:
             Batch `[k]` by ascending index, with the key `env_index`; with the argument `env_index`, the row of that

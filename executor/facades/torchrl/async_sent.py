@@ -128,7 +128,7 @@ class SentEnvs:
             queue: see `Queue`.
             least: least number of envs.
             most: largest number of envs; None for all that have been sent.
-            timeout_s: seconds to wait for `most`; None waits for `least`.
+            timeout_s: seconds to wait for `most`; 0 waits for none; None waits for `least`.
 
         Returns:
             The envs that are ready, in the order in which they were sent.
@@ -156,7 +156,7 @@ class SentEnvs:
                     continue
                 if len(ready) < least:
                     raise DeadlinePassed(
-                        f"async_{queue[0]}_recv failed: expected {least} envs within {timeout_s:g} s, got "
+                        f"async_{queue[0]}_recv timed out: expected {least} envs within {timeout_s:g} s, got "
                         f"{len(ready)}. Nothing is lost: receive again."
                     )
                 return ready[:most]

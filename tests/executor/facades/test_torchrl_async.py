@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -335,6 +336,26 @@ def test_an_interrupt_leaves_no_env_unknown(idle: AsyncEnvPool, line: int) -> No
     other.start()
     other.join(20)
     assert not other.is_alive(), "the pool is still held"
+
+
+def test_a_timeout_of_zero_does_not_wait(mixed: AsyncEnvPool, gate: Any) -> None:
+    """As in TorchRL 0.14.1; its tests look for the words `timed out`."""
+    mixed.async_reset_send(env_index=[0, 1])
+    roots = mixed.async_reset_recv(2)
+    rows = [row.exclude("env_index").set("action", torch.ones(1, dtype=torch.int8)) for row in roots.unbind(0)]
+    mixed.async_step_send(torch.stack(rows), env_index=[0, 1])
+    began = time.monotonic()
+    while True:
+        with contextlib.suppress(TimeoutError):
+            ready = mixed.async_step_recv(1, max_get=2, timeout=0.0)
+            break
+        assert time.monotonic() < began + 60
+    assert ready["env_index"] == [0]
+    with pytest.raises(TimeoutError, match=r"async_step_recv timed out: expected 1 envs within 0 s, got 0"):
+        mixed.async_step_recv(1, timeout=0)
+    gate.touch()
+    assert mixed.async_step_recv(1)["env_index"] == [1]
+    gate.unlink()
 
 
 def test_too_few_in_time_is_a_timeout_and_loses_nothing(mixed: AsyncEnvPool, gate: Any) -> None:
