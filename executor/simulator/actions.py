@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.hand_out import Leaves
+from envherd.executor.batches.transfer import as_array
 from envherd.executor.options import ActionCheck
 from envherd.shm.slab import GroupSlab
 from envherd.shm.specs import Box, Discrete, LeafSpec, MultiDiscrete
@@ -28,6 +29,7 @@ class TensorIntake(GroupIntake):
     def __init__(self, slab: GroupSlab, level: ActionCheck) -> None:
         super().__init__(slab, level)
         self._level = level
+        self._torch_dtypes = [getattr(torch, leaf.dtype) for leaf in self.leaves]
 
     def tensors(self, td: TensorDictBase) -> Leaves:
         """Return the checked inputs, one tensor `[1, ...]` per leaf: the caller's own (VIEW) where they fit.
@@ -45,9 +47,12 @@ class TensorIntake(GroupIntake):
         return tensors
 
     def _fits(self, index: int, value: torch.Tensor) -> bool:
-        leaf = self.leaves[index]
-        is_alike = value.shape == (1, *leaf.shape) and str(value.dtype).removeprefix("torch.") == leaf.dtype
-        return is_alike and (self._checks[index] is None or is_legal(leaf, value, self._level))
+        leaf, check = self.leaves[index], self._checks[index]
+        if value.is_meta or value.shape != (1, *leaf.shape) or value.dtype is not self._torch_dtypes[index]:
+            return False
+        if check is None:
+            return True
+        return check(as_array(value)) is None if value.is_cpu else is_legal(leaf, value, self._level)
 
 
 #: Integers that torch cannot compare.

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.batches.actions import has_true
 from envherd.executor.batches.fast_tensordict import set_leaf, set_next
 from envherd.executor.batches.hand_out import Leaves
 from envherd.executor.monitor.statistics import Statistics, Tally, count
@@ -52,17 +53,17 @@ class Outcome(NamedTuple):
 
     Attributes:
         row: after the command, or its part that was completed; None if no part was.
-        event: for the simulator's state.
         error: what the simulator raised; or None.
-        was_reset: whether rows were reset.
         infos: message with the infos, if there are any.
+        has_ended: whether rows must be reset before the next step.
+        was_reset: whether rows were reset.
     """
 
     row: Row | None
-    event: Event
     error: EnvError | None
-    was_reset: bool
     infos: Mapping[int, Mapping[str, Any]]
+    has_ended: bool
+    was_reset: bool
 
 
 class Sent(NamedTuple):
@@ -172,13 +173,13 @@ class SimulatorEngine(Calls):
         leaves = rows.fit("observation", spec.observation, observation)
         given = rows.fit("reward", spec.reward, rewards)
         row = Row(leaves, rows.flags(terminated, truncated))
-        has_ended = bool(row.flags[0].any())
+        has_ended = has_true(row.flags[0])
         words["ends"][0] += has_ended
         self._note_info("next")
         take(row, given, has_ended and op == Op.STEP_RESET)
         self._row, self._has_ended = row, has_ended
         if has_ended and op == Op.STEP_RESET:
-            self._reset(row, row.flags[0].cpu().numpy(), None)
+            self._reset(row, row.flags[0], None)
 
     def _reset(self, before: Row, mask: np.ndarray | None, extra: Prepare | None) -> None:
         """Reset the rows in a mask, bool `[B, 1]`; None for all."""
@@ -195,16 +196,14 @@ class SimulatorEngine(Calls):
         words["resets"][0] += 1
         self._note_info("root")
         leaves = rows.fit("observation", self.specs[0].observation, observation)
-        flags = torch.zeros_like(before.flags)
-        if inner is not None:
-            flags = before.flags & ~torch.from_numpy(inner).to(before.flags.device)
+        flags = np.zeros_like(before.flags) if inner is None else before.flags & ~inner
         self._row, self._was_reset = Row(leaves, flags), True
-        self._has_ended = inner is not None and bool(flags[0].any())
+        self._has_ended = has_true(flags[0])
 
     def _run(self, op: Op, command: Callable[[], None]) -> Outcome:
         """Carry out a command, and count its time; an exception of the simulator becomes a part of the outcome."""
         words, adapter = self._words, self._adapter
-        self.states.move(self.all_ids, op)
+        self.states.start_all(op, 0)
         self._phase, self._infos, self._row, self._was_reset = "step", {}, None, False
         words["phase"][0] = pack_phase(op, 0)
         words["since_ns"][0] = began = time.perf_counter_ns()
@@ -229,9 +228,9 @@ class SimulatorEngine(Calls):
             self._infos = {}
         infos = {0: {"next": None, "root": None, **self._infos}} if self._infos else {}
         if fault is not None:
-            return Outcome(self._row, Event.FAILS, env_error([fault], 0, os.getpid()), was_reset=False, infos=infos)
-        event = Event.ENDS if self._has_ended else Event.ANSWERED
-        return Outcome(self._row, event, None, self._was_reset, infos)
+            failure = env_error([fault], 0, os.getpid())
+            return Outcome(self._row, failure, infos, has_ended=True, was_reset=False)
+        return Outcome(self._row, None, infos, self._has_ended, self._was_reset)
 
     def settle(self, outcome: Outcome, given: Sequence[torch.Tensor] = (), *, is_shared: bool = True) -> None:
         """Note the outcome of a command.
@@ -249,8 +248,10 @@ class SimulatorEngine(Calls):
         if outcome.row is not None:
             self._rows.present = outcome.row
             self._rows.note_given(() if outcome.was_reset else given, is_shared=is_shared)
-        self.states.move(self.all_ids, outcome.event)
-        if outcome.error is not None:
+        if outcome.error is None:
+            self.states.land_all(self.all_ids if outcome.has_ended else None)
+        else:
+            self.states.move(self.all_ids, Event.FAILS)
             self._num_errors += 1
             self._lose(has_row=outcome.row is not None)
             raise outcome.error
@@ -282,6 +283,7 @@ class SimulatorEngine(Calls):
 
     def reset_envs(self, _: np.ndarray, extras: Mapping[int, Prepare] = _NO_EXTRAS) -> None:
         """Reset the rows of the mask; all after an exception or an interrupt."""
+        self.states.check(Op.RESET, self.all_ids)
         mask = None if self.states.values[0] == State.NEEDS_RESET else self._reset_mask
         self.settle(self._run(Op.RESET, partial(self._reset, self._rows.present, mask, extras.get(0))))
 

@@ -2,7 +2,8 @@
 
 Guarantees: with `copy=True` a batch is the caller's: the simulator may write to its tensors again, and the caller to
 the batch, and neither changes what the other has. With `copy=False` the `next` of a step holds the simulator's own
-tensors, unless rows are reset after the step. Rows stay on their device.
+tensors, unless rows are reset after the step. Observations and rewards stay on their device; done flags are copied to
+the host, where the protocol needs them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.hand_out import Leaves, Shell
 from envherd.executor.protocol.env_batches import entry
 from envherd.executor.protocol.received import num_writes
@@ -28,11 +30,11 @@ class Row(NamedTuple):
 
     Attributes:
         observation: one tensor `[B, ...]` per leaf: the simulator's own, or unshared memory.
-        flags: done, terminated and truncated, bool `[3, B, 1]`, in unshared memory.
+        flags: done, terminated and truncated, bool `[3, B, 1]`, in unshared memory, never changed.
     """
 
     observation: Leaves
-    flags: torch.Tensor
+    flags: np.ndarray
 
 
 class Rows:
@@ -47,6 +49,7 @@ class Rows:
         is_copy: hand out copies of steps.
 
     Attributes:
+        place: as given.
         present: the root to act on next.
     """
 
@@ -62,7 +65,7 @@ class Rows:
         unchecked: frozenset[Key],
         is_copy: bool,
     ) -> None:
-        self._spec, self._place, self._label = spec, place, label
+        self._spec, self.place, self._label = spec, place, label
         self.is_copy = is_copy
         self._finite = {leaf.key for leaf in spec.leaves() if check_finite and leaf.key not in unchecked}
         self._dtypes = {leaf.key: getattr(torch, leaf.dtype) for leaf in (*spec.observation, *spec.reward)}
@@ -72,7 +75,7 @@ class Rows:
         self.root_keys = [leaf.key for leaf in root_leaves(spec)]
         self._shells = {"next": self.shell("next", (1,)), "root": self.shell("root", (1,))}
         blank = [torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=place) for leaf in spec.observation]
-        self.present = Row(blank, torch.zeros((3, *spec.batch_shape, 1), dtype=torch.bool, device=place))
+        self.present = Row(blank, np.zeros((3, *spec.batch_shape, 1), bool))
 
     def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
         """Return the nesting of a section ("next" or "root") for leading dimensions `lead`."""
@@ -92,12 +95,12 @@ class Rows:
         return [self._fit(leaf, value) for leaf, value in zip(leaves, values, strict=True)]
 
     def _fit(self, leaf: LeafSpec, value: Any) -> torch.Tensor:
-        dtype = self._dtypes[leaf.key]
-        is_alike = value.__class__ is torch.Tensor and value.shape == leaf.shape
-        if not is_alike or not torch.can_cast(value.dtype, dtype):
-            value = value.cpu().numpy() if isinstance(value, torch.Tensor) else value
-            value = torch.from_numpy(np.asarray(coerce(leaf, value)))
-        value = value.detach().to(self._place, dtype)
+        dtype, is_alike = self._dtypes[leaf.key], value.__class__ is torch.Tensor and value.shape == leaf.shape
+        if not is_alike or value.dtype is not dtype or value.device != self.place or value.requires_grad:
+            if not is_alike or not torch.can_cast(value.dtype, dtype):
+                value = value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+                value = torch.from_numpy(np.asarray(coerce(leaf, value)))
+            value = value.detach().to(self.place, dtype)
         if leaf.key in self._finite and dtype.is_floating_point and not bool(torch.isfinite(value).all()):
             raise SpecError(
                 f"writing {'/'.join(leaf.key)} failed: expected {leaf.dtype} {leaf.shape}, got NaN or infinity. "
@@ -105,18 +108,25 @@ class Rows:
             )
         return value
 
-    def flags(self, terminated: Any, truncated: Any) -> torch.Tensor:
+    def flags(self, terminated: Any, truncated: Any) -> np.ndarray:
         """Return done, terminated and truncated of bools `[B, 1]`, as `Row` has them."""
-        ends = [torch.as_tensor(flag, device=self._place) for flag in (terminated, truncated)]
-        return torch.stack([ends[0] | ends[1], *ends])
+        flags = np.empty(self.present.flags.shape, bool)
+        flags[1], flags[2] = terminated, truncated
+        np.logical_or(flags[1], flags[2], out=flags[0])
+        return flags
 
     # ---- batches -----------------------------------------------------------------------------
 
     def next_of(self, row: Row, rewards: Leaves, *, is_copy: bool) -> Leaves:
         """Return the leaves of a `next`, `[1, ...]` each: copies, or the simulator's own."""
         leaves = [*row.observation, *rewards]
-        handed = [(leaf.clone() if is_copy else leaf).unsqueeze(0) for leaf in leaves]
-        return [*handed, *row.flags.clone().unsqueeze(1).unbind(0)]
+        handed = [torch.stack((leaf,)) if is_copy else leaf.unsqueeze(0) for leaf in leaves]  # `stack` copies
+        return [*handed, *self._flag_leaves(row)]
+
+    def _flag_leaves(self, row: Row) -> Sequence[torch.Tensor]:
+        """Return done, terminated and truncated, `[1, B, 1]` each, a copy."""
+        flags = torch.from_numpy(row.flags[:, None].copy())
+        return (flags if self.place.type == "cpu" else flags.to(self.place)).unbind(0)
 
     def next_td(self, leaves: Leaves) -> TensorDict:
         """Return the `next` batch over given leaves (no copy)."""
@@ -129,9 +139,9 @@ class Rows:
 
     def current(self, env_ids: np.ndarray) -> TensorDict:
         """Return the present root, batch `[k]` with k 0 or 1, in its own memory."""
-        handed = [leaf.clone().unsqueeze(0) for leaf in self.present.observation]
+        handed = [torch.stack((leaf,)) for leaf in self.present.observation]
         self.note_given(handed)
-        td = self._shells["root"].build([*handed, *self.present.flags.clone().unsqueeze(1).unbind(0)])
+        td = self._shells["root"].build([*handed, *self._flag_leaves(self.present)])
         return td if len(env_ids) else td[:0]
 
     def note_given(self, leaves: Sequence[torch.Tensor], *, is_shared: bool = True) -> None:
@@ -157,23 +167,23 @@ class Rows:
     def repeated(self) -> Leaves:
         """Return the leaves of a `next` without a step: the present observation, reward 0, and the present flags."""
         rewards = [
-            torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=self._place) for leaf in self._spec.reward
+            torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=self.place) for leaf in self._spec.reward
         ]
         return self.next_of(self.present, rewards, is_copy=True)
 
     def cut_off(self) -> None:
         """Note that the episodes of all rows were lost: the present root is truncated."""
-        flags = torch.ones_like(self.present.flags)
+        flags = np.ones_like(self.present.flags)
         flags[1] = False
         self.present = Row(self.present.observation, flags)
 
     def mark_running(self) -> None:
         """Note that all rows are running."""
-        self.present = Row(self.present.observation, torch.zeros_like(self.present.flags))
+        self.present = Row(self.present.observation, np.zeros_like(self.present.flags))
 
     def ended_parts(self) -> np.ndarray:
         """Return which rows have ended, bool `[1, B]`; all if none has."""
-        done = self.present.flags[0].cpu().numpy()[None, ..., 0]
+        done: np.ndarray = self.present.flags[0][None, ..., 0]
         return done if done.any() else ~done
 
     def roots(self) -> list[dict[str, Any]]:
@@ -182,9 +192,7 @@ class Rows:
 
     def put_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
         """Set the present root, from `roots`."""
-        observation, flags = (
-            [torch.as_tensor(entry(roots[0], leaf.key), device=self._place).clone() for leaf in leaves]
-            for leaves in (self._spec.observation, self._spec.done)
-        )
-        self.present = Row(observation, torch.stack(flags))
+        root, spec = roots[0], self._spec
+        observation = [torch.as_tensor(entry(root, leaf.key), device=self.place).clone() for leaf in spec.observation]
+        self.present = Row(observation, np.stack([to_numpy(entry(root, leaf.key)) for leaf in spec.done]))
         self._given = []

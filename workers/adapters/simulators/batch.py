@@ -100,8 +100,7 @@ class TorchBatchAdapter(Adapter):
             action: aligned with `spec.action`: the caller's tensors, or VIEWS of the slab.
 
         Returns:
-            Values as of `reset`; terminated and truncated as bool arrays `[B, 1]`, copies; as tensors (VIEWS) if
-            `gives_tensors`.
+            Values as of `reset`; terminated and truncated as bool arrays `[B, 1]`, copies.
         """
         if self._latest is None:
             raise ResetNeeded("step failed: expected a reset first, got a step. Reset the env.")
@@ -120,13 +119,13 @@ class TorchBatchAdapter(Adapter):
     def _given(self, leaves: Leaves) -> list[Any]:
         return leaves if self.gives_tensors else [to_numpy(leaf) for leaf in leaves]
 
-    def _flags(self, flags: torch.Tensor) -> Any:
+    def _flags(self, flags: torch.Tensor) -> np.ndarray:
         if flags.dtype is not torch.bool or flags.numel() != self._num_rows:
             raise SpecError(
                 f"step failed: expected ends as bool ({self._num_rows},), got {flags.dtype} {tuple(flags.shape)}. "
                 f"Fix the env."
             )
-        return flags.reshape(-1, 1) if self.gives_tensors else np.array(to_numpy(flags)).reshape(self._num_rows, 1)
+        return np.array(to_numpy(flags)).reshape(self._num_rows, 1)
 
     @abstractmethod
     def _reset_all(self, seed: int | None, options: dict[str, Any]) -> Leaves:
