@@ -10,14 +10,14 @@ from typing import Any
 _STACK_WAIT_S = 1.0  # for a stuck process to have written its stack; it takes well under a millisecond
 
 
-def tail(log_fd: int) -> str:
+def read_log(log_fd: int) -> str:
     """Return the content of a log; empty if there is none."""
     if log_fd < 0:
         return ""
     return os.pread(log_fd, os.fstat(log_fd).st_size, 0).decode(errors="replace")
 
 
-def dumped(log_fd: int, request: Callable[[], Any]) -> str:
+def request_stacks(log_fd: int, request: Callable[[], Any]) -> str:
     """Make a process dump its stacks to its log, and return them."""
     before = size = os.fstat(log_fd).st_size
     request()

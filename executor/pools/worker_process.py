@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from envherd.executor.machine.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.process_log import dumped, tail
+from envherd.executor.pools.process_log import read_log, request_stacks
 from envherd.executor.pools.zygote import Zygote
 from envherd.shm.interrupts import ignoring_refusals
 from envherd.workers.messages import Channel
@@ -110,12 +110,12 @@ class WorkerProcess:
 
     def log(self) -> str:
         """Return the kept part of the worker's output."""
-        return tail(self.log_fd)
+        return read_log(self.log_fd)
 
     def stack(self) -> str:
         """Return the present Python stacks of the worker's threads, also if it is stuck in C."""
         with ignoring_refusals():
-            return dumped(self.log_fd, lambda: signal.pidfd_send_signal(self.pidfd, signal.SIGUSR2))
+            return request_stacks(self.log_fd, lambda: signal.pidfd_send_signal(self.pidfd, signal.SIGUSR2))
         return "(the worker has gone)"
 
     def kill(self) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.deadline import DeadlinePassed
-from envherd.executor.pools.process_log import dumped, tail
+from envherd.executor.pools.process_log import read_log, request_stacks
 from envherd.shm.interrupts import ignoring_refusals
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
 from envherd.workers.process.zygote import in_file, send_request
@@ -158,13 +158,13 @@ class Zygote:
 
     def _late(self) -> WorkerTimeout:
         """Read the helper's stack, kill it, and return the error."""
-        stack = dumped(self._log_fd, lambda: self._process.send_signal(signal.SIGUSR2))
+        stack = request_stacks(self._log_fd, lambda: self._process.send_signal(signal.SIGUSR2))
         self._kill()
         return WorkerTimeout(
             f"starting workers failed: their helper process had not imported its modules within "
             f"{self._options.build_timeout_s:g} s and was killed (pid {self.pid}, phase start). Raise "
             f"ExecutorOptions.build_timeout_s if imports may take so long.\nIt was stuck in:\n{stack}",
-            remote_traceback=tail(self._log_fd) or None,
+            remote_traceback=read_log(self._log_fd) or None,
             pid=self.pid,
             phase="start",
         )
@@ -301,7 +301,7 @@ class Zygote:
             raise WorkerLost(
                 "starting a worker failed: the helper process that forks workers has ended "
                 f"(exit code {self._process.poll()}). Make a new executor.",
-                remote_traceback=tail(self._log_fd) or None,
+                remote_traceback=read_log(self._log_fd) or None,
                 phase="start",
             )
         answer: dict[str, Any] = json.loads(data)
