@@ -149,7 +149,8 @@ class NodeHost:
         if share.words is not None:
             for name, values in zip(ENV_WORDS, share.words, strict=True):
                 pool.slab.words[name][:] = values
-            pool.began[:] = [pool.slab.words["resets"][list(block)].max() for block in pool.blueprint.blocks]
+            resets = pool.slab.words["resets"]
+            pool.resets_before_start[:] = [resets[list(block)].max() for block in pool.blueprint.blocks]
         self._end = End(pool.slab, pool.plan)
         self._ring = ring_columns(pool.slab, Places(pool.plan))
         self._all_ids = np.arange(pool.num_envs)
@@ -266,7 +267,7 @@ class NodeHost:
             root_ids=root_ids,
             roots=self._end.pack_rows("root", root_ids, columns[is_reset]),
             words=self._counts(),
-            began=pool.began.copy(),
+            resets_before_start=pool.resets_before_start.copy(),
             outcome=outcome,
         )
 
@@ -347,7 +348,7 @@ class NodeHost:
             assert positions.in_root.all()
             reply = Reply(
                 words=self._counts(),
-                began=self._pool.began.copy(),
+                resets_before_start=self._pool.resets_before_start.copy(),
                 roots=[array.copy() for array in self._end.pack_rows("root", None, positions.columns)],
             )
         leaves = _plain_leaves(data)

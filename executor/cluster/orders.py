@@ -150,7 +150,7 @@ class Reply:
         root_ids: int, envs that were reset, whose `root` is included.
         roots: their rows.
         words: of the envs, int64 `[ENV_WORDS, n]`.
-        began: resets of an env of each worker before its present process was started, int64 `[workers]`.
+        resets_before_start: resets of an env of each worker before its present process was started, int64 `[workers]`.
         outcome: other events; None if there were none.
     """
 
@@ -163,7 +163,7 @@ class Reply:
     root_ids: np.ndarray | None = None
     roots: list[np.ndarray] = field(default_factory=list)
     words: np.ndarray | None = None
-    began: np.ndarray | None = None
+    resets_before_start: np.ndarray | None = None
     outcome: Outcome | None = None
 
 

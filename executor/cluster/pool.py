@@ -67,7 +67,7 @@ class ClusterPool(SlabPool):
         self.lost: dict[int, EnvherdError] = {}
         self.num_losses = 0
         self.serving = range(self.num_workers)
-        self.began = np.zeros(self.num_workers, np.int64)
+        self.resets_before_start = np.zeros(self.num_workers, np.int64)
         self.outcome = Outcome()
         self.specs = [spec for share in self.shares for spec in share.specs]
         self.plan = plan_slab(self.specs, self.num_workers, options.num_frames)
@@ -292,7 +292,7 @@ class ClusterPool(SlabPool):
         is_current = words.command_seq[env_ids] == numbers
         if is_current.any():
             share.write(reply, self._storages)
-        share.note_words(self.slab.words, self.began, reply)
+        share.note_words(self.slab.words, self.resets_before_start, reply)
         self._note(share, reply.outcome)
         self.slab.words["answered_ns"][env_ids[is_current]] = time.perf_counter_ns()  # nodes have other clocks
         words.reply_seq[env_ids[is_current]] = numbers[is_current]

@@ -327,7 +327,7 @@ class RemoteRollouts:
         pool, engine = self._pool, self._engine
         columns = engine.positions.reset_columns(share.env_ids)
         share.end.unpack_rows("root", rolled.reply.roots, None, columns)
-        share.note_words(pool.slab.words, pool.began, rolled.reply)
+        share.note_words(pool.slab.words, pool.resets_before_start, rolled.reply)
         engine.flights.put(share.env_ids, columns)
         engine.side.root.update(zip(share.env_ids.tolist(), rolled.side, strict=False))
         share.knows_roots = True

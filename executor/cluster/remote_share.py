@@ -163,12 +163,12 @@ class RemoteShare:
         self.end.unpack_rows("next", reply.nexts, reply.next_ids, at_next)
         self.end.unpack_rows("root", reply.roots, reply.root_ids, columns[reply.root_ids])
 
-    def note_words(self, words: Mapping[str, np.ndarray], began: np.ndarray, reply: Reply) -> None:
+    def note_words(self, words: Mapping[str, np.ndarray], resets_before_start: np.ndarray, reply: Reply) -> None:
         """Take over the host's counts."""
-        if reply.words is not None and reply.began is not None:
+        if reply.words is not None and reply.resets_before_start is not None:
             for name, values in zip(ENV_WORDS, reply.words, strict=True):
                 words[name][self.env_ids] = values
-            began[self.worker_ids.start : self.worker_ids.stop] = reply.began
+            resets_before_start[self.worker_ids.start : self.worker_ids.stop] = reply.resets_before_start
 
     def note_figures(self, words: dict[str, np.ndarray], figures: Figures) -> None:
         """Take over the figures of the host's workers."""

@@ -323,15 +323,11 @@ class Pool(Protocol):
 
 
 class RecyclablePool(Pool, Protocol):
-    """A pool whose workers the engine may replace between episodes.
-
-    Attributes:
-        began: resets of an env of each worker before the worker's present process was started, int64 `[workers]`.
-    """
+    """A pool whose workers the engine may replace between episodes."""
 
     @property
-    def began(self) -> np.ndarray:
-        """See the class."""
+    def resets_before_start(self) -> np.ndarray:
+        """Resets of an env of each worker before its present process was started, int64 `[workers]`."""
         ...
 
     def is_serving(self, worker_id: int) -> bool:

@@ -76,7 +76,7 @@ class WorkerPool(SlabPool):
         self._hailed, self._looked_at = np.zeros(1, np.uint8), 0.0
         self.has_waited = False  # `FastCommands.has_all` has already taken the tokens for `wait_all`
         self._is_reading = False  # a worker is writing more than its socket holds
-        self.began = np.zeros(len(self.worker_ids), np.int64)
+        self.resets_before_start = np.zeros(len(self.worker_ids), np.int64)
 
     def start(self) -> None:
         """Start the workers, build the envs in them, and set `specs`, `plan` and `slab`.
@@ -474,7 +474,7 @@ class WorkerPool(SlabPool):
     def clear_words(self, worker_id: int) -> None:
         """Clear the announcements of mail and commands to a worker that is replaced."""
         words = self.slab.words
-        self.began[worker_id] = words["resets"][list(self.crew.blueprint.blocks[worker_id])].max()
+        self.resets_before_start[worker_id] = words["resets"][list(self.crew.blueprint.blocks[worker_id])].max()
         words["mail_seq"][worker_id] = words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
             pass  # tokens that its predecessor did not take

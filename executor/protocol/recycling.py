@@ -114,7 +114,7 @@ class Recycler:
 
     def _is_due(self, worker_id: int, num_begun: int) -> bool:
         options, resets = self._options, self._resets(worker_id)
-        num_ended = resets - self._pool.began[worker_id] - num_begun
+        num_ended = resets - self._pool.resets_before_start[worker_id] - num_begun
         if options.recycle_after is not None and num_ended >= options.recycle_after:
             return True
         if options.max_worker_memory is None:
