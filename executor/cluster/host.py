@@ -164,9 +164,9 @@ class NodeHost:
     def _exclusive(self) -> Iterator[None]:
         """Acquire the pool exclusively: a wait in `collect` releases it."""
         with self._door:
-            self._pool.hail()
+            self._pool.stop_waits()
             self._lock.acquire()
-            self._pool.unhail()
+            self._pool.allow_waits()
         try:
             yield
         finally:

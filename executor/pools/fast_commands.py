@@ -117,7 +117,7 @@ def native_caller(  # what a pool waits with
     done: Doorbell,
     tally: Mapping[str, np.ndarray],
     worker_of: np.ndarray,
-    hailed: np.ndarray,
+    waits_stopped: np.ndarray,
 ) -> Any:
     """Return the `Caller` of the C extension over the words and doorbells of a pool; None without the extension.
 
@@ -127,7 +127,7 @@ def native_caller(  # what a pool waits with
         done: the doorbell by which workers wake the caller.
         tally: the words of `shm.tally`.
         worker_of: int64 `[N]`.
-        hailed: uint8 `[1]`; a value other than 0 ends a wait of `first`.
+        waits_stopped: uint8 `[1]`; a value other than 0 ends a wait of `first`.
     """
     module = native.load()
     if module is None:
@@ -138,7 +138,7 @@ def native_caller(  # what a pool waits with
             "words": own | {name: tally[name] for name in ("answered", "ring_at")},
             "forfeited": words.forfeited,
             "worker_of": worker_of,
-            "hailed": hailed,
+            "waits_stopped": waits_stopped,
             "go": [bell.memory for bell in bells],
             "done": done.memory,
             "look_ns": int(LOOK_S * 1e9),

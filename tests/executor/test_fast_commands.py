@@ -42,9 +42,9 @@ class Side:
         self.words = CommandWords(slab)
         self.worker_of = np.arange(num_envs) * num_workers // num_envs
         self.counts = {name: np.zeros(num_workers, np.int64) for name in OF_WORKERS}
-        self.hailed = np.zeros(1, np.uint8)
+        self.waits_stopped = np.zeros(1, np.uint8)
         self.caller = fast_commands.native_caller(
-            self.words, self.go, self.done, self.counts, self.worker_of, self.hailed
+            self.words, self.go, self.done, self.counts, self.worker_of, self.waits_stopped
         )
         self.num_workers, self.outcome, self.has_waited = num_workers, Outcome(), False
         compiled = fast_commands.compile_natively(self, self.words, self.caller)
@@ -213,13 +213,13 @@ def test_a_hail_ends_the_wait_for_some(is_before):
     side, room = Side(1, 1, in_c=True), np.zeros(1, np.int64)
     side.give(1)
 
-    def hail():
+    def stop_waits():
         if not is_before:
             time.sleep(0.005)
-        side.hailed[0] = 1
+        side.waits_stopped[0] = 1
         side.done.ring()
 
-    caller = threading.Thread(target=hail)
+    caller = threading.Thread(target=stop_waits)
     caller.start()
     if is_before:
         caller.join()
@@ -272,7 +272,7 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
         (lambda facts: facts.update(worker_of=np.array([0, 1])), ValueError),
         (lambda facts: facts.update(worker_of=np.array([0, -1])), ValueError),
         (lambda facts: facts.update(worker_of=np.array([0])), ValueError),
-        (lambda facts: facts.update(hailed=np.zeros(2, np.uint8)), ValueError),
+        (lambda facts: facts.update(waits_stopped=np.zeros(2, np.uint8)), ValueError),
     ],
 )
 def test_memory_that_does_not_fit_is_refused(change, error):
@@ -281,7 +281,7 @@ def test_memory_that_does_not_fit_is_refused(change, error):
         "words": {name: getattr(side.words, name) for name in NAMES} | side.counts,
         "forfeited": side.words.forfeited,
         "worker_of": side.worker_of,
-        "hailed": side.hailed,
+        "waits_stopped": side.waits_stopped,
         "go": [bell.memory for bell in side.go],
         "done": side.done.memory,
         "look_ns": 10,
@@ -295,10 +295,10 @@ def test_memory_that_does_not_fit_is_refused(change, error):
 
 def test_it_keeps_its_memory_and_lets_go_of_it():
     side = Side(2, 1, in_c=True)
-    arrays = [*(getattr(side.words, name) for name in NAMES), *side.counts.values(), side.worker_of, side.hailed]
+    arrays = [*(getattr(side.words, name) for name in NAMES), *side.counts.values(), side.worker_of, side.waits_stopped]
     before = [sys.getrefcount(array) for array in arrays]
     for _ in range(3):
-        fast_commands.native_caller(side.words, side.go, side.done, side.counts, side.worker_of, side.hailed)
+        fast_commands.native_caller(side.words, side.go, side.done, side.counts, side.worker_of, side.waits_stopped)
         side.caller.give_some(1, np.arange(2), np.arange(2))
         side.caller.first(side.worker_of, 1, 0, side.worker_of)
         side.caller.first(None, 1, 0, side.worker_of)

@@ -17,7 +17,7 @@ struct Caller {
     PyObject_HEAD
     Py_buffer words[NUM_WORDS];                 /* of each env; `answered` and `ring_at` of each worker */
     Py_buffer forfeited, worker_of;             /* of each env */
-    Py_buffer hailed;                           /* a byte: not 0 ends a wait */
+    Py_buffer waits_stopped;                    /* a byte: not 0 ends a wait */
     Bell done, *go;                             /* `go`: one of each worker */
     i64 *rung;                                  /* the number of the command for which each was rung last */
     Answer *answers;                            /* one for each env, used within `sort` */
@@ -32,14 +32,15 @@ static i64 *word(const Caller *caller, int name) { return caller->words[name].bu
 
 static int take_words_and_flags(Caller *caller, PyObject *facts)
 {
-    PyObject *words = fact(facts, "words"), *forfeited = fact(facts, "forfeited"), *hailed = fact(facts, "hailed");
-    if (words == NULL || forfeited == NULL || hailed == NULL || take_words(facts, "worker_of", &caller->worker_of) < 0)
+    PyObject *words = fact(facts, "words"), *forfeited = fact(facts, "forfeited");
+    PyObject *waits_stopped = fact(facts, "waits_stopped");
+    if (words == NULL || forfeited == NULL || waits_stopped == NULL || take_words(facts, "worker_of", &caller->worker_of) < 0)
         return -1;
     for (int i = 0; i < NUM_WORDS; i++)
         if (take_words(words, WORDS[i], &caller->words[i]) < 0)
             return -1;
     if (PyObject_GetBuffer(forfeited, &caller->forfeited, PyBUF_CONTIG) < 0
-        || PyObject_GetBuffer(hailed, &caller->hailed, PyBUF_CONTIG) < 0)
+        || PyObject_GetBuffer(waits_stopped, &caller->waits_stopped, PyBUF_CONTIG) < 0)
         return -1;
     caller->num_envs = caller->words[COMMAND].shape[0];
     caller->answers = PyMem_Calloc((size_t)caller->num_envs + 1, sizeof *caller->answers);
@@ -54,7 +55,7 @@ static int take_words_and_flags(Caller *caller, PyObject *facts)
 static int are_of_the_same(Caller *caller)
 {
     int is_right = caller->forfeited.len == caller->num_envs && caller->worker_of.shape[0] == caller->num_envs
-                   && caller->hailed.len == 1;
+                   && caller->waits_stopped.len == 1;
     for (int i = 0; i < NUM_WORDS; i++)
         is_right = is_right && caller->words[i].shape[0] == (i < NUM_OF_ENVS ? caller->num_envs : caller->num_workers);
     for (Py_ssize_t i = 0; is_right && i < caller->num_envs; i++)
@@ -107,7 +108,7 @@ static void caller_dealloc(Caller *caller)
         PyBuffer_Release(&caller->words[i]);
     PyBuffer_Release(&caller->forfeited);
     PyBuffer_Release(&caller->worker_of);
-    PyBuffer_Release(&caller->hailed);
+    PyBuffer_Release(&caller->waits_stopped);
     PyBuffer_Release(&caller->done.memory);
     for (Py_ssize_t i = 0; i < caller->num_workers; i++)
         PyBuffer_Release(&caller->go[i].memory);
@@ -300,7 +301,7 @@ int caller_wait_for_some(Caller *caller, const Numbers *ids, Py_ssize_t wanted, 
         *found = find_ready(caller, ids, to);
         if (*found >= wanted)
             return 1;
-        if (now >= end || LOAD((char *)caller->hailed.buf))
+        if (now >= end || LOAD((char *)caller->waits_stopped.buf))
             return 0;
         if (!expect(caller, total + wanted - *found))
             continue;

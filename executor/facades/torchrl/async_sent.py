@@ -64,9 +64,9 @@ class SentEnvs:
             raise
 
     def _queue_up(self) -> None:
-        self._wanting.append(None)  # before hailing the leader, which then reads it
+        self._wanting.append(None)  # before the wait of the leader is stopped, which then reads it
         try:
-            self._pool.hail()
+            self._pool.stop_waits()
             self._lock.acquire()
         finally:
             self._wanting.pop()
@@ -210,7 +210,7 @@ class SentEnvs:
             finally:
                 self.__enter__()
             return None
-        self._pool.unhail()
+        self._pool.allow_waits()
         if self._wanting:
             self._handed_back.wait(_PASS_S)
             return None
