@@ -84,7 +84,7 @@ class Crew:
         self.is_closing = self._has_left = False
         self._plan: SlabPlan | None = None
         self._segment: Segment | None = None
-        self._knock: Callable[[int], None] = lambda _: None
+        self._wake_worker: Callable[[int], None] = lambda _: None
         self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
 
     # ---- start -------------------------------------------------------------------------------
@@ -147,15 +147,15 @@ class Crew:
             raise factory_error(frame, self.workers[worker_id])
         return [EnvSpec.from_plain(frame["specs"][str(env_id)]) for env_id in self.blueprint.blocks[worker_id]]
 
-    def hand_over(self, plan: SlabPlan, segment: Segment, knock: Callable[[int], None]) -> None:
-        """Give every worker the slab; from then on `knock(worker_id)` announces mail.
+    def hand_over(self, plan: SlabPlan, segment: Segment, wake_worker: Callable[[int], None]) -> None:
+        """Give every worker the slab; from then on `wake_worker(worker_id)` announces mail.
 
         Args:
             plan: of the slab.
             segment: its memory; closed with the crew.
-            knock: counts a message and rings the worker's doorbell.
+            wake_worker: counts a message and rings the worker's doorbell.
         """
-        self._plan, self._segment, self._knock = plan, segment, knock
+        self._plan, self._segment, self._wake_worker = plan, segment, wake_worker
         for worker in self.workers:
             self.attach(worker.worker_id)
 
@@ -193,7 +193,7 @@ class Crew:
         """Send a message to a worker that serves commands; it reads the message before any later command."""
         worker = self.workers[worker_id]
         worker.channel.queue_message(message, fds)
-        self._knock(worker_id)  # before everything is sent, because the worker reads only announced messages
+        self._wake_worker(worker_id)  # before everything is sent, because the worker reads only announced messages
         with contextlib.suppress(ConnectionError):  # waits for answers notice the death
             while not worker.channel.flush_nowait() and not worker.has_exited():
                 poller = select.poll()
@@ -319,7 +319,7 @@ class Crew:
         for worker in workers:
             with ignoring_refusals():
                 worker.channel.queue_message(messages.Close())
-                self._knock(worker.worker_id)
+                self._wake_worker(worker.worker_id)
                 worker.channel.flush_nowait()
         left = {worker.pidfd: worker for worker in workers if not worker.has_exited()}
         for worker in left.values():

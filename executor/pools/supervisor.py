@@ -66,7 +66,7 @@ class Supervised(Protocol):
         """Count a lost worker's envs as answered; return whether they owed anything."""
         ...
 
-    def knock(self, worker_id: int) -> None:
+    def wake_worker(self, worker_id: int) -> None:
         """Make a worker look for commands and messages."""
         ...
 
@@ -297,7 +297,7 @@ class Supervisor:
                 self._leave(worker_id)
                 raise
         self.absent.pop(worker_id, None)
-        self._pool.knock(worker_id)
+        self._pool.wake_worker(worker_id)
 
     def _try_another(self, worker_id: int, error: EnvherdError) -> None:
         """Begin to replace a successor that did not start. Its envs still owe their answers."""

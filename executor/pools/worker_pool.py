@@ -111,7 +111,7 @@ class WorkerPool(SlabPool):
         self.supervisor = self._make_supervisor()
         self._overdue = self._make_overdue()
         self._questions = Questions(self.crew, self.supervisor, self.worker_of, self.options)
-        self.crew.hand_over(self.plan, segment, self.knock)
+        self.crew.hand_over(self.plan, segment, self.wake_worker)
 
     def _make_words(self) -> CommandWords:
         return CommandWords(self.slab)
@@ -129,7 +129,7 @@ class WorkerPool(SlabPool):
     def _make_supervisor(self) -> Supervisor:
         return Supervisor(self, self.crew, self.options)
 
-    def knock(self, worker_id: int) -> None:
+    def wake_worker(self, worker_id: int) -> None:
         """Make a worker look for commands and messages."""
         self.slab.words["mail_seq"][worker_id] = self.crew.workers[worker_id].channel.num_queued
         self._rings[worker_id]()
@@ -215,7 +215,7 @@ class WorkerPool(SlabPool):
         """
         for worker_id in self.worker_ids:
             if self.supervisor.is_serving(worker_id):
-                self.knock(worker_id)
+                self.wake_worker(worker_id)
 
     def forfeit(self, worker_id: int) -> bool:
         """Count a lost worker's envs as answered; return whether they owed anything."""

@@ -119,7 +119,7 @@ class Protocol:
         elif s.phase == "revive":
             yield from self._revive(s)
         if s.interrupts_left and s.phase in ("send", "fast", "drain", "compare", "sleep"):
-            nudged = tuple(_knock(w) for w in s.workers)
+            nudged = tuple(_wake_worker(w) for w in s.workers)
             yield s._replace(
                 phase="drain", is_recovering=True, is_calm=False, interrupts_left=s.interrupts_left - 1, workers=nudged
             )
@@ -232,11 +232,11 @@ class Protocol:
 
 def _tell(w: Worker, what: str, number: int) -> Worker:
     if what == "go":
-        return _knock(w)
+        return _wake_worker(w)
     return w._replace(runs=0, command_seq=number) if what == "command_seq" else w._replace(**{what: number})  # type: ignore[arg-type]
 
 
-def _knock(w: Worker) -> Worker:
+def _wake_worker(w: Worker) -> Worker:
     return w._replace(go=w.go + 1)
 
 
