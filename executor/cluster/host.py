@@ -201,7 +201,7 @@ class NodeHost:
             pool.submit_all(order.op, RING, columns, order.reset_ids)
         elif order.is_late:
             pool.submit_later(ids, order.op, RING, columns, order.flags)
-            pool.nudge()  # its successor may be running already, so no worker is replaced
+            pool.wake_workers()  # its successor may be running already, so no worker is replaced
         else:
             pool.submit(ids, order.op, RING, columns, order.flags)
         self._numbers[ids], self._ops[ids], self._columns[ids] = order.number, order.op, columns

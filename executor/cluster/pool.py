@@ -187,7 +187,7 @@ class ClusterPool(SlabPool):
         if (self._is_each & self._is_under_way & self._words.is_owed())[share.env_ids].any():
             self._collect_from(share)
 
-    def nudge(self) -> None:
+    def wake_workers(self) -> None:
         """After a call was broken off: drop commands that were not sent, and count them as answered without effect."""
         words = self._words
         unsent = words.is_owed() & ~self._is_under_way

@@ -145,10 +145,10 @@ class AheadPool(WorkerPool):
             self._words.note_order(env_ids[~is_served], int(op), 0)
             super().submit_later(env_ids[~is_served], op, target, columns[~is_served], flags)
 
-    def nudge(self) -> None:
+    def wake_workers(self) -> None:
         """Make every worker look for commands; an interrupt may have come after a turn was written."""
         self.turns.read_again()
-        super().nudge()
+        super().wake_workers()
 
     # ---- resets after steps ------------------------------------------------------------------
 

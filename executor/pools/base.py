@@ -185,7 +185,7 @@ class Pool(Protocol):
         """
         ...
 
-    def nudge(self) -> None:
+    def wake_workers(self) -> None:
         """After a call was broken off anywhere: announce commands that were written but not announced."""
         ...
 

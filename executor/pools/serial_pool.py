@@ -165,7 +165,7 @@ class SerialPool(SlabPool):
     def _take(self, frame: dict[str, Any]) -> None:
         self.outcome.take(plain.decode(plain.encode(frame)))  # refuses what a worker could not send
 
-    def nudge(self) -> None:
+    def wake_workers(self) -> None:
         """Drop commands that were broken off: they will not be carried out."""
         self._words.reply_seq[:] = self._words.command_seq
         self._serve = self._make_server()

@@ -207,7 +207,7 @@ class WorkerPool(SlabPool):
         if self.supervisor.absent:
             self.supervisor.revive(set(self.worker_of[env_ids].tolist()))
 
-    def nudge(self) -> None:
+    def wake_workers(self) -> None:
         """Make every worker that serves look for commands and messages.
 
         The others look when they are put into service. A worker whose start was interrupted must not answer: it will be

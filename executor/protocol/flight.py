@@ -248,7 +248,7 @@ class Flights:
         columns = self.states.columns[ids] if flight.at.__class__ is int or cut is not None else flight.at
         if is_late:
             pool.submit_later(ids, op, target, columns, flags)
-            pool.nudge()  # the successor may be running already, so no worker is replaced
+            pool.wake_workers()  # the successor may be running already, so no worker is replaced
         else:
             pool.submit(ids, op if cut is None else self.states.ops[ids], target, columns, flags)
 
@@ -559,7 +559,7 @@ class Flights:
             broken_off.append(self._break_off(flight))
             flight = flight.outer
         pool, options = self.pool, self._options
-        pool.nudge()  # the call may have been broken off between a command and its announcement
+        pool.wake_workers()  # the call may have been broken off between a command and its announcement
         idle = np.flatnonzero(~self.states.under_way)
         limits = [s for s in (options.step_timeout_s, options.reset_timeout_s) if s is not None]
         pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
