@@ -119,9 +119,9 @@ class Protocol:
         elif s.phase == "revive":
             yield from self._revive(s)
         if s.interrupts_left and s.phase in ("send", "fast", "drain", "compare", "sleep"):
-            nudged = tuple(_wake_worker(w) for w in s.workers)
+            woken = tuple(_wake_worker(w) for w in s.workers)
             yield s._replace(
-                phase="drain", is_recovering=True, is_calm=False, interrupts_left=s.interrupts_left - 1, workers=nudged
+                phase="drain", is_recovering=True, is_calm=False, interrupts_left=s.interrupts_left - 1, workers=woken
             )
 
     def _send(self, s: State) -> State:
