@@ -197,12 +197,12 @@ class ClusterPool(SlabPool):
     def _answer_for_lost(self) -> None:
         """Answer commands to workers that were already lost with that loss."""
         for worker_id, error in self.lost.items():
-            if self._forfeit(worker_id):
+            if self._lose_answers_of(worker_id):
                 self.outcome.losses[worker_id] = error
 
-    def _forfeit(self, worker_id: int) -> bool:
+    def _lose_answers_of(self, worker_id: int) -> bool:
         """Count a lost worker's envs as answered; return whether they owed anything."""
-        return bool(len(self._words.forfeit(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
+        return bool(len(self._words.lose_answers(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
 
     # ---- waiting -----------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class ClusterPool(SlabPool):
         """Take a worker out of service: its envs' pending commands are answered by its loss."""
         self.lost[worker_id] = error
         self.outcome.losses[worker_id] = error
-        self._forfeit(worker_id)
+        self._lose_answers_of(worker_id)
 
     def _take_out(self, share: RemoteShare, error: EnvherdError) -> None:
         """Answer the pending commands of a share with an error: its host is lost, or no other place was found."""

@@ -88,7 +88,7 @@ class Pool(Protocol):
         ...
 
     @property
-    def forfeited(self) -> np.ndarray:
+    def answers_lost(self) -> np.ndarray:
         """Whether a loss has taken the answer to the latest command of an env, bool `[N]`; the engine writes to it."""
         ...
 

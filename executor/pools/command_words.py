@@ -20,7 +20,7 @@ class CommandWords:
 
     Attributes:
         number: of the latest command; it only increases.
-        forfeited: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
+        answers_lost: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
         order: int `[N]`, sort key of answered envs: the numbers of the caller's commands.
         command, command_seq, reply_seq, status: see `workers.protocol`.
     """
@@ -31,15 +31,15 @@ class CommandWords:
         self.reply_seq, self.status = words["reply_seq"], words["status"]
         self.order = self.command_seq
         self.number = 0
-        self.forfeited = np.zeros(len(self.command_seq), bool)
+        self.answers_lost = np.zeros(len(self.command_seq), bool)
         self._no_status = bytes(self.status.nbytes)
 
     def write(self, env_ids: np.ndarray, commands: np.ndarray) -> None:
         """Write some envs' next commands, int64 `[k]`, under one number."""
         self.number += 1
         self.command[env_ids] = commands
-        if b"\x01" in self.forfeited.tobytes():
-            self.forfeited[env_ids] = False
+        if b"\x01" in self.answers_lost.tobytes():
+            self.answers_lost[env_ids] = False
         self.command_seq[env_ids] = self.number
 
     def write_all(self, command: int, reset_ids: np.ndarray | None, reset: int) -> None:
@@ -48,7 +48,7 @@ class CommandWords:
         self.command.fill(command)
         if reset_ids is not None:
             self.command[reset_ids] = reset
-        self.forfeited[:] = False
+        self.answers_lost[:] = False
         self.command_seq.fill(self.number)
 
     def is_owed(self) -> np.ndarray:
@@ -71,10 +71,10 @@ class CommandWords:
         """Return whether no answer announces messages."""
         return self.status.tobytes() == self._no_status
 
-    def forfeit(self, env_ids: np.ndarray, outcome: Outcome) -> np.ndarray:
+    def lose_answers(self, env_ids: np.ndarray, outcome: Outcome) -> np.ndarray:
         """Count envs of a lost worker as answered; return those that owed an answer."""
         owing = env_ids[~self.has_answered()[env_ids]]
-        self.forfeited[owing] = True  # first: after an interrupt, no answer may exist that no worker gave
+        self.answers_lost[owing] = True  # first: after an interrupt, no answer may exist that no worker gave
         outcome.forget_rows(owing)
         self.status[owing] = 0
         self.reply_seq[owing] = self.command_seq[owing]

@@ -72,13 +72,13 @@ class Waiting(Protocol):
 
 def compile_give(words: CommandWords, bells: Sequence[Doorbell]) -> Callable[[int], None]:
     """Return `FastCommands.give` over the words and the doorbells of a pool."""
-    fill_command, fill_forfeited, fill_seq = words.command.fill, words.forfeited.fill, words.command_seq.fill
+    fill_command, fill_lost, fill_seq = words.command.fill, words.answers_lost.fill, words.command_seq.fill
     rings = [bell.ring for bell in bells]
 
     def give(command: int) -> None:
         words.number = number = words.number + 1
         fill_command(command)
-        fill_forfeited(0)
+        fill_lost(0)
         fill_seq(number)
         for ring in rings:
             ring()
@@ -136,7 +136,7 @@ def native_caller(  # what a pool waits with
     return module.Caller(
         {
             "words": own | {name: tally[name] for name in ("answered", "ring_at")},
-            "forfeited": words.forfeited,
+            "answers_lost": words.answers_lost,
             "worker_of": worker_of,
             "waits_stopped": waits_stopped,
             "go": [bell.memory for bell in bells],

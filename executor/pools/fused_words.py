@@ -50,7 +50,7 @@ class FusedWords(CommandWords):
         is_stepped = (self._fused == self.command_seq) & (self.command_seq == self.reply_seq)
         if not is_stepped.any():
             return np.flatnonzero(is_stepped)
-        has_ended = (self._ends != self._num_ends) & (self.status != _FAILED) & ~self.forfeited
+        has_ended = (self._ends != self._num_ends) & (self.status != _FAILED) & ~self.answers_lost
         self._fused[is_stepped & ~has_ended] = _NONE
         return np.flatnonzero(is_stepped & has_ended)
 
@@ -67,9 +67,9 @@ class FusedWords(CommandWords):
         """Return whether no env owes an answer."""
         return bool(self.has_answered().all())
 
-    def forfeit(self, env_ids: np.ndarray, outcome: Outcome) -> np.ndarray:
+    def lose_answers(self, env_ids: np.ndarray, outcome: Outcome) -> np.ndarray:
         """Count envs of a lost worker as answered; return those that owed an answer."""
-        owing = super().forfeit(env_ids, outcome)
+        owing = super().lose_answers(env_ids, outcome)
         self._fused[owing] = self._following[owing] = _NONE
         return owing
 

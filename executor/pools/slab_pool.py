@@ -33,9 +33,9 @@ class SlabPool:
         return self._words.number
 
     @property
-    def forfeited(self) -> np.ndarray:
+    def answers_lost(self) -> np.ndarray:
         """Whether a loss has taken the answer to the latest command of an env, bool `[N]`."""
-        return self._words.forfeited
+        return self._words.answers_lost
 
     @property
     def num_ahead(self) -> int:

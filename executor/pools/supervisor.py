@@ -62,7 +62,7 @@ class Supervised(Protocol):
     outcome: Outcome
     specs: list[EnvSpec]
 
-    def forfeit(self, worker_id: int) -> bool:
+    def lose_answers_of(self, worker_id: int) -> bool:
         """Count a lost worker's envs as answered; return whether they owed anything."""
         ...
 
@@ -132,14 +132,14 @@ class Supervisor:
         self.absent[worker_id] = Absence(Condition.LOST, now, error)
         self._pool.outcome.losses[worker_id] = error
         self._crew.workers[worker_id].kill()
-        self._pool.forfeit(worker_id)
+        self._pool.lose_answers_of(worker_id)
         if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
             log.warning("%s", error.message)  # not the error itself: a kept record would keep its frames alive
 
     def answer_for_lost(self) -> None:
         """Answer commands to workers that were already lost with that loss."""
         for worker_id, error in self.lost.items():
-            if self._pool.forfeit(worker_id):
+            if self._pool.lose_answers_of(worker_id):
                 self._pool.outcome.losses[worker_id] = error
                 self._lost_at = time.monotonic()
 

@@ -217,9 +217,9 @@ class WorkerPool(SlabPool):
             if self.supervisor.is_serving(worker_id):
                 self.wake_worker(worker_id)
 
-    def forfeit(self, worker_id: int) -> bool:
+    def lose_answers_of(self, worker_id: int) -> bool:
         """Count a lost worker's envs as answered; return whether they owed anything."""
-        return bool(len(self._words.forfeit(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
+        return bool(len(self._words.lose_answers(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, for envs of a worker that is being replaced: its successor carries out the commands."""

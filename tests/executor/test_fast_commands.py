@@ -56,7 +56,7 @@ class Side:
     def state(self) -> tuple[Any, ...]:
         """Return all state that commands may change; take the tokens."""
         tokens = [_take_all(bell) for bell in (self.done, *self.go)]
-        words = [getattr(self.words, name).tolist() for name in (*NAMES, "forfeited")]
+        words = [getattr(self.words, name).tolist() for name in (*NAMES, "answers_lost")]
         return tokens, words, self.words.number, self.has_waited
 
 
@@ -73,7 +73,7 @@ def test_both_do_the_same(data, num_envs, num_workers):
     sides = [Side(num_envs, num_workers, in_c=in_c) for in_c in (True, False)]
     ids = st.lists(st.integers(0, num_envs - 1), unique=True)
     for _ in range(3):
-        command, forfeited = data.draw(st.integers(-(2**63), 2**63 - 1)), data.draw(ids)
+        command, answers_lost = data.draw(st.integers(-(2**63), 2**63 - 1)), data.draw(ids)
         answered, failed = (
             data.draw(st.one_of(st.just([*range(num_envs)]), ids)),
             data.draw(st.one_of(st.just([]), ids)),
@@ -83,7 +83,7 @@ def test_both_do_the_same(data, num_envs, num_workers):
         found = []
         for side in sides:
             side.has_waited = False
-            side.words.forfeited[forfeited] = True
+            side.words.answers_lost[answers_lost] = True
             side.give(command)
             given_now = side.state()
             side.words.status[:] = 0
@@ -121,14 +121,14 @@ def test_commands_to_some_are_the_same(data, num_envs, num_workers):
     sides = [Side(num_envs, num_workers, in_c=in_c) for in_c in (True, False)]
     ids_of = st.lists(st.integers(0, num_envs - 1), unique=True)
     for _ in range(3):
-        ids, forfeited = np.array(data.draw(ids_of), np.int64), data.draw(ids_of)
+        ids, answers_lost = np.array(data.draw(ids_of), np.int64), data.draw(ids_of)
         commands = np.array([data.draw(st.integers(-(2**63), 2**63 - 1)) for _ in ids], np.int64)
         answered, failed = data.draw(ids_of), data.draw(st.one_of(st.just([]), ids_of))
         asked = np.array(data.draw(ids_of), np.int64)
         stride = data.draw(st.sampled_from([1, 2]))
         found = []
         for side, in_c in zip(sides, (True, False), strict=True):
-            side.words.forfeited[forfeited] = True
+            side.words.answers_lost[answers_lost] = True
             if in_c:
                 side.words.number += 1
                 wide = np.repeat(ids, stride)[::stride]
@@ -264,7 +264,7 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
         (lambda facts: facts.pop("done"), KeyError),
         (lambda facts: facts["words"].update(status=np.zeros(3, np.int64)), ValueError),
         (lambda facts: facts["words"].update(status=np.zeros(2, np.int32)), ValueError),
-        (lambda facts: facts.update(forfeited=np.zeros(5, bool)), ValueError),
+        (lambda facts: facts.update(answers_lost=np.zeros(5, bool)), ValueError),
         (lambda facts: facts.update(go=[np.zeros(3, np.uint8)]), ValueError),
         (lambda facts: facts.update(go=None), (TypeError, SystemError)),
         (lambda facts: facts.update(look_ns="soon"), TypeError),
@@ -279,7 +279,7 @@ def test_memory_that_does_not_fit_is_refused(change, error):
     side = Side(2, 1, in_c=False)
     facts: dict[str, Any] = {
         "words": {name: getattr(side.words, name) for name in NAMES} | side.counts,
-        "forfeited": side.words.forfeited,
+        "answers_lost": side.words.answers_lost,
         "worker_of": side.worker_of,
         "waits_stopped": side.waits_stopped,
         "go": [bell.memory for bell in side.go],

@@ -148,7 +148,7 @@ def state_of(env: Any) -> dict[str, Any]:
         "is_mixed": positions._is_mixed,
         "is_in_ring": positions.where is positions.ring,
         "number": env._pool.number,
-        "forfeited": env._pool.forfeited.tolist(),
+        "answers_lost": env._pool.answers_lost.tolist(),
         "outcome": bool(env._pool.outcome),
         "is_in_flight": engine.is_in_flight,
         "is_dirty": engine.is_dirty,

@@ -501,13 +501,13 @@ class TestDeadlines:
                 super().__init__("sleep", step=1)
                 self.ballast = np.ones(1 << 24)  # its memory is freed before a process counts as ended
 
-        forfeit, has_ended = CommandWords.forfeit, []
+        lose_answers, has_ended = CommandWords.lose_answers, []
 
-        def watched_forfeit(words: CommandWords, *args: Any) -> Any:
+        def watched(words: CommandWords, *args: Any) -> Any:
             has_ended.append(worker.has_exited())
-            return forfeit(words, *args)
+            return lose_answers(words, *args)
 
-        monkeypatch.setattr(CommandWords, "forfeit", watched_forfeit)
+        monkeypatch.setattr(CommandWords, "lose_answers", watched)
         with ParallelEnv(1, Heavy, num_workers=1, options=ExecutorOptions(step_timeout_s=0.3)) as env:
             worker = env.engine.pool.crew.workers[0]
             env.reset()

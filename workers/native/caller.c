@@ -16,7 +16,7 @@ typedef struct {
 struct Caller {
     PyObject_HEAD
     Py_buffer words[NUM_WORDS];                 /* of each env; `answered` and `ring_at` of each worker */
-    Py_buffer forfeited, worker_of;             /* of each env */
+    Py_buffer answers_lost, worker_of;          /* of each env */
     Py_buffer waits_stopped;                    /* a byte: not 0 ends a wait */
     Bell done, *go;                             /* `go`: one of each worker */
     i64 *rung;                                  /* the number of the command for which each was rung last */
@@ -32,14 +32,15 @@ static i64 *word(const Caller *caller, int name) { return caller->words[name].bu
 
 static int take_words_and_flags(Caller *caller, PyObject *facts)
 {
-    PyObject *words = fact(facts, "words"), *forfeited = fact(facts, "forfeited");
+    PyObject *words = fact(facts, "words"), *answers_lost = fact(facts, "answers_lost");
     PyObject *waits_stopped = fact(facts, "waits_stopped");
-    if (words == NULL || forfeited == NULL || waits_stopped == NULL || take_words(facts, "worker_of", &caller->worker_of) < 0)
+    if (words == NULL || answers_lost == NULL || waits_stopped == NULL
+        || take_words(facts, "worker_of", &caller->worker_of) < 0)
         return -1;
     for (int i = 0; i < NUM_WORDS; i++)
         if (take_words(words, WORDS[i], &caller->words[i]) < 0)
             return -1;
-    if (PyObject_GetBuffer(forfeited, &caller->forfeited, PyBUF_CONTIG) < 0
+    if (PyObject_GetBuffer(answers_lost, &caller->answers_lost, PyBUF_CONTIG) < 0
         || PyObject_GetBuffer(waits_stopped, &caller->waits_stopped, PyBUF_CONTIG) < 0)
         return -1;
     caller->num_envs = caller->words[COMMAND].shape[0];
@@ -54,7 +55,7 @@ static int take_words_and_flags(Caller *caller, PyObject *facts)
 
 static int are_of_the_same(Caller *caller)
 {
-    int is_right = caller->forfeited.len == caller->num_envs && caller->worker_of.shape[0] == caller->num_envs
+    int is_right = caller->answers_lost.len == caller->num_envs && caller->worker_of.shape[0] == caller->num_envs
                    && caller->waits_stopped.len == 1;
     for (int i = 0; i < NUM_WORDS; i++)
         is_right = is_right && caller->words[i].shape[0] == (i < NUM_OF_ENVS ? caller->num_envs : caller->num_workers);
@@ -106,7 +107,7 @@ static void caller_dealloc(Caller *caller)
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     for (int i = 0; i < NUM_WORDS; i++)
         PyBuffer_Release(&caller->words[i]);
-    PyBuffer_Release(&caller->forfeited);
+    PyBuffer_Release(&caller->answers_lost);
     PyBuffer_Release(&caller->worker_of);
     PyBuffer_Release(&caller->waits_stopped);
     PyBuffer_Release(&caller->done.memory);
@@ -128,7 +129,7 @@ static PyObject *caller_give(PyObject *self, PyObject *args)
     long long number, command;
     if (!PyArg_ParseTuple(args, "LL", &number, &command))
         return NULL;
-    memset(caller->forfeited.buf, 0, (size_t)caller->num_envs);
+    memset(caller->answers_lost.buf, 0, (size_t)caller->num_envs);
     for (Py_ssize_t i = 0; i < caller->num_envs; i++)
         STORE(word(caller, COMMAND) + i, command);
     for (Py_ssize_t i = 0; i < caller->num_envs; i++)
@@ -143,7 +144,7 @@ int caller_has_number(const Caller *caller, i64 id)
     return LOAD_NUMBER(word(caller, REPLY_SEQ) + id) == LOAD(word(caller, COMMAND_SEQ) + id);
 }
 
-int caller_is_forfeited(const Caller *caller, i64 id) { return ((char *)caller->forfeited.buf)[id] != 0; }
+int caller_answer_is_lost(const Caller *caller, i64 id) { return ((char *)caller->answers_lost.buf)[id] != 0; }
 
 static int have_answered(const Caller *caller)
 {
@@ -199,7 +200,7 @@ void caller_give_each(Caller *caller, i64 number, const Numbers *ids, const Numb
     for (Py_ssize_t i = 0; i < ids->count; i++)
         STORE(word(caller, COMMAND) + number_at(ids, i), number_at(commands, i));
     for (Py_ssize_t i = 0; i < ids->count; i++)
-        ((char *)caller->forfeited.buf)[number_at(ids, i)] = 0;
+        ((char *)caller->answers_lost.buf)[number_at(ids, i)] = 0;
     for (Py_ssize_t i = 0; i < ids->count; i++)
         STORE_NUMBER(word(caller, COMMAND_SEQ) + number_at(ids, i), number);
     for (Py_ssize_t i = 0; i < ids->count; i++) {

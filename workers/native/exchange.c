@@ -359,7 +359,7 @@ static int wait_for(Exchange *exchange, const Numbers *ids, Py_ssize_t wanted)
     if (ids != NULL && wanted == sent.count)
         memcpy(exchange->found, exchange->sent, (size_t)found * sizeof *exchange->found);
     for (Py_ssize_t i = 0; i < sent.count; i++) /* what is to be done after a loss: see `Flights.wait_for` */
-        if (caller_is_forfeited(exchange->caller, exchange->sent[i]))
+        if (caller_answer_is_lost(exchange->caller, exchange->sent[i]))
             exchange->num_found = 0;
     return exchange->num_found > 0;
 }
@@ -436,7 +436,7 @@ static int can_be_taken(const Exchange *exchange, i64 id)
 {
     i64 op = *of_env(&exchange->ops, id), column = *of_env(&exchange->at, id);
     return *state_of(exchange, id) >= exchange->stepping && caller_has_number(exchange->caller, id)
-           && !caller_is_forfeited(exchange->caller, id)
+           && !caller_answer_is_lost(exchange->caller, id)
            && (op == OP_STEP || op == OP_STEP_RESET) && column >= 0 && column < exchange->num_columns
            && (uint64_t)*of_env(&exchange->columns, id) < (uint64_t)exchange->num_columns;
 }

@@ -74,7 +74,7 @@ void caller_give_each(Caller *caller, i64 number, const Numbers *ids, const Numb
  * exception. */
 int caller_wait_for_some(Caller *caller, const Numbers *ids, Py_ssize_t wanted, i64 wait_ns, i64 *to, Py_ssize_t *found);
 int caller_has_number(const Caller *caller, i64 id);   /* its number says that the env has answered */
-int caller_is_forfeited(const Caller *caller, i64 id); /* a loss has taken the answer */
+int caller_answer_is_lost(const Caller *caller, i64 id); /* a loss has taken the answer */
 int caller_has_news(const Caller *caller);             /* more than rows */
 Py_ssize_t caller_num_envs(const Caller *caller);
 i64 caller_look_ns(const Caller *caller);
