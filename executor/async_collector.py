@@ -31,7 +31,7 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.transfer import Lane, as_array, as_device, take_rows, to_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.policy import Placed, Policy, try_copy
-from envherd.executor.pools.deadline import DeadlinePassed
+from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.progress import showing
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy

@@ -40,7 +40,7 @@ TESTS = {
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
     "executor/pools/command_words.py": (*_STEPS, *_LOSSES),
     "executor/pools/fast_commands.py": ("executor/test_fast_step.py", *_LOSSES),
-    "executor/pools/deadline.py": (*_LOSSES, "executor/test_losses.py", "executor/test_reset_ahead.py"),
+    "executor/pools/waiting.py": (*_LOSSES, "executor/test_losses.py", "executor/test_reset_ahead.py"),
     "executor/pools/questions.py": (*_LOSSES, "executor/test_exchange.py"),
     "executor/protocol/fast_step.py": (
         "executor/test_fast_step.py",

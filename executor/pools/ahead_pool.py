@@ -28,11 +28,11 @@ import numpy as np
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool
 from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.deadline import Deadline
 from envherd.executor.pools.error_messages import Frame, worker_late
 from envherd.executor.pools.fused_words import FusedWords
 from envherd.executor.pools.spare_supervisor import SpareSupervisor
 from envherd.executor.pools.turns import Turns
+from envherd.executor.pools.waiting import Deadline
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, SpecError

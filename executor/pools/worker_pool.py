@@ -20,7 +20,6 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool, WorkerFigures
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint, Crew
-from envherd.executor.pools.deadline import Deadline
 from envherd.executor.pools.error_messages import Frame, log_stall
 from envherd.executor.pools.fast_commands import (
     LOOK_S,
@@ -32,12 +31,12 @@ from envherd.executor.pools.fast_commands import (
     exchange_natively,
     native_caller,
 )
-from envherd.executor.pools.overdue import Overdue
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_plate import LABEL, describe
 from envherd.executor.pools.slab_pool import SlabPool
 from envherd.executor.pools.supervisor import Supervisor
+from envherd.executor.pools.waiting import Deadline, Overdue
 from envherd.shm.nameplate import create_named
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab

@@ -24,8 +24,8 @@ import weakref
 from typing import Any
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.deadline import DeadlinePassed
 from envherd.executor.pools.process_log import read_log, request_stacks
+from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.shm.interrupts import ignoring_refusals
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
 from envherd.workers.process.zygote import in_file, send_request

@@ -22,9 +22,9 @@ import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.pools.deadline import DeadlinePassed
 from envherd.executor.pools.error_messages import env_error, first_fault
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.env_states import EnvStates, Event
 from envherd.executor.protocol.losses import Losses

@@ -29,7 +29,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import choose_workers
-from envherd.executor.pools.deadline import DeadlinePassed
+from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.serial import SerialEnv
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.hosts.gymnasium_native import NativeAdapter, NativeFactory, loads

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 from tensordict import TensorDictBase
 
-from envherd.executor.pools.deadline import DeadlinePassed
+from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.flight import Flight
