@@ -9,12 +9,12 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.agreement import check_agreement
 from envherd.executor.pools.ahead_pool import AheadPool
 from envherd.executor.pools.blueprint import (
     EnvKwargs,
     MakeEnv,
     as_factories,
+    check_agreement,
     checked_options,
     choose_apart,
     choose_workers,

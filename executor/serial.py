@@ -9,11 +9,11 @@ from envherd.executor.batched import BatchedEnv, Parts
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.agreement import check_agreement
 from envherd.executor.pools.blueprint import (
     EnvKwargs,
     MakeEnv,
     as_factories,
+    check_agreement,
     checked_options,
     choose_workers,
     counted,

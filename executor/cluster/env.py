@@ -12,8 +12,15 @@ from envherd.executor.cluster.orders import Report
 from envherd.executor.cluster.shares import bundles_for
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.agreement import check_agreement
-from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, checked_options, counted, draw
+from envherd.executor.pools.blueprint import (
+    EnvKwargs,
+    MakeEnv,
+    as_factories,
+    check_agreement,
+    checked_options,
+    counted,
+    draw,
+)
 from envherd.workers.build import Factory
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Make a pool's blueprint from a user's arguments: check and pickle factories, spread envs over workers."""
+"""Make a pool's blueprint from a user's arguments: check and pickle factories, spread envs over workers.
+
+Also check that the envs which were built have specs that fit together.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ import numpy as np
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.crew import Blueprint
+from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like
-from envherd.workers.build import Factory, check_factory, modules_of, pickle_factory
-from envherd.workers.errors import FactoryError
+from envherd.workers.build import Factory, are_equal, check_factory, describe, modules_of, pickle_factory
+from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.seeding import as_root_seed
 
 MakeEnv = Factory | Sequence[Factory]
@@ -147,6 +151,32 @@ def serial_blueprint(factories: list[Factory], env_kwargs: EnvKwargs, seed: int 
     """Return the blueprint of a serial pool: nothing is pickled."""
     kwargs = tuple(copy.copy(one) for one in as_kwargs(len(factories), env_kwargs))
     return Blueprint((), kwargs, spread(len(factories), 1), as_root_seed(seed))
+
+
+def check_agreement(specs: Sequence[EnvSpec], factories: Sequence[Factory], kwargs: Sequence[dict[str, Any]]) -> None:
+    """Refuse envs of one factory, called with the same arguments, that have different specs.
+
+    Different factories or arguments may build different tasks; their batches are lazy stacks, whose members must have
+    one batch shape.
+
+    Raises:
+        SpecError: with the first difference.
+    """
+    first: dict[int, int] = {}
+    for env_id, (spec, factory) in enumerate(zip(specs, factories, strict=True)):
+        other = first.setdefault(id(factory), env_id)
+        if spec != specs[other] and are_equal(kwargs[env_id], kwargs[other]):
+            raise SpecError(
+                f"make_env failed: the factory {describe(factory)} gave different specs for envs {other} and {env_id}: "
+                f"{specs[other].difference(spec)}. Give a list of factories if the tasks are meant to differ.",
+                env_ids=(other, env_id),
+            )
+        if spec.batch_shape != specs[0].batch_shape:
+            raise SpecError(
+                f"make_env failed: expected envs of one batch shape, got {specs[0].batch_shape} for env 0 and "
+                f"{spec.batch_shape} for env {env_id}: their rows cannot be stacked. Make one executor for each shape.",
+                env_ids=(0, env_id),
+            )
 
 
 def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
