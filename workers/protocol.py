@@ -36,7 +36,7 @@ class Op(IntEnum):
     RESET = 3
 
 
-#: The ops as plain ints, for arrays. On an enum member numpy looks up missing attributes, which runs Python code: that
+#: The ops as ints, for arrays. On an enum member numpy looks up missing attributes, which runs Python code: that
 #: takes ten times as long, and numpy swallows an exception of a signal handler there.
 STEP, STEP_RESET, RESET = int(Op.STEP), int(Op.STEP_RESET), int(Op.RESET)
 

@@ -123,7 +123,7 @@ class AheadPool(WorkerPool):
         """Give each of some envs a command; a reset may go to an env's other worker. See `Pool.submit`."""
         self.supervisor.take_up_spares()
         self.await_workers(env_ids)
-        ops = _plain(op) + np.zeros(len(env_ids), np.int64)
+        ops = np.full(len(env_ids), op if isinstance(op, np.ndarray) else int(op), np.int64)
         reset_ids = env_ids[ops == RESET].tolist()
         for env_id in reset_ids:
             self._hand_over(env_id)
@@ -283,8 +283,3 @@ class AheadPool(WorkerPool):
     def ring(self, worker_id: int) -> None:
         """Make a worker look for commands and turns."""
         self._rings[worker_id]()
-
-
-def _plain(op: Op | np.ndarray) -> int | np.ndarray:
-    """Return an op as a plain int for arrays; see `workers.protocol.STEP`."""
-    return op if isinstance(op, np.ndarray) else int(op)
