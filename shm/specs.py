@@ -155,7 +155,7 @@ class EnvSpec:
             `(("agents",), (7,))`, and the tensordict under `agents` (and those below it) then has batch size
             `[num_envs, 7]`. Include `batch_shape` in it.
         family: the adapter's name, for messages and the CLI.
-        metadata: plain facts about the env: agent names, groups, frame key, action names, ...
+        metadata: facts about the env: agent names, groups, frame key, action names, ...
     """
 
     observation: tuple[LeafSpec, ...]

@@ -1,4 +1,4 @@
-"""The messages that a worker sends the parent besides its rows: plain dicts, one class for each kind."""
+"""The messages that a worker sends the parent besides its rows: dicts, one class for each kind."""
 
 from __future__ import annotations
 

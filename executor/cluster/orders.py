@@ -1,4 +1,4 @@
-"""The messages between driver and hosts, as plain values. Env ids in both directions are the share's, from 0."""
+"""The messages between driver and hosts, as values. Env ids in both directions are the share's, from 0."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Rolled:
     """A finished rollout.
 
     Attributes:
-        leaves: key -> array `[n, T, ...]`; None if the batch holds anything but plain arrays.
+        leaves: key -> array `[n, T, ...]`; None if the batch holds anything but arrays.
         folded: leaves that mostly repeat others of these, see `folding`.
         batch: the TensorDict itself, if `leaves` is None.
         tail: the batch size behind `[n, T]`.

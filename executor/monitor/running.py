@@ -61,20 +61,20 @@ def listings() -> Iterator[Listing]:
 
 def _read(plate: Plate) -> Listing | None:
     """Return the listing in a nameplate; None if it is of another process, version or container."""
-    plain = plate.content
+    content = plate.content
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError), ignoring_refusals():
-        if plain["schema"] != SCHEMA or plain["pid"] != plate.pid or plain["namespace"] != namespace():
+        if content["schema"] != SCHEMA or content["pid"] != plate.pid or content["namespace"] != namespace():
             return None
         return Listing(
             pid=plate.pid,
-            made_at=float(plain["made_at"]),
+            made_at=float(content["made_at"]),
             command=_command(plate.pid),
-            env=str(plain["env"]),
-            blocks=tuple(tuple(map(int, block)) for block in plain["blocks"]),
+            env=str(content["env"]),
+            blocks=tuple(tuple(map(int, block)) for block in content["blocks"]),
             slab_path=plate.path,
             inode=plate.inode,
-            words={name: (int(offset), int(length)) for name, (offset, length) in plain["words"].items()},
-            nbytes=int(plain["nbytes"]),
+            words={name: (int(offset), int(length)) for name, (offset, length) in content["words"].items()},
+            nbytes=int(content["nbytes"]),
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Statistics of an executor, as plain frozen values."""
+"""Statistics of an executor, as frozen values."""
 
 from __future__ import annotations
 

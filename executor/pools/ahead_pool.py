@@ -10,7 +10,7 @@ Guarantees:
   then on. The same holds for an env changed by `call`, `set` or `load_state_dict`, because a new instance would lack
   the change.
 - A STEP_RESET is answered by its step, or, if that ended the episode, by its reset. The reports of both form one
-  answer, as from a plain worker, and are lost together.
+  answer, as from one worker, and are lost together.
 - The serving instance answers `get`, `render` and `state_dict`. Requests that may change an env (`call`, `set`,
   `load_state_dict`) go to both instances, and the serving one's answers are returned.
 Assumes: one caller at a time, as the pool.

@@ -103,7 +103,7 @@ COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
 
 _IMPOSSIBLE, _IMPOSSIBLE_BYTE = -1, b"\xff"  # searching bytes takes a tenth of the time of an array
 #: `[event, state]`: the state that follows.
-#: Event -> array, by state: the state that follows. As plain ints; see `workers.protocol.STEP`.
+#: Event -> array, by state: the state that follows. As ints; see `workers.protocol.STEP`.
 _NEXT = {
     int(event): np.array([int(FOLLOWS[state].get(event, _IMPOSSIBLE)) for state in State], np.int8) for event in Event
 }

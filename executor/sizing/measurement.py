@@ -1,4 +1,4 @@
-"""A probe's measurements of an env, as plain frozen values in seconds and bytes."""
+"""A probe's measurements of an env, as frozen values in seconds and bytes."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
 #: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
 _MAX_REMEMBERED = 4096
 
-# Plain ints: comparing and storing enum members costs more than the step of a small env.
+# As ints: comparing and storing enum members costs more than the step of a small env.
 _STEP_RESET, _RESET, _PREPARED = int(Op.STEP_RESET), int(Op.RESET), int(Flag.PREPARED)
 _OK, _FAILED, _SIDE = int(Status.OK), int(Status.FAILED), int(Status.SIDE)
 
@@ -46,7 +46,7 @@ class Block:
         worker_id: whose words to write.
         adapters: env id -> adapter, ascending by env id.
         root_seed: see `workers.seeding`.
-        report: called with plain messages for the parent (faults, side values, notices).
+        report: called with messages (dicts) for the parent (faults, side values, notices).
         options: see `BlockOptions`.
         passes: exceptions that reach the caller instead of counting as an env's: Ctrl-C, if the envs run in its
             process.
@@ -140,7 +140,7 @@ class Block:
         self.slots[message.env_id].prepared = message
 
     def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
-        """Do something with envs that is not a step; return the plain answer."""
+        """Do something with envs that is not a step; return the answer."""
         adapters = {env_id: slot.adapter for env_id, slot in self.slots.items()}
         reply = answer(message, adapters, pickle_replies=pickle_replies, passes=self._passes)
         for env_id in message.env_ids:
@@ -163,7 +163,7 @@ class Block:
             reset: if the loop in C has reset the env: returns the result of that reset.
 
         Returns:
-            A `Status`, as a plain int.
+            A `Status`, as an int.
         """
         op, target, column, flags = self._unpacked.get(command) or self._unpack(command)
         slot = self.slots[env_id]

@@ -18,7 +18,7 @@ Passes = tuple[type[BaseException], ...]
 def answer(
     message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bool, passes: Passes = ()
 ) -> dict[str, Any]:
-    """Return the plain answer: the number, and one value per env in the order of the request, or the first fault."""
+    """Return the answer: the number, and one value per env in the order of the request, or the first fault."""
     reply = _answer(message, adapters, pickle_replies=pickle_replies, passes=passes)
     return {**reply, "number": message.number}
 
