@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
@@ -69,6 +70,49 @@ def test_public_classes_and_functions_have_a_docstring(package):
         value = getattr(module, name)
         if inspect.isclass(value) or inspect.isroutine(value):
             assert inspect.getdoc(value), name
+
+
+#: Class -> the protocol that documents its methods, where it is not a base class.
+PROTOCOL_OF = {"SlabPool": "RecyclablePool", "BlockBatch": "Batch"}
+
+
+def _classes() -> dict[str, list[ast.ClassDef]]:
+    found: dict[str, list[ast.ClassDef]] = {}
+    for layer in (*LAYERS, "examples"):
+        for file in sorted((ROOT / layer).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(node)
+    return found
+
+
+def test_public_methods_have_a_docstring_or_inherit_one():
+    classes = _classes()
+
+    def bases(node: ast.ClassDef) -> list[str]:
+        named = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+        own = [ast.unparse(base).rpartition(".")[2] for base in named]
+        return [*own, *([PROTOCOL_OF[node.name]] if node.name in PROTOCOL_OF else [])]
+
+    def is_documented(name: str, method: str, seen: frozenset[str]) -> bool:
+        return any(
+            any(isinstance(m, ast.FunctionDef) and m.name == method and ast.get_docstring(m) for m in node.body)
+            or any(is_documented(base, method, seen | {name}) for base in bases(node) if base not in seen)
+            for node in classes.get(name, ())
+        )
+
+    lacking = {
+        f"{name}.{method.name}"
+        for name, nodes in classes.items()
+        if not name.startswith("_")
+        for node in nodes
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
+        if not any(ast.unparse(one).endswith((".setter", "overload")) for one in method.decorator_list)
+        if not ast.get_docstring(method)
+        if not any(is_documented(base, method.name, frozenset({name})) for base in bases(node))
+    }
+    assert lacking == set()
 
 
 def test_every_exception_is_exported():

@@ -116,7 +116,6 @@ class ClusterPool(SlabPool):
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
-        """Give each of some envs a command at its own ring column; see `Pool.submit`."""
         self.await_workers(env_ids)
         if not flags & Flag.PREPARED:  # kept messages are from refused resets
             for env_id in env_ids[np.broadcast_to(np.asarray(op) == RESET, len(env_ids))].tolist():
@@ -348,7 +347,6 @@ class ClusterPool(SlabPool):
         return worker_id not in self.lost and self._share_of[worker_id].has_host
 
     def recycle(self, worker_id: int, *, is_anew: bool) -> None:
-        """Close the envs of an idle worker, and begin to replace it; see `RecyclablePool`."""
         try:
             self._replace("recycle", worker_id, is_anew=is_anew)
         except EnvherdError:
@@ -370,7 +368,6 @@ class ClusterPool(SlabPool):
         self._extras[message.env_id] = message
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
-        """Use a new root seed on every host; see `Pool.seed`."""
         self._refuse_lost(range(self.num_workers))
         self.slab.words["episode"][:] = 0 if episodes is None else episodes
         refs = []
@@ -400,7 +397,6 @@ class ClusterPool(SlabPool):
         return asked
 
     def has_answered(self, asked: dict[int, Any]) -> bool:
-        """Return whether `answers` would not block."""
         refs = list(asked.values())
         return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
 
@@ -431,22 +427,18 @@ class ClusterPool(SlabPool):
         return share, worker_id - share.worker_ids[0]
 
     def worker_output(self, worker_id: int) -> str:
-        """Return the kept part of a worker's output."""
         share, own_id = self._place_of(worker_id)
         return str(self.fleet.request(share, "tell_pool", "worker_output", own_id)) if share.has_host else ""
 
     def pid_of(self, worker_id: int) -> int:
-        """Return a worker's process id, on its machine."""
         share, own_id = self._place_of(worker_id)
         return share.pids[own_id]
 
     def generation_of(self, worker_id: int) -> int:
-        """Return how often a worker was replaced."""
         share, own_id = self._place_of(worker_id)
         return share.generations[own_id]
 
     def memory_of(self, worker_id: int) -> int:
-        """Return the bytes of private memory of a worker and its descendants."""
         share, own_id = self._place_of(worker_id)
         return int(self.fleet.request(share, "memory", own_id))
 

@@ -111,7 +111,6 @@ class AheadPool(WorkerPool):
     # ---- commands ----------------------------------------------------------------------------
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
-        """Give every env the same command, but some (int `[k]`) a RESET."""
         ops = np.full(self.num_envs, int(op), np.int64)
         if reset_ids is not None:
             ops[reset_ids] = RESET
@@ -244,14 +243,12 @@ class AheadPool(WorkerPool):
     # ---- mail --------------------------------------------------------------------------------
 
     def prepare(self, message: messages.Prepare) -> None:
-        """Send the extras of an env's next command ahead of it."""
         self._step_in(message.env_id)
         if message.has_seed or message.options:
             self.turns.is_stale[message.env_id] = True
         super().prepare(message)
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
-        """Use a new root seed in every worker; see `Pool.seed`."""
         self.turns.forget_episodes()
         super().seed(root_seed, episodes)
 

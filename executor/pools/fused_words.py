@@ -60,15 +60,12 @@ class FusedWords(CommandWords):
         self.write(env_ids, self._resets[env_ids])
 
     def has_answered(self) -> np.ndarray:
-        """Return which envs owe no answer, bool `[N]`."""
         return np.asarray(super().has_answered() & (self._fused != self.command_seq))
 
     def is_idle(self) -> bool:
-        """Return whether no env owes an answer."""
         return bool(self.has_answered().all())
 
     def lose_answers(self, env_ids: np.ndarray, outcome: Outcome) -> np.ndarray:
-        """Count envs of a lost worker as answered; return those that owed an answer."""
         owing = super().lose_answers(env_ids, outcome)
         self._fused[owing] = self._following[owing] = _NONE
         return owing

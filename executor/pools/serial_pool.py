@@ -205,12 +205,10 @@ class SerialPool(SlabPool):
         self._note_change()
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
-        """Use a new root seed; see `Pool.seed`."""
         self._block.seed(root_seed, episodes)
         self._note_change()
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """See `Pool.ask`."""
         self._note_change()
         message = messages.Ask(what=what, env_ids=tuple(env_ids), **question)
         reply = self._block.ask(message, pickle_replies=self.options.pickle_replies)

@@ -52,5 +52,4 @@ class SlabPool:
         return np.flatnonzero(self._words.is_owed())
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Send envs a request other than a step; see `Pool.ask`."""
         return self.answers(self.question(what, env_ids, **question), what)

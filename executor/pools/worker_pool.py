@@ -144,12 +144,10 @@ class WorkerPool(SlabPool):
 
     @property
     def num_losses(self) -> int:
-        """Workers that were lost, ever."""
         return self.supervisor.num_losses
 
     @property
     def num_recycled(self) -> int:
-        """Workers that were replaced between episodes, ever."""
         return self.supervisor.num_recycled
 
     @property
@@ -182,7 +180,6 @@ class WorkerPool(SlabPool):
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
-        """Give each of some envs a command at its own column; see `Pool.submit`."""
         commands = pack_each(op, target, columns, flags, self.plan.num_frames)
         if self._caller is not None and not self.supervisor.absent:
             self._words.number = number = self._words.number + 1
@@ -202,7 +199,6 @@ class WorkerPool(SlabPool):
         """Give the commands that the answers so far require; called before the numbers are compared."""
 
     def await_workers(self, env_ids: np.ndarray) -> None:
-        """Make sure that the workers of some envs serve; see `Pool.await_workers`."""
         if self.supervisor.absent:
             self.supervisor.revive(set(self.worker_of[env_ids].tolist()))
 
@@ -229,7 +225,6 @@ class WorkerPool(SlabPool):
         return self._words.is_idle()
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        """Wait for every outstanding answer; see `Pool.wait_all`."""
         if self.has_waited or not self._take_tokens():
             self.has_waited = False
             deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
@@ -252,7 +247,6 @@ class WorkerPool(SlabPool):
         return False
 
     def compile(self) -> FastCommands | None:
-        """Return commands to all envs that are compiled for this pool; see `fast_commands`."""
         if self._caller is None:
             give = compile_give(self._words, self._go)
             has_all = compile_has_all(self, self._words, self._done)
@@ -261,7 +255,6 @@ class WorkerPool(SlabPool):
         return FastCommands(self.supervisor.absent, give, has_all)
 
     def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange | None:
-        """Return steps of some envs in C; see `Pool.compile_exchange`."""
         if self._caller is None:
             return None
         return exchange_natively(self._words, self._caller, self.supervisor.absent, self._must_look, facts)
@@ -396,7 +389,6 @@ class WorkerPool(SlabPool):
         self.crew.mail(worker_id, message)
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
-        """Use a new root seed in every worker; see `Pool.seed`."""
         self.supervisor.refuse_lost(self.worker_ids)
         # The workers set it, too; one that has died unnoticed would not.
         self.slab.words["episode"][:] = 0 if episodes is None else episodes
@@ -407,7 +399,6 @@ class WorkerPool(SlabPool):
         return self._questions.ask(what, env_ids, **question)
 
     def has_answered(self, by_worker: dict[int, list[int]]) -> bool:
-        """Return whether `answers` would not block."""
         return all(map(self.crew.has_answered, by_worker))
 
     def answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
@@ -430,7 +421,6 @@ class WorkerPool(SlabPool):
     # ---- facts about workers -----------------------------------------------------------------
 
     def worker_output(self, worker_id: int) -> str:
-        """Return the kept part of a worker's output."""
         return self.crew.workers[worker_id].log()
 
     def pid_of(self, worker_id: int) -> int:
@@ -438,7 +428,6 @@ class WorkerPool(SlabPool):
         return self.crew.workers[worker_id].pid
 
     def generation_of(self, worker_id: int) -> int:
-        """Return how often a worker was replaced."""
         return self.crew.workers[worker_id].generation
 
     def is_alive(self, worker_id: int) -> bool:
@@ -453,19 +442,15 @@ class WorkerPool(SlabPool):
     # ---- losses and the end ------------------------------------------------------------------
 
     def begin_restart(self, worker_id: int) -> None:
-        """Start a successor of a lost worker; see `Pool.begin_restart`."""
         self.supervisor.begin_restart(worker_id)
 
     def is_serving(self, worker_id: int) -> bool:
-        """Return whether a worker is neither lost nor being replaced."""
         return self.supervisor.is_serving(worker_id)
 
     def memory_of(self, worker_id: int) -> int:
-        """Return the bytes of private memory of a worker and its descendants."""
         return memory_of(self.pid_of(worker_id))["uss"]
 
     def recycle(self, worker_id: int, *, is_anew: bool) -> None:
-        """Close the envs of an idle worker, and begin to replace it; see `RecyclablePool`."""
         self.supervisor.recycle(worker_id)
         if is_anew:
             self.slab.words["episode"][list(self.blueprint.blocks[worker_id])] -= 1

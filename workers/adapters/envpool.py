@@ -91,7 +91,7 @@ class EnvPoolAdapter(Adapter):
         )
 
     def reseeded(self) -> None:
-        """Build the pool again at its next reset; see `Adapter.reseeded`."""
+        """Build the pool again at its next reset."""
         self._is_reseeded = True
 
     def reset(

@@ -138,13 +138,11 @@ class EpisodeLeaves(Wrapping):
     def reset(
         self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
     ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`."""
         observation = self.inner.reset(seed, options, mask)
         self._sums.restart(... if mask is None else mask[..., 0])
         return [*observation, *self._sums.values]
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `Adapter.step`."""
         sums = self._sums
         sums.begin()
         observation, reward, terminated, truncated = self.inner.step(action)
@@ -152,7 +150,7 @@ class EpisodeLeaves(Wrapping):
         return [*observation, *sums.values], reward, terminated, truncated
 
     def state_dict(self) -> Any:
-        """Return the env's state, with the statistics of its episode; see `Adapter.state_dict`."""
+        """Return the env's state, with the statistics of its episode."""
         return {_STATE: self._sums.state(), "env": self.inner.state_dict()}
 
     def load_state_dict(self, state: Any) -> None:

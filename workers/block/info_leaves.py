@@ -75,13 +75,11 @@ class InfoLeaves(Wrapping):
     def reset(
         self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
     ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`."""
         observation = self.inner.reset(seed, options, mask)
         self._read(None if mask is None else mask[..., 0])
         return [*observation, *self._values]
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `Adapter.step`."""
         observation, reward, terminated, truncated = self.inner.step(action)
         self._read(None)
         return [*observation, *self._values], reward, terminated, truncated

@@ -115,7 +115,6 @@ class PictureLeaves(Wrapping):
     def reset(
         self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
     ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`."""
         values = list(self.inner.reset(seed, options, mask))
         rows: Any = ... if mask is None else mask[..., 0]
         for i, stack in zip(self._at, self._stacks, strict=True):
@@ -128,7 +127,6 @@ class PictureLeaves(Wrapping):
         return values
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `Adapter.step`."""
         observation, reward, terminated, truncated = self.inner.step(action)
         values = list(observation)
         for i, stack in zip(self._at, self._stacks, strict=True):

@@ -48,15 +48,12 @@ class Wrapping(Adapter):
         return self.inner.info
 
     def reseeded(self) -> None:
-        """See `Adapter.reseeded`."""
         self.inner.reseeded()
 
     def state_dict(self) -> Any:
-        """Return the env's state; see `Adapter.state_dict`."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Put the env's state back; see `Adapter.load_state_dict`."""
         self.inner.load_state_dict(state)
 
 

@@ -133,7 +133,6 @@ class ThreadedBlock(Block):
             slot.unwatched.clear()
 
     def attach(self, slab: Slab) -> None:
-        """Take these envs' rows of a slab."""
         super().attach(slab)
         self._phase: Any = _Phases(self._words, steps_first=self._steps_first)
 
@@ -142,7 +141,7 @@ class ThreadedBlock(Block):
         self._phase[self.worker_id] = 0
 
     def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
-        """Ask the envs, each on its thread and all at once; see `Block.ask`."""
+        """Ask the envs, each on its thread and all at once."""
         ask_one = super().ask
         asked = []
         for position, env_id in enumerate(message.env_ids):
@@ -168,7 +167,6 @@ class ThreadedLoop(Loop):
     _block: ThreadedBlock
 
     def server(self) -> Callable[[], bool]:
-        """Return the function that serves one token; see `Loop.server`."""
         num_wakes = 0
         self._lock = threading.Lock()
         self._num_running = self._busy_since = 0

@@ -23,11 +23,9 @@ class NativeLoop(Loop):
     """Serves one block as `Loop` does, in C."""
 
     def run(self) -> None:
-        """Serve until a message tells it to exit."""
         self.make().run()
 
     def server(self) -> Callable[[], bool]:
-        """Return the function that serves one token; see `Loop.server`."""
         serve: Callable[[], bool] = self.make().serve
         return serve
 

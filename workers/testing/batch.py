@@ -101,12 +101,10 @@ class BlockBatch:
         return adapters
 
     def seed(self, root_seed: int) -> None:
-        """See `Batch.seed`."""
         for block in set(self._block_of.values()):
             block.seed(root_seed)
 
     def reset(self, mask: np.ndarray | None) -> list[Row]:
-        """See `Batch.reset`."""
         for env_id in range(len(self.specs)):
             rows = True if mask is None else mask[env_id]
             if np.any(rows):
@@ -117,7 +115,6 @@ class BlockBatch:
         return self._roots()
 
     def step(self, actions: list[list[Any]], *, resets_ended: bool) -> tuple[list[Row], list[Row]]:
-        """See `Batch.step`."""
         nexts = []
         for env_id, action in enumerate(actions):
             self._columns[env_id] = (self._columns[env_id] + 1) % self._NUM_FRAMES
@@ -129,11 +126,9 @@ class BlockBatch:
         return nexts, self._roots()
 
     def count_calls(self) -> tuple[int, int] | None:
-        """See `Batch.count_calls`."""
         return self._calls.totals()
 
     def close(self) -> None:
-        """See `Batch.close`."""
         for adapter in self._adapters:
             adapter.close()
 

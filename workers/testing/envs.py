@@ -71,7 +71,6 @@ class PlainAdapter(Adapter):
         return self.env.reset(seed, options) if mask is None else self.env.reset(seed, options, mask)
 
     def step(self, action: list[Any]) -> StepValues:
-        """See `Adapter.step`."""
         return self.env.step(action)
 
     def done_values(self) -> list[Any]:
@@ -201,7 +200,6 @@ class AgentsEnv(CountingEnv):
         self._flags = (False, False)
 
     def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
-        """Begin the next episode."""
         super().reset(seed, options)
         self._flags = (False, False)
         return self._agents()

@@ -181,7 +181,6 @@ class NativeAdapter(Adapter):
         return self._flattened(observation)
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `Adapter.step`."""
         env = self.env
         if env.raw_action is not _NO_ACTION:
             given = env.take_raw_action()

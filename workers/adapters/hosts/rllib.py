@@ -37,7 +37,6 @@ class AgentsGuest(ParallelGuest):
     """A `MultiAgentEnv` of RLlib, or an env with its methods, and the requests that its facade may make."""
 
     def spaces(self) -> tuple[spaces.Dict, spaces.Dict]:
-        """Return the spaces of all agents, as dicts by agent in the order of `possible_agents`."""
         agents: list[Any] = possible_agents(self.env)
         observed = spaces.Dict(OrderedDict((agent, self.env.get_observation_space(agent)) for agent in agents))
         return observed, spaces.Dict(OrderedDict((agent, self.env.get_action_space(agent)) for agent in agents))
@@ -103,7 +102,6 @@ class MultiAgentAdapter(ParallelNativeAdapter):
         options: Mapping[str, Any] | None = None,
         mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
     ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`. `options` is None, or `{"options": what the env gets}`."""
         own = self.env.begin_reset(options)
         self._needs_reset = True
         observations, infos = checked_reset(self.env.env.reset(seed=seed, options=own))

@@ -58,7 +58,6 @@ class Sb3Adapter(GymnasiumAdapter):
         options: Mapping[str, Any] | None = None,
         mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
     ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`."""
         arguments = dict(options or {}) if seed is None else {"seed": seed, **(options or {})}
         try:
             observation, self.info = self.env.reset(**arguments)
@@ -68,7 +67,6 @@ class Sb3Adapter(GymnasiumAdapter):
             raise
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `Adapter.step`."""
         return self._step(self._build(action))
 
     def _step(self, action: Any) -> StepValues:

@@ -95,20 +95,17 @@ class CountedGym(DirectGym):
         self._statistics, self._sums = statistics, statistics.sums
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `DirectGym.step`."""
         self._sums.begin()
         (observation, *flags), rewards, has_ended, _ = super().step(action)
         self._sums.add(rewards)
         return [observation, *self._sums.values, *flags], rewards, has_ended, False
 
     def reset(self) -> list[Any]:
-        """Start the next episode; see `DirectGym.reset`."""
         observation, *flags = super().reset()
         self._sums.restart()
         return [observation, *self._sums.values, *flags]
 
     def root(self) -> TensorDict:
-        """Return the env's current root tensordict."""
         root: TensorDict = self._statistics.written(super().root())
         return root
 

@@ -440,7 +440,6 @@ class CrossingAdapter(Adapter):
             return [dumps(self.env.begin(options))]
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `GuestAdapter.step`."""
         guest = self.env
         with guest.on_stage():
             following = guest.step(loads(action[0]), is_whole=True)
