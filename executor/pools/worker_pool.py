@@ -160,7 +160,7 @@ class WorkerPool(SlabPool):
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Give every env the same command, but some (int `[k]`) a RESET."""
         if self.supervisor.absent:
-            self.supervisor.revive(self.serving)
+            self.supervisor.revive(self.serving)  # may leave some absent: lost ones that may still be replaced
         command, reset = pack(op, target, column), 0 if reset_ids is None else pack(Op.RESET, target, column)
         if self._caller is not None and not self.supervisor.absent:
             self._words.number = number = self._words.number + 1
@@ -225,7 +225,7 @@ class WorkerPool(SlabPool):
         return self._words.is_idle()
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        if self.has_waited or not self._take_tokens():
+        if self.has_waited or not self._take_tokens():  # or `FastCommands.has_all` has waited in vain
             self.has_waited = False
             deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
             self._wait_slowly(self._all_ids, self.num_envs, deadline)
@@ -277,7 +277,7 @@ class WorkerPool(SlabPool):
         if self._must_look():
             self._look_around()
         if self._caller is not None and not self._is_reading:
-            wait_ns = _LOOK_NS if timeout_s is None or timeout_s >= LOOK_S else 0
+            wait_ns = _LOOK_NS if timeout_s is None or timeout_s >= LOOK_S else 0  # shorter ones: `_wait_slowly` below
             if (num_found := self._caller.first(env_ids, count, wait_ns, self._found)) >= 0:
                 return self._found[:num_found].copy()
         while self._done.try_wait():
@@ -312,13 +312,13 @@ class WorkerPool(SlabPool):
                 return
             left_s = deadline.left_s(_LOOK_WHILE_READING_S if self._is_reading else LOOK_S)
             if not self._tally.expect(total + missing) or (left_s > 0 and self._done.wait(left_s)):
-                continue
+                continue  # answers came: whether they are enough, only the numbers show
             self._look_around()
             now = time.monotonic()
             if not through_losses and self.supervisor.must_raise(now):
                 return
             if deadline.has_passed(now) and not (deadline.kills and self._give_up_late(deadline, num_resets)):
-                return
+                return  # killed workers' envs count as answered; without kills, fewer envs have answered
             if (waited_s := deadline.stalled_s(now)) is not None:
                 self._log_stalls(waited_s)
 

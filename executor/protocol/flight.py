@@ -180,7 +180,7 @@ class Flights:
         if extras:
             flight.extras = extras
         flight.is_parked = is_parked
-        self.current = flight
+        self.current = flight  # before states change: from here an interrupt makes `recover` break it off
         if is_plain:
             self.states.start_all(op, at)
         else:
@@ -191,7 +191,7 @@ class Flights:
             is_given = self.pool.number > flight.number
             self._close(flight, Event.IS_BROKEN_OFF if is_given else Event.IS_WITHDRAWN)
             raise
-        if is_parked:
+        if is_parked:  # only once it was submitted: until then `recover` must find it
             self.current = flight.outer
         return flight
 
@@ -288,7 +288,7 @@ class Flights:
         ids, pool = flight.ids, self.pool
         step_s, reset_s = self._options.step_timeout_s, self._options.reset_timeout_s
         limits = (reset_s, 0.0) if flight.op == Op.RESET else (step_s, reset_s)
-        if flight.op == Op.STEP and flight.resets is None:
+        if flight.op == Op.STEP and flight.resets is None:  # no reset can be the reason for more time
             limits = step_s, 0.0
         try:
             if timeout_s is None and flight.is_all:
@@ -365,7 +365,7 @@ class Flights:
                     raise error
             else:
                 self._note_usual(flight)
-            self._recycle(flight)
+            self._recycle(flight)  # inside the `try`: a worker that cannot be replaced ends this flight
         except EnvherdError:
             self._close(flight)
             raise
