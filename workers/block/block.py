@@ -152,7 +152,6 @@ class Block:
                 slot.last_done = np.zeros(slot.spec.batch_shape, bool) if slot.spec.batch_shape else False
         return reply
 
-
     def execute(self, env_id: int, command: int, begun: Step | None = None, reset: Begun | None = None) -> int:
         """Carry out one command for one env and return how it ended; report what the env raises.
 
