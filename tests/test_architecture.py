@@ -29,6 +29,47 @@ READERS = {
     "executor/cluster/host.py",
     "executor/facades/torchrl/async_sent.py",
 }
+#: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
+#: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
+BUDGET = {
+    "shm/*": 1268,
+    "workers/*": 1783,
+    "workers/adapters": 941,
+    "workers/adapters/common": 473,
+    "workers/adapters/dm_env": 353,
+    "workers/adapters/gymnasium": 1154,
+    "workers/adapters/hosts": 1766,
+    "workers/adapters/meltingpot": 1483,
+    "workers/adapters/pettingzoo": 721,
+    "workers/adapters/simulators": 1133,
+    "workers/adapters/torchrl": 1068,
+    "workers/block": 1563,
+    "workers/native": 2613,
+    "workers/probing": 365,
+    "workers/process": 1252,
+    "workers/testing": 1421,
+    "executor/*": 3305,
+    "executor/batches": 1697,
+    "executor/cli": 4292,
+    "executor/cluster": 3114,
+    "executor/evaluation": 412,
+    "executor/facades": 332,
+    "executor/facades/cleanrl": 104,
+    "executor/facades/gymnasium": 1007,
+    "executor/facades/pettingzoo": 505,
+    "executor/facades/rllib": 401,
+    "executor/facades/sb3": 779,
+    "executor/facades/torchrl": 2367,
+    "executor/machine": 443,
+    "executor/monitor": 586,
+    "executor/pictures": 250,
+    "executor/pools": 4395,
+    "executor/protocol": 3033,
+    "executor/rollouts": 879,
+    "executor/sizing": 2703,
+}
+#: What a number may be above the lines that are there: a share, or this number of lines if that is more.
+SLACK, SLACK_LINES = 0.03, 30
 REPORTS = re.compile(r"\.(outcome|wait_all|wait_some)\b")
 
 
@@ -88,3 +129,20 @@ def test_every_arrow_points_down():
 def test_no_boxes_overlap():
     places = [(box.row, column) for box in BOXES.values() for column in range(box.columns[0], box.columns[1] + 1)]
     assert len(places) == len(set(places))
+
+
+def test_the_budget_has_every_sub_package():
+    assert set(BUDGET) == set(architecture.lines_of_code()), "run `python -m tests.architecture --budget`"
+
+
+@pytest.mark.parametrize("part", BUDGET)
+def test_a_sub_package_has_the_lines_of_its_budget(part):
+    actual, budget = architecture.lines_of_code()[part], BUDGET[part]
+    assert actual <= budget, (
+        f"{part} has {actual} lines, and its budget is {budget}. Make room by removing code, or raise "
+        f'BUDGET["{part}"] to {actual} and say in the same commit what the lines are for.'
+    )
+    assert budget - actual <= max(SLACK * actual, SLACK_LINES), (
+        f'{part} has only {actual} lines, and its budget is {budget}. Lower BUDGET["{part}"] to {actual} in the commit '
+        f"that removed the code."
+    )
