@@ -75,6 +75,7 @@ def test_actions_that_do_not_fit_are_converted_or_refused():
             (torch.full((1, 4, 2), float("nan")), "got nan"),
             (torch.zeros(1, 4, 3), r"shape \(1, 4, 2\)"),
             (torch.zeros(1, 4, 2, dtype=torch.complex64), "complex64"),
+            (torch.zeros(1, 4, 2, device="meta"), "meta device"),
         ):
             with pytest.raises(ActionError, match=message):
                 env.step(batch_of(wrong))
