@@ -453,10 +453,10 @@ class BatchedEnv:
     def call(self, name: str, *args: Any, env_ids: Iterable[int] | None = None, **kwargs: Any) -> list[Any]:
         """Call a method of each env (dotted names are followed) and return the results in env order.
 
+        An env that was sent makes its step first; `recv` still returns the step. `get`, `set` and `render` likewise.
+
         Raises:
             EnvError: an env raised.
-            Busy: one of these envs was sent and not received; none was called. `get`, `set`, `render` and `ask`
-                likewise.
         """
         _need_name("call", name)
         return self.ask("call", env_ids, name=name, args=args, kwargs=kwargs)
@@ -635,9 +635,6 @@ class BatchedEnv:
 
         Returns:
             One answer per env, in the order asked.
-
-        Raises:
-            Busy: one of these envs was sent and not received.
         """
         with self._guard:
             return self._ask(what, env_ids, **question)

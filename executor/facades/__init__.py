@@ -19,7 +19,7 @@ class needing:  # noqa: N801  # used as a function
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Raise the error that names what to install."""
-        for one in (error, error and error.__cause__):  # Ray wraps errors of its own imports
+        for one in (error, error and error.__cause__):  # Ray raises others from those of its imports
             if isinstance(one, ModuleNotFoundError) and one.name in self._packages:
                 raise ModuleNotFoundError(
                     f"importing a facade failed: expected the package {one.name}, which is not installed. Install it: "

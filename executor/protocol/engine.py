@@ -181,14 +181,14 @@ class Engine(Calls):
         self.is_dirty = False
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Send envs a request other than a step; see `Pool.ask`.
+        """Send envs a request other than a step; see `Pool.ask`. They answer after the steps that were sent before.
 
-        Raises:
-            Busy: one of the envs has a command under way. A worker would answer the request before or after it, by
-                chance.
+        A worker reads requests before commands, so this waits for those steps; `recv` still returns them.
         """
-        self.refuse_under_way(np.array(env_ids, np.int64))
+        sent = np.array(env_ids, np.int64)[self.states.under_way[env_ids]]
         try:
+            if len(sent):
+                self.pool.wait_some(sent, len(sent), self.options.step_timeout_s, self.options.reset_timeout_s)
             return self.pool.ask(what, env_ids=env_ids, **question)
         except EnvherdError:
             self.flights.losses.accept()

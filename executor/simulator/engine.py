@@ -343,8 +343,7 @@ class SimulatorEngine(Calls):
         self.is_dirty = False
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Send the simulator a request other than a step; see `Pool.ask`. `Busy` if its step was not received."""
-        self.refuse_under_way(self.all_ids)
+        """Send the simulator a request other than a step; see `Pool.ask`. A step that was sent is made already."""
         return self.pool.ask(what, env_ids, **question)
 
     def statistics(self) -> Statistics:

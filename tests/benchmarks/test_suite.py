@@ -117,7 +117,7 @@ def test_work_has_the_mean_that_was_asked_for(law):
 
 
 def test_results_are_kept_and_strangers_refused(tmp_path):
-    path = tmp_path / "deep" / "bench.json"
+    path = tmp_path / "bench.json"
     save({"schema": "envherd.bench/1", "workloads": {}}, path)
     assert load(path)["workloads"] == {}
     path.write_text("{}")

@@ -57,7 +57,7 @@ def test_a_missing_gpu_is_said_before_anything_starts(kind):
 def test_names_of_devices():
     assert as_device(None) is None
     assert as_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="expected a name such as"):
+    with pytest.raises(ValueError, match="expected a device such as"):
         as_device("gpu")
     with pytest.raises(ValueError, match="cuda:99"):
         as_device("cuda:99")

@@ -101,7 +101,7 @@ def test_small_frames_are_enlarged_by_a_whole_factor_without_smoothing(tmp_path)
 
 @pytest.mark.slow
 def test_contact_sheet_has_a_row_for_each_env_and_a_column_for_each_moment(tmp_path):
-    path = tmp_path / "folder" / "sheet.png"
+    path = tmp_path / "sheet.png"
     write_contact_sheet(path, moving_log(num_envs=3, num_moments=9))
     picture = np.asarray(Image.open(path))
     for env_id in range(3):

@@ -165,7 +165,7 @@ def size(*arguments, columns=80):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fonts")
 def test_size_as_a_table_a_picture_json_and_yaml(tmp_path):
-    json_path = tmp_path / "a" / "size.json"
+    json_path = tmp_path / "size.json"
     paths = ["--plot", str(tmp_path / "size.png"), "--yaml", str(tmp_path / "size.yaml"), "--json", str(json_path)]
     done = size(COUNTING, "--budget", "0.5", "--envs", "2", "--workers", "1", *paths)
     assert done.exit_code == 0, done.output

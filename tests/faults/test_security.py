@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 UNPICKLES = {
     "workers/messages.py": "what the parent sends to its own worker, over a socket without a name",
     "workers/build.py": "factories, which came with such a message",
+    "workers/registries.py": "registered names of envs, which came with such a message",
     "workers/adapters/hosts/sb3_factory.py": "the same",
     "workers/adapters/hosts/torchrl_guest.py": "the same",
     "executor/sizing/serial_host.py": "the env that `envherd size` was given, in a process forked for SerialEnv",
