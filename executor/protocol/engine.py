@@ -188,7 +188,7 @@ class Engine(Calls):
         sent = np.array(env_ids, np.int64)[self.states.under_way[env_ids]]
         try:
             if len(sent):
-                self.pool.wait_some(sent, len(sent), self.options.step_timeout_s, self.options.reset_timeout_s)
+                self.flights.let_finish(sent)
             return self.pool.ask(what, env_ids=env_ids, **question)
         except EnvherdError:
             self.flights.losses.accept()

@@ -462,6 +462,10 @@ class Flights:
                 return ready
             end = time.monotonic() + (deadline or 0.0)  # the late worker was killed; its successor has the same time
 
+    def let_finish(self, sent: np.ndarray) -> None:
+        """Wait until sent envs, int64 `[k]`, have answered or their worker is lost; the answers remain for `recv`."""
+        self.pool.wait_some(sent, len(sent), self._options.step_timeout_s, self._options.reset_timeout_s)
+
     def _settle_sent(self) -> None:
         """Handle failures of sent envs: raise, or make a successor reset lost envs."""
         pool = self.pool
