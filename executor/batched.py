@@ -81,7 +81,7 @@ class BatchedEnv:
         self._engine: Engine = parts.engine(pool, seed=seed, device=device, copy=copy, options=options)
         self._guard = self._engine.guard
         # At the interpreter's exit it runs before the pool is closed, so a thread that is in a call gets `Closed`.
-        weakref.finalize(self, self._guard.shut)
+        self._guard.shut_with(self)
         self._exchange = parts.exchange(self._engine)
         self._rollouts = RolloutRunner(self._engine, parts.run)
         self.options = options

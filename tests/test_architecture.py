@@ -64,7 +64,7 @@ BUDGET = {
     "executor/monitor": 573,
     "executor/pictures": 254,
     "executor/pools": 4139,
-    "executor/protocol": 3071,
+    "executor/protocol": 3080,
     "executor/rollouts": 906,
     "executor/simulator": 797,
     "executor/sizing": 2708,

@@ -89,6 +89,10 @@ class CallGuard:
         """Refuse all further calls: the executor is closed."""
         self.is_closed = True
 
+    def shut_with(self, owner: object) -> None:
+        """Shut when the owner is freed, or at the interpreter's exit; keeps neither of them alive."""
+        weakref.finalize(owner, _shut, weakref.ref(self))
+
     def check(self) -> None:
         """Raise `Closed` unless this process can use the executor."""
         if self.is_closed:
@@ -165,3 +169,8 @@ def _is_below(frame: FrameType, top: FrameType) -> bool:
             return True
         current = current.f_back
     return False
+
+
+def _shut(guard: weakref.ref[CallGuard]) -> None:
+    if (one := guard()) is not None:
+        one.shut()

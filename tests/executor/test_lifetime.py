@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import functools
+import gc
 import logging
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -272,3 +274,17 @@ def test_what_workers_print(capture, capfd):
     printed = capfd.readouterr().out
     assert ("xxxxxxxxx" in kept) == (capture == "capture")
     assert ("xxxxxxxxx" in printed) == (capture == "inherit")
+
+
+def test_a_closed_executor_is_freed_with_what_its_factory_holds():
+    class Held:
+        pass
+
+    held = Held()
+    env = SerialEnv(1, lambda held=held: CountingEnv(4))
+    gone = weakref.ref(held), weakref.ref(env.engine)
+    env.rollout(2)
+    env.close()
+    del env, held
+    gc.collect()
+    assert [one() for one in gone] == [None, None]

@@ -105,7 +105,7 @@ class ProcessCrew:
         pool.start()
         try:
             self._engine = Engine(pool, seed=blueprint.root_seed, device=None, copy=True, options=options)
-            weakref.finalize(self, self._engine.guard.shut)  # at exit before the pool: see `BatchedEnv`
+            self._engine.guard.shut_with(self)  # at exit before the pool: see `BatchedEnv`
         except BaseException:
             self.close()
             raise
