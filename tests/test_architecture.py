@@ -33,7 +33,7 @@ READERS = {
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
     "shm/*": 1317,
-    "workers/*": 2361,
+    "workers/*": 2369,
     "workers/adapters": 944,
     "workers/adapters/common": 478,
     "workers/adapters/dm_env": 353,

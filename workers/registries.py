@@ -11,7 +11,7 @@ Does not know: names that are registered after the executor was made.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -132,6 +132,10 @@ class _Loader(importlib.abc.Loader):
         _add(module.__name__, _waiting.pop(module.__name__, {}))
 
 
+#: Beginning of an entry point that names something of the script. A worker's `__main__` is not the script, and gets it.
+_SCRIPT = "__main__:"
+
+
 # ---- Gymnasium, gym ----------------------------------------------------------------------------
 
 
@@ -143,26 +147,30 @@ def _specs(package: str) -> dict[str, Any]:
 
 
 def _add_spec(package: str, name: str, spec: Any) -> None:
+    if name.startswith(_SCRIPT):
+        setattr(sys.modules["__main__"], name.removeprefix(_SCRIPT), spec)
+        return
     if isinstance(spec, _Refused):
         spec = sys.modules[f"{package}.registration"].EnvSpec(id=name, entry_point=spec)
     _specs(package)[name] = spec
 
 
 def _read_specs(package: str) -> Iterator[tuple[str, Any]]:
-    for name, spec in list(_specs(package).items()):
-        found = {key: _found_in_script(value) for key, value in vars(spec).items()}
-        if any(found[key] is not value for key, value in vars(spec).items()):
-            spec = copy.copy(spec)  # noqa: PLW2901  # the program's own keeps its text
-            vars(spec).update(found)
-        yield name, spec
+    """Yield the specs by id; before them what they name in the script, as `__main__:Env`."""
+    specs = dict(_specs(package))
+    named = dict.fromkeys(name for spec in specs.values() for name in _names_in_script(spec))
+    for name in named:
+        with contextlib.suppress(AttributeError):  # an entry that no process can use
+            yield name, getattr(sys.modules["__main__"], name.removeprefix(_SCRIPT))
+    yield from specs.items()
 
 
-def _found_in_script(value: Any) -> Any:
-    """Return what an entry point such as `__main__:Env` names; anything else unchanged."""
-    script = "__main__:"
-    if isinstance(value, str) and value.startswith(script):
-        return getattr(sys.modules["__main__"], value.removeprefix(script), value)
-    return value
+def _names_in_script(spec: Any) -> Iterator[str]:
+    wrappers = getattr(spec, "additional_wrappers", ())
+    points = [getattr(one, "entry_point", None) for one in (spec, *wrappers)]
+    for point in (*points, getattr(spec, "vector_entry_point", None)):
+        if isinstance(point, str) and point.startswith(_SCRIPT):
+            yield point
 
 
 def _gym(package: str) -> _Registry:

@@ -421,8 +421,8 @@ def test_a_rollout_whose_process_was_killed_is_refused_and_can_be_replaced():
 def test_a_path_that_cannot_be_written_is_refused_before_anything_starts(folder, arguments):
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2, result.output
-    said = " ".join(result.stderr.replace("│", " ").split())
-    assert "there is no folder 'none'" in said or "got the folder '.'" in said or "my_envs.py" in said
+    text = " ".join(result.stderr.replace("│", " ").split())
+    assert "there is no folder 'none'" in text or "got the folder '.'" in text or "my_envs.py" in text
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["my_envs.py"]
 
 

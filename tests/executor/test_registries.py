@@ -40,6 +40,15 @@ gymnasium.register("Text-v0", f"{__name__}:Env", kwargs={"k": 3}, max_episode_st
 gymnasium.register("Function-v1", lambda **kwargs: Env(4))
 gymnasium.register("Wrapped-v0", Env, additional_wrappers=(
     WrapperSpec("TimeLimit", "gymnasium.wrappers.common:TimeLimit", {"max_episode_steps": 5}),))
+
+class Doubled(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
+    def __init__(self, env, factor=2):
+        gymnasium.utils.RecordConstructorArgs.__init__(self, factor=factor)
+        super().__init__(env)
+        self.k = factor * env.get_wrapper_attr("k")
+
+gymnasium.register("Doubled-v0", f"{__name__}:Env", additional_wrappers=(Doubled.wrapper_spec(factor=7),))
+spec = gymnasium.spec("Doubled-v0")
 gymnasium.register("CartPole-v1", Env, kwargs={"k": 5})
 gymnasium.register("Locked-v0", lambda **kwargs: (lock, Env())[1])
 gymnasium.register("Vector-v0", vector_entry_point=Vector)
@@ -58,8 +67,10 @@ def k_of(kind, name, make=gymnasium.make, **options):
         return type(error).__name__, str(error)
 
 found = {}
-for name in ("Imported-v0", "Class-v0", "Text-v0", "Function-v1", "Wrapped-v0", "CartPole-v1", "mine/Named-v0"):
+names = "Imported-v0 Class-v0 Text-v0 Function-v1 Wrapped-v0 Doubled-v0 CartPole-v1 mine/Named-v0"
+for name in names.split():
     found[name] = k_of(SerialEnv, name), k_of(ParallelEnv, name)
+found["spec"] = k_of(SerialEnv, spec), k_of(ParallelEnv, spec)
 for method in ("zygote", "spawn", "fork"):
     found[method] = k_of(SerialEnv, "Class-v0"), k_of(ParallelEnv, "Class-v0", later, start_method=method)
 with ParallelEnv(1, lambda: gymnasium.make_vec("Vector-v0", 3, vectorization_mode="vector_entry_point")) as env:
@@ -148,6 +159,7 @@ def test_gymnasium(tmp_path):
         name: here for name, (here, _) in known.items()
     }
     assert known["Imported-v0"][1] == [9, 1]
+    assert known["Doubled-v0"][1] == known["spec"][1] == [7, 1]
     assert (
         "cannot be sent to workers: cannot pickle '_thread.lock' object. Register it in a module"
         in refused["Locked-v0"][1]

@@ -5,6 +5,8 @@
 Prints pickling's error in place of the result there.
 """
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import abc

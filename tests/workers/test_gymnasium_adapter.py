@@ -249,7 +249,7 @@ def test_several_rewards_without_a_reward_space_are_refused_with_how_to_say_it()
 
 BOOLS = [True, False, np.True_, np.False_, np.array([True]).reshape(()), np.array([False]), torch.tensor([False])]
 NUMBERS = [0, 1, 1.0, -0.0, np.int8(1), np.uint8(0), np.float32(1), np.array(1), np.array([[1.0]]), torch.tensor(1)]
-NO_FLAGS = [None, 2, -1, 0.5, float("nan"), 1j, np.int8(2), "False", "", {}]
+NO_FLAGS: list[object] = [None, 2, -1, 0.5, float("nan"), 1j, np.int8(2), "False", "", {}]
 NO_FLAGS += [np.array([True, False]), np.array([1, 0]), np.array([])]
 
 

@@ -312,7 +312,7 @@ def test_a_step_before_the_first_reset_is_the_envs_affair() -> None:
 def test_a_string_is_refused_with_an_example_that_is_accepted() -> None:
     for make in (ParallelEnv, SerialEnv):
         with pytest.raises(FactoryError, match=r"make_env=lambda: GymEnv\(.CartPole-v1.\)") as caught:
-            make(2, "CartPole-v1")
+            make(2, "CartPole-v1")  # type: ignore[arg-type]
         assert "gymnasium.make" not in str(caught.value)
 
 
