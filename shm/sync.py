@@ -20,6 +20,8 @@ import _multiprocessing
 import ctypes
 import errno
 import os
+import platform
+import threading
 import time
 from typing import Any
 
@@ -62,6 +64,23 @@ _clockwait = getattr(_libc, "sem_clockwait", None)
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("s", ctypes.c_long), ("ns", ctypes.c_long))
+
+
+#: Whether the processor keeps the order of loads, and of stores. (x86 lets a later load pass a store; see `shm.tally`.)
+KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+
+
+def keep_order() -> None:
+    """Complete loads and stores of shared memory before this call, before those after it.
+
+    Python has no barrier of its own, but releasing a lock and taking one again is a full one in C11, on which CPython's
+    locks are built. The lock is new, so an interrupt cannot leave it locked for others.
+    """
+    if not KEEPS_ORDER:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.release()
+        lock.acquire()
 
 
 class Doorbell:

@@ -32,7 +32,7 @@ READERS = {
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
-    "shm/*": 1317,
+    "shm/*": 1336,
     "workers/*": 2369,
     "workers/adapters": 944,
     "workers/adapters/common": 478,
@@ -46,7 +46,7 @@ BUDGET = {
     "workers/block": 1533,
     "workers/native": 2430,
     "workers/probing": 365,
-    "workers/process": 1205,
+    "workers/process": 1213,
     "workers/testing": 1453,
     "executor/*": 3477,
     "executor/batches": 1452,
@@ -63,7 +63,7 @@ BUDGET = {
     "executor/machine": 445,
     "executor/monitor": 573,
     "executor/pictures": 254,
-    "executor/pools": 4139,
+    "executor/pools": 4148,
     "executor/protocol": 3080,
     "executor/rollouts": 906,
     "executor/simulator": 797,

@@ -1,7 +1,7 @@
 """The words for commands and answers of envs, written and read by the caller's side.
 
 Guarantees: a command's number is stored after all that it announces. An answer lost with a worker is marked as lost
-before it counts as answered.
+before it counts as answered. What is read after an answer's number is what the worker wrote before it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import numpy as np
 
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.slab import Slab
+from envherd.shm.sync import keep_order
 
 
 class CommandWords:
@@ -40,6 +41,7 @@ class CommandWords:
         self.command[env_ids] = commands
         if b"\x01" in self.answers_lost.tobytes():
             self.answers_lost[env_ids] = False
+        keep_order()
         self.command_seq[env_ids] = self.number
 
     def write_all(self, command: int, reset_ids: np.ndarray | None, reset: int) -> None:
@@ -49,6 +51,7 @@ class CommandWords:
         if reset_ids is not None:
             self.command[reset_ids] = reset
         self.answers_lost[:] = False
+        keep_order()
         self.command_seq.fill(self.number)
 
     def is_owed(self) -> np.ndarray:
@@ -57,11 +60,15 @@ class CommandWords:
 
     def has_answered(self) -> np.ndarray:
         """Return which envs owe no answer, bool `[N]`."""
-        return np.asarray(self.command_seq == self.reply_seq)
+        has_answered = np.asarray(self.command_seq == self.reply_seq)
+        keep_order()
+        return has_answered
 
     def is_idle(self) -> bool:
         """Return whether no env owes an answer."""
-        return self.command_seq.tobytes() == self.reply_seq.tobytes()
+        is_idle = self.command_seq.tobytes() == self.reply_seq.tobytes()
+        keep_order()
+        return is_idle
 
     def ready(self, env_ids: np.ndarray) -> np.ndarray:
         """Return those of some envs that owe no answer."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.replies import Outcome
-from envherd.shm.sync import Doorbell
+from envherd.shm.sync import Doorbell, keep_order
 from envherd.workers import native
 
 #: Seconds without an answer after which the caller checks the workers' pidfds.
@@ -79,6 +79,7 @@ def compile_give(words: CommandWords, bells: Sequence[Doorbell]) -> Callable[[in
         words.number = number = words.number + 1
         fill_command(command)
         fill_lost(0)
+        keep_order()
         fill_seq(number)
         for ring in rings:
             ring()
@@ -103,6 +104,7 @@ def compile_has_all(pool: Waiting, words: CommandWords, done: Doorbell) -> Calla
                 pool.has_waited = True
                 return False
             num_tokens += 1
+        keep_order()
         if status() == no_status and not pool.outcome:
             return True
         pool.has_waited = True

@@ -47,7 +47,7 @@ class FusedWords(CommandWords):
 
     def take_ended(self) -> np.ndarray:
         """Return the envs to reset, int `[k]`: their STEP_RESET has ended their episode."""
-        is_stepped = (self._fused == self.command_seq) & (self.command_seq == self.reply_seq)
+        is_stepped = (self._fused == self.command_seq) & super().has_answered()
         if not is_stepped.any():
             return np.flatnonzero(is_stepped)
         has_ended = (self._ends != self._num_ends) & (self.status != _FAILED) & ~self.answers_lost

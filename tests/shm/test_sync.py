@@ -126,3 +126,10 @@ def test_a_clock_that_is_set_back_delays_neither_a_time_limit_nor_the_notice_of_
         check=False,
     )
     assert done.stdout == "in time\nWorkerLost\n", done.stderr
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_keeping_the_order_waits_for_nothing(monkeypatch, keeps):
+    monkeypatch.setattr(sync, "KEEPS_ORDER", keeps)
+    for _ in range(3):
+        sync.keep_order()

@@ -109,6 +109,14 @@ def test_only_its_own_envs_are_served(worker):
     assert [env.episode for env in worker.envs.values()] == [0, 0, 0]
 
 
+def test_the_order_of_a_number_and_of_what_it_announces_is_kept(worker, monkeypatch):
+    seen = []
+    monkeypatch.setattr(loop_module, "keep_order", lambda: seen.append((worker.owing(), list(worker.executed))))
+    worker.command(Op.RESET, 1, 2)
+    worker.serve()
+    assert seen == [([1, 2], []), ([1, 2], [1]), ([2], [1, 2])]
+
+
 def test_a_command_is_carried_out_once_however_many_tokens_come(worker):
     worker.command(Op.RESET, 1, 2)
     worker.serve(num_tokens=3)

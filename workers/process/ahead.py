@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from envherd.shm.sync import keep_order
 from envherd.workers.block.block import Block
 from envherd.workers.block.slot import Slot
 from envherd.workers.process.loop import Loop
@@ -120,8 +121,10 @@ class AheadLoop(Loop):
             return
         if number <= words["reply_seq"][env_id]:  # the number may be old: the other worker may have served meanwhile
             return
+        keep_order()  # before what the number announces
         words["status"][env_id] = self._execute_timed(env_id, words["command"][env_id], 1)
         words["answered_ns"][env_id] = time.perf_counter_ns()
+        keep_order()
         words["reply_seq"][env_id] = number
         self._done.ring()
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from envherd.shm.slab import NUM_BINS, Slab, bin_of
+from envherd.shm.sync import keep_order
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.block.block import Block, Report
 from envherd.workers.block.slot import Slot
@@ -193,6 +194,7 @@ class ThreadedLoop(Loop):
             return
         if not pending:
             return
+        keep_order()  # before what the numbers announce
         with self._lock:
             if not self._num_running:
                 self._busy_since = time.perf_counter_ns()
@@ -214,6 +216,7 @@ class ThreadedLoop(Loop):
             ended = time.perf_counter_ns()
             if command & _EACH:
                 words["answered_ns"][env_id] = ended
+            keep_order()
             words["reply_seq"][env_id] = number
             with self._lock:
                 if self._note_answer(ended, ended - began, owed, command, was_reset=resets[env_id] != before):

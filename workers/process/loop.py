@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from envherd.shm.slab import NUM_BINS, Slab, bin_of
-from envherd.shm.sync import Doorbell
+from envherd.shm.sync import Doorbell, keep_order
 from envherd.shm.tally import Counter
 from envherd.workers.block.block import Block
 from envherd.workers.protocol import Flag
@@ -109,6 +109,7 @@ class Loop:
             return
         if not pending:
             return
+        keep_order()  # before what the numbers announce
         self._num_scans += 1
         sampled = pending[self._num_scans % len(pending)]  # time one command per scan: 0.2 us, for any number of envs
         for env_id in pending:
@@ -120,6 +121,7 @@ class Loop:
             latest[env_id] = number
             if command & _EACH:
                 answered_ns[env_id] = time.perf_counter_ns()
+            keep_order()
             replies[env_id] = number
             if command & _EACH:
                 if self._counter.add():

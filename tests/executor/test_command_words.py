@@ -1,0 +1,33 @@
+"""The words of commands: what a number announces is stored before it, and read after it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from envherd.executor.pools import command_words
+from envherd.executor.pools.command_words import CommandWords
+
+
+@pytest.fixture
+def words(monkeypatch):
+    arrays = {name: np.zeros(3, np.int64) for name in ("command", "command_seq", "reply_seq", "status")}
+    made = CommandWords(SimpleNamespace(words=arrays))
+    made.seen = []
+    monkeypatch.setattr(
+        command_words, "keep_order", lambda: made.seen.append((made.command.tolist(), made.command_seq.tolist()))
+    )
+    return made
+
+
+def test_a_number_is_stored_after_its_commands(words):
+    words.write(np.array([1]), np.array([7]))
+    words.write_all(8, np.array([2]), 9)
+    assert words.seen == [([0, 7, 0], [0, 0, 0]), ([8, 8, 9], [0, 1, 0])]
+    assert words.command_seq.tolist() == [2, 2, 2]
+
+
+def test_rows_are_read_after_the_numbers_of_answers(words):
+    assert words.is_idle()
+    assert words.ready(np.array([0, 2])).tolist() == [0, 2]
+    assert len(words.seen) == 2
