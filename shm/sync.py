@@ -73,7 +73,7 @@ KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 def keep_order() -> None:
     """Complete loads and stores of shared memory before this call, before those after it.
 
-    Python has no barrier of its own, but releasing a lock and taking one again is a full one in C11, on which CPython's
+    Python has no barrier, but releasing a lock and taking one again is a full one in C11, on which CPython's
     locks are built. The lock is new, so an interrupt cannot leave it locked for others.
     """
     if not KEEPS_ORDER:

@@ -26,7 +26,6 @@ from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
 from envherd.workers.options import BlockOptions
 from envherd.workers.pickling import dumps
-from envherd.workers.registries import Entries
 
 _HEAD = struct.Struct("<QQI")
 _MAX_FDS = 4
@@ -37,7 +36,7 @@ _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL  # SIGPIPE would end a p
 class Register:
     """Know the names of envs that the caller's program has registered; see `workers.registries`."""
 
-    entries: Entries
+    entries: bytes
 
 
 @dataclass(frozen=True, kw_only=True)

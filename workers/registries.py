@@ -18,6 +18,7 @@ import importlib.machinery
 import pickle
 import sys
 import types
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from envherd.workers.errors import FactoryError
 from envherd.workers.pickling import dumps
 
 #: Package -> name of an entry -> the entry, pickled.
-Entries = dict[str, dict[str, bytes]]
+_Entries = dict[str, dict[str, bytes]]
 
 
 class _Registry(NamedTuple):
@@ -55,18 +56,22 @@ class _Refused(NamedTuple):
         )
 
 
-_waiting: Entries = {}  # entries of packages that this process has not imported
+_waiting: _Entries = {}  # entries of packages that this process has not imported
 
 
-def collect() -> Entries:
-    """Return the entries of all packages that this process has imported, and those that wait for a package."""
-    found = {}
+def collect() -> bytes:
+    """Return the entries of all packages that this process has imported, and those that wait for a package, packed.
+
+    600 entries have 200 KB, as much as a socket's buffer holds; packed they have 18. What does not fit into the buffer
+    would be sent only when the caller waits for the worker, which it does not do for one that replaces another.
+    """
+    found: _Entries = {}
     for package, registry in _REGISTRIES.items():
         if package in sys.modules:
             found[package] = {name: _pickled(name, value) for name, value in registry.read()}
         elif package in _waiting:
             found[package] = _waiting[package]
-    return found
+    return zlib.compress(pickle.dumps(found, pickle.HIGHEST_PROTOCOL), 1)
 
 
 def _pickled(name: str, value: Any) -> bytes:
@@ -83,8 +88,9 @@ def _pickled(name: str, value: Any) -> bytes:
         return dumps(_Refused(name, str(error)))
 
 
-def install(entries: Entries) -> None:
-    """Add entries to this process's registries, at once or when a package is imported."""
+def install(packed: bytes) -> None:
+    """Add what `collect` returned to this process's registries, at once or when a package is imported."""
+    entries: _Entries = pickle.loads(zlib.decompress(packed))
     for package, named in entries.items():
         if package in sys.modules:
             _add(package, named)

@@ -16,7 +16,6 @@ from envherd.executor.sizing.search import Run
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.protocol import RING
-from envherd.workers.registries import Entries
 
 #: What is sent to a host: a policy, or a callable that builds one there.
 PolicyKind = Literal["policy", "factory"]
@@ -49,7 +48,7 @@ class Share:
     root_seed: int
     preload: tuple[str, ...]
     options: ExecutorOptions
-    registered: Entries = field(default_factory=dict)
+    registered: bytes
     words: np.ndarray | None = None
 
 

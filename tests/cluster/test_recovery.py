@@ -80,6 +80,7 @@ def fleet(clock, monkeypatch):
         root_seed=0,
         preload=(),
         options=options,
+        registered=registries.collect(),
     )
     fleet.shares.append(RemoteShare(0, plan, Place(clock), REPORT, 30.0))
     fleet.shares[0].build()
