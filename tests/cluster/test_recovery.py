@@ -13,6 +13,7 @@ from envherd.executor.cluster.fleet import Fleet
 from envherd.executor.cluster.orders import Report, Share
 from envherd.executor.cluster.remote_share import RemoteShare, State
 from envherd.executor.pools import restarts
+from envherd.workers import registries
 
 REPORT = Report(node_id="ab12", hostname="far", pid=1, cores=2, memory_bytes=0, versions={})
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from envherd.workers import registries
 from tests.extras import needs
 
 GYMNASIUM = """
@@ -181,3 +182,13 @@ def test_dm_control(tmp_path):
 @pytest.mark.slow
 def test_torchrl(tmp_path):
     assert run(TORCHRL, tmp_path) == [2, 3, 3]
+
+
+@needs("gymnasium")
+def test_many_names_fit_into_a_sockets_buffer(monkeypatch):
+    import gymnasium
+
+    for number in range(2000):
+        spec = gymnasium.envs.registration.EnvSpec(f"Many{number}-v0", "my_envs:Env", kwargs={"number": number})
+        monkeypatch.setitem(gymnasium.registry, spec.id, spec)
+    assert len(registries.collect()) < 100_000
