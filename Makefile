@@ -18,7 +18,7 @@ ROLLOUT_ENVS ?= 4
 ROLLOUT_STEPS ?= 200
 ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
-.PHONY: help venv rollout test test-quick test-full test-python test-oldest compat matrix faults fuzz soak mutants lint format types examples bench bench-quick docs docs-serve dist clean
+.PHONY: help venv rollout test golden test-quick test-full test-python test-oldest compat matrix faults fuzz soak mutants lint format types examples bench bench-quick docs docs-serve dist clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
@@ -28,6 +28,7 @@ help:
 	@echo "make test-python  run the tests of stepping again, without the C extension"
 	@echo "make test-oldest  run quick tests of the facades with the oldest supported TorchRL, Gymnasium and SB3"
 	@echo "make test-quick   run only fast tests"
+	@echo "make golden       compare the data of all envs, modes and facades with recorded hashes (or CASES=PATTERN)"
 	@echo "make test-full    run the test suite with long sweeps, trainings and all Melting Pot substrates (an hour or two)"
 	@echo "make matrix       check every family of envs in full (or FAMILY=NAME); writes docs/reports/families.md"
 	@echo "make compat       run the tests with the oldest and newest versions (or ROWS=PATTERN); writes docs/reports/versions.md"
@@ -72,6 +73,12 @@ test-python: $(STAMP)
 # Installs the oldest supported libraries over those of .venv for these tests only; `make compat` runs more tests.
 test-oldest: $(STAMP)
 	$(BIN)/python -m tests.compat --above --jobs $(JOBS)
+
+# A wanted change of data: `make golden WRITE=--write`.
+CASES ?=
+WRITE ?=
+golden: $(STAMP)
+	$(BIN)/python -m tests.golden "$(CASES)" $(WRITE)
 
 test-quick: $(STAMP)
 	$(PYTEST) -m "not slow and not full"
