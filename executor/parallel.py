@@ -39,8 +39,9 @@ class ParallelEnv(BatchedEnv):
         env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
         seed: root seed of everything random; None draws one (see the attribute `seed`).
         device: of the batches; None leaves them on the CPU.
-        copy: True hands out copies; False hands out views of a ring. The `options.ring_frames`-th step after a view's
-            own overwrites it; resets and rollouts do not.
+        copy: True hands out batches that nothing overwrites; False hands out views of a ring. The
+            `options.ring_frames`-th step after a view's
+            own step overwrites it; resets and rollouts do not.
         options: see `ExecutorOptions`.
 
     Raises:

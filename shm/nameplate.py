@@ -41,19 +41,20 @@ class Plate(NamedTuple):
     content: dict[str, Any]
 
 
-def create_named(nbytes: int, label: str, content: dict[str, Any]) -> Segment:
+def create_named(nbytes: int, label: str, content: dict[str, Any], *, num_sparse: int = 0) -> Segment:
     """Return a new segment of at least `nbytes` bytes, with a nameplate after them.
 
     Args:
         nbytes: for the creator's own use.
         label: see `Segment.create`.
         content: JSON-serialisable.
+        num_sparse: see `Segment.create`.
 
     Raises:
         MemoryError: see `Segment.create`.
     """
     text = json.dumps(content).encode()
-    segment = Segment.create(nbytes + len(text) + _TRAILER.size, label)
+    segment = Segment.create(nbytes + len(text) + _TRAILER.size, label, num_sparse=num_sparse)
     memory = segment.array().data
     end = segment.nbytes - _TRAILER.size
     memory[end - len(text) : end] = text

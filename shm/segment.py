@@ -28,11 +28,13 @@ import numpy as np
 
 from envherd.shm.cgroups import read_memory
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.shm.private_view import PrivateView, open_view
 
 #: Share of the available memory that one segment may take; the rest is for envs and learner.
 ADMISSION_MARGIN = 0.9
 
 _MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; kernels before 6.3 answer EINVAL
+_MAP_NORESERVE = 0x4000  # asm-generic/mman.h
 _PAGE = mmap.PAGESIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,23 +72,25 @@ class Segment:
         self._is_owner = is_owner
         self._mapping = mapping
         self._is_closed = False
+        self._private_view: PrivateView | None = None
         #: Also runs if an interrupt drops the segment without `close`.
         self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
 
     @classmethod
-    def create(cls, nbytes: int, label: str = "envherd", *, is_prefaulted: bool = True) -> Segment:
+    def create(cls, nbytes: int, label: str = "envherd", *, is_prefaulted: bool = True, num_sparse: int = 0) -> Segment:
         """Create a segment of zeros.
 
         Args:
             nbytes: wanted size; rounded up to whole pages.
             label: shown in /proc/<pid>/maps.
             is_prefaulted: touch every page now.
+            num_sparse: bytes at the end that may never be used: they are not touched, and need not be available.
 
         Raises:
             MemoryError: it would take more than `ADMISSION_MARGIN` of the available memory.
         """
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
-        admit(size)
+        admit(size - num_sparse)
         if not HAS_MEMFD:
             named = shared_memory.SharedMemory(create=True, size=size)
             return cls(size, named, name=named.name, is_owner=True)
@@ -102,7 +106,7 @@ class Segment:
                 raise
             segment = cls(size, mapping, fd=fd, is_owner=True)
         if is_prefaulted:
-            segment.array()[::_PAGE] = 0
+            segment.array()[: size - num_sparse : _PAGE] = 0
         return segment
 
     @classmethod
@@ -117,11 +121,22 @@ class Segment:
         buffer: Any = self._mapping.buf if isinstance(self._mapping, shared_memory.SharedMemory) else self._mapping
         return np.frombuffer(buffer, np.uint8, self.nbytes)
 
+    def private_view(self, start: int) -> PrivateView | None:
+        """Return a private view of the bytes from `start` on (a page); None where that is not possible."""
+        if self.fd < 0 or start >= self.nbytes:
+            return None
+        with ignoring_refusals():
+            memory = _map(self.fd, self.nbytes - start, mmap.MAP_PRIVATE | _MAP_NORESERVE, start)
+            self._private_view = open_view(memory)
+        return self._private_view
+
     def close(self) -> None:
         """Release this process's handle; views keep the memory alive. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self._private_view is not None:
+            self._private_view.close()
         if self._close_fd is not None:
             self._close_fd()
             self.fd = -1
@@ -150,7 +165,7 @@ def available_bytes() -> int | None:
     return min(rooms) if rooms else None
 
 
-def _map(fd: int, nbytes: int) -> Any:
+def _map(fd: int, nbytes: int, flags: int = mmap.MAP_SHARED, start: int = 0) -> Any:
     """Map a descriptor; return an object with the buffer protocol, which unmaps the memory when it is freed.
 
     Python's own `mmap` keeps a copy of the descriptor for as long as the mapping lives (until 3.13): a
@@ -158,7 +173,7 @@ def _map(fd: int, nbytes: int) -> Any:
     """
     for dead in [block for block in list(_mapped) if block() is None]:
         _unmap(dead)  # an interrupt has broken that off
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, start)
     if address == ctypes.c_void_p(-1).value:
         if ctypes.get_errno() == errno.ENOMEM:
             raise MemoryError(

@@ -14,12 +14,13 @@ Guarantees: pure arithmetic up to `Slab`; a plan is picklable and means the same
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from envherd.shm.layout import Layout, Name, align, lay_out, strided_view, view
+from envherd.shm.layout import ALIGNMENT, Layout, Name, align, lay_out, strided_view, view
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.shm.sync import DOORBELL_BYTES
 
@@ -130,7 +131,13 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class SlabPlan:
-    """Where everything lives in one segment of `nbytes` bytes."""
+    """Where everything lives in one segment of `nbytes` bytes.
+
+    Attributes:
+        num_frames: of each group, lendable ones included.
+        num_lendable: frames after those of the ring, which can be lent to the caller; they are the last bytes of the
+            segment, and each begins at a page.
+    """
 
     num_envs: int
     num_workers: int
@@ -139,6 +146,12 @@ class SlabPlan:
     bells_offset: int
     groups: tuple[GroupPlan, ...]
     nbytes: int
+    num_lendable: int = 0
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes up to the first lendable frame."""
+        return self.nbytes - self.num_lendable * self.groups[0].frame.nbytes
 
     def go_offset(self, worker_id: int) -> int:
         """Return the offset of a worker's `go` doorbell."""
@@ -152,22 +165,44 @@ class SlabPlan:
         raise KeyError(env_id)
 
 
-def plan_slab(specs: Sequence[EnvSpec], num_workers: int, num_frames: int) -> SlabPlan:
-    """Lay out a slab for envs with the given specs (one per env); equal specs share arrays."""
+#: Bytes of a `next` from which copying it takes longer than checking whether a frame is still held (2 us).
+_LENT_FROM = 1 << 15
+#: Largest `next` that is lent, so that lendable frames take at most four times this address space, or ...
+_LARGEST_LENT = 1 << 28
+#: ... as much as this, in bytes. A loop that keeps two batches needs four frames.
+_LENDABLE_BYTES, _FEWEST_LENDABLE, _MOST_LENDABLE = 1 << 26, 4, 12
+
+
+def plan_slab(specs: Sequence[EnvSpec], num_workers: int, num_ring: int, *, lends: bool = False) -> SlabPlan:
+    """Lay out a slab for envs with the given specs (one per env); equal specs share arrays.
+
+    Args:
+        specs: of the envs.
+        num_workers: that have words.
+        num_ring: frames of the ring.
+        lends: add lendable frames, if the envs are equal and their batches large.
+    """
     num_envs = len(specs)
     counts = {"env": num_envs, "worker": num_workers, "bin": num_workers * NUM_BINS}
     words = lay_out(((name,), (counts[length],), "int64") for name, (length, _, _) in WORDS.items())
     offset = words.nbytes + (1 + num_workers) * DOORBELL_BYTES
     groups: list[GroupPlan] = []
+    num_lendable = 0
     for spec, env_ids in _group_equal(specs):
         lead = (len(env_ids),)
         inputs = lay_out(input_requests(spec, lead), start=offset)
         frame = lay_out(section_requests(spec, lead))
         first_root = next((f.offset for f in frame if f.name[0] == "root"), frame.nbytes)
-        base = align(inputs.nbytes)
+        alignment = ALIGNMENT
+        if lends and len(env_ids) == num_envs and _LENT_FROM <= first_root <= _LARGEST_LENT:
+            alignment = mmap.PAGESIZE
+            frame = replace(frame, nbytes=align(frame.nbytes, alignment))
+            num_lendable = max(_FEWEST_LENDABLE, min(_MOST_LENDABLE, _LENDABLE_BYTES // frame.nbytes))
+        base = align(inputs.nbytes, alignment)
         groups.append(GroupPlan(env_ids, spec, frame, first_root, base, inputs))
-        offset = base + num_frames * frame.nbytes
-    return SlabPlan(num_envs, num_workers, num_frames, words, words.nbytes, tuple(groups), offset)
+        offset = base + (num_ring + num_lendable) * frame.nbytes
+    num_frames = num_ring + num_lendable
+    return SlabPlan(num_envs, num_workers, num_frames, words, words.nbytes, tuple(groups), offset, num_lendable)
 
 
 def _group_equal(specs: Sequence[EnvSpec]) -> list[tuple[EnvSpec, tuple[int, ...]]]:

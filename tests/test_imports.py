@@ -88,6 +88,7 @@ ORDER = {
         "sync",
         "tally",
         "cgroups",
+        "private_view",
         "segment",
         "nameplate",
         "slab",

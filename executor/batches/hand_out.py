@@ -1,25 +1,24 @@
 """Build TensorDicts from rows of the slab.
 
-Guarantees: a copy is in memory that nothing else writes to; a view is valid until its frame is used again (after
-`ExecutorOptions.ring_frames` steps). Knows nothing of workers; it reads arrays that are complete.
+Guarantees: a copy, or a frame that is lent, is in memory that nothing else writes to; a view is valid until its frame
+is used again (after `ExecutorOptions.ring_frames` steps). Knows nothing of workers; it reads arrays that are complete.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from envherd.executor.batches import gather as gathering
 from envherd.executor.batches.fast_tensordict import maker
 from envherd.executor.batches.gather import Gatherer
-from envherd.executor.batches.reused_memory import ReusedMemory
+from envherd.executor.batches.loans import Loans
+from envherd.executor.batches.reused_memory import ReusedMemory, splitter
 from envherd.executor.batches.transfer import Mover
-from envherd.shm.layout import Field
 from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
 from envherd.shm.specs import Key
 
@@ -74,10 +73,11 @@ class GroupBatch:
 
     Args:
         slab: the group's arrays.
-        num_frames: of the ring.
+        num_frames: of the slab.
         device: of the batches; None or the CPU does not move them.
         has_interrupted: add an `interrupted` leaf to every `next`.
         mover: moves frames to the device; None on the CPU.
+        loans: frames that are handed out themselves; None copies all.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class GroupBatch:
         *,
         has_interrupted: bool,
         mover: Mover | None = None,
+        loans: Loans | None = None,
     ) -> None:
         self.slab = slab
         spec = slab.spec
@@ -110,6 +111,7 @@ class GroupBatch:
         self._root_memory = ReusedMemory(slab.plan.next_nbytes, self._split)
         self._bytes = slab.buffer.data
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
+        self._loans = loans
         self._mover = mover
         self._sources = [torch.from_numpy(frame) for frame in self.next_bytes]
         self._views = [[torch.from_numpy(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
@@ -145,18 +147,23 @@ class GroupBatch:
         return self._views[column]
 
     def next_copies(self, column: int) -> Leaves:
-        """Return copies of the `next` leaves of a frame, on the device."""
+        """Return copies of the `next` leaves of a frame, on the device; a frame that is lent is its own copy."""
         if self._mover is not None:
             return self._split_on_device(self._mover.move(self._sources[column], column))
-        buffer, leaves = self.blank_next()
-        buffer[:] = self.next_bytes[column]
+        buffer, leaves = self.own_next(column)
+        if buffer is not None:
+            buffer[:] = self.next_bytes[column]
         return leaves
 
-    def blank_next(self) -> tuple[np.ndarray, Leaves]:
-        """Return unshared memory for a `next`, and its leaves on the CPU.
+    def own_next(self, column: int) -> tuple[np.ndarray | None, Leaves]:
+        """Return memory for a `next` at a column, and its leaves on the CPU, before or after its rows are written.
 
-        The caller fills it with one memcpy from `next_bytes`.
+        The caller fills the memory with one memcpy from `next_bytes`. It is None if the frame itself is lent.
         """
+        if self._loans is not None:
+            self._loans.look_ahead(column)
+            if column >= self._loans.first:
+                return None, self._loans.leaves(column)
         return self._memory.take()
 
     def _split_on_device(self, buffer: torch.Tensor) -> Leaves:
@@ -240,21 +247,6 @@ class GroupBatch:
         """Return arrays as tensors on the device (cpu: no copy)."""
         tensors = [torch.from_numpy(array) for array in arrays]
         return tensors if self.is_on_cpu else [tensor.to(self.device) for tensor in tensors]
-
-
-def splitter(fields: Sequence[Field], nbytes: int) -> Callable[[np.ndarray], list[np.ndarray]]:
-    """Return `split(buffer) -> arrays`, which returns the arrays of some fields (VIEWS) of a buffer of `nbytes`."""
-    if nbytes > gathering.LARGEST_RECORD:
-        return lambda buffer: [np.ndarray(field.shape, field.dtype, buffer, field.offset) for field in fields]
-    names = [str(index) for index in range(len(fields))]
-    formats, offsets = [(field.dtype, field.shape) for field in fields], [field.offset for field in fields]
-    record = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": nbytes})
-
-    def split(buffer: np.ndarray) -> list[np.ndarray]:
-        made = np.ndarray((), record, buffer)
-        return [made[name] for name in names]
-
-    return split
 
 
 def add_side(td: TensorDictBase, keys: Sequence[tuple[int, Key]], values: Sequence[Sequence[Any]]) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from envherd.executor.batches import gather as gathering
+from envherd.shm.layout import Field
 
 Leaves = list[torch.Tensor]
 
@@ -24,27 +26,65 @@ _LARGEST_KEPT = 1 << 24
 _OWN_STORAGE_FROM = 4096
 
 
-class _Block(NamedTuple):
-    """Memory for one batch.
+def can_count() -> bool:
+    """Return whether torch counts the users of a storage."""
+    return _use_count is not None
+
+
+def splitter(fields: Sequence[Field], nbytes: int) -> Callable[[np.ndarray], list[np.ndarray]]:
+    """Return `split(buffer) -> arrays`, which returns the arrays of some fields (VIEWS) of a buffer of `nbytes`."""
+    if nbytes > gathering.LARGEST_RECORD:
+        return lambda buffer: [np.ndarray(field.shape, field.dtype, buffer, field.offset) for field in fields]
+    names = [str(index) for index in range(len(fields))]
+    formats, offsets = [(field.dtype, field.shape) for field in fields], [field.offset for field in fields]
+    record = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": nbytes})
+
+    def split(buffer: np.ndarray) -> list[np.ndarray]:
+        made = np.ndarray((), record, buffer)
+        return [made[name] for name in names]
+
+    return split
+
+
+class Block:
+    """Memory for one batch, and tensors over it.
+
+    Args:
+        buffer: uint8 `[nbytes]`.
+        split: buffer -> arrays of the leaves (VIEWS).
 
     Attributes:
-        buffer: uint8 `[nbytes]`.
-        masters: tensors over the buffer, never handed out.
-        firsts: one of them for each storage.
-        storages: those storages.
-        addresses: torch's handles of the storages.
-        pointers: addresses of their data.
-        users, references: their numbers of users and of references while no caller holds them.
+        buffer: as given.
     """
 
-    buffer: np.ndarray
-    masters: Leaves
-    firsts: Leaves
-    storages: list[torch.UntypedStorage]
-    addresses: list[int]
-    pointers: list[int]
-    users: list[int]
-    references: list[int]
+    def __init__(self, buffer: np.ndarray, split: Callable[[np.ndarray], Sequence[np.ndarray]]) -> None:
+        assert _use_count is not None
+        self.buffer = buffer
+        self._masters, self._firsts = _masters_of(buffer, split(buffer))  # never handed out; one for each storage
+        self._storages = [master.untyped_storage() for master in self._firsts]
+        self._addresses = [storage._cdata for storage in self._storages]  # noqa: SLF001
+        self._pointers = [*map(_data_ptr, self._firsts)]
+        self._users = [*map(_use_count, self._addresses)]  # and references, while no caller holds them
+        self._references = [*map(sys.getrefcount, self._storages)]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no caller holds any of it."""
+        assert _use_count is not None
+        return (
+            _use_count(self._addresses[0]) == self._users[0]  # who holds a batch usually holds all of it
+            and [*map(_use_count, self._addresses)] == self._users
+            and [*map(sys.getrefcount, self._storages)] == self._references
+        )
+
+    @property
+    def is_in_place(self) -> bool:
+        """False if `share_memory_` has moved a leaf elsewhere: a new block is needed."""
+        return [*map(_data_ptr, self._firsts)] == self._pointers
+
+    def leaves(self) -> Leaves:
+        """Return tensors over the memory, which hold it."""
+        return [*map(_detach, self._masters)]
 
 
 class ReusedMemory:
@@ -60,35 +100,22 @@ class ReusedMemory:
 
     def __init__(self, nbytes: int, split: Callable[[np.ndarray], Sequence[np.ndarray]]) -> None:
         self._nbytes, self._split = nbytes, split
-        self._blocks: list[_Block | None] = [None] * self.NUM_BLOCKS
+        self._blocks: list[Block | None] = [None] * self.NUM_BLOCKS
         self._at = 0
-        self._is_used = _use_count is not None and 0 < nbytes <= _LARGEST_KEPT
+        self._is_used = can_count() and 0 < nbytes <= _LARGEST_KEPT
 
     def take(self) -> tuple[np.ndarray, Leaves]:
         """Return memory for a batch, uint8 `[nbytes]`, and its leaves, whose values are undefined."""
         if self._is_used:
             self._at = at = (self._at + 1) % self.NUM_BLOCKS
             block = self._blocks[at]
-            if block is None:
-                block = self._blocks[at] = self._make()
-            if (
-                [*map(_use_count, block.addresses)] == block.users  # type: ignore[arg-type]
-                and [*map(sys.getrefcount, block.storages)] == block.references
-            ):
-                if [*map(_data_ptr, block.firsts)] == block.pointers:
-                    return block.buffer, [*map(_detach, block.masters)]
-                self._blocks[at] = None  # `share_memory_` has moved it
+            if block is None or ((is_free := block.is_free) and not block.is_in_place):
+                block = self._blocks[at] = Block(np.empty(self._nbytes, np.uint8), self._split)
+                is_free = True
+            if is_free:
+                return block.buffer, block.leaves()
         buffer = np.empty(self._nbytes, np.uint8)
         return buffer, [*map(torch.from_numpy, self._split(buffer))]
-
-    def _make(self) -> _Block:
-        buffer = np.empty(self._nbytes, np.uint8)
-        masters, firsts = _masters_of(buffer, self._split(buffer))
-        storages = [master.untyped_storage() for master in firsts]
-        addresses = [storage._cdata for storage in storages]  # noqa: SLF001
-        assert _use_count is not None
-        pointers, users = [*map(_data_ptr, firsts)], [*map(_use_count, addresses)]
-        return _Block(buffer, masters, firsts, storages, addresses, pointers, users, [*map(sys.getrefcount, storages)])
 
 
 def _masters_of(buffer: np.ndarray, arrays: Sequence[np.ndarray]) -> tuple[Leaves, Leaves]:

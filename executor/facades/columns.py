@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from envherd.executor.batches.loans import Loans
 from envherd.executor.protocol.positions import Positions
-from envherd.shm.slab import Slab
+from envherd.shm.slab import Slab, next_leaves
 from envherd.shm.specs import Key
 
 
@@ -23,10 +24,17 @@ class Column:
         keys: of the leaf, in each group of equal envs.
         num_rows: in all; each env has `num_rows / num_envs` consecutive ones.
         shape: of a row.
+        loans: for `own`, of a leaf of "next".
     """
 
-    def __init__(
-        self, slab: Slab, section: str, keys: Sequence[Sequence[str]], num_rows: int, shape: tuple[int, ...]
+    def __init__(  # what describes a leaf
+        self,
+        slab: Slab,
+        section: str,
+        keys: Sequence[Sequence[str]],
+        num_rows: int,
+        shape: tuple[int, ...],
+        loans: Loans | None = None,
     ) -> None:
         arrays = [group.columns[section, *key] for group, key in zip(slab.groups, keys, strict=True)]
         self._views = [list(array) for array in arrays]
@@ -37,6 +45,15 @@ class Column:
         self._is_plain = len(arrays) == 1 and all(view.flags.c_contiguous for view in self._only)
         if self._is_plain:
             self._only = [view.reshape(self._shape) for view in self._only]
+        self._loans = loans if self._is_plain and section == "next" else None
+        if self._loans is not None:
+            self._index = [leaf.key for leaf in next_leaves(slab.groups[0].spec)].index(tuple(keys[0]))
+
+    def own(self, column: int) -> np.ndarray:
+        """Return all rows at a column, for the caller: copied, or the frame itself if it can be lent."""
+        if self._loans is not None and column >= self._loans.first:
+            return self._loans.array(column, self._index).reshape(self._shape)
+        return self.read(column)
 
     def read(self, column: int) -> np.ndarray:
         """Return all rows at a column, copied."""
@@ -85,7 +102,7 @@ class LatestColumn:
         self._repeats = num_rows // positions.slab.plan.num_envs
         keys = [key] * len(positions.slab.groups)
         self.after, self.fresh = (
-            Column(positions.slab, section, keys, num_rows, shape) for section in ("next", "root")
+            Column(positions.slab, section, keys, num_rows, shape, positions.loans) for section in ("next", "root")
         )
 
     def read(self) -> np.ndarray:

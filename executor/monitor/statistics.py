@@ -87,6 +87,7 @@ class Statistics:
         wall_s: seconds since the executor was ready.
         workers: one entry for each worker that serves envs.
         spares: one entry for each worker that prepares an env's next episode, in the order of the envs.
+        frames_lent: batches that the caller holds now and that were not copied (see `ExecutorOptions` and `copy`).
     """
 
     env_steps: int
@@ -104,6 +105,7 @@ class Statistics:
     resets_ahead: int = 0
     resets_missed: int = 0
     spares: tuple[WorkerStatistics, ...] = ()
+    frames_lent: int = 0
 
 
 class Tally(NamedTuple):
@@ -113,11 +115,13 @@ class Tally(NamedTuple):
         env_errors: exceptions of envs.
         interrupted: rows that a loss has ended.
         ready_at: monotonic seconds.
+        frames_lent: to the caller now.
     """
 
     env_errors: int
     interrupted: int
     ready_at: float
+    frames_lent: int = 0
 
 
 def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
@@ -176,6 +180,7 @@ def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
         resets_ahead=pool.num_ahead,
         resets_missed=pool.num_missed,
         spares=spares,
+        frames_lent=tally.frames_lent,
     )
 
 

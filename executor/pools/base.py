@@ -14,6 +14,7 @@ import numpy as np
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
 from envherd.executor.pools.replies import Outcome
+from envherd.shm.private_view import PrivateView
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
@@ -65,6 +66,7 @@ class Pool(Protocol):
         slab: inputs, rows and words of all envs.
         outcome: reports besides the rows, until they are handed out.
         holds_storages: whether the pool keeps the memory of a rollout storage until that is detached.
+        lendable: a private view of the slab's lendable frames; None for none.
     """
 
     blueprint: Blueprint
@@ -76,6 +78,7 @@ class Pool(Protocol):
     slab: Slab
     outcome: Outcome
     holds_storages: bool
+    lendable: PrivateView | None
 
     @property
     def number(self) -> int:

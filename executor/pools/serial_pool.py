@@ -20,6 +20,7 @@ from envherd.executor.pools.error_messages import env_error, lacks_arguments, lo
 from envherd.executor.pools.fast_commands import FastCommands
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_pool import SlabPool
+from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages, plain, seeding
@@ -64,6 +65,7 @@ class SerialPool(SlabPool):
         self.outcome = Outcome()
         self.lost: dict[int, EnvherdError] = {}
         self._factories = factories
+        self._segment: Segment | None = None  # only with lendable frames
         self.adapters: dict[int, Adapter] = {}
 
     def start(self) -> None:
@@ -82,8 +84,8 @@ class SerialPool(SlabPool):
         finally:
             seeding.restore_caller(before)
         self.specs = [self.adapters[i].spec for i in range(self.num_envs)]
-        self.plan = plan_slab(self.specs, 1, self.options.num_frames)
-        self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
+        self.plan = plan_slab(self.specs, 1, self.options.num_frames, lends=HAS_MEMFD)
+        self.slab = Slab(self.plan, self._make_memory())
         self._block = Block(
             0,
             self.adapters,
@@ -99,6 +101,15 @@ class SerialPool(SlabPool):
             Doorbell.create(self.slab.buffer, self.plan.bells_offset),
         )
         self._serve = self._make_server()
+
+    def _make_memory(self) -> np.ndarray:
+        """Return memory for the slab: with lendable frames it must be mapped twice."""
+        nbytes, ring_nbytes = self.plan.nbytes, self.plan.ring_nbytes
+        if nbytes == ring_nbytes:
+            return np.zeros(nbytes, np.uint8)
+        self._segment = segment = Segment.create(nbytes, num_sparse=nbytes - ring_nbytes)
+        self.lendable = segment.private_view(ring_nbytes)
+        return segment.array()
 
     def _make_server(self) -> Callable[[], None]:
         """Return a function that carries out the written commands by a worker's loop."""
@@ -266,6 +277,8 @@ class SerialPool(SlabPool):
 
     def close(self, timeout_s: float | None = None) -> None:  # a call of an env cannot be ended
         """Close the envs; log their exceptions."""
+        if self._segment is not None:
+            self._segment.close()
         adapters, self.adapters = self.adapters, {}
         for env_id, adapter in adapters.items():
             try:

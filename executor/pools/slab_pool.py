@@ -10,6 +10,7 @@ import numpy as np
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.replies import Outcome
+from envherd.shm.private_view import PrivateView
 
 
 class SlabPool:
@@ -19,6 +20,7 @@ class SlabPool:
         blueprint: see `Pool`.
         outcome: see `Pool`.
         question, answers: see `Pool`.
+        lendable: see `Pool`.
     """
 
     blueprint: Blueprint
@@ -26,6 +28,7 @@ class SlabPool:
     question: Callable[..., dict[int, Any]]
     answers: Callable[[dict[int, Any], str], dict[int, Any]]
     _words: CommandWords
+    lendable: PrivateView | None = None
 
     @property
     def number(self) -> int:

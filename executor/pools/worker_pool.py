@@ -95,10 +95,12 @@ class WorkerPool(SlabPool):
             raise
 
     def _make_slab(self) -> None:
-        self.plan: SlabPlan = plan_slab(self.specs, len(self.worker_ids), self.options.num_frames)
+        self.plan: SlabPlan = plan_slab(self.specs, len(self.worker_ids), self.options.num_frames, lends=True)
         plate = describe(self.plan, self.blueprint.blocks, self.specs[0].family)
-        segment = create_named(self.plan.nbytes, LABEL, plate)
+        ring_nbytes = self.plan.ring_nbytes
+        segment = create_named(self.plan.nbytes, LABEL, plate, num_sparse=self.plan.nbytes - ring_nbytes)
         buffer = segment.array()
+        self.lendable = segment.private_view(ring_nbytes) if self.plan.num_lendable else None
         self.slab = Slab(self.plan, buffer)
         self._done = Doorbell.create(buffer, self.plan.bells_offset)
         self._tally = Tally(self.slab.words)

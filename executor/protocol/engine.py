@@ -19,6 +19,7 @@ from tensordict import NonTensorData, TensorDictBase
 from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.fast_tensordict import set_leaf
 from envherd.executor.batches.hand_out import add_side
+from envherd.executor.batches.loans import make_loans
 from envherd.executor.batches.plain_actions import PlainIntake
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.monitor.statistics import Statistics, Tally, count
@@ -60,7 +61,9 @@ class Engine(Calls):
         if device is not None and device.type != "cpu":
             mover = Mover(pool.slab.buffer, device, pool.plan.num_frames)
         self.side = SideData(self.specs, options.infos)
-        self.positions = Positions(pool.slab, self.side, options, mover=mover)
+        lends = copy and mover is None and not options.poison
+        loans = make_loans(pool.slab, pool.lendable) if lends else None
+        self.positions = Positions(pool.slab, self.side, options, mover=mover, loans=loans)
         self.batches = EnvBatches(self.positions, self.side, device, mover=mover, is_copy=copy)
         self._intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
         self._intake = self._intakes[0] if len(self._intakes) == 1 else None
@@ -246,5 +249,7 @@ class Engine(Calls):
 
     def statistics(self) -> Statistics:
         """Return the statistics so far."""
-        flights = self.flights
-        return count(self.pool, self.memory, Tally(flights.num_errors, flights.losses.num_interrupted, self.ready_at))
+        flights, loans = self.flights, self.positions.loans
+        lent = 0 if loans is None else loans.num_lent
+        tally = Tally(flights.num_errors, flights.losses.num_interrupted, self.ready_at, lent)
+        return count(self.pool, self.memory, tally)

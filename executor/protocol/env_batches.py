@@ -18,7 +18,7 @@ from envherd.shm.layout import Name
 from envherd.shm.specs import EnvSpec
 from envherd.workers.protocol import Op
 
-#: The batches of a step, created before their memory is filled: `(memory, or None for views; next; root)`.
+#: The batches of a step, created before their memory is filled: `(memory, or None for the frame's own; next; root)`.
 Draft = tuple[np.ndarray | None, TensorDict, TensorDict | None]
 
 
@@ -60,17 +60,18 @@ class EnvBatches:
     def _make_group(self, index: int, device: torch.device | None) -> GroupBatch:
         positions, has_interrupted = self._positions, self._has_interrupted
         group, num_frames = positions.slab.groups[index], positions.num_frames
-        return GroupBatch(group, num_frames, device, has_interrupted=has_interrupted, mover=self.mover)
+        loans = positions.loans
+        return GroupBatch(group, num_frames, device, has_interrupted=has_interrupted, mover=self.mover, loans=loans)
 
     # ---- steps of all envs -------------------------------------------------------------------
 
     def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
         """Return the function that drafts the batches of a step to a column; see `draft`."""
         batch, build_next, build_root = self.groups[0], self._next_shell.build, self._root_shell_over_next.build
-        blank, views = batch.blank_next, batch.next_views
+        own, views = batch.own_next, batch.next_views
 
-        def draft_copy(_: int) -> Draft:
-            buffer, leaves = blank()
+        def draft_copy(column: int) -> Draft:
+            buffer, leaves = own(column)
             return buffer, build_next(leaves), build_root(leaves) if has_root else None
 
         def draft_views(column: int) -> Draft:
@@ -88,8 +89,8 @@ class EnvBatches:
             reset_ids: int64 `[k]`, envs that were reset after the step; None for none.
 
         Returns:
-            Copies, or views if the executor hands out views. The root shares the leaves of `next` unless an env was
-            reset.
+            Copies, or the frame that is lent, or views if the executor hands out views. The root shares the leaves of
+            `next` unless an env was reset.
         """
         buffer, next_td, root = draft
         if buffer is not None:

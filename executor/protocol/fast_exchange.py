@@ -18,8 +18,8 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED, Make, maker
-from envherd.executor.batches.hand_out import GroupBatch, Shell, splitter
-from envherd.executor.batches.reused_memory import ReusedMemory
+from envherd.executor.batches.hand_out import GroupBatch, Shell
+from envherd.executor.batches.reused_memory import ReusedMemory, splitter
 from envherd.executor.pools.fast_commands import NativeExchange
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import State
@@ -115,6 +115,7 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "step_columns": positions.step_columns,
         "in_root": positions.in_root,
         "num_columns": positions.num_frames,
+        "num_ring": positions.num_ring,
         "next": batch.next_arrays,
         "root": batch.root_arrays,
         "root_in_next": batch.root_in_next,

@@ -18,6 +18,7 @@ from envherd.shm.layout import Name
 from envherd.shm.slab import GroupSlab, Slab, root_leaves
 
 if TYPE_CHECKING:
+    from envherd.executor.batches.loans import Loans
     from envherd.executor.batches.transfer import Mover
 
 
@@ -29,8 +30,12 @@ class Positions:
         side: side values; they move with the rows that they belong to.
         options: of the executor.
         mover: reads frames of the ring for a device; None on the CPU.
+        loans: frames that are lent; None if there are none.
 
     Attributes:
+        loans: as given.
+        num_frames: of the slab.
+        num_ring: those of the ring, which come first; the others are lendable.
         specs: of each env.
         places: group and row of each env.
         has_interrupted: whether a loss interrupts rows instead of being raised.
@@ -50,11 +55,13 @@ class Positions:
         options: ExecutorOptions,
         *,
         mover: Mover | None,
+        loans: Loans | None,
     ) -> None:
         self.slab = slab
-        self._side, self._mover = side, mover
+        self._side, self._mover, self.loans = side, mover, loans
         self.num_envs = slab.plan.num_envs
         self.num_frames = slab.plan.num_frames
+        self.num_ring = self.num_frames - slab.plan.num_lendable
         self.places = Places(slab.plan)
         self.specs = [slab.groups[group].spec for group, _ in self.places.pairs]
         self.has_interrupted = options.on_worker_loss == "restart"
@@ -66,7 +73,8 @@ class Positions:
         self._in_root = np.ones(self.num_envs, bool)
         self._step_columns = np.zeros(self.num_envs, np.int64)  # of the ring, of each env's latest step
         self._stepped_to: int | None = None  # a column to which all envs were stepped, not yet in these two arrays
-        self._following = (np.arange(self.num_frames) + 1) % self.num_frames
+        following = np.arange(1, self.num_frames + 1)
+        self._following = np.where(following < self.num_ring, following, 0)
         self._is_mixed = False  # whether latest rows may be in several columns
         self._is_poisoning = options.poison
 
@@ -115,14 +123,15 @@ class Positions:
     # ---- columns for commands ----------------------------------------------------------------
 
     def next_column(self) -> int:
-        """Return the ring column for a command to all envs."""
-        self.column = (self.column + 1) % self.num_frames
+        """Return the column for a command to all envs: a frame that can be lent, else one of the ring."""
+        lendable = -1 if self.loans is None else self.loans.pick(self.column)
+        self.column = lendable if lendable >= 0 else (self.column + 1) % self.num_ring
         if self._mover is not None:
             self._mover.await_frame(self.column)
         if self._is_mixed:
             self._keep_latest(self.column)
         if self._is_poisoning:
-            self._poison((self.column + 1) % self.num_frames)
+            self._poison((self.column + 1) % self.num_ring)
         return self.column
 
     def begin_mixed(self) -> None:

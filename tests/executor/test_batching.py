@@ -8,7 +8,8 @@ import torch
 
 from envherd.executor.batches import gather as gathering
 from envherd.executor.batches import hand_out
-from envherd.executor.batches.hand_out import GroupBatch, splitter
+from envherd.executor.batches.hand_out import GroupBatch
+from envherd.executor.batches.reused_memory import splitter
 from envherd.shm.layout import lay_out
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import EnvSpec, LeafSpec
@@ -21,7 +22,7 @@ def test_frames_of_more_than_2_gib():
     slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))  # none of its pages is touched
     batch = GroupBatch(slab.groups[0], 2, None, has_interrupted=False)
     assert plan.groups[0].next_nbytes > 2**31
-    _, leaves = batch.blank_next()
+    _, leaves = batch.own_next(0)
     assert [tuple(leaf.shape) for leaf in leaves] == [view.shape for view in batch.next_views(0)]
 
 

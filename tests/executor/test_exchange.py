@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import Busy, EnvError, ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.executor.batches.reused_memory import ReusedMemory
+from envherd.executor.batches import reused_memory
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
@@ -154,8 +154,10 @@ def test_requests_between_send_and_receive_reach_an_env_after_its_step(make):
 
 @pytest.mark.skipif(native.load() is None, reason="without the C extension each batch has new memory")
 def test_receives_of_every_size_use_their_memory_again(monkeypatch):
-    made, make = [], ReusedMemory._make
-    monkeypatch.setattr(ReusedMemory, "_make", lambda memory: made.append(memory) or make(memory))
+    made = []
+    monkeypatch.setattr(
+        reused_memory, "Block", lambda *args, make=reused_memory.Block: made.append(make(*args)) or made[-1]
+    )
     with ParallelEnv(8, ENDLESS, num_workers=2) as env:
         env.reset()
         env.send(act(env))
@@ -164,7 +166,9 @@ def test_receives_of_every_size_use_their_memory_again(monkeypatch):
                 env_ids = env.recv(count)["env_ids"]
                 env.send(act(env, count), env_ids)
         env.recv()
-    assert 0 < len(made) <= ReusedMemory.NUM_BLOCKS * 8 * 2  # for each size, of `next` and of what was sent
+    assert (
+        0 < len(made) <= reused_memory.ReusedMemory.NUM_BLOCKS * 8 * 2
+    )  # for each size, of `next` and of what was sent
 
 
 @pytest.mark.parametrize("make", EXECUTORS)

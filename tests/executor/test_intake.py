@@ -71,7 +71,7 @@ def intake_of(
 ) -> Any:
     """Return an intake, and the arrays of its slab."""
     spec = EnvSpec(observation=(LeafSpec(("observation",), (1,)),), action=action, state=state, family="plain")
-    plan = plan_slab([spec] * num_envs, num_workers=1, num_frames=2)
+    plan = plan_slab([spec] * num_envs, num_workers=1, num_ring=2)
     slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
     return GroupIntake(slab.groups[0], "strict", present), slab.groups[0].inputs
 

@@ -93,7 +93,7 @@ def test_side_inputs_are_not_passed_over():
         action=(LeafSpec(("action",), (), "int64", Discrete(2)), LeafSpec(("note",), (), "", is_side=True)),
         family="plain",
     )
-    plan = plan_slab([spec, spec], num_workers=1, num_frames=2)
+    plan = plan_slab([spec, spec], num_workers=1, num_ring=2)
     intake = GroupIntake(Slab(plan, np.zeros(plan.nbytes, np.uint8)).groups[0], "strict")
     assert [leaf.key for leaf in intake.side_leaves] == [("note",)]
     assert not intake.take(TensorDict({"action": torch.tensor([0, 1])}, [2]))

@@ -41,7 +41,7 @@ class Side:
     def __init__(self, adapters: list[Adapter], *, is_native: bool, options: BlockOptions | None = None) -> None:
         self.adapters = dict(enumerate(adapters, start=1))
         plan = plan_slab(
-            [adapters[0].spec] + [adapter.spec for adapter in adapters], num_workers=2, num_frames=NUM_FRAMES
+            [adapters[0].spec] + [adapter.spec for adapter in adapters], num_workers=2, num_ring=NUM_FRAMES
         )
         self.slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
         self.words = self.slab.words

@@ -53,7 +53,7 @@ class Table:
 @pytest.fixture
 def tables():
     segment = Segment.create(2 * DOORBELL_BYTES)
-    plan = plan_slab([CountingEnv().spec], num_workers=2, num_frames=2)
+    plan = plan_slab([CountingEnv().spec], num_workers=2, num_ring=2)
     slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
     yield [Table(slab, worker_id, segment.array()) for worker_id in (0, 1)]
     segment.close()

@@ -31,7 +31,7 @@ class Worker:
     """Worker 1 of two, which serves all envs but the first; the test is the parent."""
 
     def __init__(self, segment: Segment) -> None:
-        plan = plan_slab([CountingEnv().spec] * (NUM_ENVS + 1), num_workers=2, num_frames=2)
+        plan = plan_slab([CountingEnv().spec] * (NUM_ENVS + 1), num_workers=2, num_ring=2)
         self.slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
         self.words = self.slab.words
         self.envs = {env_id: CountingEnv(50) for env_id in range(1, NUM_ENVS + 1)}

@@ -63,7 +63,7 @@ class Side:
 
     def __init__(self, adapter: Adapter, *, in_c: bool, **options: Any) -> None:
         self.adapter = adapter
-        plan = plan_slab([adapter.spec] * 2, num_workers=1, num_frames=NUM_COLUMNS)
+        plan = plan_slab([adapter.spec] * 2, num_workers=1, num_ring=NUM_COLUMNS)
         self.slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
         layout = plan_storage(plan, NUM_COLUMNS)
         self.storage_bytes = np.zeros(layout.nbytes, np.uint8)

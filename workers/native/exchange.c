@@ -33,6 +33,7 @@ typedef struct {
     i64 done, root_done;                            /* which leaves say that an episode has ended */
     i64 running, ended, stepping, step_resetting;   /* states; those from `stepping` on are under way */
     i64 num_columns;
+    i64 num_ring;
     Py_ssize_t num_envs, num_found;
     i64 *root_in_next;                              /* root leaf -> the same leaf of `next` */
     i64 *sent, *found, *commands, *marks, mark;     /* one for each env */
@@ -190,6 +191,7 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     if (exchange == NULL)
         return NULL;
     if (take_caller(exchange, facts) < 0 || take_number(facts, "num_columns", &exchange->num_columns) < 0
+        || take_number(facts, "num_ring", &exchange->num_ring) < 0
         || take_number(facts, "done", &exchange->done) < 0 || take_number(facts, "root_done", &exchange->root_done) < 0
         || take_number(facts, "running", &exchange->running) < 0 || take_number(facts, "ended", &exchange->ended) < 0
         || take_number(facts, "stepping", &exchange->stepping) < 0
@@ -290,7 +292,9 @@ static void give_steps(Exchange *exchange, i64 number, i64 op, const Numbers *id
     Numbers commands = {.at = (char *)exchange->commands, .stride = sizeof(i64), .count = ids->count};
     i64 state = op == OP_STEP ? exchange->stepping : exchange->step_resetting;
     for (Py_ssize_t i = 0; i < ids->count; i++) {
-        i64 id = number_at(ids, i), column = (*of_env(&exchange->step_columns, id) + 1) % exchange->num_columns;
+        i64 id = number_at(ids, i), column = *of_env(&exchange->step_columns, id) + 1;
+        if (column >= exchange->num_ring)
+            column = 0;
         memcpy(row_at(&exchange->action, 0, id), actions + i * exchange->action.num_bytes, (size_t)exchange->action.num_bytes);
         *state_of(exchange, id) = (signed char)state;
         *of_env(&exchange->ops, id) = op;

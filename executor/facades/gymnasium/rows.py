@@ -110,18 +110,18 @@ class Observations:
             reset_ids: int `[k]`, envs that were reset at that column; None for none.
 
         Returns:
-            A copy; without resets it may be a view of the ring.
+            The caller's own (see `Column.own`); without resets it may be a view of the ring.
         """
         if self._only is None:
             return self._at(column) if reset_ids is None else self.now()
         if reset_ids is None:
             return self._read(self._only.after, column)
-        rows = self._only.after.read(column)
+        rows = self._only.after.own(column)
         rows[reset_ids] = self._only.fresh.look(column)[reset_ids]
         return rows
 
     def _read(self, leaf: Column, column: int) -> np.ndarray:
-        return leaf.read(column) if self._is_copy else leaf.look(column)
+        return leaf.own(column) if self._is_copy else leaf.look(column)
 
     def _at(self, column: int) -> Any:
         leaves = [

@@ -124,6 +124,7 @@ class AsyncVectorEnv(HostedVectorEnv):
                 [factories[id(env_fn)] for env_fn in self.env_fns],
                 num_workers=num_workers,
                 options=self._options(options),
+                **({} if copy else {"copy": False}),
             )
         except EnvherdError as error:
             raise as_gymnasium(error) from error.__cause__
@@ -314,7 +315,7 @@ class SyncVectorEnv(HostedVectorEnv):
         self.envs: list[Any] = []
         factories = [_KeepingFactory(env_fn, self.envs, keeps_final=keeps_final) for env_fn in self.env_fns]
         try:
-            executor = SerialEnv(self.num_envs, factories, options=self._options(options))
+            executor = SerialEnv(self.num_envs, factories, copy=copy, options=self._options(options))
         except EnvherdError as error:
             raise as_gymnasium(error) from error.__cause__
         self._host(executor)

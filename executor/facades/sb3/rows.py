@@ -15,6 +15,7 @@ from gymnasium import spaces
 from envherd.executor.facades.columns import Column
 from envherd.executor.facades.fitting import as_array, fitted
 from envherd.executor.facades.sb3.spaces import observed_leaves
+from envherd.executor.protocol.positions import Positions
 from envherd.shm.slab import Slab
 from envherd.shm.specs import Discrete, LeafSpec, MultiDiscrete
 from envherd.workers.adapters.hosts.leaf_spaces import Space
@@ -24,17 +25,18 @@ class Reader:
     """Reads steps and resets from the slab.
 
     Args:
-        slab: of the envs.
+        positions: of the envs.
         shapes: of the leaves of one row's observation.
         num_agents: rows per env.
     """
 
-    def __init__(self, slab: Slab, shapes: Sequence[tuple[int, ...]], num_agents: int) -> None:
+    def __init__(self, positions: Positions, shapes: Sequence[tuple[int, ...]], num_agents: int) -> None:
+        slab, loans = positions.slab, positions.loans
         groups, num_envs = slab.groups, slab.plan.num_envs
         num_rows = num_envs * num_agents
 
         def columns(section: str, leaves: Sequence[Sequence[LeafSpec]], shape: tuple[int, ...]) -> Column:
-            return Column(slab, section, [leaf.key for (leaf,) in leaves], num_rows, shape)
+            return Column(slab, section, [leaf.key for (leaf,) in leaves], num_rows, shape, loans)
 
         observed = [[leaf for _, leaf in observed_leaves(group.spec)] for group in groups]
         self.next = [columns("next", [[own[i]] for own in observed], shape) for i, shape in enumerate(shapes)]

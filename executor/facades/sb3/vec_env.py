@@ -92,7 +92,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         observation_space, action_space = self._find_spaces()
         self._compose = compose_for(observation_space)
         inner = inner_spaces(observation_space)
-        self._reader = Reader(self._positions.slab, [tuple(sub.shape or ()) for sub in inner], self.num_agents)
+        self._reader = Reader(self._positions, [tuple(sub.shape or ()) for sub in inner], self.num_agents)
         #: index of one row of each leaf, after the row's number: a Box's row is an array, also if its shape is ()
         self._tails = [() if isinstance(sub, spaces.Discrete) else (...,) for sub in inner]
         self._writer = Writer(self._positions.slab, action_space, self.num_agents)
@@ -177,7 +177,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         finally:
             self.waiting = False
         column, ended, reader = self._flight.at, self._flight.ended, self._reader
-        leaves = [leaf.read(column) for leaf in reader.next]
+        leaves = [leaf.own(column) for leaf in reader.next]
         rewards = reader.rewards(column)
         infos = self._step_infos()
         if ended is None:
